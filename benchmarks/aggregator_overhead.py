@@ -1,16 +1,16 @@
-"""What a round costs when clients answer at once, against moving its bytes over a bare gRPC stream.
+"""Cost of a round whose clients answer at once, relative to moving its bytes over a bare gRPC stream.
 
     .venv/bin/python benchmarks/aggregator_overhead.py [--json FILE]
     .venv/bin/python benchmarks/aggregator_overhead.py --tls [--json FILE]
 
 A round is FedLoom's own (``Attempting`` with a ``ServerHalf``, over ``Aggregator`` to worker processes, and a line of
-the journal): sampling, dealing, encoding, frames, checksums, validation, decoding, stacking. Each client is sent a
-model of its own and answers with as much (``echo.py``). The bare stream (``bare.py``) moves the same bytes to as many
-processes and back. The two take turns, so that both see the same machine; the figure is the median of their ratios.
-The ratio of CPU time, of all processes of each together, is less moved by what else the machine does.
+the journal): sampling, batching, encoding, frames, checksums, validation, decoding, stacking. Each client gets its own
+model and answers with as many bytes (``echo.py``). The bare stream (``bare.py``) moves the same bytes to as many
+processes and back. Both take turns, so that both see the same machine; the figure is the median of their ratios.
+The ratio of CPU time, summed over all processes of each, depends less on other work on the machine.
 
-With ``--tls`` rounds over mutual TLS take turns with rounds in plaintext instead, and the bytes of their sockets are
-counted (without the headers of TCP and IP).
+With ``--tls``, rounds over mutual TLS take turns with rounds in plaintext instead, and the bytes of their sockets are
+counted (without TCP and IP headers).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from fedloom.federation.validation import absurd
 from fedloom.messages import Message, answer_shapes
 from fedloom.transport.aggregator import Aggregator
 
-GOAL = (100, 100, 85_822)  # clients, cohort, d: what docs/benchmarks.md holds against 1.5
+GOAL = (100, 100, 85_822)  # clients, cohort, d: the case that docs/benchmarks.md compares with 1.5
 SMALLEST = (10, 5, 7_850)
 
 
 def judge(client: str, answer: Message) -> str | None:
-    """What makes no sense in an answer, as the loop asks of each."""
+    """Return why an answer is implausible, as the loop does; None if it is plausible."""
     return absurd(answer, {})
 
 
 class Rounds:
-    """Rounds of an echo federation, as ``federation.loop`` makes them."""
+    """Rounds of an echo federation, made as in ``federation.loop``."""
 
     def __init__(self, aggregator: Aggregator, clients: int, cohort: int, d: int, folder: Path) -> None:
         theta = torch.randn(cohort, d, generator=torch.Generator().manual_seed(1))
@@ -67,7 +67,7 @@ class Rounds:
         self._journal = Journal(RunFolder(folder))
 
     def make(self, number: int) -> float:
-        """One round; returns seconds, without the comparison of what came with what was sent."""
+        """Run one round; return its seconds, without the check that the echo is right."""
         attempt = Attempt(number, 1)
         started = time.perf_counter()
         session = Attempting(attempt, "train", self._roster, self._sizes, self._aggregator, self._rules, self._helper)
@@ -85,7 +85,7 @@ class Rounds:
 def measure(
     aggregator: Aggregator, bare: Bare, case: tuple[int, int, int], seconds: float, numbers: Iterator[int]
 ) -> dict[str, Any]:
-    """Rounds and bare transfers in turn, for so many seconds but at least five times."""
+    """Measure rounds and bare transfers in turn, for this many seconds but at least five times."""
     clients, cohort, d = case
     figures: dict[str, list[float]] = {"round": [], "pipelined": [], "in turn": []}
     cpu: dict[str, list[float]] = {name: [] for name in figures}
@@ -122,7 +122,7 @@ def measure(
 def measure_tls(
     both: Mapping[str, Aggregator], case: tuple[int, int, int], seconds: float, numbers: Iterator[int]
 ) -> dict[str, Any]:
-    """Rounds in plaintext and over TLS in turn, for so many seconds but at least five times."""
+    """Measure rounds in plaintext and over TLS in turn, for this many seconds but at least five times."""
     clients, cohort, d = case
     taken: dict[str, list[float]] = {name: [] for name in both}
     moved: dict[str, list[int]] = {name: [] for name in both}
@@ -145,7 +145,7 @@ def measure_tls(
 
 
 def compare_tls(chosen: Sequence[tuple[int, int, int]], workers: int, seconds: float) -> list[dict[str, Any]]:
-    """Measure what TLS costs, in all of the cases."""
+    """Measure the cost of TLS in all cases."""
     results, numbers = [], count(1)
     for clients, some in groupby(sorted(chosen, key=lambda case: case[0]), key=lambda case: case[0]):
         with ExitStack() as held:
@@ -161,7 +161,7 @@ def compare_tls(chosen: Sequence[tuple[int, int, int]], workers: int, seconds: f
 
 
 def cases() -> list[tuple[int, int, int]]:
-    """The goal's case, then each of clients, cohort and d varied alone, then the corners."""
+    """Return the goal's case, then cases that vary clients, cohort and d one at a time, then the corners."""
     varied = [SMALLEST, (100, 5, 7_850), (1000, 5, 7_850)]
     return [
         GOAL,
@@ -172,7 +172,7 @@ def cases() -> list[tuple[int, int, int]]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="of each case")
     parser.add_argument("--goal-only", action="store_true", help="measure 100 clients of 85,822 parameters alone")

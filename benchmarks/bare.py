@@ -1,11 +1,11 @@
-"""Bytes over a bare bidirectional gRPC stream: what the wire itself costs.
+"""Baseline: bytes over a bare bidirectional gRPC stream, the cost of the wire itself.
 
     python benchmarks/bare.py HOST:PORT                   (the other end, started by the benchmark)
 
-Raw messages of 1 MiB, no serializer, both ends ``grpc.aio``, the faster of the ways that were tried (sync, sync with
-aio); the server sends one buffer again and again, nobody looks at a byte. The other end either sends each message
-back as it comes (``pipelined``: both directions at once) or, like a client that cannot train before its model is
-there, sends as much back when all has come (``in turn``).
+Raw messages of 1 MiB without a serializer, both ends ``grpc.aio``, which was the fastest of the variants tried (sync,
+sync with aio). The server sends one buffer repeatedly; no byte is inspected. The other end either returns each
+message as it arrives (``pipelined``: both directions at once) or, like a client that cannot train before it has its
+model, returns as many bytes once all have arrived (``in turn``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIPELINED, IN_TURN = b"pipelined", b"in turn"
 
 
 class Bare:
-    """The server, on an event loop in a thread of its own, and the processes at the other end."""
+    """Server, on an event loop in its own thread, and the processes at the other end."""
 
     def __init__(self, peers: int) -> None:
         self._loop = asyncio.new_event_loop()
@@ -35,7 +35,7 @@ class Bare:
         self._call(self._start(peers))
 
     def transfer(self, down: int, how: bytes) -> float:
-        """Move so many bytes to all peers together, and as many back; returns seconds."""
+        """Move this many bytes to all peers together, and as many back; return the seconds."""
 
         async def all_peers() -> float:
             share, rest = divmod(down, len(self._streams))
@@ -52,7 +52,7 @@ class Bare:
         return seconds
 
     def stop(self) -> None:
-        """End streams, processes and the thread."""
+        """Stop the streams, the processes and the thread."""
         self._call(self._stop())
         for process in self._processes:
             process.wait()
@@ -104,7 +104,7 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]  # gRPC has no typ
 
 
 async def answer(address: str) -> None:
-    """The other end."""
+    """Run the other end."""
     async with grpc.aio.insecure_channel(address) as channel:
         call = channel.stream_stream(METHOD)()
         while (head := await call.read()) is not grpc.aio.EOF:

@@ -1,11 +1,11 @@
-"""What a client's step costs in each method, beside FedAvg's, and what its gradients predict.
+"""Cost of a client's step in each method relative to FedAvg's, and the prediction from its number of gradients.
 
     .venv/bin/python benchmarks/client_steps.py [--repetitions 9] [--methods 'Ditto;SCAFFOLD'] [--json FILE]
 
-One client's whole conversation of a round, LeNet on random images, batches of 32, in process, one thread, CPU seconds:
-visits of 10 and of 40 steps, in turn with FedAvg's. The difference of the two visits over 30 is a step; what is left is
-the rest of a visit: losses over all data, states kept, and so on. Ratios are medians over the repetitions of what was
-measured side by side. ``--methods`` takes rows of the table, with semicolons between.
+One client's whole conversation of a round: LeNet on random images, batches of 32, in process, one thread, CPU
+seconds. Visits of 10 and of 40 steps take turns with FedAvg's. Their difference over 30 is a step; what remains is
+the rest of a visit: losses over all data, saved states, and so on. Ratios are medians over repetitions of
+measurements taken next to each other. ``--methods`` selects rows of the table, separated by semicolons.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SGD = {"batch_size": 32, "lr": 1e-4}
 
 @dataclass(frozen=True)
 class Case:
-    """A method with settings of any number of steps; ``gradients`` is what a step takes by docs/algorithms."""
+    """Method with settings for any number of steps; ``gradients`` is the gradients per step, by docs/algorithms."""
 
     method: str
     gradients: float | None
@@ -59,7 +59,7 @@ class Case:
     model: type[FlatModel] = LeNet
 
     def with_steps(self, steps: int) -> dict[str, Any]:
-        """Its settings for a visit of so many steps."""
+        """Return its settings for a visit with this many steps."""
         own = dict(self.settings or {})
         for key in own.pop("steps_in", ("local",)):
             if key is None:
@@ -107,12 +107,12 @@ CASES = {
 
 
 class Timed(InProcess):
-    """Counts the CPU seconds of the client."""
+    """Carrier that counts the client's CPU seconds."""
 
     seconds = 0.0
 
     def exchange(self, call: Call) -> Sequence[Message | Lost]:
-        """One exchange."""
+        """Run one exchange."""
         started = time.process_time()
         answers = super().exchange(call)
         self.seconds += time.process_time() - started
@@ -120,7 +120,7 @@ class Timed(InProcess):
 
 
 def visit(case: Case, steps: int) -> float:
-    """CPU seconds of the one client in its first round."""
+    """Return the CPU seconds of the only client in its first round."""
     random = torch.Generator().manual_seed(1)
     split = Split(
         torch.randn(EXAMPLES, *IMAGE, generator=random), torch.randint(CLASSES, (EXAMPLES,), generator=random)
@@ -155,7 +155,7 @@ def visit(case: Case, steps: int) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--methods", help="rows of the table, with semicolons between; all by default")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine, processes and their memory, tables, and the file of figures."""
+"""Common parts of the benchmarks: the machine, processes and their memory, tables, and the file of figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on: processor, cores, load when it began, versions, commit."""
+    """Return what figures depend on: processor, cores, initial load, versions, commit."""
     import torch
 
     def git(*command: str) -> str:
@@ -39,7 +39,7 @@ def machine() -> dict[str, Any]:
 
 
 def describe(about: dict[str, Any]) -> str:
-    """The machine in one line; a + after the commit says that the tree differs from it."""
+    """Return the machine in one line; a + after the commit marks a modified tree."""
     return (
         f"{about['processor']}, {about['cores']} cores, load {about['load']:.1f} at the start, "
         f"Python {about['python']}, torch {about['torch']}, commit {about['commit']}"
@@ -47,21 +47,21 @@ def describe(about: dict[str, Any]) -> str:
 
 
 def import_torch_s() -> float:
-    """Seconds that a process takes to import torch."""
+    """Return the seconds that a process takes to import torch."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.perf_counter() - started
 
 
 def resident_bytes(process: int, peak: bool = False) -> int:
-    """Resident memory of a process, now or at its highest; 0 when it has ended."""
+    """Return the resident memory of a process, now or at its peak; 0 if it has ended."""
     key = "VmHWM:" if peak else "VmRSS:"
     found = [line for line in _lines(f"/proc/{process}/status") if line.startswith(key)]
     return int(found[0].split()[1]) * 1024 if found else 0
 
 
 def socket_bytes() -> int:
-    """Bytes that the TCP connections of this process have carried so far, both ways, without the headers of TCP."""
+    """Return the bytes that this process's TCP connections have carried in both directions, without TCP headers."""
     total = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -71,19 +71,19 @@ def socket_bytes() -> int:
                 if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
                     about = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     total += sum(struct.unpack_from("=QQ", about, 120))  # tcpi_bytes_acked, tcpi_bytes_received
-        except OSError:  # it was closed meanwhile
+        except OSError:  # just closed
             continue
     return total
 
 
 def cpu_s(processes: Iterable[int]) -> float:
-    """CPU seconds that processes have used so far."""
+    """Return the CPU seconds that processes have used."""
     fields = ["".join(_lines(f"/proc/{process}/stat")).rpartition(")")[2].split() for process in processes]
     return sum(int(found[11]) + int(found[12]) for found in fields if found) / os.sysconf("SC_CLK_TCK")
 
 
 def descendants(process: int) -> list[int]:
-    """A process and everything below it."""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -106,19 +106,19 @@ def _lines(path: str) -> list[str]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of the values does not exceed (nearest rank)."""
+    """Return the value that this share of the values does not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """Median, lowest and highest: ``1.31 (1.25-1.40)``."""
+    """Return median, lowest and highest: ``1.31 (1.25-1.40)``."""
     low, middle, high = (form.format(v) for v in (min(values), statistics.median(values), max(values)))
     return f"{middle} ({low}-{high})"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table, its columns aligned so that it also reads on a terminal."""
+    """Return a Markdown table with aligned columns, readable on a terminal too."""
     lines = [list(head), *[[str(cell) for cell in row] for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     text = [
@@ -129,6 +129,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def write_json(path: Path | None, about: dict[str, Any], figures: Any) -> None:
-    """Write the figures, and what machine made them, if a file was asked for."""
+    """Write the figures and the machine to a file, if one is given."""
     if path is not None:
         path.write_text(json.dumps({"machine": about, "figures": figures}, indent=2) + "\n")

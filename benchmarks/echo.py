@@ -2,9 +2,9 @@
 
     python benchmarks/echo.py METHOD HOST:PORT NAME CLIENTS      (started by the benchmarks)
 
-``echo``: a client is sent a model and sends it back; what a round costs is what FedLoom costs: sampling, dealing,
-encoding, wire, checking, stacking. ``instant-pefll``: PeFLL's server half as it is, with clients that have a descriptor
-at hand and only take in the model that the hypernetwork makes of it.
+``echo``: a client returns the model that it receives, so that a round costs what FedLoom costs: sampling, batching,
+encoding, wire, validation, stacking. ``instant-pefll``: PeFLL's unchanged server half, with clients that have a
+descriptor ready and only receive the model that the hypernetwork makes of it.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ DESCRIPTOR_SIZE = 32
 
 
 class Model(Message):
-    """Opens training: a model of its own for each client."""
+    """Opening of training, with a separate model for each client."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
 class Update(Message):
-    """What the client answers."""
+    """Answer of a client."""
 
     delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
 
 
 class EchoServer(ServerHalf):
-    """Sends each client of a cohort its row of θ [c, d], and takes as much back: PeFLL's second exchange."""
+    """Server half that sends each client its row of θ [c, d] and receives as much: PeFLL's second exchange."""
 
     def __init__(self, theta: Tensor) -> None:
         self.state = {"theta": theta}
@@ -80,22 +80,22 @@ class EchoServer(ServerHalf):
         self.received = torch.zeros(0)
 
     def train_round(self, round: Round) -> Statistics:
-        """One exchange with a cohort of as many clients as θ has rows."""
+        """Run one exchange with a cohort of as many clients as θ has rows."""
         theta = self.state["theta"]
         self.received = round.sample(len(theta)).send(Model(theta), Update).delta_theta
         return {"client_steps": 0.0}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """The same exchange: an echo's predictor is what it was sent."""
+        """Run the same exchange; an echo's predictor is the model that it received."""
         return cohort.send(Model(self.state["theta"][: len(cohort.clients)]), Update)
 
 
 class EchoClient(ClientHalf):
-    """Answers at once."""
+    """Client half that answers at once."""
 
     @conversation
     def train(self, clients: Group, opening: Model) -> Conversation:
-        """Send the model back."""
+        """Return the model unchanged."""
         yield Update(opening.theta)
         return None
 
@@ -105,7 +105,7 @@ class InstantClient(ClientHalf):
 
     @conversation
     def personalize(self, clients: Group, opening: DescribeYourself) -> Conversation:
-        """Lines 2-6."""
+        """Run lines 2-6."""
         model: PersonalizedModel = yield Descriptor(torch.full((len(clients), DESCRIPTOR_SIZE), 0.1))
         return predictors_of(LENET, personal=model.theta)
 
@@ -135,18 +135,18 @@ METHODS = {method.name: method for method in (ECHO, INSTANT_PEFLL)}
 
 
 def names(clients: int) -> list[str]:
-    """Ids of so many clients."""
+    """Return the ids of this many clients."""
     return [f"c{i:06d}" for i in range(clients)]
 
 
 def vocabulary(method: Algorithm) -> dict[str, type[Message]]:
-    """Its messages by name."""
+    """Return the method's messages by name."""
     return {message.__name__: message for message in method.messages}
 
 
 @contextmanager
 def federation(method: Algorithm, clients: int, workers: int, tls: Path | None = None) -> Iterator[Aggregator]:
-    """An aggregator, and worker processes that serve all clients; over mutual TLS, with its files in a folder."""
+    """Yield an aggregator whose worker processes serve all clients; with a folder ``tls``, over mutual TLS."""
     protection, environment = None, dict(os.environ)
     if tls is not None:
         ca = make_ca(tls).certificate
@@ -187,7 +187,7 @@ def _nothing_measured(predictors: Predictors, clients: Group) -> Message:
 
 
 def main() -> None:
-    """Serve until the aggregator says that the run is over."""
+    """Serve until the aggregator ends the run."""
     torch.set_num_threads(1)
     name, address, worker, clients = sys.argv[1:]
     method = METHODS[name]

@@ -1,11 +1,11 @@
-"""A first-time user's path, timed: a wheel of the repository, an empty environment, a notebook outside the checkout.
+"""Timed first use of FedLoom: build a wheel, install it in an empty environment, run a notebook.
 
     .venv/bin/python benchmarks/first_use.py [--uv] [--notebook FILE] [--out FILE] [--json FILE] [REQUIREMENT ...]
 
-Builds the wheel, makes an empty environment, installs the wheel with the extra ``notebook`` and what runs a notebook
+Builds the wheel, creates an empty environment, installs the wheel with the extra ``notebook`` and a notebook runner
 (and further requirements, such as another build of torch), and runs docs/tutorials/images.ipynb, or another, in a new
-folder: load, partition, PeFLL and FedAvg, a figure, a personalized module on a new image. Data that were fetched before
-are at hand under $FEDLOOM_DATA. Seconds are wall and CPU, of all processes.
+folder: load, partition, PeFLL and FedAvg, a figure, a personalized module on a new image. Data fetched before are
+available in $FEDLOOM_DATA. Seconds are wall time and CPU time of all processes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ for group in ("fedloom.algorithms", "fedloom.observers"):
 
 
 class Parts:
-    """The parts of the path, and what each took."""
+    """Stages of the path and their times."""
 
     def __init__(self) -> None:
         self.taken: dict[str, tuple[float, float]] = {}
 
     def timed(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do one of them."""
+        """Run one stage and record its time."""
         wall, cpu = time.perf_counter(), _cpu()
         found = work()
         self.taken[name] = time.perf_counter() - wall, _cpu() - cpu
@@ -60,12 +60,12 @@ def _cpu() -> float:
 
 
 def first_use(folder: Path, notebook: Path, requirements: Sequence[str], *, uv: bool) -> tuple[Parts, str]:
-    """Go the path in an empty folder, and return what it took, and the text of the notebook with its outputs.
+    """Run all stages in an empty folder; return their times and the text of the notebook with its outputs.
 
     Raises
     ------
     subprocess.CalledProcessError
-        If a part fails, a cell of the notebook included.
+        If a stage fails, including a cell of the notebook.
     """
     parts, python = Parts(), folder / "venv" / "bin" / "python"
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | {"OMP_NUM_THREADS": "1"}
@@ -92,7 +92,7 @@ def first_use(folder: Path, notebook: Path, requirements: Sequence[str], *, uv: 
 
 
 def main() -> None:
-    """Go the path and print."""
+    """Run all stages and print their times."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("requirements", nargs="*", metavar="REQUIREMENT", help="to install beside: torch==2.13.0+cpu")
     parser.add_argument("--uv", action="store_true", help="install with uv in place of pip")

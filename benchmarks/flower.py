@@ -1,17 +1,17 @@
-"""FedLoom beside Flower: the same FedAvg, LeNet, data, partition, SGD steps and cohort.
+"""FedLoom and Flower compared: the same FedAvg, LeNet, data, partition, SGD steps and cohort.
 
     .venv/bin/python benchmarks/flower.py [--json FILE]
 
-Flower gets a virtual environment of its own (made on the first call) and runs ``flower_app/`` in three ways: as its
-documentation deploys it, a SuperLink and one SuperNode per client on loopback, speaking gRPC (``grpc-rere``), a process
-for every message (``subprocess`` isolation, the default); with its older ``start_server`` and ``start_client``, one
-gRPC stream and one lasting process per client; and in its simulation (Ray, one CPU per client, so that as many train
-at a time as there are cores). FedLoom runs with two worker processes, over gRPC on loopback. All clients take part in
-every round, one torch thread per process, no evaluation between rounds. The ways take turns; accuracies after the last
-round stand beside them, since equal work must give equal accuracy up to the order of batches and the initial draw.
+Flower has its own virtual environment (created on the first call) and runs ``flower_app/`` in three ways: deployed as
+in its documentation, with a SuperLink and one SuperNode per client on loopback over gRPC (``grpc-rere``), and a process
+per message (``subprocess`` isolation, the default); with the older ``start_server`` and ``start_client``, one gRPC
+stream and one persistent process per client; and in simulation (Ray, one CPU per client, so that as many clients train
+at a time as there are cores). FedLoom runs with two worker processes over gRPC on loopback. All clients take part in
+every round, with one torch thread per process and no evaluation between rounds. The ways take turns. Accuracies after
+the last round are shown, since equal work must give equal accuracy up to the order of batches and the initial weights.
 
-Flower is pinned below 1.23: the last releases whose SuperNodes speak gRPC and that still have ``start_server`` (1.41
-speaks HTTP between SuperNode and SuperLink).
+Flower is pinned below 1.23: the last releases whose SuperNodes use gRPC and that still have ``start_server`` (1.41
+uses HTTP between SuperNode and SuperLink).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ NAMES = {
 
 
 class Memory:
-    """The most that this process's descendants hold together: proportional set size, shared pages counted once."""
+    """Peak memory of this process's descendants together, as proportional set size, which counts shared pages once."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -82,7 +82,7 @@ class Memory:
             self.peak = max(self.peak, sum(_pss(process) for process in descendants(os.getpid())[1:]))
 
     def stop(self) -> int:
-        """Stop watching; returns bytes."""
+        """Stop sampling; return the peak in bytes."""
         self._over.set()
         self._thread.join()
         return self.peak
@@ -97,10 +97,10 @@ def _pss(process: int) -> int:
 
 
 def make_venv(venv: Path) -> None:
-    """Make Flower's virtual environment, with the torch that FedLoom has, unless it is there.
+    """Create Flower's virtual environment with FedLoom's version of torch, unless it exists.
 
-    ``FLOWER`` is not the newest release: in the newest a SuperNode speaks HTTP with the SuperLink, and the comparison
-    is of two systems that speak gRPC.
+    ``FLOWER`` is not the latest release: there, SuperNodes use HTTP, and the comparison is between two systems that use
+    gRPC.
     """
     import torch
 
@@ -113,7 +113,7 @@ def make_venv(venv: Path) -> None:
 
 
 def export(experiment: Path, folder: Path) -> None:
-    """Write what each FedLoom client has, normalized, where Flower's clients read it."""
+    """Write each FedLoom client's normalized data where Flower's clients read them."""
     import safetensors.torch
 
     from fedloom import experiment as experiments
@@ -128,7 +128,7 @@ def export(experiment: Path, folder: Path) -> None:
 
 
 def fedloom_run(experiment: Path, scratch: Path, seconds: float) -> dict[str, Any]:
-    """Run FedLoom; returns its figures."""
+    """Run FedLoom and return its figures."""
     out = scratch / "run"
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "fedloom", "run", str(experiment), "--out", str(out)]
@@ -148,13 +148,13 @@ def fedloom_run(experiment: Path, scratch: Path, seconds: float) -> dict[str, An
 
 
 class Failure(Exception):
-    """A run that ended badly or not in time, with the end of what its processes wrote."""
+    """Failed or timed-out run, with the end of its processes' output."""
 
 
 class Processes:
-    """The processes of one run: their logs, their memory, and their end, whatever happens.
+    """Processes of one run: their logs, their memory, and their guaranteed end.
 
-    Orphans come to this process (it is their subreaper), so that what a process started ends with it.
+    This process is the subreaper of orphans, so that all descendants end with the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -190,20 +190,20 @@ class Processes:
                     break
 
     def start(self, command: list[str], name: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start a process whose output goes to a log of this name."""
+        """Start a process whose output goes to a log with this name."""
         with (self._folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=log, stderr=log, cwd=APP)
         self._started.append((name, process))
         return process
 
     def until(self, condition: Callable[[], bool], deadline: float, what: str) -> None:
-        """Wait for a condition; all processes must live on meanwhile."""
+        """Wait for a condition; fail if a process ends meanwhile."""
         while not condition():
             self._check(deadline, what)
             time.sleep(0.05)
 
     def succeed(self, run: subprocess.Popen[bytes], deadline: float, what: str) -> None:
-        """Wait until a process ends well; no other may end badly meanwhile."""
+        """Wait until a process succeeds; fail if another fails meanwhile."""
         while run.poll() is None:
             self._check(deadline, what)
             time.sleep(0.05)
@@ -218,7 +218,7 @@ class Processes:
             raise self.failure(f"{what} was not done in time (--timeout)")
 
     def failure(self, message: str) -> Failure:
-        """A failure with the ends of the logs."""
+        """Return a failure with the ends of the logs."""
         logs = (f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in self._folder.glob("*.log"))
         return Failure("\n".join([message, *logs]))
 
@@ -234,7 +234,7 @@ class Flower:
         self._clients: int = settings["clients"]
 
     def deployment(self) -> dict[str, Any]:
-        """A SuperLink, and a SuperNode for each client that starts a process for every message."""
+        """Run a SuperLink, and a SuperNode per client that starts a process for every message."""
         app_io, fleet, control = (f"127.0.0.1:{_free_port()}" for _ in range(3))
 
         def start(processes: Processes, deadline: float) -> subprocess.Popen[bytes]:
@@ -252,7 +252,7 @@ class Flower:
         return self._run(start, "Flower's deployment")
 
     def lasting(self) -> dict[str, Any]:
-        """``start_server``, and a process with ``start_client`` for each client."""
+        """Run ``start_server``, and a process with ``start_client`` per client."""
         address = f"127.0.0.1:{_free_port()}"
 
         def start(processes: Processes, deadline: float) -> subprocess.Popen[bytes]:
@@ -268,7 +268,7 @@ class Flower:
         return self._run(start, "Flower's start_server")
 
     def simulation(self) -> dict[str, Any]:
-        """All clients in Flower's simulation on Ray, one CPU each."""
+        """Run all clients in Flower's simulation on Ray, one CPU each."""
 
         def start(processes: Processes, deadline: float) -> subprocess.Popen[bytes]:
             return self._flwr_run(processes, "simulation", f"options.num-supernodes={self._clients}")
@@ -307,7 +307,7 @@ class Flower:
         return str(self._bin / name)
 
     def _environment(self, name: str) -> dict[str, str]:
-        home = self._folder / "homes" / name  # one for each, as on machines of their own
+        home = self._folder / "homes" / name  # one for each, as on separate machines
         home.mkdir(parents=True, exist_ok=True)
         return {
             "PATH": f"{self._bin}:{os.environ['PATH']}",
@@ -332,7 +332,7 @@ def _listening(address: str) -> bool:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
@@ -343,7 +343,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv" / "flower", help="Flower's virtual environment")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all processes end with us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all processes end with this one
     make_venv(options.venv)
     about = machine()
     shown = subprocess.run([options.venv / "bin" / "flwr", "--version"], capture_output=True, text=True, check=True)

@@ -1,13 +1,13 @@
-"""What only a GPU can tell: `make cuda`, in parts of less than ten minutes, at most forty in all.
+"""GPU-only measurements (`make cuda`), in parts of less than ten minutes and forty minutes in total.
 
     .venv/bin/python benchmarks/gpu.py                            all parts on the GPU, results in runs/cuda
     .venv/bin/python benchmarks/gpu.py agreement speed            some of them
     .venv/bin/python benchmarks/gpu.py --device cpu --tiny        the same code on a CPU in a minute, in tiny sizes
 
-``agreement``: clients trained at once on the device against one after another on the CPU, in float64 and float32, every
-method's conversation of one round likewise; the same twice, to the bit; memory per client. ``speed``: client steps per
-second of 1 to 256 clients at once beside the same clients one after another, and beside a bare loop of autograd.
-``table``: PeFLL's Table 1 on CIFAR-10 for three seeds (experiments/pefll-cifar10.yaml; the data must be there:
+``agreement``: clients trained at once on the device against one after another on the CPU, in float64 and float32, and
+likewise every method's conversation of a round; repeatability to the bit; memory per client. ``speed``: client steps
+per second for 1 to 256 clients at once, compared with the same clients one after another and with a bare autograd
+loop. ``table``: PeFLL's Table 1 on CIFAR-10 for three seeds (experiments/pefll-cifar10.yaml; requires
 ``fedloom data fetch cifar10``), stopped after ``--minutes`` and resumed by the next call. Each part writes
 OUT/PART.json; the tables of all parts are OUT/gpu.md.
 """
@@ -85,14 +85,14 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def models(tiny: bool) -> dict[str, FlatModel]:
-    """What is trained: the image models, and the character model."""
+    """Return the models to train: the image models, and the character model."""
     if tiny:
         return {"lenet": LeNet(IMAGE, CLASSES), "lstm": LSTM(TOKENS, 4, 8, 1)}
     return {"lenet": LeNet(IMAGE, CLASSES), "resnet20": ResNet20(IMAGE, CLASSES), "lstm": LSTM(TOKENS)}
 
 
 def clients(model: FlatModel, count: int, dtype: torch.dtype, device: torch.device) -> list[ClientData]:
-    """Clients of 96 to 128 random examples."""
+    """Return clients with 96 to 128 random examples."""
     found = []
     for i in range(count):
         random, n = torch.Generator().manual_seed(i), 96 + i % 33
@@ -106,17 +106,17 @@ def clients(model: FlatModel, count: int, dtype: torch.dtype, device: torch.devi
 
 
 def group(members: Sequence[ClientData]) -> Group:
-    """A group as a worker makes it."""
+    """Return a group as a worker makes it."""
     return Group(members, lambda client, purpose: generator(1, purpose, client, 1))
 
 
 def starts(model: FlatModel, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A θ of its own for every client, ``[count, d]``."""
+    """Return a separate θ for every client, ``[count, d]``."""
     return torch.stack([model.init(torch.Generator().manual_seed(i), dtype) for i in range(count)]).to(device)
 
 
 def farthest(found: Tensor, expected: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
+    """Return the largest difference relative to the largest value."""
     return float((found.double().cpu() - expected.double().cpu()).abs().max() / expected.double().abs().max())
 
 
@@ -124,7 +124,7 @@ def farthest(found: Tensor, expected: Tensor) -> float:
 
 
 def agreement(device: torch.device, tiny: bool) -> dict[str, Any]:
-    """How far several clients at once on the device are from one after another on a CPU."""
+    """Compare clients trained at once on the device with clients trained one after another on a CPU."""
     count, steps = (3, 2) if tiny else (16, 20)
     s, cpu = LocalSGD(steps=steps, batch_size=16, lr=0.01), torch.device("cpu")
     training = []
@@ -170,7 +170,7 @@ def agreement(device: torch.device, tiny: bool) -> dict[str, Any]:
 def one_round(
     algorithm: Algorithm, settings: dict[str, Any], device: torch.device, *, at_once: int, count: int
 ) -> dict[str, Tensor]:
-    """The server's state after a round with everybody."""
+    """Return the server's state after a round with all clients."""
     model = MLP(IMAGE, [16], CLASSES)
     there = {client.id: client for client in clients(model, count, torch.float32, torch.device("cpu"))}
     task = Task(model, CLASSES, IMAGE, count, roster=tuple(there))
@@ -204,7 +204,7 @@ def one_round(
 
 
 def speed(device: torch.device, tiny: bool, minutes: float) -> list[dict[str, Any]]:
-    """Client steps per second, several clients at once beside one after another and beside a bare loop."""
+    """Return client steps per second: several clients at once, one after another, and a bare loop."""
     deadline = time.monotonic() + 60 * minutes
     widths = (1, 2) if tiny else (1, 4, 16, 64, 256)
     return [
@@ -215,7 +215,7 @@ def speed(device: torch.device, tiny: bool, minutes: float) -> list[dict[str, An
 def speed_of(
     name: str, model: FlatModel, device: torch.device, widths: Sequence[int], tiny: bool, deadline: float
 ) -> list[dict[str, Any]]:
-    """The rows of one model; nothing where the time is up."""
+    """Return the rows of one model; empty once the time is up."""
     steps = 2 if tiny else 20
     s = LocalSGD(steps=steps, batch_size=32, lr=0.01)
     members = clients(model, max(widths), torch.float32, device)
@@ -248,7 +248,7 @@ def speed_of(
 
 
 def bare_loop(model: FlatModel, split: Split, theta: Tensor, s: LocalSGD) -> None:
-    """Forward, ``autograd.grad`` and an update in place, and nothing else."""
+    """Run forward, ``autograd.grad`` and an update in place, and nothing else."""
     w = model.layout.leaves(theta, requires_grad=True)
     leaves = list(w.values())
     momentum = [torch.zeros_like(leaf) for leaf in leaves]
@@ -263,7 +263,7 @@ def bare_loop(model: FlatModel, split: Split, theta: Tensor, s: LocalSGD) -> Non
 
 
 def rate(device: torch.device, run: Callable[[], object], steps: int) -> float:
-    """Steps per second: the best of three after one that warms up."""
+    """Return steps per second: the best of three, after a warm-up."""
     best = float("inf")
     for repetition in range(4):
         started = time.perf_counter()
@@ -279,7 +279,7 @@ def rate(device: torch.device, run: Callable[[], object], steps: int) -> float:
 
 
 def table_1(device: torch.device, tiny: bool, minutes: float, out: Path) -> list[dict[str, Any]]:
-    """Three seeds of PeFLL on CIFAR-10, each resumed where it was; what they have reached so far."""
+    """Run or resume three seeds of PeFLL on CIFAR-10; return their results so far."""
     deadline, rows = time.monotonic() + 60 * minutes, []
     for seed in (1,) if tiny else (1, 2, 3):
         run = out / "table-1" / f"seed={seed}"
@@ -299,7 +299,7 @@ def table_1(device: torch.device, tiny: bool, minutes: float, out: Path) -> list
                 try:
                     process.wait(timeout=max(1.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    process.send_signal(signal.SIGTERM)  # it leaves a checkpoint
+                    process.send_signal(signal.SIGTERM)  # it writes a checkpoint before it ends
             if process.returncode not in (0, 130, 5):
                 raise SystemExit(f"{' '.join(command)}: ended with {process.returncode}")
         lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
@@ -319,7 +319,7 @@ def table_1(device: torch.device, tiny: bool, minutes: float, out: Path) -> list
 
 
 def page(out: Path) -> str:
-    """The tables of all parts that there are."""
+    """Return the tables of all parts that have results."""
     parts = {path.stem: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
     lines = []
     for name, part in parts.items():
@@ -332,12 +332,12 @@ def page(out: Path) -> str:
 
 
 def shown(value: Any) -> str:
-    """A figure with four digits."""
+    """Return a figure with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 def main() -> None:
-    """Run the parts that are asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("agreement", "speed", "table")
     parser.add_argument("parts", nargs="*", default=names, metavar="|".join(names))

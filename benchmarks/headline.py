@@ -1,14 +1,14 @@
-"""FedLoom beside other systems, whole processes on one machine: two tasks that others publish.
+"""FedLoom and other systems compared as whole processes on one machine, on two tasks that the others publish.
 
     .venv/bin/python benchmarks/headline.py [--task lr-mnist|cnn-cifar10] [--json FILE]
 
 ``lr-mnist`` is the CPU task of FLUTE's README: logistic regression on MNIST, 1,000 clients of two digits each with
 sizes by a power law, 10 clients a round, batches of 10, one epoch, 100 rounds. ``cnn-cifar10`` is pfl-research's
 benchmark on CIFAR-10: 1,000 users of 50 images, 50 users a round, batches of 10, one epoch, its CNN without dropout.
-FedLoom deals the clients out, and all systems read what it dealt: examples, batches, epochs, rates and weights are the
-same. Flower (its simulation on Ray) and pfl (its simulation, alone with all cores, and by torchrun with a process for
-each core) have virtual environments of their own, made on the first call. The systems take turns; a figure is that of
-a whole command, from its start to its end, without FedLoom's report. CPU time is that of all its processes.
+FedLoom partitions the data, and all systems read its partition: examples, batches, epochs, rates and weights are the
+same. Flower (its simulation on Ray) and pfl (its simulation, as one process with all cores, and by torchrun with a
+process per core) have their own virtual environments, created on the first call. The systems take turns. A figure is
+that of a whole command from start to end, without FedLoom's report. CPU time is that of all its processes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for all systems."""
+    """Settings that are the same for all systems."""
 
     model: str
     cohort: int
@@ -67,13 +67,13 @@ MODELS = {"lr": {"name": "logistic"}, "cnn": {"name": "module", "factory": "task
 
 
 def clients_of(task: str) -> dict[str, dict[str, Any]]:
-    """The clients' examples by name: of ten or a multiple to train on, and one more, which FedLoom holds out."""
+    """Return the clients' examples by name: a multiple of ten to train on, and one more, which FedLoom holds out."""
     from fedloom.data.sources import find, load
 
     random = np.random.default_rng(1)
     official = load(find("mnist" if task == "lr-mnist" else "cifar10"))
     train, test = official.train, official.test
-    if task == "cnn-cifar10":  # all 50,000 are trained on: what is held out comes from the test images
+    if task == "cnn-cifar10":  # trains on all 50,000; held-out examples come from the test images
         order, other = random.permutation(50_000), random.permutation(10_000)
         found = {}
         for i in range(1000):
@@ -85,8 +85,8 @@ def clients_of(task: str) -> dict[str, dict[str, Any]]:
                 "test_y": test.labels[held[1:]],
             }
         return found
-    # As T. Li et al., Federated optimization in heterogeneous networks, 2020, deal MNIST out: client i has the digits
-    # i and i + 1 mod 10, in numbers that are lognormal with deviation 2.
+    # The partition of T. Li et al., Federated optimization in heterogeneous networks, 2020: client i has the digits i
+    # and i + 1 mod 10, in numbers that are lognormal with deviation 2.
     by_digit = [random.permutation(np.flatnonzero(train.labels == digit)) for digit in range(10)]
     tests = [random.permutation(np.flatnonzero(test.labels == digit)) for digit in range(10)]
     share = random.lognormal(0, 2, (10, 200))
@@ -112,7 +112,7 @@ def clients_of(task: str) -> dict[str, dict[str, Any]]:
 
 
 class Task:
-    """One task: the data as FedLoom deals them out and exports them, and the commands that run it."""
+    """Task: the data as FedLoom partitions and exports them, and the commands that run it."""
 
     def __init__(self, name: str, settings: Settings, folder: Path, venvs: Path) -> None:
         self._settings = settings
@@ -122,7 +122,7 @@ class Task:
         self._data = self._export(name)
 
     def _export(self, name: str) -> dict[str, Any]:
-        """Write all clients' normalized examples, and where each client's begin; returns the experiment's data."""
+        """Write all clients' normalized examples and the index of each client's first; return the experiment's data."""
         import safetensors.torch
         import torch
 
@@ -145,7 +145,7 @@ class Task:
         return federated.section
 
     def run(self, system: str, seconds: float) -> dict[str, Any]:
-        """Run a system; returns its figures."""
+        """Run a system and return its figures."""
         scratch = self._folder / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
@@ -216,7 +216,7 @@ def _of_peer(scratch: Path) -> dict[str, Any]:
 
 
 def make_venvs(venvs: Path) -> None:
-    """Make the peers' virtual environments, with the torch that FedLoom has, unless they are there."""
+    """Create the peers' virtual environments with FedLoom's version of torch, unless they exist."""
     import torch
 
     for name, packages in PACKAGES.items():
@@ -230,7 +230,7 @@ def make_venvs(venvs: Path) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--task", choices=list(TASKS), nargs="*", default=list(TASKS))
     parser.add_argument("--only", choices=list(NAMES), nargs="*", default=list(NAMES))
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--venvs", type=Path, default=ROOT / ".venv" / "peers", help="virtual environments of others")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all processes end with us
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all processes end with this one
     make_venvs(options.venvs)
     about = machine() | {"packages": PACKAGES}
     print(describe(about))
@@ -255,7 +255,7 @@ def main() -> None:
                     try:
                         found.setdefault(system, []).append(task.run(system, options.timeout))
                         print(".", end="", flush=True)
-                    except Failure as failure:  # of one system: the others are compared all the same
+                    except Failure as failure:  # one system failed; compare the others
                         print(f"\n{failure}", file=sys.stderr)
                     write_json(options.json, about, results)
         print(

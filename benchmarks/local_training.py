@@ -1,13 +1,13 @@
-"""Client-steps per second of ``fedloom run`` against a bare PyTorch loop of the same model, in one sitting.
+"""Client steps per second of ``fedloom run`` relative to a bare PyTorch loop of the same model, in one session.
 
     .venv/bin/python benchmarks/local_training.py [--json FILE]
 
-Machines are noisy, so every figure is a ratio to the bare loop measured just before and just after it, and the
-median over repetitions is reported. The bare loop is the fastest known way to write it (channels-last, ReLU after the
-pooling, ``SGD(foreach=True)``, batches indexed from one tensor), on the data of one client of the same partition, one
+Machines are noisy, so every figure is a ratio to the bare loop measured just before and just after it, and the median
+over repetitions is reported. The bare loop is the fastest known way to write it (channels-last, ReLU after pooling,
+``SGD(foreach=True)``, batches indexed from one tensor), on the data of one client of the same partition, with one
 thread. ``fedloom run`` is the whole program, wire included; its rate is ``client_steps_per_s`` of ``summary.json``:
-local SGD steps over the wall time of the training rounds, everything a round adds included. What two workers can gain
-is what two bare loops gain that run at once, each a process: cores of one machine share caches, memory and power.
+local SGD steps over the wall time of the training rounds, everything included. The gain from two workers is limited
+to that of two bare loops run at once in two processes: cores of one machine share caches, memory and power.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXPERIMENT = ROOT / "experiments" / "pefll-fashion-mnist.yaml"
 
 
 class BareLeNet(nn.Module):
-    """The model of papers/001, Table 3, as one would write it by hand."""
+    """Model of papers/001, Table 3, written by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class BareLeNet(nn.Module):
         self.fc1, self.fc2, self.fc3 = nn.Linear(512, 120), nn.Linear(120, 84), nn.Linear(84, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         h = F.relu(F.max_pool2d(self.conv1(x), 2))
         h = F.relu(F.max_pool2d(self.conv2(h), 2)).flatten(1)
         logits: torch.Tensor = self.fc3(F.relu(self.fc2(F.relu(self.fc1(h)))))
@@ -53,7 +53,7 @@ class BareLeNet(nn.Module):
 
 
 def bare_rate(x: torch.Tensor, y: torch.Tensor, seconds: float) -> float:
-    """Steps per second of the bare loop."""
+    """Return the steps per second of the bare loop."""
     net = BareLeNet().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9, foreach=True)
     x = x.to(memory_format=torch.channels_last)
@@ -75,7 +75,7 @@ def bare_rate(x: torch.Tensor, y: torch.Tensor, seconds: float) -> float:
 
 
 def fedloom_run(out: Path, rounds: int, cohort: int, workers: int) -> dict[str, object]:
-    """Run the experiment without evaluations in between; returns its summary, phases and start-up."""
+    """Run the experiment without intermediate evaluations; return its summary, phases and start-up time."""
     command = [sys.executable, "-m", "fedloom", "run", str(EXPERIMENT), "--out", str(out), "--workers", str(workers)]
     for setting in (
         f"federation.rounds={rounds}",
@@ -102,14 +102,14 @@ def fedloom_run(out: Path, rounds: int, cohort: int, workers: int) -> dict[str, 
 
 
 def bare_at_once(processes: int, seconds: float) -> float:
-    """Steps per second of so many bare loops together, each in a process of its own."""
+    """Return the total steps per second of this many bare loops, each in its own process."""
     command = [sys.executable, __file__, "--bare", "--seconds", str(seconds)]
     loops = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     return sum(float(loop.communicate()[0]) for loop in loops)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bare", action="store_true", help="print the rate of the bare loop alone")
     parser.add_argument("--rounds", type=int, default=12)

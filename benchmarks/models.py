@@ -1,11 +1,11 @@
-"""What each model costs and how it starts: the figures of docs/models.md.
+"""Cost and initialization of each model: the figures of docs/models.md.
 
     .venv/bin/python benchmarks/models.py speed      ms of one SGD step, each in turn, and ratios within the run
     .venv/bin/python benchmarks/models.py start      training loss of the first steps, by initialization
 
-``speed`` measures loss, ``autograd.grad`` and update of one batch of 32 on one thread, random inputs. Machines are
-busy, so it counts CPU seconds, the cases take turns, and medians are compared. ``start`` trains on Fashion-MNIST
-(``fedloom data fetch fashion-mnist``), zero-padded to 32x32 for VGG, SGD with momentum 0.9.
+``speed`` measures loss, ``autograd.grad`` and update of one batch of 32 on one thread, with random inputs. Since
+machines are busy, it counts CPU seconds, the cases take turns, and medians are compared. ``start`` trains on
+Fashion-MNIST (``fedloom data fetch fashion-mnist``), zero-padded to 32x32 for VGG, with SGD and momentum 0.9.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CLASSES = {"pixels": 10, "features": 11, "tokens": 80}
 
 
 def step(forward: Callable[[Tensor], Tensor], leaves: list[Tensor], x: Tensor, y: Tensor) -> Callable[[], None]:
-    """One SGD step as the local training of docs/benchmarks.md makes it."""
+    """Return a function that makes one SGD step as in the local training of docs/benchmarks.md."""
     momentum = [torch.zeros_like(leaf) for leaf in leaves]
 
     def run() -> None:
@@ -47,7 +47,7 @@ def step(forward: Callable[[Tensor], Tensor], leaves: list[Tensor], x: Tensor, y
 
 
 def flat_step(model: FlatModel, x: Tensor, y: Tensor, *, channels_last: bool = True) -> Callable[[], None]:
-    """The step of one of our models."""
+    """Return the step function of one of our models."""
     theta = model.init(torch.Generator().manual_seed(0))
     parameters = model.layout.leaves(theta)
     leaves = {
@@ -57,7 +57,7 @@ def flat_step(model: FlatModel, x: Tensor, y: Tensor, *, channels_last: bool = T
 
 
 class TorchLSTM(nn.Module):
-    """The character model with torch's fused LSTM."""
+    """Character model with torch's fused LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ class TorchLSTM(nn.Module):
         self.fc = nn.Linear(256, 80)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         out: Tensor = self.fc(self.lstm(self.embedding(x.int()))[0][:, -1])
         return out
 
 
 def inputs(kind: Kind) -> tuple[Tensor, Tensor]:
-    """A random batch."""
+    """Return a random batch."""
     random = torch.Generator().manual_seed(1)
     shape, classes = SHAPES[kind], CLASSES[kind]
     if kind == "tokens":
@@ -114,7 +114,7 @@ def speed(repetitions: int) -> None:
 
 
 def he(layout_entries: tuple[tuple[str, tuple[int, ...]], ...], generator: torch.Generator) -> Tensor:
-    """He et al. everywhere, biases zero."""
+    """Return He et al.'s initialization for all layers, with zero biases."""
     parts = []
     for _, shape in layout_entries:
         bound = math.sqrt(6 / math.prod(shape[1:])) if len(shape) > 1 else 0.0
@@ -155,14 +155,14 @@ def start(steps: int, lr: float) -> None:
 
 
 class PlainInit(FlatNetwork):
-    """The initialization of PyTorch's layers, for any layout."""
+    """PyTorch's layer initialization for any layout."""
 
     def __init__(self, model: FlatModel) -> None:
         self.layout = model.layout
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["speed", "start"])
     parser.add_argument("--repetitions", type=int, default=15)

@@ -1,10 +1,10 @@
-"""A client's step of LeNet as a module of one's own (``model: module``) against the built-in one, in one sitting.
+"""Client step of LeNet as a user's module (``model: module``) relative to the built-in LeNet, in one session.
 
     .venv/bin/python benchmarks/module_model.py [--json FILE]
 
-Both are trained by the trainer of FedLoom from the same point on the same examples, in turns, one thread. The figure is
-the ratio of CPU times of pairs of turns, whose median other work on the machine moves least; the ends are compared to
-the bit.
+FedLoom's trainer trains both from the same point on the same examples, in turns, with one thread. The figure is the
+ratio of CPU times of pairs of turns, whose median depends least on other work on the machine. The final models are
+compared bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 20
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -55,7 +55,7 @@ def main() -> None:
         for name, model in models.items():
             started = time.process_time()
             ends.append(train(model, group, theta, settings).theta)
-            if turn > 1:  # the first warm the caches
+            if turn > 1:  # the first turns warm the caches
                 seconds[name].append(time.process_time() - started)
         assert torch.equal(*ends), "the bits are not those of the built-in model"
     ratio = statistics.median(a / b for a, b in zip(seconds["built in"], seconds["module"], strict=True))

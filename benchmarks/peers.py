@@ -1,9 +1,9 @@
-"""Many workers in one process, without torch: each has a connection and a token of its own, and answers at once.
+"""Many workers in one process without torch; each has its own connection and token, and answers at once.
 
     python benchmarks/peers.py FOLDER FIRST COUNT                (started by benchmarks/scale.py)
 
-They speak the wire as docs/wire.md has it, and answer each message with the same bytes, which ``scale.py`` has written
-down: ``peers.json`` says where the aggregator is, how a worker introduces itself and what it answers.
+They speak the protocol of docs/wire.md and answer each message with fixed bytes, which ``scale.py`` has prepared:
+``peers.json`` has the aggregator's address, and a worker's introduction and answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ JOIN = "/fedloom.v1.Federation/Join"
 LONGEST_PAUSE_S = 5.0
 HEARTBEAT_S = 15.0
 OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # a connection each
+    ("grpc.use_local_subchannel_pool", 1),  # separate connections
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -35,22 +35,22 @@ OPTIONS = (
 
 
 def sealed(frame: bytes) -> bytes:
-    """A frame with its checksum."""
+    """Return a frame with its checksum."""
     return frame + SEAL + zlib.crc32(frame).to_bytes(4, "little")
 
 
 def worker_name(number: int) -> str:
-    """Of the worker, and of its identity."""
+    """Return the name of a worker, which is also its identity's."""
     return f"w{number:05d}"
 
 
 def client_names(number: int, clients: int) -> list[str]:
-    """Of the clients of a worker."""
+    """Return the names of a worker's clients."""
     return [f"{worker_name(number)}-{i:03d}" for i in range(clients)]
 
 
 class Peer:
-    """One worker."""
+    """Simulated worker."""
 
     def __init__(self, told: dict[str, Any], number: int) -> None:
         self.name = worker_name(number)
@@ -77,7 +77,7 @@ class Peer:
         self._writing = asyncio.Lock()
 
     async def serve(self) -> None:
-        """Dial, answer, and dial again, until the run is over."""
+        """Connect, answer, and reconnect, until the run is over."""
         pause = 0.1
         while True:
             try:
@@ -103,7 +103,7 @@ class Peer:
             beating.cancel()
 
     async def _beat(self, call: Any) -> None:
-        """Say now and then that somebody is there."""
+        """Send heartbeats."""
         beat = sealed(wire.WorkerFrame(parts=[wire.WorkerPart(heartbeat=wire.Heartbeat())]).SerializeToString())
         while True:
             await asyncio.sleep(HEARTBEAT_S)
@@ -111,7 +111,7 @@ class Peer:
                 await call.write(beat)
 
     async def _read(self, call: Any, asked: dict[int, wire.Envelope]) -> bool:
-        """Take in what comes, until the stream ends; return whether the run is over."""
+        """Process messages until the stream ends; return whether the run is over."""
         while (data := await call.read()) is not grpc.aio.EOF:
             for part in wire.AggregatorFrame.FromString(data).parts:
                 match part.WhichOneof("part"):
@@ -126,7 +126,7 @@ class Peer:
         return False
 
     async def _answer(self, call: Any, asked: wire.Envelope) -> None:
-        """Answer every row of a request, in as few frames as it takes."""
+        """Answer every row of a request in as few frames as possible."""
         if asked.replay:
             return
         template, data = self._answers[asked.message]
@@ -158,7 +158,7 @@ class Peer:
 
 
 async def main() -> None:
-    """Serve them all."""
+    """Run all workers."""
     folder, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     told = json.loads((folder / "peers.json").read_text())
     await asyncio.gather(*(Peer(told, first + i).serve() for i in range(count)))

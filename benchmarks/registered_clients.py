@@ -1,12 +1,12 @@
-"""What the aggregator pays for clients that are registered: 100 to 100,000 of them.
+"""Aggregator's cost for 100 to 100,000 registered clients.
 
     .venv/bin/python benchmarks/registered_clients.py [--json FILE]
 
-Two worker processes announce all clients; the manifest is made up here (its clients have no shards). Measured are
-joining, the parts of a round that could grow with the number of clients, a round of 20 clients that answer at once
-with 85,822 parameters (``echo.py``), and PeFLL's Algorithm 1 with the real server half (its hypernetwork makes each
-model) and clients that answer at once with a fixed descriptor: personalized models per second, latency, memory. Each
-number of clients is a process of its own, so that its memory is its own; ratios are to the fewest of the same run.
+Two worker processes announce all clients; the manifest is synthetic (its clients have no shards). Measured are
+joining, the parts of a round that could grow with the number of clients, a round of 20 clients that answer at once with
+85,822 parameters (``echo.py``), and PeFLL's Algorithm 1 with the real server half (its hypernetwork makes each model)
+and clients that answer at once with a fixed descriptor: personalized models per second, latency, memory. Each number of
+clients has its own process, so that its memory is its own; ratios are to the smallest number in the same run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ D = 85_822
 
 
 def made_up_manifest(clients: int) -> Manifest:
-    """A manifest of clients that have no data."""
+    """Return a manifest of clients without data."""
     counts = dict.fromkeys(("train", "validation", "test"), (10,) * CLASSES)
     entries = tuple(ClientEntry(name, True, 100, 100, 100, counts, "0" * 64) for name in names(clients))
     return Manifest(
@@ -64,7 +64,7 @@ def made_up_manifest(clients: int) -> Manifest:
 
 
 def timed(work: Callable[[], Any], repetitions: int = 1) -> float:
-    """Median seconds."""
+    """Return the median seconds."""
     seconds = []
     for _ in range(repetitions):
         started = time.perf_counter()
@@ -74,7 +74,7 @@ def timed(work: Callable[[], Any], repetitions: int = 1) -> float:
 
 
 def measure(clients: int, seconds: float) -> dict[str, float]:
-    """All figures for one number of clients, in this process."""
+    """Return all figures for one number of clients, measured in this process."""
     torch.set_num_threads(1)
     figures: dict[str, float] = {"rss_imports": resident_bytes(os.getpid())}
     manifest = made_up_manifest(clients)
@@ -116,7 +116,7 @@ _HELPER = ThreadPoolExecutor(1)
 
 
 def _latencies(aggregator: Aggregator, server: Any, roster: Any, sizes: Any, size: int, seconds: float) -> list[float]:
-    """Conversations of Algorithm 1 one after another, each with other clients; seconds of each."""
+    """Run conversations of Algorithm 1 one after another, each with other clients; return the seconds of each."""
     found: list[float] = []
     ends = time.perf_counter() + seconds
     number = size * 1_000_000
@@ -158,7 +158,7 @@ ROWS: tuple[tuple[str, str, float, str], ...] = (
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=int, nargs="*", default=[100, 10_000, 100_000])
     parser.add_argument("--seconds", type=float, default=8.0, help="of personalizing, for each size of the cohort")

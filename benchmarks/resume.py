@@ -1,12 +1,12 @@
-"""How long `fedloom run --resume` takes to its first new round, against rounds done and size of the checkpoint.
+"""Time that `fedloom run --resume` takes until its first new round, by rounds done and size of the checkpoint.
 
     .venv/bin/python benchmarks/resume.py [--json FILE]
 
-A tiny experiment (FedAvg, logistic regression, ten clients, two of them per round, one step each) is really run for so
-many rounds, which makes a journal of that length; then it is resumed, and killed once a new round is in the journal,
-several times, in process. The large checkpoint is that of PeFLL with LeNet (its hypernetwork, and Adam's two moments
-of each weight) after one round. The time is from the start of the process until the first new round begins; beside it,
-taken in turn, what a process needs to import torch, which is most of it; and a fresh start.
+A tiny experiment (FedAvg, logistic regression, ten clients, two per round, one step each) runs for this many rounds,
+which makes a journal of that length. It is then resumed, and killed once a new round is in the journal, several times,
+in process. The large checkpoint is that of PeFLL with LeNet (its hypernetwork, and Adam's two moments of each weight)
+after one round. The time is from the start of the process until the first new round begins. For comparison, in turns:
+the time to import torch, which is most of it; and a fresh start.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PEFLL = "{name: pefll, local: {steps: 1, batch_size: 16}, server: {rule: adam}}"
 
 
 def command(experiment: Path, out: Path, rounds: int) -> list[str]:
-    """Run or resume up to so many rounds."""
+    """Return the command that runs or resumes up to this many rounds."""
     program = [sys.executable, "-m", "fedloom", "run", str(experiment), "--out", str(out), "--resume"]
     return [*program, "--set", f"federation.rounds={rounds}"]
 
@@ -55,14 +55,14 @@ def run(experiment: Path, out: Path, rounds: int) -> None:
 
 
 def first_new_round_s(experiment: Path, out: Path, done: int) -> float:
-    """Resume, and kill the process when its first round is done: seconds until that round began."""
+    """Resume, and kill the process when its first round is done; return the seconds until that round began."""
     journal = out / "journal.jsonl"
     started = time.time()
     process = subprocess.Popen(
         command(experiment, out, done + 1000), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        # Resumed, the journal is written anew, up to the checkpoint; then a line is added when a round ends.
+        # On resume, the journal is rewritten up to the checkpoint; then a line is added at the end of each round.
         while not (journal.exists() and journal.stat().st_mtime > started and _lines(journal) > done):
             if process.poll() is not None:
                 raise RuntimeError(f"{' '.join(command(experiment, out, done))} ended with {process.returncode}")
@@ -79,7 +79,7 @@ def _lines(path: Path) -> int:
 
 
 def measure(experiment: Path, out: Path, rounds: int, repetitions: int) -> dict[str, Any]:
-    """Go on to so many rounds, then resume several times for one more."""
+    """Continue to this many rounds, then resume several times for one more."""
     if rounds:
         run(experiment, out, rounds)
     figures: dict[str, Any] = {"rounds": rounds, "import_torch_s": [], "resume_s": [], "experiment": experiment.stem}
@@ -95,7 +95,7 @@ def measure(experiment: Path, out: Path, rounds: int, repetitions: int) -> dict[
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, nargs="*", default=[0, 10, 1000, 5000])
     parser.add_argument("--repetitions", type=int, default=3)

@@ -1,12 +1,12 @@
-"""An aggregator with very many workers and clients, and with very many rounds.
+"""Aggregator with very many workers and clients, and with very many rounds.
 
     .venv/bin/python benchmarks/scale.py [--part workers|rounds] [--json FILE]
 
-``workers``: 1,000 workers, each with a connection over TLS, a token and an identity of its own, announce 100 clients
-each. They are scripted peers in four processes without torch (``peers.py``), and answer at once; the aggregator is
-``fedloom aggregator``. Measured are joining, the evaluation of all clients, rounds, memory; and, after the aggregator
-was killed, how long it takes until all are back and rounds go on. ``rounds``: a tiny model and four workers for 20,000
-rounds: processor time of a round, memory, descriptors and the journal as it goes on, and the time to resume.
+``workers``: 1,000 workers, each with its own TLS connection, token and identity, announce 100 clients each. They are
+scripted peers in four processes without torch (``peers.py``) and answer at once; the aggregator is
+``fedloom aggregator``. Measured are joining, the evaluation of all clients, rounds and memory; and, after the
+aggregator was killed, the time until all have returned and rounds continue. ``rounds``: a tiny model and four workers
+for 20,000 rounds: CPU time of a round, memory, file descriptors and journal over time, and the time to resume.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WAIT_S = 900.0
 
 
 class Federation:
-    """An aggregator that is a process of its own, and its peers."""
+    """Aggregator in its own process, and its peers."""
 
     def __init__(self, folder: Path, workers: int, clients: int, cohort: int, held: ExitStack) -> None:
         self.folder, self.run, self._held = folder, folder / "run", held
@@ -92,7 +92,7 @@ class Federation:
         self.aggregator: subprocess.Popen[bytes] | None = None
 
     def start(self, *more: str) -> None:
-        """Start the aggregator, or start it again."""
+        """Start the aggregator, for the first time or again."""
         files = {"--tls-certificate": self._server.certificate, "--tls-key": self._server.key}
         files |= {"--tokens": self.folder / "tokens.json", "--identities": self.folder / "identities.yaml"}
         trust = [str(word) for pair in files.items() for word in pair]
@@ -130,12 +130,12 @@ class Federation:
 
     @property
     def pid(self) -> int:
-        """Of the aggregator."""
+        """Process id of the aggregator."""
         assert self.aggregator is not None
         return self.aggregator.pid
 
     def rounds(self) -> int:
-        """The last round that is done."""
+        """Return the last completed round."""
         found = [line["round"] for line in self._last_lines() if line["outcome"] == "done"]
         return max(found, default=0)
 
@@ -148,13 +148,13 @@ class Federation:
             yield from (json.loads(line) for line in lines[-3:] if line.startswith(b'{"round"'))
 
     def joins(self) -> list[float]:
-        """When workers joined, in seconds since 1970."""
+        """Return the times when workers joined, in seconds since 1970."""
         path = self.run / "logs" / "audit.jsonl"
         told = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [datetime.fromisoformat(line["time"]).timestamp() for line in told if line["event"] == "join"]
 
     def descriptors(self) -> int:
-        """How many the aggregator has open."""
+        """Return the number of the aggregator's open file descriptors."""
         return sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())
 
 
@@ -173,7 +173,7 @@ def _experiment(clients: int, cohort: int) -> dict[str, Any]:
 
 
 def _template(message: Message) -> tuple[str, str]:
-    """What a peer sends for one row: Begin without its addresses, and the bytes; hex."""
+    """Return a peer's answer for one row: Begin without addresses, and the bytes, in hex."""
     encoded = encode(message)
     begin = wire.Begin(
         envelope=wire.Envelope(message=encoded.name, tensors=tensor_specs(encoded)), total_bytes=encoded.nbytes
@@ -182,7 +182,7 @@ def _template(message: Message) -> tuple[str, str]:
 
 
 def until(condition: Callable[[], object], what: str) -> float:
-    """Wait for something; return when it was there."""
+    """Wait for a condition; return the time when it held."""
     ends = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > ends:
@@ -192,7 +192,7 @@ def until(condition: Callable[[], object], what: str) -> float:
 
 
 def measure_workers(folder: Path, workers: int, clients: int, cohort: int, rounds: int) -> dict[str, Any]:
-    """1,000 workers and 100,000 clients."""
+    """Measure 1,000 workers and 100,000 clients."""
     with ExitStack() as held:
         federation = Federation(folder, workers, clients, cohort, held)
         federation.start()
@@ -202,7 +202,7 @@ def measure_workers(folder: Path, workers: int, clients: int, cohort: int, round
         until(lambda: len(federation.joins()) >= workers, "all workers join")
         joins = sorted(federation.joins())
         found["join_s"] = joins[-1] - joins[0]
-        some = joins[workers // 5 : -workers // 5]  # the peers' processes begin and end at different times
+        some = joins[workers // 5 : -workers // 5]  # the peers' processes start and end at different times
         found["joins_per_s"] = (len(some) - 1) / (some[-1] - some[0])
         found["rss_joined"] = resident_bytes(federation.pid)
         found["descriptors"] = federation.descriptors()
@@ -227,7 +227,7 @@ def measure_workers(folder: Path, workers: int, clients: int, cohort: int, round
 
 
 def _rounds(federation: Federation, rounds: int) -> dict[str, float]:
-    """Seconds and processor time of a round, all included; the first are left out."""
+    """Return seconds and CPU time of a round, all included, without the first rounds."""
     at = until(lambda: federation.rounds() >= 3, "rounds")
     first, used = federation.rounds(), cpu_s([federation.pid])
     ends = until(lambda: federation.rounds() >= first + rounds, "more rounds")
@@ -236,7 +236,7 @@ def _rounds(federation: Federation, rounds: int) -> dict[str, float]:
 
 
 def measure_rounds(folder: Path, rounds: int) -> dict[str, Any]:
-    """20,000 rounds."""
+    """Measure 20,000 rounds."""
     with ExitStack() as held:
         federation = Federation(folder, PROCESSES, 1, PROCESSES, held)
         federation.start()
@@ -307,7 +307,7 @@ def _table_of_rounds(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("workers", "rounds"), help="one of the two; by default both")
     parser.add_argument("--workers", type=int, default=1000)

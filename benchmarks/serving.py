@@ -1,13 +1,13 @@
-"""Models on request: how many a second, how soon, at what cost, and whether each is the right one.
+"""Model service: throughput, latency, cost, and correctness of each model.
 
     .venv/bin/python benchmarks/serving.py [--seconds S] [--json FILE]
 
-PeFLL's LeNet (85,822 parameters). `fedloom serve` is one process, the load comes from another: clients that have the
-opening (warm) send a descriptor and read their model, so that it is the server that is measured. Beside it, in the same
-sitting, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream that sends as many bytes. Then:
-latency at half of the load; two servers; cold clients; bfloat16; a server that is killed and started again while
-clients ask, each of whose models is compared with the hypernetwork's to the bit; and an aggregator that hands out
-models while it trains (Fashion-MNIST, one worker), if the data are there.
+PeFLL's LeNet (85,822 parameters). `fedloom serve` is one process, and the load comes from another: clients that have
+the opening (warm) send a descriptor and read their model, so that the server is measured. For comparison, in the same
+session, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream that sends as many bytes. Then:
+latency at half of the load; two servers; cold clients; bfloat16; a server that is killed and restarted while clients
+make requests, each of whose models is compared with the hypernetwork's bit for bit; and an aggregator that hands out
+models while it trains (Fashion-MNIST, one worker), if the data are available.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ EXPERIMENT: dict[str, Any] = {
 
 
 def make_run(folder: Path) -> tuple[PeFLLServer, int]:
-    """A run's folder with a checkpoint that nobody trained, its server half, and the descriptors' length."""
+    """Create a run's folder with an untrained checkpoint; return its server half and the descriptors' length."""
     counts = dict.fromkeys(("train", "validation", "test"), (6,) * CLASSES)
     manifest = Manifest(
         version=2,
@@ -103,16 +103,16 @@ def make_run(folder: Path) -> tuple[PeFLLServer, int]:
 
 
 def descriptors(size: int) -> torch.Tensor:
-    """What clients say: ``[DESCRIPTORS, l]``."""
+    """Return the clients' descriptors: ``[DESCRIPTORS, l]``."""
     return torch.randn(DESCRIPTORS, size, generator=torch.Generator().manual_seed(1))
 
 
-# --- the load, in a process of its own --------------------------------------------------------------------------------
+# --- load, in a separate process --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Load:
-    """What came of a load."""
+    """Result of a load."""
 
     models: int = 0
     refused: int = 0
@@ -124,7 +124,7 @@ class Load:
 async def loaded(
     addresses: Sequence[str], seconds: float, at_once: int, rate: float | None, precision: str, size: int, *, bare: bool
 ) -> Load:
-    """Ask for models for so long: ``at_once`` at a time, or so many a second whatever becomes of them."""
+    """Request models for a period: ``at_once`` at a time, or at a fixed rate whatever the outcome."""
     asks = [] if bare else await _asks(addresses[0], precision, descriptors(size))
     options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
     channels = [grpc.aio.insecure_channel(a, options=options) for a in addresses for _ in range(2)]
@@ -155,7 +155,7 @@ async def loaded(
             number += 1
             await one(number)
 
-    await asyncio.gather(*(one(i) for i in range(8)))  # connections are made
+    await asyncio.gather(*(one(i) for i in range(8)))  # opens the connections
     load.__init__()  # type: ignore[misc]
     started = time.perf_counter()
     if rate is None:
@@ -175,7 +175,7 @@ async def loaded(
 
 
 async def _asks(address: str, precision: str, v: torch.Tensor) -> list[bytes]:
-    """First frames of warm clients: what they ask, and their descriptors."""
+    """Return first frames of warm clients: their request and descriptor."""
     models = Models(address)
     found = await models.describe(60)
     await models.close()
@@ -195,7 +195,7 @@ async def _asks(address: str, precision: str, v: torch.Tensor) -> list[bytes]:
 
 
 async def serve_bare() -> None:
-    """A stream that answers each message with as many bytes as a model has."""
+    """Run a stream that answers each message with as many bytes as a model has."""
     model = bytes(4 * D)
 
     async def get(_: Any, context: Any) -> None:
@@ -216,7 +216,7 @@ async def serve_bare() -> None:
 
 @contextmanager
 def process(*command: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server that says at the end of a line where it is; yields it and its address."""
+    """Yield a server process and its address, which it prints at the end of a line."""
     started = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
     assert started.stdout is not None
     try:
@@ -234,7 +234,7 @@ def process(*command: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
 def put_under(
     load: Sequence[str], servers: Sequence[int], seconds: float, size: int, *, at_once: int = 64, **options: Any
 ) -> dict[str, float]:
-    """Have a process put servers under load; models a second, latencies, and the servers' CPU per model."""
+    """Put servers under load from another process; return models per second, latencies, and server CPU per model."""
     command = [sys.executable, __file__, "--load", *load, "--seconds", str(seconds), "--size", str(size)]
     command += ["--at-once", str(at_once)]
     for key, value in options.items():
@@ -246,7 +246,7 @@ def put_under(
 
 
 def summed_up(load: Load) -> dict[str, float]:
-    """The figures of a load."""
+    """Return the figures of a load."""
     return {
         "models": load.models,
         "refused": load.refused,
@@ -258,7 +258,7 @@ def summed_up(load: Load) -> dict[str, float]:
 
 
 def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
-    """The hypernetwork in full tiles: ms a model."""
+    """Return the hypernetwork's ms per model in full tiles."""
     v, count, ends = descriptors(size), 0, time.perf_counter() + seconds
     started = time.process_time()
     while time.perf_counter() < ends:
@@ -268,7 +268,7 @@ def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
 
 
 def cold_bytes(address: str) -> dict[str, float]:
-    """Bytes that a client gets of whom nothing is known, and one that has the opening."""
+    """Return the bytes received by a client without the opening (cold), and by one that has it (warm)."""
     from fedloom.federation.loop import vocabulary
     from fedloom.runner.personal import Asked, Speaking, _client_of
     from fedloom.transport.newcomer import Memory
@@ -294,7 +294,7 @@ def cold_bytes(address: str) -> dict[str, float]:
 
 
 def killed_and_started_again(run: Path, server: PeFLLServer, size: int, seconds: float) -> dict[str, float]:
-    """Clients ask while their server is killed and started again; each model is compared to the bit."""
+    """Have clients make requests while their server is killed and restarted; compare each model bit for bit."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -343,7 +343,7 @@ def killed_and_started_again(run: Path, server: PeFLLServer, size: int, seconds:
 
 
 def beside_training(folder: Path, seconds: float, rate: float, size: int) -> dict[str, float] | None:
-    """Rounds a second of an aggregator, without and with so many models a second; None without the data."""
+    """Return an aggregator's rounds per second with and without this many models per second; None without the data."""
     if not (data_root() / "datasets" / "fashion-mnist").is_dir():
         return None
     path = folder / "experiment.yaml"
@@ -361,12 +361,12 @@ def beside_training(folder: Path, seconds: float, rate: float, size: int) -> dic
     worker = subprocess.Popen([*PROGRAM, "worker", *whose], stdout=none, stderr=none)
     try:
         ends = time.monotonic() + 300
-        while not (out / "journal.jsonl").exists() or not _attempts(out):  # of round 0 there is a checkpoint already
+        while not (out / "journal.jsonl").exists() or not _attempts(out):  # round 0 already has a checkpoint
             if time.monotonic() > ends or aggregator.poll() is not None:
                 raise RuntimeError("the aggregator has made no round")
             time.sleep(0.5)
         alone = _rounds(out, seconds)
-        found = put_under([address], [aggregator.pid], 1.0, size, rate=rate)  # the first one loads the round
+        found = put_under([address], [aggregator.pid], 1.0, size, rate=rate)  # the first request loads the round
         rounds, started, before = len(_attempts(out)), time.perf_counter(), cpu_s([aggregator.pid])
         found = put_under([address], [aggregator.pid], seconds, size, rate=rate)
         took = time.perf_counter() - started
@@ -399,11 +399,11 @@ def _rounds(out: Path, seconds: float) -> float:
     return (len(_attempts(out)) - before) / (time.perf_counter() - started)
 
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- measurement ------------------------------------------------------------------------------------------------------
 
 
 def measure(seconds: float) -> dict[str, Any]:
-    """All figures but those beside training."""
+    """Return all figures except those during training."""
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -425,7 +425,7 @@ def measure(seconds: float) -> dict[str, Any]:
 
 
 def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """The figures as lines of a table."""
+    """Return the figures as lines of a table."""
     s, bare, half, two, bf = (figures[key] for key in ("serve", "bare", "half", "replicas", "bfloat16"))
     clients, killed = figures["clients"], figures["killed"]
     return [
@@ -447,14 +447,14 @@ def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def train_beside(seconds: float, rate: float) -> dict[str, float] | None:
-    """Figures of an aggregator that hands out models while it trains."""
+    """Return the figures of an aggregator that hands out models while it trains."""
     with tempfile.TemporaryDirectory() as scratch:
         _, size = make_run(Path(scratch) / "run")
         return beside_training(Path(scratch), max(10.0, seconds), max(1.0, rate), size)
 
 
 def training_rows(training: dict[str, float]) -> list[tuple[str, str]]:
-    """Them as lines of a table."""
+    """Return the training figures as lines of a table."""
     alone, beside = training["rounds_per_s_alone"], training["rounds_per_s_beside"]
     return [
         ("training alone / beside, rounds/s", f"{alone:.2f} / {beside:.2f}"),
@@ -470,7 +470,7 @@ def _client(clients: dict[str, float], which: str) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
     parser.add_argument("--json", type=Path, help="write the figures to this file")

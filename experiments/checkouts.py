@@ -1,4 +1,4 @@
-"""What the scripts that run other people's code on our clients ask for: a checkout of theirs and a run of ours."""
+"""Command line of scripts that run other authors' code on our clients, given their checkout and a run of ours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.runner import assemble
 
 
 def parser(doc: str | None, *, rounds: int, every: int, lr: float) -> argparse.ArgumentParser:
-    """The arguments of all of them, with defaults of one."""
+    """Return the common argument parser with one script's defaults."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("checkout", type=Path)
     made.add_argument("run", type=Path, help="a run whose partition to take")
@@ -27,9 +27,9 @@ def parser(doc: str | None, *, rounds: int, every: int, lr: float) -> argparse.A
 def opened(
     arguments: argparse.ArgumentParser, *, file: str, checkout: str
 ) -> tuple[argparse.Namespace, FederatedDataset]:
-    """The arguments and the run's clients; ``file``, which the checkout must have, can be imported from then on.
+    """Return the arguments and the run's clients, and make ``file`` of the checkout importable.
 
-    Ends with the exit code 2 and a sentence where there is no such file or no such run.
+    Exit with code 2 and a message if there is no such file or no such run.
     """
     given = arguments.parse_args()
     needed = ((given.checkout / file, checkout), (given.run / EXPERIMENT, "a run's folder"))

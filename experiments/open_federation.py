@@ -1,13 +1,13 @@
-"""A federation of twelve members that come and go, through kills, rotated certificates and a revocation.
+"""Federation of twelve members that come and go, with kills, rotated certificates and a revocation.
 
     .venv/bin/python experiments/open_federation.py digits|vowels [--out DIR] [--rounds 500] [--kills 20] [--seed 1]
 
-``digits``: twelve of QMNIST's writers, each with a folder packed of another format: images by class, npz, safetensors,
-CSV, Parquet. ``vowels``: twelve speakers, from CSV and Parquet. These are two federations because one has one kind of
-data. Everything is done as an operator and the members would do it, by the ``fedloom`` command, over mutual TLS with a
-table of identities. What happens in which round is drawn from the seed: members leave (asked to, or killed) and come
-back, the aggregator is killed and resumed, all certificates are rotated, then those of a new authority, and a member is
-revoked. At the end the run is compared with the replay of its journal, and a table says what happened, made from
+``digits``: twelve QMNIST writers, each with a folder packed from a different format: images by class, npz,
+safetensors, CSV, Parquet. ``vowels``: twelve speakers, from CSV and Parquet. They are two federations because a
+federation has one kind of data. Everything uses the ``fedloom`` command as an operator and members would, over mutual
+TLS with an identity file. The seed determines what happens in which round: members leave (stopped or killed) and
+return, the aggregator is killed and resumed, all certificates are rotated, then again under a new authority, and a
+member is revoked. At the end, the run is compared with the replay of its journal. A table summarizes the events from
 DIR/NAME/found.json, which ``results.py fold open-federation DIR`` reads.
 """
 
@@ -52,14 +52,14 @@ TLS = ("FEDLOOM_TLS_CA", "FEDLOOM_TLS_CERTIFICATE", "FEDLOOM_TLS_KEY")
 
 @dataclass(frozen=True)
 class Federation:
-    """What one federation is of.
+    """Definition of one federation.
 
     Attributes
     ----------
     source
-        The data set whose owners become members.
+        Data set whose owners become members.
     formats
-        Of each member's files.
+        Format of each member's files.
     own, model, local
         Sections of the experiment.
     """
@@ -89,7 +89,7 @@ FEDERATIONS = {"digits": DIGITS, "vowels": VOWELS}
 
 
 def experiment_of(name: str, classes: Sequence[str], rounds: int) -> dict[str, Any]:
-    """The experiment file."""
+    """Return the content of the experiment file."""
     about = FEDERATIONS[name]
     return {
         "name": name,
@@ -109,11 +109,11 @@ def experiment_of(name: str, classes: Sequence[str], rounds: int) -> dict[str, A
     }
 
 
-# --- what members bring -----------------------------------------------------------------------------------------------
+# --- members' data ----------------------------------------------------------------------------------------------------
 
 
 def owners(official: Official) -> list[tuple[NDArray[Any], NDArray[np.int64]]]:
-    """Inputs and labels of the owners with most examples."""
+    """Return inputs and labels of the owners with the most examples."""
     pools = (official.train, official.test)
     x, y, whose = (
         np.concatenate([np.asarray(getattr(p, part)) for p in pools]) for part in ("inputs", "labels", "owners")
@@ -124,7 +124,7 @@ def owners(official: Official) -> list[tuple[NDArray[Any], NDArray[np.int64]]]:
 
 
 def write_source(at: Path, form: str, x: NDArray[Any], y: NDArray[np.int64], classes: Sequence[str]) -> Path:
-    """Write one member's examples as it might have them; return the file or folder."""
+    """Write one member's examples in a format; return the file or folder."""
     at.mkdir(parents=True)
     if form == "images":
         from PIL import Image
@@ -161,7 +161,7 @@ def write_source(at: Path, form: str, x: NDArray[Any], y: NDArray[np.int64], cla
 
 @dataclass(frozen=True, order=True)
 class Event:
-    """Something that happens once a round is done."""
+    """Event that happens once a round is done."""
 
     round: int
     what: str  # kill, rotate, revoke, leave, crash, come
@@ -170,7 +170,7 @@ class Event:
 
 
 def script(seed: int, rounds: int, kills: int) -> list[Event]:
-    """Draw what happens when; members come back before the end."""
+    """Draw the events from the seed; members return before the end."""
     drawn = random.Random(seed)
     events = [
         Event(round, "kill", after_s=drawn.uniform(0.0, 0.5))
@@ -194,29 +194,29 @@ def script(seed: int, rounds: int, kills: int) -> list[Event]:
     return sorted(events)
 
 
-# --- carrying it out --------------------------------------------------------------------------------------------------
+# --- execution --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Found:
-    """What happened."""
+    """Record of what happened."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     durable: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
-    """At each kill: the round of the last checkpoint, and the lines of the journal up to it."""
+    """Round of the last checkpoint, and the journal's lines up to it, at each kill."""
 
     def add(self, event: Event, **told: Any) -> None:
-        """Note one, and say it."""
+        """Record an event and print it."""
         self.events.append({"round": event.round, "what": event.what, "member": event.member, **told})
         print(json.dumps(self.events[-1]), flush=True)
 
     def of(self, *what: str) -> list[dict[str, Any]]:
-        """Those of some kinds."""
+        """Return the events of these kinds."""
         return [event for event in self.events if event["what"] in what]
 
 
 class Demonstration:
-    """The processes, files and events of one federation."""
+    """Processes, files and events of one federation."""
 
     def __init__(self, name: str, folder: Path, rounds: int, held: ExitStack) -> None:
         self.folder, self.run, self.trust, self._held = folder, folder / "run", folder / "trust", held
@@ -227,11 +227,11 @@ class Demonstration:
         self.aggregator: subprocess.Popen[bytes] | None = None
         self.workers: dict[int, subprocess.Popen[bytes]] = {}
         self.revoked: set[int] = set()
-        self.joins_before = 0  # the aggregator was started last
+        self.joins_before = 0  # joins before the aggregator's last start
         self.found = Found()
 
     def fedloom(self, *words: object) -> str:
-        """Run a command to its end."""
+        """Run a command to its end and return its output."""
         command = [sys.executable, "-m", "fedloom", *map(str, words)]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=1800)
         if done.returncode != 0:
@@ -251,10 +251,10 @@ class Demonstration:
         self._held.callback(end)
         return process
 
-    # ---- before it begins
+    # ---- before the run
 
     def prepare(self) -> None:
-        """Pack each member's data, and make authority, certificates and table."""
+        """Pack each member's data; create the authority, the certificates and the identity file."""
         about = FEDERATIONS[self.name]
         (self.folder / "logs").mkdir(parents=True)
         self.fedloom("data", "fetch", about.source)
@@ -273,22 +273,22 @@ class Demonstration:
 
     @staticmethod
     def of(member: int) -> str:
-        """A member's name, which is its client's id, too."""
+        """Return a member's name, which is also its client's id."""
         return f"member-{member:02d}"
 
     def data(self, member: int) -> Path:
-        """Its packed folder."""
+        """Return a member's packed folder."""
         return self.folder / "packed" / self.of(member)
 
     def certify(self, authority: str) -> None:
-        """Give the aggregator and each member who is not revoked a new certificate."""
+        """Issue new certificates to the aggregator and all members that are not revoked."""
         ca = self.folder / authority
         make_certificate("aggregator", self.trust, ca, hosts=["127.0.0.1"], replace=True)
         for member in set(range(MEMBERS)) - self.revoked:
             make_certificate(self.of(member), self.trust, ca, replace=True)
 
     def tabulate(self) -> None:
-        """Write the table of identities, whole."""
+        """Write the identity file atomically."""
         entries = [
             {
                 "name": self.of(member),
@@ -301,15 +301,15 @@ class Demonstration:
         replace_file(self.trust / "identities.yaml", yaml.safe_dump({"version": 1, "identities": entries}).encode())
 
     def files(self, name: str) -> dict[str, Path]:
-        """What a process shows, by environment variable."""
+        """Return a process's TLS files by environment variable."""
         return dict(
             zip(TLS, (self.trust / "ca.crt", self.trust / f"{name}.crt", self.trust / f"{name}.key"), strict=True)
         )
 
-    # ---- while it goes on
+    # ---- during the run
 
     def start(self, *more: str) -> None:
-        """Start the aggregator, or start it again."""
+        """Start the aggregator, for the first time or again."""
         self.joins_before = len(list(self.audit("join")))
         files = {**self.files("aggregator"), "FEDLOOM_IDENTITIES": self.trust / "identities.yaml"}
         at = ("--listen", self.address, "--out", self.run, "--no-report")
@@ -322,17 +322,17 @@ class Demonstration:
         self.workers[member] = self._start(f"{name}.log", self.files(name), "worker", *at, option, self.data(member))
 
     def lines(self) -> list[dict[str, Any]]:
-        """The journal so far; a line that is being written is left out."""
+        """Return the journal so far, without a line that is still being written."""
         path = self.run / "journal.jsonl"
         whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
         return [json.loads(line) for line in whole.splitlines()]
 
     def round(self) -> int:
-        """The last round that is done."""
+        """Return the last completed round."""
         return max((line["round"] for line in tail(self.run / "journal.jsonl")), default=0)
 
     def until(self, condition: Callable[[], object], what: str) -> float:
-        """Wait for something; return the seconds."""
+        """Wait for a condition; return the seconds waited."""
         started = time.monotonic()
         while not condition():
             if time.monotonic() > started + WAIT_S:
@@ -343,7 +343,7 @@ class Demonstration:
         return time.monotonic() - started
 
     def audit(self, event: str) -> Iterator[dict[str, Any]]:
-        """Lines of the audit log."""
+        """Yield the audit log's lines for an event."""
         path = self.run / "logs" / "audit.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
             told = json.loads(line)
@@ -382,7 +382,7 @@ class Demonstration:
         self.found.add(event, seconds=round(seconds, 1), durable=durable, again=reached - durable)
 
     def _rotate(self, event: Event) -> None:
-        """New certificates; the second time of a new authority, which all believe before it is used."""
+        """Rotate all certificates; the second time under a new authority, which all trust before it is used."""
         before, since = len(self.lines()), {line["credential"] for line in self.audit("join")}
         second, authority = bool(self.found.of("rotate")), "authority-1"
         ca = self.trust / "ca.crt"
@@ -390,7 +390,7 @@ class Demonstration:
             authority = "authority-2"
             make_ca(self.folder / authority)
             replace_file(ca, ca.read_bytes() + (self.folder / authority / "ca.crt").read_bytes())
-            time.sleep(5.0)  # everybody has read it
+            time.sleep(5.0)  # everybody has reloaded it
         started = time.monotonic()
         self.certify(authority)
         there = {self.of(member) for member, worker in self.workers.items() if worker.poll() is None}
@@ -421,7 +421,7 @@ class Demonstration:
         self.found.add(event, seconds=round(seconds, 2), exit_code=code, told=told, at=self.round())
 
     def carry_out(self, events: Sequence[Event]) -> None:
-        """Begin, let everything happen, and wait for the end."""
+        """Start the federation, carry out all events, and wait for the end."""
         self.start()
         for member in range(AT_FIRST):
             self.join(member)
@@ -436,10 +436,10 @@ class Demonstration:
                 f"exit codes: aggregator {self.aggregator.returncode}, {codes}; see {self.folder / 'logs'}"
             )
 
-    # ---- after it
+    # ---- after the run
 
     def replay(self) -> Path:
-        """Repeat it in one process, as its journal says."""
+        """Replay the run's journal in one process."""
         whose = [word for m in range(MEMBERS) for word in ("--observe" if m == OBSERVER else "--data", self.data(m))]
         out = self.folder / "replay"
         self.fedloom("run", self.experiment, "--replay", self.run, *whose, "--out", out, "--no-report")
@@ -447,7 +447,7 @@ class Demonstration:
 
 
 def tail(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
-    """The last whole lines of a file of JSON lines."""
+    """Return the last complete lines of a file of JSON lines."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -458,24 +458,24 @@ def tail(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
 
 
 def upto(lines: Sequence[dict[str, Any]], round: int) -> list[dict[str, Any]]:
-    """The attempts of a journal up to a round."""
+    """Return the attempts of a journal up to a round."""
     return [line for line in lines if line["round"] <= round and line["outcome"] != "evaluated"]
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file beside the old one, and rename it."""
+    """Replace a file atomically."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_bytes(content)
     beside.replace(path)
 
 
 def final(run: Path) -> bytes:
-    """The last checkpoint."""
+    """Return the last checkpoint's content."""
     return sorted((run / "checkpoints").glob("round-*.safetensors"))[-1].read_bytes()
 
 
 def same(run: Path, replay: Path) -> dict[str, bool]:
-    """What is equal to the bit."""
+    """Return which parts of a run and its replay are equal bit for bit."""
     mine, other = (list(RunFolder(folder).objects("metrics.jsonl")) for folder in (run, replay))
     keys = ("round", "seen", "unseen", "global", "validation_pooled")
     return {
@@ -485,12 +485,12 @@ def same(run: Path, replay: Path) -> dict[str, bool]:
 
 
 def lost_rows(lines: Sequence[dict[str, Any]]) -> int:
-    """How many rows of cohorts were lost."""
+    """Return the number of cohort rows that were lost."""
     return sum(len(conversation["lost"]) for line in lines for conversation in line["conversations"])
 
 
 def judged(shown: Demonstration, replay: Path) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """What was found, by row of the table, and what did not hold."""
+    """Return the results by row of the table, and the properties that did not hold."""
     found, lines = shown.found, shown.lines()
     cohorts = [(line["round"], c["clients"]) for line in lines for c in line["conversations"]]
     done = [line["round"] for line in lines if line["outcome"] == "done"]
@@ -547,7 +547,7 @@ def judged(shown: Demonstration, replay: Path) -> tuple[dict[str, dict[str, floa
 
 
 def main() -> None:
-    """Show it."""
+    """Run the demonstration."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=sorted(FEDERATIONS))
     parser.add_argument("--out", type=Path, default=Path("runs/open-federation"), help="new folder for everything")
@@ -559,7 +559,7 @@ def main() -> None:
     if folder.exists():
         shutil.rmtree(folder)
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))  # processes are ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))  # also ends the processes
     with ExitStack() as held:
         shown = Demonstration(options.name, folder, options.rounds, held)
         shown.prepare()

@@ -1,15 +1,15 @@
-"""How well a new client is served, against the steps that it makes itself: PeFLL, FedAvg and Local, one line each.
+"""New clients' accuracy over the number of their extra local steps: PeFLL, FedAvg and Local, a line each.
 
     python experiments/own_steps.py runs/quickstart/pefll runs/quickstart/fedavg runs/quickstart/local --out own-steps
     python experiments/own_steps.py RUN... --partition NEW... --steps 0,1,5 --rates 0.01,0.1 --out DIR
 
-The models are those of the runs' last rounds; a client makes its steps by the run's own local SGD, from the model that
-it is handed, or, of Local, from a random start (its accuracy after no step is chance, and is not measured). Test
-accuracy of the unseen clients of the runs' partition, or of the clients of others, which ``data.partition.reserve``
-makes new (an overlap with what was trained on is refused). Runs that differ in the seed alone are one line, mean over
-seeds. With ``--rates`` a method's step size is, at each number of steps, the one of highest accuracy on the new
-clients' validation examples, mean over the runs; without, the run's own. Test accuracy of no other is written down.
-Writes DIR/own-steps.csv (every seed), and DIR/own-steps.svg.
+The models are those of the runs' last rounds. A client makes its steps with the run's own local SGD, starting from the
+model that it receives or, for Local, at random (accuracy after no step is then chance, and is not measured). Test
+accuracy is that of unseen clients of the runs' partition, or of clients of other partitions, which
+``data.partition.reserve`` makes new (an overlap with the training data is refused). Runs that differ only in the seed
+form one line, the mean over seeds. With ``--rates``, a method's step size at each number of steps is the one with the
+highest accuracy on new clients' validation examples, mean over the runs; without it, the run's own. Test accuracy is
+recorded for no other step size. Writes DIR/own-steps.csv (every seed) and DIR/own-steps.svg.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ METHODS = ("local", "fedavg", "pefll")
 
 
 class Measured(NamedTuple):
-    """One line of the table: accuracies are fractions, means over clients; ``rate`` is that of a client's own steps.
+    """Line of the table: accuracies are fractions, means over clients; ``rate`` is the step size of extra local steps.
 
-    ``validation`` is pooled. The three of test data are None at a rate that validation did not choose.
+    ``validation`` is pooled. The three test results are None at a rate that validation did not choose.
     """
 
     method: str
@@ -56,14 +56,14 @@ class Measured(NamedTuple):
 
 
 def with_steps(run: Path, steps: int, rate: float | None, into: Path) -> tuple[Path | None, float]:
-    """Return a folder with a run's files, whose clients make so many steps, and their step size.
+    """Return a folder with a run's files, changed to this number of steps, and their step size.
 
-    The folder is None where that says nothing; the step size is the run's own if ``rate`` is None.
+    The folder is None if the number does not apply; the step size is the run's own if ``rate`` is None.
 
     Raises
     ------
     SystemExit
-        If it is a run of another method.
+        If the run's method is not supported.
     """
     experiment = yaml.safe_load((run / EXPERIMENT).read_text(encoding="utf-8"))
     algorithm = experiment["algorithm"]
@@ -86,9 +86,9 @@ def with_steps(run: Path, steps: int, rate: float | None, into: Path) -> tuple[P
 
 
 def measured(run: Path, steps: int, partitions: Sequence[Path], rate: float | None = None) -> list[Measured]:
-    """Evaluate a run's last model after so many steps of each new client; one entry for each partition.
+    """Evaluate a run's last model after extra local steps of each new client; return one entry per partition.
 
-    None where a client's steps diverged.
+    A partition is left out if a client's steps diverged.
     """
     found = []
     with tempfile.TemporaryDirectory() as place:
@@ -128,10 +128,10 @@ def measured(run: Path, steps: int, partitions: Sequence[Path], rate: float | No
 
 
 def by_validation(lines: Sequence[Measured]) -> list[Measured]:
-    """The same lines, with test accuracy of those alone that have the step size that validation chooses.
+    """Return the lines, with test accuracy only at the step size chosen on validation.
 
-    That of highest accuracy on validation examples, mean over the runs, for each method and number of steps; the
-    smallest on ties. One at which a client of any run diverged is none.
+    It is the step size with the highest validation accuracy, mean over the runs, for each method and number of steps;
+    the smallest on ties. A step size at which a client of any run diverged is excluded.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def by_validation(lines: Sequence[Measured]) -> list[Measured]:
 
 
 def drawn(lines: Sequence[Measured]) -> Figure:
-    """Mean accuracy over steps, a line for each method; a dot for each seed."""
+    """Draw mean accuracy over steps, a line per method and a dot per seed."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     for colour, method in zip(COLOURS.values(), dict.fromkeys(line.method for line in lines), strict=False):
@@ -176,7 +176,7 @@ def drawn(lines: Sequence[Measured]) -> Figure:
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Measure, print and write the table and the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--partition", type=Path, nargs="+", default=[])
@@ -190,7 +190,7 @@ def main() -> None:
         line
         for run in given.runs
         for steps in map(int, given.steps.split(","))
-        for rate in (rates if steps else [None])  # no step has a size
+        for rate in (rates if steps else [None])  # without steps there is no step size
         for line in measured(run, steps, given.partition, rate)
     ]
     if given.rates:

@@ -1,4 +1,4 @@
-"""Tables of docs/results/baselines.md: for every regime of baselines.py that is there as a whole."""
+"""Tables of docs/results/baselines.md, for every complete regime of baselines.py."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ OTHERWISE = {
     ("adapt-whole", "comfedl"): "ComFedL-DAMAML",
     ("vowel", "fedprox"): "FedProx + fine-tuning",
 }
-"""Titles that differ in a regime."""
+"""Titles that differ between regimes."""
 
 T = {3: 4.303, 5: 2.776, 7: 2.447}
-"""Student's t at 97.5 %, by the number of seeds."""
+"""Student's t at 97.5 % by number of seeds."""
 
 GLOBAL_ALONE = ("fedavg", "fedprox", "pfnm")
-"""Methods of Table 1 whose clients have no model of their own."""
+"""Methods of Table 1 whose clients have no personal model."""
 
 NOT_RUN = {("fashion-mnist-medium", "pfedgp"), ("mnist-medium", "pfedgp")}
-"""Tests of Table 1 without a method: a step of pFedGP takes the cube of a client's examples, which are 1000 there."""
+"""Tests of Table 1 that a method is left out of: pFedGP's steps are cubic in a client's examples, 1000 there."""
 
 PAPER: dict[str, dict[str, tuple[float | None, float | None]]] = {  # papers/003, Table 1: PM, GM
     "fashion-mnist-small": {
@@ -91,7 +91,7 @@ CIFAR10 = {  # papers/001, Table 1, n = 90, after 5000 rounds: seen, unseen
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """All of them, as the page has them."""
+    """Yield all tables in the page's order."""
     for mix in ("two-classes", "iid"):
         yield from _means_and_worst(runs, f"robust-{mix}", "fedavg-uniform")
     for regime in ("adapt", "adapt-mnist", "adapt-whole"):
@@ -102,24 +102,24 @@ def tables(runs: Runs) -> Iterator[str]:
 
 
 def title(regime: str, method: str) -> str:
-    """What the page calls a method."""
+    """Return the page's name for a method."""
     return OTHERWISE.get((regime, method), TITLES[method])
 
 
 def of_seeds(runs: Runs, regime: str, test: str, method: str) -> list[Evaluation]:
-    """The last evaluation of each seed."""
+    """Return the last evaluation of each seed."""
     return [last(runs[f"{regime}/{test}/{method}/seed={seed}"]) for seed in REGIMES[regime].seeds]
 
 
 def whole(runs: Runs, regime: str, test: str) -> bool:
-    """Whether every method that is run at all was tested on every seed."""
+    """Return whether every method that is run at all was tested with every seed."""
     about = REGIMES[regime]
     methods = [method for method in about.methods if (test, method) not in NOT_RUN]
     return all(f"{regime}/{test}/{method}/seed={seed}" in runs for method in methods for seed in about.seeds)
 
 
 def setting_of(runs: Runs, regime: str, method: str) -> Setting:
-    """The setting that validation chose."""
+    """Return the setting chosen on validation."""
     return chosen(runs, f"{regime}/search/{method}", REGIMES[regime].methods[method])
 
 
@@ -164,13 +164,13 @@ def _means_and_worst(runs: Runs, regime: str, beside: str) -> Iterator[str]:
 
 
 def _masked(lines: Sequence[Evaluation]) -> bool:
-    """Whether clients lack classes, so that it matters which they may choose from."""
+    """Return whether clients lack classes, so that masking makes a difference."""
     known = all("seen_masked" in line.values for line in lines)
     return known and any(line["seen_masked"] != line["seen"] for line in lines)
 
 
 def interval(lines: Sequence[Evaluation], other: Sequence[Evaluation], of: str) -> str:
-    """Difference to another method, mean over seeds and the 95 % interval of Student's t over them."""
+    """Return the difference to another method: mean over seeds with Student's 95 % interval."""
     gains = [a[of] - b[of] for a, b in zip(lines, other, strict=True)]
     mean, width = statistics.fmean(gains), T[len(gains)] * statistics.stdev(gains) / len(gains) ** 0.5
     return f"{mean:+.1f} ({mean - width:+.1f} to {mean + width:+.1f})".replace("-", "−")

@@ -34,7 +34,7 @@ GAMMAS, TAUS = ("0.1", "0.2", "0.5", "1", "2", "5"), ("1", "2", "5", "10", "20")
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """All of them, as the page has them."""
+    """Yield all tables in the page's order."""
     yield _fresh(runs, "fashion-mnist")
     yield _less_fedavg(runs, "fashion-mnist")
     for mix in reversed(MIXES):
@@ -62,7 +62,7 @@ def tables(runs: Runs) -> Iterator[str]:
 
 
 def _seeds(runs: Runs, name: str) -> list[Evaluation]:
-    """The last evaluations of a setting: one for each seed, in their order, or one line that stands for several."""
+    """Return a setting's last evaluations, one per seed in their order, or one line that represents several."""
     found = [
         last(run) for other, run in runs.items() if other == name or other.startswith((f"{name},seed=", f"{name}/"))
     ]
@@ -70,7 +70,7 @@ def _seeds(runs: Runs, name: str) -> list[Evaluation]:
 
 
 def _cell(lines: Sequence[Evaluation], quantity: str) -> str:
-    """Mean ± deviation over seeds, or the round in which a run left the finite range."""
+    """Return mean ± deviation over seeds, or the round in which a run diverged."""
     left = [str(line.left) for line in lines if line.left is not None]
     if left:
         return f"left in {', '.join(left)}"
@@ -84,13 +84,13 @@ def _mean(lines: Sequence[Evaluation], quantity: str) -> float:
 
 
 def _best(sweep: Mapping[str, Sequence[Evaluation]]) -> str:
-    """The setting that validation chooses."""
+    """Return the setting chosen on validation."""
     whole = {key: lines for key, lines in sweep.items() if lines and all(line.left is None for line in lines)}
     return max(whole, key=lambda key: _mean(whole[key], "validation"))
 
 
 def _cells(sweep: Mapping[str, Sequence[Evaluation]], quantity: str) -> dict[str, str]:
-    """A row of a sweep, without deviations; what validation chooses is bold."""
+    """Return a sweep's row without deviations; the setting chosen on validation is bold."""
     best = _best(sweep)
     cells = {}
     for key, lines in sweep.items():
@@ -104,7 +104,7 @@ def _cells(sweep: Mapping[str, Sequence[Evaluation]], quantity: str) -> dict[str
 
 
 def _pairs(runs: Runs, name: str) -> Iterable[str]:
-    """Mean / worst client at three step sizes."""
+    """Yield mean / worst client at three step sizes."""
     sweep = {rate: _seeds(runs, f"{name},lr={rate}") for rate in DECADES}
     best = _best(sweep)
     for rate, lines in sweep.items():
@@ -124,7 +124,7 @@ def _fresh(runs: Runs, data: str) -> str:
 
 
 def _less_fedavg(runs: Runs, data: str) -> str:
-    """ComFedL, normalized, less FedAvg of the same seed, with the interval over the fresh seeds."""
+    """Return ComFedL, normalized, minus FedAvg with the same seed, with intervals over the fresh seeds."""
     rows = []
     for mix, about in MIXES.items():
         by_seed = {
@@ -139,7 +139,7 @@ def _less_fedavg(runs: Runs, data: str) -> str:
 
 
 def _less(lines: Sequence[Evaluation], others: Sequence[Evaluation]) -> Iterator[str]:
-    """Differences of the same seed in the mean and for the worst client, with the interval over seeds."""
+    """Yield differences with the same seed in the mean and for the worst client, with intervals over seeds."""
     for quantity in ("seen_mean", "seen_worst"):
         yield difference([line[quantity] for line in lines], [line[quantity] for line in others])
 
@@ -169,7 +169,7 @@ def _sweep(runs: Runs, folder: str) -> dict[str, list[Evaluation]]:
 
 
 def _over_three(runs: Runs, method: str, searched: str = "methods/{}", chosen: str = "chosen/{}") -> list[Evaluation]:
-    """At the chosen step size: the search's own seed, and two more (the first order: the search's alone)."""
+    """Return results at the chosen step size: the search's seed and two more (first order: the search's only)."""
     sweep = _sweep(runs, searched.format(method))
     return [*sweep[_best(sweep)], *_seeds(runs, f"fashion-mnist/{chosen.format(method)}")]
 
@@ -199,7 +199,7 @@ def _damaml(runs: Runs) -> Iterator[str]:
 
 
 def _losses_on(runs: Runs) -> Iterator[str]:
-    """ComFedL-DAMAML with a client's factor from the loss of one batch, and of all of its data."""
+    """Yield tables of ComFedL-DAMAML with clients' factors from the loss of one batch, and of all their data."""
     folders = {
         "batch": ("methods/comfedl", "chosen/comfedl", "gamma"),
         "all": ("all/methods", "all/chosen", "all/gamma"),
@@ -250,7 +250,7 @@ def _cifar10(runs: Runs) -> Iterator[str]:
 
 
 def robust(runs: Runs) -> Figure:
-    """Experiment 1: the chosen step sizes on fresh seeds."""
+    """Draw Experiment 1: the chosen step sizes with fresh seeds."""
     panels = {
         about: {
             name: (
@@ -265,7 +265,7 @@ def robust(runs: Runs) -> Figure:
 
 
 def damaml(runs: Runs) -> Figure:
-    """Experiment 2: the chosen step sizes."""
+    """Draw Experiment 2: the chosen step sizes."""
     lines = {
         name: (_over_seeds([runs[line.run] for line in _over_three(runs, method)]), colour)
         for method, (name, colour) in ADAPTING.items()
@@ -274,7 +274,7 @@ def damaml(runs: Runs) -> Figure:
 
 
 Curves = Mapping[str, tuple[Mapping[int, tuple[float, float]], str]]
-"""By label: mean and worst by round, and the colour."""
+"""Mean and worst by round, and the colour, by label."""
 
 
 def _over_seeds(found: Sequence[Run]) -> dict[int, tuple[float, float]]:

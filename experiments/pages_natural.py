@@ -1,4 +1,4 @@
-"""Tables and the figure of docs/results/natural.md."""
+"""Tables and figure of docs/results/natural.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS = ("seen", "unseen")
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """Roles over rounds, after steps of their own, after as much communication, and their search."""
+    """Yield tables of roles over rounds, after extra local steps, at equal communication, and of the search."""
     yield _over_rounds(runs)
     yield _own_steps(runs)
     yield _communication(runs)
@@ -25,7 +25,7 @@ def tables(runs: Runs) -> Iterator[str]:
 
 
 def _over_rounds(runs: Runs) -> str:
-    """Mean ± deviation over seeds, and differences of the same seed."""
+    """Return mean ± deviation over seeds, and differences with the same seed."""
     pefll, fedavg = (runs.under(f"roles/test/{method}") for method in METHODS)
     rounds = [line.round for line in pefll[0] if line.round]
     rows = []
@@ -42,7 +42,7 @@ def _over_rounds(runs: Runs) -> str:
 
 
 def _own_steps(runs: Runs) -> str:
-    """Unseen roles after steps of their own from the last round's model."""
+    """Return unseen roles' accuracy after extra local steps from the last round's model."""
     of = [
         [[last(run)[f"after_{k}"] for run in runs.under(f"roles/test/{method}")] for k in STEPS] for method in METHODS
     ]
@@ -52,7 +52,7 @@ def _own_steps(runs: Runs) -> str:
 
 
 def _communication(runs: Runs) -> str:
-    """Each method's last evaluation before FedAvg's last has sent as much."""
+    """Return each method's last evaluation within the communication of FedAvg's last."""
     budget = min(last(run)["sent_gb"] for run in runs.under("roles/test/fedavg")) * 1.01
     rows = []
     for method, (name, _) in METHODS.items():
@@ -63,7 +63,7 @@ def _communication(runs: Runs) -> str:
 
 
 def _search(runs: Runs) -> str:
-    """Validation accuracy of each step size, or the round in which training left the finite range."""
+    """Return the validation accuracy of each step size, or the round in which training diverged."""
     lines = {name: [last(run) for run in runs.under(f"roles/search/{method}")] for method, (name, _) in METHODS.items()}
     rates = sorted({_rate(line) for of in lines.values() for line in of})
     rows = []
@@ -83,7 +83,7 @@ def _rate(line: Evaluation) -> float:
 
 
 def curves(runs: Runs) -> Figure:
-    """Test accuracy over rounds and over communication, as in papers/001, Figures 5 and 6: means, and each seed."""
+    """Draw test accuracy over rounds and communication, as in papers/001, Figures 5 and 6: means, and each seed."""
     figure = Figure(figsize=(FULL, 5.0), layout="constrained")
     axes = figure.subplots(2, 2, sharey=True, sharex="col")
     for row, group in zip(axes, GROUPS, strict=True):

@@ -1,4 +1,4 @@
-"""The compact file and tables of docs/results/open-federation.md, of what experiments/open_federation.py found."""
+"""Compact file and tables of docs/results/open-federation.md, from results of experiments/open_federation.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from summaries import Evaluation, Runs, last, table
 FOUND = "found.json"
 NAMES = ("digits", "vowels")
 Found = Mapping[str, Mapping[str, float]]
-"""What happened to a federation: the numbers of each row of its table."""
+"""Results of a federation: the numbers of each row of its table."""
 
 
 def folded(folder: Path) -> Runs:
-    """``NAME/WHAT`` has what was found in a federation, one line for each row of its table."""
+    """Return ``NAME/WHAT``, the results of a federation with one line per row of its table."""
     runs = Runs()
     for path in sorted(folder.glob(f"*/{FOUND}")):
         found: dict[str, dict[str, float]] = json.loads(path.read_text(encoding="utf-8"))
@@ -27,13 +27,13 @@ def folded(folder: Path) -> Runs:
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """One for each federation."""
+    """Yield a table per federation."""
     for name in NAMES:
         yield of_one({run[0].run.rpartition("/")[2]: last(run).values for run in runs.under(name)})
 
 
 def of_one(found: Found) -> str:
-    """What happened to one federation, how often, and what came of it."""
+    """Return the table of one federation: events, their number and their outcome."""
     rounds, killed, come = found["rounds"], found["killed"], found["come"]
     rows = [
         (

@@ -1,4 +1,4 @@
-"""The compact file, tables and figure of docs/results/own-steps.md."""
+"""Compact file, tables and figure of docs/results/own-steps.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATA = {
     "writers": "QMNIST, writers",
 }
 THETA, NETWORKS = ("0", "5e-05", "0.005", "0.5"), ("0", "1e-05", "0.001")
-"""The grid of papers/001, Table 8: λ_θ, and λ_h = λ_v."""
+"""Grid of papers/001, Table 8: λ_θ, and λ_h = λ_v."""
 NETWORKS_OF = {
     "hypernetwork.size=S": "S: one hidden layer (Table 7)",
     "hypernetwork.size=L": "L: five (Table 7)",
@@ -37,13 +37,13 @@ COLOURS = {"pefll": "#0072b2", "fedavg": "#d55e00", "local": "#009e73"}
 
 
 def folded(folder: Path) -> Runs:
-    """What experiments/own-steps.sh has made.
+    """Return the results of experiments/own-steps.sh.
 
     DATA/search/METHOD/RATE has validation accuracy of seen clients (mean over seeds), DATA/own/METHOD/RATE that of new
-    clients after each number of steps (mean over seeds), DATA/test/METHOD/seed=N their test accuracy, each at the step
-    size that validation chose, and after no step also with their own classes alone to choose from (``masked_0``);
-    DATA/lambda/NETWORKS/THETA/seed=N validation accuracy of seen clients and, after no step, of new ones;
-    DATA/networks/SETTING as DATA, of PeFLL with another network and without a step.
+    clients after each number of steps (mean over seeds). DATA/test/METHOD/seed=N has their test accuracy at the step
+    size chosen on validation, and after no step also with labels masked to their own classes (``masked_0``).
+    DATA/lambda/NETWORKS/THETA/seed=N has validation accuracy of seen clients and, after no step, of new ones.
+    DATA/networks/SETTING has the same as DATA for PeFLL with another network and no step.
     """
     runs = Runs()
 
@@ -91,7 +91,7 @@ def folded(folder: Path) -> Runs:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """The lines of a file; none if it was not made."""
+    """Return the lines of a file; empty if it does not exist."""
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
@@ -99,13 +99,13 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def over_seeds(runs: Runs, data: str, method: str) -> dict[int, list[float]]:
-    """Test accuracy of new clients by number of steps, one for each seed."""
+    """Return new clients' test accuracy by number of steps, one value per seed."""
     lines = [last(run) for run in runs.under(f"{data}/test/{method}")]
     return {t: [line[f"after_{t}"] for line in lines] for t in STEPS if f"after_{t}" in lines[0].values}
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """Of each data set: test accuracy, differences, and what chose the step sizes."""
+    """Yield, for each data set, test accuracy, differences, and the search for step sizes."""
     header = ("after so many steps", *map(str, STEPS))
     for data in (data for data in DATA if runs.under(f"{data}/test/*")):
         found = {method: over_seeds(runs, data, method) for method in METHODS}
@@ -142,7 +142,7 @@ def tables(runs: Runs) -> Iterator[str]:
 
 
 def _other_networks(runs: Runs, data: str) -> str:
-    """PeFLL with another hypernetwork or embedding network: the search, and new clients without a step."""
+    """Return PeFLL with other hypernetworks or embedding networks: the search, and new clients without steps."""
     as_is = "M: three hidden layers, a LeNet"
     searches = {as_is: f"{data}/search/pefll"}
     tests = {as_is: f"{data}/test/pefll"}
@@ -161,7 +161,7 @@ def _other_networks(runs: Runs, data: str) -> str:
 
 
 def _regularized(runs: Runs, data: str) -> Iterator[str]:
-    """Validation accuracy of seen and of new clients, by λ."""
+    """Yield the validation accuracy of seen and of new clients by λ."""
     for of in ("validation", "after_0"):
         rows = []
         for theta in THETA:
@@ -180,7 +180,7 @@ def _bold(value: float, best: float) -> str:
 
 
 def curves(runs: Runs) -> Figure:
-    """Test accuracy over a new client's own steps: a line is the mean over seeds, a dot a seed."""
+    """Draw test accuracy over a new client's extra local steps: a line per mean over seeds, a dot per seed."""
     shown = {data: title for data, title in DATA.items() if runs.under(f"{data}/test/*")}
     rows = 1 if len(shown) < 4 else 2
     columns = math.ceil(len(shown) / rows)

@@ -22,7 +22,7 @@ ACCURACIES = ("seen", "unseen", "seen_masked", "unseen_masked")
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """All of them, as the page has them."""
+    """Yield all tables in the page's order."""
     pefll, fedavg, local = (runs.one(f"table/{method}") for method in ("pefll", "fedavg", "local"))
     yield _table_1(pefll, fedavg, local)
     yield _regularized(runs)
@@ -59,7 +59,7 @@ def _one_pass(runs: Runs) -> dict[str, Run]:
 
 
 def _bold(found: Mapping[str, float], key: str) -> str:
-    """A cell, bold where it is the highest."""
+    """Return a cell, bold if its value is the highest."""
     if key not in found:
         return ""
     shown = f"{found[key]:.1f}"
@@ -91,11 +91,11 @@ WEIGHTS = {
     "regularized/l2-relu": "ReLU there",
     "regularized/official": "no λ on the server, λ_θ = 2.5·10⁻⁵, rate 0.002, float32 (official code; seed 1)",
 }
-"""What was varied in the runs of 1000 rounds with a reserve."""
+"""Variants in the runs of 1000 rounds with a reserve."""
 
 
 def _regularized(runs: Runs) -> str:
-    """Last rounds over seeds, and new clients from the reserve by whether a seen client has their classes."""
+    """Return last rounds over seeds, and new clients from the reserve by whether a seen client has their classes."""
 
     def found(folder: str, which: str, of: str) -> list[float]:
         names = [run[0].run for run in runs.under(folder)]
@@ -119,7 +119,7 @@ def _regularized(runs: Runs) -> str:
 
 
 def _authors(runs: Runs) -> str:
-    """The authors' code and ours on the same clients: validation accuracy over rounds."""
+    """Return validation accuracy over rounds for the authors' code and ours on the same clients."""
     theirs = runs["regularized/l2/seed=1/authors"]
     rounds = [line.round for line in theirs]
     named = {
@@ -128,14 +128,14 @@ def _authors(runs: Runs) -> str:
         "ours, as above": (runs["regularized/l2/seed=1"], 1),
     }
     rows = []
-    for name, (run, fewer) in named.items():  # theirs evaluates before it counts a round
+    for name, (run, fewer) in named.items():  # the authors' code evaluates before it counts a round
         lines = [after(run, round - fewer) for round in rounds]
         rows.append((name, *(f"{line['validation']:.1f}" if line else "" for line in lines)))
     return table(("after rounds", *map(str, rounds)), rows)
 
 
 def _many(runs: Runs) -> str:
-    """A thousand clients."""
+    """Return the table for a thousand clients."""
     rows = []
     for method, name, paper in (
         ("pefll", "PeFLL", ("87.8 ± 0.4", "88.5 ± 0.3")),
@@ -149,7 +149,7 @@ def _many(runs: Runs) -> str:
 
 
 def _resnet(runs: Runs) -> Iterator[str]:
-    """A ResNet20 over rounds, mean ± deviation over seeds, and its search."""
+    """Yield tables of a ResNet20 over rounds, mean ± deviation over seeds, and of its search."""
     methods = {"pefll": "PeFLL", "fedavg": "FedAvg"}
     of = {method: runs.under(f"resnet/test/{method}") for method in methods}
     rounds = [line.round for line in of["pefll"][0] if line.round]
@@ -264,7 +264,7 @@ def _search(runs: Runs) -> str:
 
 
 def curves(runs: Runs) -> Figure:
-    """Test accuracy over rounds and over communication, as in papers/001, Figure 8."""
+    """Draw test accuracy over rounds and communication, as in papers/001, Figure 8."""
     figure = Figure(figsize=(FULL, 5.0), layout="constrained")
     axes = figure.subplots(2, 2, sharey=True, sharex="col")
     for row, group in zip(axes, ("seen", "unseen"), strict=True):
@@ -282,7 +282,7 @@ def curves(runs: Runs) -> Figure:
 
 
 def descriptors(runs: Runs) -> Figure:
-    """Rank correlation of descriptors with class mixes over rounds, as in papers/001, Figure 3."""
+    """Draw the rank correlation of descriptors with class proportions over rounds, as in papers/001, Figure 3."""
     figure = Figure(figsize=(HALF, 2.8), layout="constrained")
     axes = figure.subplots()
     for (name, folder), colour in zip(

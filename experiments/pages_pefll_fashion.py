@@ -11,7 +11,7 @@ COLUMNS = ("validation", *ACCURACIES)
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """Test accuracy in the last round, by seed and over seeds; and Local beside it."""
+    """Yield test accuracy in the last round, by seed and over seeds, and a comparison with Local."""
     rows = []
     for n in ("100", "1000"):
         lines = [last(run) for run in runs.under(f"n={n}")]

@@ -1,4 +1,4 @@
-"""Tables and the figure of docs/results/pfedbayes.md."""
+"""Tables and figure of docs/results/pfedbayes.md."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ TABLE_3 = (  # method, its folder, the settings that tell its runs apart, as sho
 
 
 def measured_too(folder: Path) -> dict[str, float]:
-    """What no run writes down: accuracy of the global distribution on validation data, and the time spent in rounds."""
+    """Return quantities that runs do not record: the global distribution's validation accuracy, and time in rounds."""
     seconds = sum(float(line.get("seconds", 0.0)) for line in RunFolder.open(folder).lines("journal.jsonl"))
     e = experiments.load(folder / "experiment.yaml")
     if e.algorithm.name != "pfedbayes":
@@ -139,7 +139,7 @@ def measured_too(folder: Path) -> dict[str, float]:
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """All of them, as the page has them."""
+    """Yield all tables in the page's order."""
     yield _table_1(runs, "fashion-mnist")
     yield _table_1(runs, "mnist")
     yield _masked(runs)
@@ -157,7 +157,7 @@ def tables(runs: Runs) -> Iterator[str]:
 
 
 def _alike(runs: Runs, folder: str, settings: Mapping[str, str]) -> list[Run]:
-    """The runs of a folder with these settings, of the keys' last parts: one for each seed."""
+    """Return a folder's runs with these settings, given by the keys' last parts: one per seed."""
 
     def has(line: Evaluation) -> bool:
         found = {key.rpartition(".")[2]: value for key, value in line.settings.items()}
@@ -167,14 +167,14 @@ def _alike(runs: Runs, folder: str, settings: Mapping[str, str]) -> list[Run]:
 
 
 def _cell(found: Sequence[Run], quantity: str) -> str:
-    """Mean ± deviation over seeds of the last round, or the round in which a run left the finite range."""
+    """Return mean ± deviation over seeds of the last round, or the round in which a run diverged."""
     if left := [last(run).left for run in found if last(run).left is not None]:
         return f"left in {left[0]}"
     return spread([last(run)[quantity] for run in found], 2) if found else "not run"
 
 
 def _table_2(runs: Runs) -> str:
-    """pFedBayes with Adam's moments kept: the paper's settings one by one."""
+    """Return pFedBayes with Adam's moments kept, for each of the paper's settings."""
     rows = []
     for rho, zeta, personal, shared, pm, gm in TABLE_2:
         settings = {"rho": rho, "zeta": zeta, "lr_personal": personal, "lr_global": shared}
@@ -189,7 +189,7 @@ def _table_2(runs: Runs) -> str:
 
 
 def _still(runs: Runs) -> str:
-    """Table 2's rows of ρ at ζ = 10 and η = 0.001, with the noise of the paper and with that of public code."""
+    """Return Table 2's rows of ρ at ζ = 10 and η = 0.001, with the paper's noise and with that of public code."""
     rows = []
     for rho, _, _, _, pm, gm in sorted(
         (row for row in TABLE_2 if row[1:4] == ("10", "0.001", "0.001")), key=lambda row: -float(row[0])
@@ -219,7 +219,7 @@ def _still(runs: Runs) -> str:
 
 
 def _table_3(runs: Runs) -> str:
-    """Its rivals: likewise."""
+    """Return the same for the rival methods."""
     rows = []
     for name, folder, settings, shown, pm, gm in TABLE_3:
         cells = []
@@ -236,14 +236,14 @@ def _table_3(runs: Runs) -> str:
 
 
 def _over_seeds(runs: Runs, folder: str, quantity: str, kind: str) -> str:
-    """Mean ± deviation over seeds of ``_of``."""
+    """Return mean ± deviation over seeds of ``_of``."""
     return spread([_of(run, quantity, kind) for run in runs.under(folder)], 2)
 
 
 def _of(run: Run, quantity: str, kind: str) -> float:
-    """Test accuracy in the last round, in that which validation picks, or the highest, which is the paper's figure.
+    """Return test accuracy in the last round, the round chosen on validation, or the best round (the paper's figure).
 
-    Of CIFAR-10 what was printed is what was kept.
+    For CIFAR-10, only the printed values were kept.
     """
     kept = last(run).values.get(f"{quantity}{kind}")
     if kept is not None:
@@ -269,7 +269,7 @@ def _table_1(runs: Runs, data: str) -> str:
 
 
 def _masked(runs: Runs) -> str:
-    """With moments kept, in both readings, in the round picked on validation: mean ± deviation over seeds."""
+    """Return results with moments kept in both readings, in the round chosen on validation, mean ± deviation."""
     rows = []
     for data in ("fashion-mnist", "mnist"):
         for i, size in enumerate(SIZES):
@@ -285,7 +285,7 @@ def _masked(runs: Runs) -> str:
 
 
 def _less_fresh(runs: Runs) -> str:
-    """Moments kept, less fresh ones of the same seed."""
+    """Return results with moments kept minus fresh ones with the same seed."""
     rows = []
     for data in ("fashion-mnist", "mnist"):
         for size in SIZES:
@@ -303,7 +303,7 @@ def _less_fresh(runs: Runs) -> str:
 
 
 def _zeta(runs: Runs) -> str:
-    """Validation accuracy on small after the last round, by ζ, seed 1."""
+    """Return validation accuracy on the small size after the last round, by ζ, seed 1."""
     rows = []
     for data in ("fashion-mnist", "mnist"):
         lower = (last(runs[f"kept-zeta/{data}/zeta={zeta},seed=1"]) for zeta in ("2.5", "1"))
@@ -314,7 +314,7 @@ def _zeta(runs: Runs) -> str:
 
 
 def _tried(runs: Runs, folder: str, **settings: float) -> Evaluation | None:
-    """The run of a search with these settings, of the keys' last parts."""
+    """Return a search's run with these settings, given by the keys' last parts."""
 
     def has(line: Evaluation) -> bool:
         found = {key.rpartition(".")[2]: value for key, value in line.settings.items()}
@@ -324,7 +324,7 @@ def _tried(runs: Runs, folder: str, **settings: float) -> Evaluation | None:
 
 
 def _shown(found: Mapping[object, Evaluation | None], *, both: bool = False) -> dict[object, str]:
-    """Validation accuracy of settings, the highest bold; PM / GM where both were measured."""
+    """Return the settings' validation accuracy, the highest in bold; PM / GM if both were measured."""
     whole = [line for line in found.values() if line and line.left is None]
     best = max(whole, key=lambda line: (line.values.get("chosen", 0.0), line["validation"]))
     cells = {}
@@ -447,7 +447,7 @@ def _search_vgg(runs: Runs) -> Iterator[str]:
 
 
 def _batch_norm(runs: Runs) -> Iterator[str]:
-    """The VGG with batch normalization: the search, and the small size with every client training."""
+    """Yield tables of the VGG with batch normalization: the search, and the small size with full participation."""
     rows = []
     for zeta, rho in ((1.0, -2.5), (1.0, -4.0), (0.1, -4.0)):
         for rate in (0.001, 0.003):
@@ -474,7 +474,7 @@ def _batch_norm(runs: Runs) -> Iterator[str]:
 
 
 def curves(runs: Runs) -> Figure:
-    """Test accuracy over rounds, mean over seeds; circles are the paper's (filled PM, open GM)."""
+    """Draw test accuracy over rounds, mean over seeds; circles are the paper's values (filled PM, open GM)."""
     figure = Figure(figsize=(FULL, 5.2), layout="constrained")
     grid = figure.subplots(2, 3, sharey="row")
     for data, row in zip(("fashion-mnist", "mnist"), grid, strict=True):

@@ -1,4 +1,4 @@
-"""Tables of docs/results/private-descriptors.md. The unit is the seed: it draws clients, network and noise anew."""
+"""Tables of docs/results/private-descriptors.md. The unit is the seed, which draws clients, network and noise."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ EPSILONS = ("8", "2", "1", "0.5")
 HEADINGS = [f"ε = {epsilon}" for epsilon in EPSILONS]
 CLIPS = ("0.4", "0.6", "0.8", "1", "1.25")
 LENGTH = 26
-"""Of a descriptor of these runs."""
+"""Length of a descriptor in these runs."""
 IMAGES = {"fashion-mnist": ("500", "100"), "cifar10": ("400", "100")}
-"""By data set: how many each new client has, and how many where it has few."""
+"""Numbers of images of each new client by data set: the usual one, and the small one."""
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """New clients' accuracy by ε, the noise behind it, the search for C, and training with noise."""
+    """Yield new clients' accuracy by ε, the noise behind it, the search for C, and training with noise."""
     for data, images in IMAGES.items():
         if folders := _seeds(runs, data, "plain"):
             yield _by_epsilon(runs, data, folders, images)
@@ -42,7 +42,7 @@ def tables(runs: Runs) -> Iterator[str]:
 
 
 def _by_epsilon(runs: Runs, data: str, folders: Sequence[str], images: Sequence[str]) -> str:
-    """Mean over seeds ± their deviation; of one seed, that of draws of the noise. Then what is lost, seed by seed."""
+    """Return mean ± deviation over seeds (with one seed, over noise draws), then the loss of accuracy seed by seed."""
     rows: list[tuple[str, ...]] = []
     for n in images:
         lines = [[_one(runs, folder, n, epsilon) for folder in folders] for epsilon in ("none", "inf", *EPSILONS)]
@@ -58,12 +58,12 @@ def _by_epsilon(runs: Runs, data: str, folders: Sequence[str], images: Sequence[
 
 
 def _seeds(runs: Runs, data: str, kind: str) -> list[str]:
-    """Folders of one kind of run, by seed."""
+    """Return the folders of one kind of run by seed."""
     return sorted(name for name in runs if name.startswith(f"{data}/seed=") and name.endswith(f"/{kind}"))
 
 
 def _one(runs: Runs, folder: str, images: str, epsilon: str) -> Evaluation:
-    """What new clients had with so many images, at the C of the run."""
+    """Return new clients' results with this number of images, at the run's C."""
     (name,) = (
         name
         for name in runs

@@ -25,7 +25,7 @@ SEARCHES = ("search/*",)
 
 
 def measured_too(folder: Path) -> dict[str, float]:
-    """What the unseen clients have after steps of their own, and after those that the method makes anyway."""
+    """Return unseen clients' results after extra local steps, and after the steps that the method includes."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     values = {}
     if summary["algorithm"] == "local":
@@ -38,7 +38,7 @@ def measured_too(folder: Path) -> dict[str, float]:
 
 
 def _lines(runs: Runs, kind: str, method: str) -> list[Evaluation]:
-    """The last evaluations of a method's runs under a kind of processor, by seed."""
+    """Return the last evaluations of a method's runs on a kind of processor, by seed."""
     return sorted((last(run) for run in runs.under(f"{kind}/{method}")), key=lambda line: int(line.seed))
 
 
@@ -48,7 +48,7 @@ def _mean(lines: Sequence[Evaluation], quantity: str) -> str:
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """A new client after steps of its own; by seed and processor; the same with other label codes; the search."""
+    """Yield results after a new client's local steps, by seed and processor, with other label codes, and the search."""
     steps = (*STEPS, 100)
     rows = [(name, *(_mean(_lines(runs, "native", m), f"after_{k}") for k in steps)) for m, name in METHODS.items()]
     yield table(("a new client's own steps", *map(str, steps)), rows)
@@ -77,7 +77,7 @@ def tables(runs: Runs) -> Iterator[str]:
 
 
 def _more_classes(runs: Runs, folder: str, title: str) -> str:
-    """A new client with five classes after steps of its own, and differences of the same seed."""
+    """Return results of new clients with five classes after extra local steps, and differences with the same seed."""
     steps = (0, 1, 5, 20, 50, 100)
     of = {method: _lines(runs, folder, method) for method in METHODS}
     rows = [(METHODS[m], *(_mean(lines, f"after_{k}") for k in steps)) for m, lines in of.items()]
@@ -94,8 +94,8 @@ def _validation(runs: Runs, name: str) -> float | None:
 
 
 def own_steps(runs: Runs) -> Figure:
-    """Test accuracy of a new client over the steps that it makes itself: mean over seeds, a dot for each seed."""
-    figure = Figure(figsize=(7.2, 3.5), layout="constrained", facecolor="white")  # read on dark pages, too
+    """Draw a new client's test accuracy over its extra local steps: mean over seeds, and a dot per seed."""
+    figure = Figure(figsize=(7.2, 3.5), layout="constrained", facecolor="white")  # readable on dark pages too
     axes = figure.subplots()
     for (method, name), colour, marker in zip(METHODS.items(), COLOURS.values(), MARKERS, strict=False):
         lines = _lines(runs, "native", method)

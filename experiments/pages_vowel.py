@@ -15,7 +15,7 @@ SIZES = ("0.003", "0.01", "0.03", "0.1", "0.3")
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """What a speaker gets, and the search for step sizes."""
+    """Yield the results of speakers and the search for step sizes."""
     fedavg, local = ([last(run) for run in runs.under(method)] for method in ("fedavg", "local"))
     methods = (
         ("the global model (FedAvg)", "0", "global_", fedavg, False),

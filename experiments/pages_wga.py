@@ -24,11 +24,11 @@ COLUMNS = (
 RULES = {"alone": "alone", "wga": "wga", "cosine": "wga, cosine weights", "bc": "bc"}
 RATES = ("0.03", "0.1", "0.3")
 LATE = 5
-"""Evaluations of the quadratic model that are averaged."""
+"""Number of the quadratic model's evaluations that are averaged."""
 
 
 def tables(runs: Runs) -> Iterator[str]:
-    """Figures 1, 2, 4 and 5 of papers/004 in numbers, its mean estimation, and its relaxed noise."""
+    """Yield the numbers of Figures 1, 2, 4 and 5 of papers/004, its mean estimation, and its relaxed noise."""
     ratios = (0.0001, 0.001, 0.01, 0.1, 1.0)
     rows = [(str(n), *(f"{speedup(n, r):.1f}" for r in ratios)) for n in (1, 10, 100, 1000)]
     yield table(("N", *(f"r = {r:g}" for r in ratios)), rows)
@@ -61,7 +61,7 @@ def tables(runs: Runs) -> Iterator[str]:
 
 
 def best_loss(folder: Path) -> dict[str, float]:
-    """On the quadratic model: what user 0's test loss would be at its own test mean."""
+    """Return user 0's test loss at its own test mean, for the quadratic model."""
     e = load(folder / "experiment.yaml")
     if e.model.name != "quadratic":
         return {}
@@ -71,7 +71,7 @@ def best_loss(folder: Path) -> dict[str, float]:
 
 
 def _quadratic(runs: Runs) -> str:
-    """Each rule's late loss above the best, over seeds, and what theory says."""
+    """Return each rule's late loss above the best, over seeds, and the theoretical value."""
     exact = {"alone": (0.0, None, 4.0), "wga": (0.9, None, 4.0), "bc": (0.9, 0.01, 4.0), "oracle": (0.9, None, 0.0)}
     rows = []
     for rule, (alpha, beta, bias) in exact.items():
@@ -85,7 +85,7 @@ def _quadratic(runs: Runs) -> str:
 
 
 def _logistic(runs: Runs) -> str:
-    """Every rule and α, no choice made."""
+    """Return every rule and α, without choosing."""
     rows = []
     alone = _by_seed(runs.under("fashion-mnist/alone"))
     for folder, name in RULES.items():
@@ -112,14 +112,14 @@ def _header(lines: Sequence[Evaluation]) -> list[str]:
 
 
 def _each_and_mean(lines: Sequence[Evaluation], alone: Sequence[Evaluation]) -> list[str]:
-    """Test accuracy of each seed, over seeds, and less what Alone has on the same seed."""
+    """Return test accuracy of each seed, over seeds, and minus Alone's with the same seed."""
     each = [line["seen_mean"] for line in lines]
     less = difference(each, [line["seen_mean"] for line in alone]) if lines != alone else ""
     return [*(f"{value:.1f}" for value in each), spread(each), less]
 
 
 def _lenet(runs: Runs) -> Iterator[str]:
-    """Validation accuracy of each seed, and the chosen step size on test data."""
+    """Yield each seed's validation accuracy, and the chosen step size on test data."""
     tried, tested = [], []
     alone: list[Evaluation] = []
     for folder, name in RULES.items():
@@ -143,7 +143,7 @@ def _lenet(runs: Runs) -> Iterator[str]:
 
 
 def losses(runs: Runs) -> Figure:
-    """Figures 2 and 5 of papers/004: loss over iterations, simulated, and as theory has it (dashed)."""
+    """Draw Figures 2 and 5 of papers/004: loss over iterations, simulated and theoretical (dashed)."""
     figure = Figure(figsize=(FULL, 3.4), layout="constrained")
     for axes, number, title in zip(
         figure.subplots(1, 2, sharey=True), ("2", "5"), ("Convergence", "BC: the number of helpers"), strict=True

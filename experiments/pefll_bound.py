@@ -1,9 +1,9 @@
-"""The right-hand side of papers/001, Theorem 3.2, on a finished PeFLL run.
+"""Right-hand side of the bound in papers/001, Theorem 3.2, for a finished PeFLL run.
 
     python experiments/pefll_bound.py RUN [--checkpoint last|best|N] [--draws 5] [--delta 0.05]
 
-For variances α_h = α_v and α_θ, then at the best of them for parts of the seen clients: every term, whether the bound
-says anything, and the loss of the same drawn models on unseen clients' test data. docs/theory.md, "PeFLL".
+For variances α_h = α_v and α_θ, and then at the best of them for subsets of the seen clients: every term, whether the
+bound is non-vacuous, and the loss of the same drawn models on unseen clients' test data. docs/theory.md, "PeFLL".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ THETA_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0)
 
 
 def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
-    """A trained PeFLL and the partition it was trained on."""
+    """Return a trained PeFLL and its training partition."""
     e = experiments.load(run / "experiment.yaml")
     dataset = assemble.make_partition(e)
     parts = assemble.make_parts(e, dataset.manifest)

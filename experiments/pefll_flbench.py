@@ -1,15 +1,15 @@
-"""FL-bench's FedAvg, unmodified, on the clients of one of our runs: where are papers/001's figures for FedAvg from?
+"""FL-bench's FedAvg, unmodified, on a run's clients: a check of FedAvg's figures in papers/001.
 
     git clone https://github.com/KarhouTam/FL-bench CHECKOUT
     git -C CHECKOUT checkout 493da92
     pip install pandas
     OMP_NUM_THREADS=1 python experiments/pefll_flbench.py CHECKOUT RUN [--rounds 200] [--lr 0.01] [--scale]
 
-papers/001 (footnote 4) builds its baselines on FL-bench; the commit is of June 2023, the month that paper appeared.
-Theirs are the client, the server and the optimizer, with their defaults: five local epochs, SGD without momentum,
-batches of 32. Ours are the partition and, in place of their smaller LeNet with batch normalization, the paper's LeNet
-(Table 3). FL-bench of that time normalizes pixels from 0 to 255 with constants for pixels from 0 to 1; ``--scale``
-divides them by 255. Prints the validation accuracy of seen clients, before the arrow. About 2 s a round.
+papers/001 (footnote 4) builds its baselines on FL-bench; the commit is from June 2023, the month the paper appeared.
+The client, the server and the optimizer are theirs, with their defaults: five local epochs, SGD without momentum,
+batches of 32. The partition is ours, and so is the model, the paper's LeNet (Table 3) instead of their smaller LeNet
+with batch normalization. FL-bench of that time normalizes pixels from 0 to 255 with constants for pixels from 0 to 1;
+``--scale`` divides them by 255. Prints the validation accuracy of seen clients before the arrow. About 2 s a round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedloom.data.federated import FederatedDataset
 
 
 def pixels(dataset: FederatedDataset) -> tuple[Tensor, Tensor, list[dict[str, list[int]]]]:
-    """All training and validation images, their pixels from 0 to 255, the labels, and where each client's lie."""
+    """Return all training and validation images with pixels from 0 to 255, their labels, and each client's indices."""
     about = dataset.manifest.normalization
     mean, std = (torch.tensor(values).reshape(-1, 1, 1) for values in (about.mean, about.std))
     images, labels, where, count = [], [], [], 0
@@ -46,7 +46,7 @@ def pixels(dataset: FederatedDataset) -> tuple[Tensor, Tensor, list[dict[str, li
 
 
 def lenet(decoupled: Any) -> Any:
-    """papers/001, Table 3, as a model of FL-bench, which puts a ReLU between ``base`` and ``classifier``."""
+    """Return papers/001's LeNet (Table 3) as an FL-bench model, with a ReLU between ``base`` and ``classifier``."""
 
     class LeNet(decoupled):  # type: ignore[misc]
         def __init__(self, dataset: str) -> None:
@@ -60,7 +60,7 @@ def lenet(decoupled: Any) -> Any:
 
 
 def main() -> None:
-    """Train with the checkout's defaults and print what it measures."""
+    """Train with the checkout's defaults and print its results."""
     arguments = checkouts.parser(__doc__, rounds=200, every=50, lr=0.01)
     arguments.add_argument("--scale", action="store_true", help="pixels from 0 to 1, as its constants mean them")
     given, dataset = checkouts.opened(
@@ -76,7 +76,7 @@ def main() -> None:
     seen = [client for client, entry in enumerate(dataset.manifest.clients) if entry.seen]
     partition = {"separation": {"train": seen, "test": seen, "total": len(where)}, "data_indices": where}
 
-    def dealt(*, transform: Any, **_: Any) -> Any:  # each image is normalized once, not whenever it is read
+    def dealt(*, transform: Any, **_: Any) -> Any:  # normalizes each image once, not on every read
         return TensorDataset(transform(images), labels)
 
     models.MODEL_DICT["lenet5"] = lenet(models.DecoupledModel)

@@ -1,12 +1,12 @@
-"""The authors' PeFLL code, unmodified, on the clients of one of our runs: are the two the same method?
+"""Authors' PeFLL code, unmodified, on a run's clients: a check that both are the same method.
 
     git clone https://github.com/jonnyascott/PeFLL CHECKOUT
     pip install tqdm
     OMP_NUM_THREADS=1 python experiments/pefll_official.py CHECKOUT RUN [--rounds 201] [--every 100] [--lr 0.002]
 
-Theirs are the training, the networks, the optimizers and the evaluation; ours only the partition, in place of the one
-it would draw. Prints its validation accuracy, unmasked, of seen and of unseen clients, in percent, and writes it to
-RUN/authors.json, from where `experiments/results.py fold` takes it. About 2.5 s a round.
+The training, the networks, the optimizers and the evaluation are theirs; only the partition is ours. Prints their
+validation accuracy, unmasked, of seen and unseen clients, in percent, and writes it to RUN/authors.json, which
+`experiments/results.py fold` reads. About 2.5 s a round.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fedloom.data.federated import FederatedDataset, Split
 
 
 def loader(split: Split, classes: int, batch_size: int, *, train: bool) -> Any:
-    """A split as that code expects it: batches of normalized images and one-hot labels."""
+    """Return a split in the form of the authors' code: batches of normalized images and one-hot labels."""
     assert split.y is not None
     one_hot = F.one_hot(split.y.long(), classes).float()
     return DataLoader(TensorDataset(split.x, one_hot), batch_size=batch_size, shuffle=train, drop_last=train)
 
 
 def nodes(dataset: FederatedDataset, batch_size: int) -> SimpleNamespace:
-    """All clients, the seen ones first, as that code counts them."""
+    """Return all clients, seen ones first, as the authors' code orders them."""
     entries = sorted(dataset.manifest.clients, key=lambda entry: not entry.seen)
     clients = [dataset.client(entry.id) for entry in entries]
     classes = dataset.manifest.classes
@@ -47,7 +47,7 @@ def nodes(dataset: FederatedDataset, batch_size: int) -> SimpleNamespace:
 
 
 def main() -> None:
-    """Train with the checkout's defaults (Adam, lr 2e-4; client's weight decay 5e-5) and print what it measures."""
+    """Train with the checkout's defaults (Adam, lr 2e-4; client weight decay 5e-5) and print its results."""
     arguments = checkouts.parser(__doc__, rounds=201, every=100, lr=0.002)
     given, dataset = checkouts.opened(arguments, file="train.py", checkout="a checkout of the authors' code")
     train: Any = importlib.import_module("train")

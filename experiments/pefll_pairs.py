@@ -1,12 +1,12 @@
-"""How a PeFLL run does on new clients whose classes no seen client has together, and on those whose some have.
+"""Accuracy of a PeFLL run on new clients, by whether some seen clients have exactly their classes.
 
     python experiments/pefll_pairs.py runs/pefll-cifar10/regularized/l2/seed=1 PARTITION... [--split validation]
 
-The clients of the partitions (of the same data, dealt from what the run's partition keeps back: data.partition.reserve)
-are all new to the run, and so are their images, or it is refused. Written to RUN/new-clients.json, by how many seen
-clients have just their classes (``3``: three or more): the number of new clients and of class sets among them, the
-clients' mean accuracy in percent with its standard error, and the mean over class sets of their clients' mean, which
-counts every set alike; `experiments/results.py fold` takes it from there.
+The clients come from partitions of the same data, made from the reserve of the run's partition
+(data.partition.reserve). They and their images must be new to the run, or they are refused. Results go to
+RUN/new-clients.json, by the number of seen clients with exactly their classes (``3``: three or more): the number of
+new clients and of class sets among them, the clients' mean accuracy in percent with its standard error, and the mean
+over class sets of their clients' mean, which weighs all sets equally; `experiments/results.py fold` reads them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from fedloom.federation.folder import RunFolder
 from fedloom.runner.trained import evaluate
 
 MOST = 3
-"""Class sets of this many seen clients or more are shown together."""
+"""Class sets of at least this many seen clients are shown together."""
 
 
 def class_sets(manifest: Manifest) -> dict[str, frozenset[int]]:
-    """The classes in each client's train split."""
+    """Return the set of classes in each client's train split."""
     return {
         entry.id: frozenset(c for c, count in enumerate(entry.class_counts["train"]) if count)
         for entry in manifest.clients
@@ -39,11 +39,11 @@ def class_sets(manifest: Manifest) -> dict[str, frozenset[int]]:
 
 
 Client = tuple[frozenset[int], tuple[float, ...]]
-"""Its classes, and its unmasked and masked accuracy in percent."""
+"""Classes of a client, and its unmasked and masked accuracy in percent."""
 
 
 def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, list[Client]]:
-    """Each new client, by how many seen clients have its classes."""
+    """Return each new client by the number of seen clients with the same classes."""
     trained = Manifest.from_json(RunFolder.open(run).text("partition.json"), where=str(run))
     own = class_sets(trained)
     known = Counter(own[entry.id] for entry in trained.clients if entry.seen)
@@ -65,7 +65,7 @@ def accuracies(run: Path, partitions: Sequence[Path], split: str) -> dict[int, l
 
 
 def summary(found: Mapping[int, Sequence[Client]]) -> dict[str, dict[str, float]]:
-    """What is written down, by number of seen clients; of new clients whose classes some seen client has; of all."""
+    """Return results by number of seen clients, for new clients whose classes some seen client has, and for all."""
     groups = {str(n): list(clients) for n, clients in found.items()}
     groups["known"] = [client for n, clients in found.items() if n for client in clients]
     groups["all"] = [client for clients in found.values() for client in clients]
@@ -73,7 +73,7 @@ def summary(found: Mapping[int, Sequence[Client]]) -> dict[str, dict[str, float]
 
 
 def described(clients: Sequence[Client]) -> dict[str, float]:
-    """One line of the page's compact file."""
+    """Return one line of the page's compact file."""
     found = {"new_clients": float(len(clients)), "class_sets": float(len({classes for classes, _ in clients}))}
     of_sets: dict[frozenset[int], list[tuple[float, ...]]] = defaultdict(list)
     for classes, accuracies in clients:
@@ -89,7 +89,7 @@ def described(clients: Sequence[Client]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Write new-clients.json beside the run's files, and print it."""
+    """Write new-clients.json to the run's folder and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("partitions", type=Path, nargs="+", metavar="PARTITION")

@@ -1,9 +1,11 @@
-"""What descriptors with differential privacy cost new clients of PeFLL runs (docs/results/private-descriptors.md).
+"""Cost of descriptors with differential privacy to new clients of PeFLL runs.
+
+See docs/results/private-descriptors.md.
 
     python experiments/private_descriptors.py choose RUN       C by validation accuracy of seen clients at ε = 1
     python experiments/private_descriptors.py measure RUN C    new clients' test accuracy by ε and number of images
 
-What is found is added to RUN/new-clients.json, C to RUN/clip. The noise is the seed's, as everywhere in a simulation.
+Results are added to RUN/new-clients.json, and C to RUN/clip. The seed determines the noise, as in any simulation.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ DELTA = 1e-5
 EPSILONS = (math.inf, 8.0, 2.0, 1.0, 0.5)
 CLIPS = (0.4, 0.6, 0.8, 1.0, 1.25)
 FEW = 100
-"""Images of a client that has few; the other size is all that each has."""
+"""Number of images of a client with few; the other size is all of its images."""
 DRAWS = 3
 
 
 class Fewer:
-    """The clients of a data set, each with at most so many of its training examples."""
+    """Clients of a data set, with at most this many training examples each."""
 
     def __init__(self, dataset: FederatedDataset, most: int) -> None:
         self._dataset, self._most = dataset, most
 
     def client(self, name: str) -> ClientData:
-        """One client."""
+        """Return the data of one client."""
         c = self._dataset.client(name)
         assert c.train.y is not None
         kept = torch.randperm(len(c.train), generator=generator(0, "fewer", name))[: self._most]
@@ -56,7 +58,7 @@ class Fewer:
 
 
 def accuracies(parts: Parts, loop: Loop, dataset: Any, clients: Sequence[str], split: str, seed: int) -> list[float]:
-    """Accuracy of each client's model, in percent, with the noise of a seed."""
+    """Return the accuracy of each client's model, in percent, with a seed's noise."""
     found: dict[str, float] = {}
 
     def keep(predictors: Predictors, group: Group) -> Message:
@@ -76,20 +78,20 @@ def accuracies(parts: Parts, loop: Loop, dataset: Any, clients: Sequence[str], s
 
 
 def with_privacy(parts: Parts, clip: float, epsilon: float) -> Parts:
-    """The same run, its clients describing themselves with this (ε, δ)."""
+    """Return the parts of the run with clients whose descriptors have this (ε, δ)."""
     settings = private(parts.settings, clip, noise_multiplier(epsilon, DELTA), DELTA)
     choice = parts.experiment.algorithm.model_copy(update={"settings": settings})
     return dataclasses.replace(parts, experiment=parts.experiment.model_copy(update={"algorithm": choice}))
 
 
 def draws(epsilon: float, of: Callable[[int], list[float]]) -> dict[str, float]:
-    """Mean over clients and draws of the noise, and the deviation of the former from draw to draw."""
+    """Return the mean over clients and noise draws, and the deviation of client means over draws."""
     means = [statistics.fmean(of(seed)) for seed in range(1, 2 if math.isinf(epsilon) else 1 + DRAWS)]
     return {"mean": statistics.fmean(means)} | ({"sd": statistics.stdev(means)} if len(means) > 1 else {})
 
 
 def main() -> None:
-    """Do what was asked for."""
+    """Run the requested command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("choose", "measure"))
     parser.add_argument("run", type=Path)

@@ -1,12 +1,12 @@
-"""The results pages: their compact files from finished runs, and their tables and figures from the compact files.
+"""Results pages: compact files from finished runs, and tables and figures from the compact files.
 
     python experiments/results.py fold PAGE RUNS      docs/results/PAGE.csv from the folder that PAGE's script fills
     python experiments/results.py tables PAGE         the page's tables, in Markdown
     python experiments/results.py figures PAGE        its figures, docs/results/PAGE-*.svg
     python experiments/results.py chosen FOLDER [KEY] the step size, or another key, that validation chooses in a sweep
 
-PAGE is one of docs/results. ``fold`` keeps lines of runs that are not in RUNS, so that a page can be made in parts.
-tests/unit/test_results_pages.py makes every table anew and looks for it in the page.
+PAGE is a page of docs/results. ``fold`` keeps the lines of runs that are not in RUNS, so that a page can be made in
+parts. tests/unit/test_results_pages.py recreates every table and checks that the page has it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 @dataclass(frozen=True)
 class Page:
-    """A page: its tables and figures as functions of its runs, and what its compact file has.
+    """Page: its tables and figures as functions of its runs, and the content of its compact file.
 
-    ``columns`` are the quantities, all that were measured if empty; runs that match a pattern of ``whole`` keep every
-    evaluation, the others the last and the chosen; those of ``searches`` keep the last one's validation accuracy alone,
-    and their folder's name in place of settings; ``more`` measures what no run writes down. ``folded`` is in place of
-    all that: the compact file from the folder of the runs.
+    ``columns`` are the quantities, or all measured ones if empty. Runs that match a pattern in ``whole`` keep every
+    evaluation, others the last and the chosen one. Runs in ``searches`` keep only the last validation accuracy, and
+    their folder's name instead of settings. ``more`` measures what runs do not record. ``folded`` replaces all of this:
+    it makes the compact file from the runs' folder.
     """
 
     tables: Callable[[Runs], Iterator[str]]
@@ -103,7 +103,7 @@ PAGES = {
 
 
 def compact(svg: str) -> str:
-    """A smaller SVG that draws the same: hundredths of a point, one line for each path."""
+    """Return a smaller SVG that draws the same: hundredths of a point, one line per path."""
     svg = re.sub(r"\n(?=[A-Zz\"] ?)", " ", svg)
     svg = re.sub(r"(?<=\d)(\.\d\d)\d+", r"\1", svg)
     svg = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", svg)
@@ -111,7 +111,7 @@ def compact(svg: str) -> str:
 
 
 def main() -> None:
-    """Do what was asked for."""
+    """Run the requested command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("fold", "tables", "figures", "chosen"))
     parser.add_argument("page", help=f"{', '.join(PAGES)}; for chosen, a folder")

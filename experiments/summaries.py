@@ -1,7 +1,7 @@
-"""The compact file of a results page: what its tables and figures need of every run, one line for each evaluation.
+"""Compact file of a results page: the data of its tables and figures, one line for each evaluation of a run.
 
-``fold`` makes it from finished run folders, ``read`` gives it back by run; ``results.py`` has the command line.
-Accuracies are percent, rounded to six figures.
+``fold`` makes it from folders of finished runs, ``read`` returns it by run; ``results.py`` is the command line.
+Accuracies are in percent, rounded to six digits.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fedloom.federation.folder import EXPERIMENT, RunFolder
 from fedloom.reporting.significance import t_interval
 
 FEW_CLIENTS = 20
-"""Up to so many clients, the last evaluation has each one's accuracy."""
+"""Maximum number of clients for which the last evaluation has individual accuracies."""
 
 UNINTERESTING = ("name", "seed", "runtime", "storage", "data.root", "evaluation.every")
-"""Keys of an experiment that do not tell the runs of a page apart."""
+"""Keys of an experiment that do not distinguish a page's runs."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One line: a run evaluated after ``round``; ``left`` is the round in which it left the finite range, if it did.
+    """Line of the file: a run evaluated after ``round``; ``left`` is the round in which it diverged, if it did.
 
     ``seed`` is text because a line may be a mean over seeds (``4-10``), with the deviation in ``..._sd``.
     """
@@ -48,38 +48,38 @@ class Evaluation:
 
 
 Run = tuple[Evaluation, ...]
-"""The evaluations of one run, in order of rounds."""
+"""Evaluations of one run, in order of rounds."""
 
 
 class Runs(dict[str, Run]):
-    """The runs of a page by the folder each was made in, relative to the folder of all."""
+    """Runs of a page by their folder, relative to the common folder."""
 
     def under(self, folder: str) -> list[Run]:
-        """The runs of a sweep, by name; ``folder`` may be a pattern."""
+        """Return the runs of a sweep, sorted by name; ``folder`` may be a pattern."""
         return [run for name, run in sorted(self.items()) if fnmatch(name.rpartition("/")[0], folder)]
 
     def one(self, name: str) -> Run:
-        """The run of this folder, or the first of the sweep in it."""
+        """Return the run of this folder, or the first of the sweep in it."""
         return self[name] if name in self else self.under(name)[0]
 
 
 def last(run: Run) -> Evaluation:
-    """The last evaluation."""
+    """Return the last evaluation."""
     return run[-1]
 
 
 def chosen(run: Run) -> Evaluation:
-    """The evaluation of highest validation accuracy, the earliest on ties."""
+    """Return the evaluation with the highest validation accuracy, the earliest on ties."""
     return max(run, key=lambda line: (line["validation"], -line.round))
 
 
 def after(run: Run, round: int) -> Evaluation | None:
-    """The evaluation after a round; None where there was none."""
+    """Return the evaluation after a round; None if there is none."""
     return next((line for line in run if line.round == round), None)
 
 
 def measured(line: Mapping[str, Any]) -> dict[str, float]:
-    """The quantities of a line of ``metrics.jsonl`` or of what ``fedloom evaluate`` writes."""
+    """Return the quantities of a line of ``metrics.jsonl``, or of the output of ``fedloom evaluate``."""
     found: dict[str, Any] = {}
     if line.get("validation_pooled") is not None:
         found["validation"] = 100 * line["validation_pooled"]
@@ -94,7 +94,7 @@ def measured(line: Mapping[str, Any]) -> dict[str, float]:
         masked = about.get("masked") or {}
         found[f"{group}_masked"] = _percent(masked.get("accuracy_pooled"))
         found[f"{group}_masked_worst"] = _percent(masked.get("accuracy_worst"))
-        for part in ("seen", "unseen"):  # of the global model
+        for part in ("seen", "unseen"):  # parts of the global model's result
             of = about.get(part) or {}
             found[f"{group}_{part}_mean"] = _percent(of.get("accuracy_mean"))
             found[f"{group}_{part}_worst_decile"] = _percent(of.get("accuracy_worst_decile"))
@@ -116,7 +116,7 @@ def _percent(part: float | None) -> float | None:
 
 
 def evaluations(folder: Path, name: str) -> tuple[dict[str, str], Run]:
-    """Settings and evaluations of a run that ended or left the finite range; none of one that was stopped."""
+    """Return settings and evaluations of a run that ended or diverged; no evaluations of one that was stopped."""
     files = RunFolder.open(folder)
     experiment = yaml.safe_load(files.text(EXPERIMENT))
     settings = dict(flat(experiment))
@@ -128,7 +128,7 @@ def evaluations(folder: Path, name: str) -> tuple[dict[str, str], Run]:
             return settings, ()
         left = attempts[-1]["round"]
     about = [(line["round"], measured(line)) for line in lines]
-    if left is not None:  # what it had before says nothing about its setting
+    if left is not None:  # earlier results say nothing about its setting
         about = [(about[-1][0] if about else 0, {})]
     else:
         about[-1][1]["seconds"] = float(f"{files.json('summary.json').get('duration_s') or 0:.4g}")
@@ -146,12 +146,12 @@ def _clients(folder: Path) -> dict[str, float]:
     rows = RunFolder.open(folder).clients()
     if len(rows) > FEW_CLIENTS:
         return {}
-    key = "personal_accuracy_unmasked"  # empty where the model predicts no classes
+    key = "personal_accuracy_unmasked"  # empty if the model predicts no classes
     return {row["id"]: 100 * float(row[key]) for row in rows if row[key]}
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and values of a nested mapping."""
+    """Yield dotted keys and values of a nested mapping."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from flat(inner, f"{prefix}.{key}" if prefix else str(key))
@@ -172,14 +172,14 @@ def fold(
     Parameters
     ----------
     whole
-        Patterns of runs that keep every evaluation; the others keep the last and the chosen.
+        Patterns of runs that keep every evaluation; others keep the last and the chosen one.
     searches
-        Patterns of runs that keep the last evaluation's validation accuracy, and no settings: what they have on test
-        data is nobody's business.
+        Patterns of runs that keep only the last validation accuracy, without settings, so that their test results are
+        not recorded.
     more
-        Measures more about a finished run's folder, for its last line.
+        Measures additional quantities from a finished run's folder, for its last line.
     before
-        What the compact file has: a run that is there keeps the keys of its settings, in which it differed from others.
+        Content of the compact file. Runs in it keep the keys of their settings, which distinguish them from others.
     """
     found: dict[str, tuple[dict[str, str], Run]] = {}
     for path in sorted(folder.rglob(EXPERIMENT)):
@@ -202,14 +202,14 @@ def fold(
         keys = varied[settings["algorithm.name"]].union(*(line.settings for line in (before or {}).get(name, ())))
         kept = {key: value for key, value in settings.items() if key in keys}
         runs[name] = tuple(replace(line, settings=kept) for line in run)
-    for path in sorted(folder.glob("*.json")):  # of `fedloom evaluate`
+    for path in sorted(folder.glob("*.json")):  # from `fedloom evaluate`
         about = json.loads(path.read_text(encoding="utf-8"))
         runs[path.stem] = (Evaluation(path.stem, str(about["seed"]), {}, about["round"], None, measured(about), {}),)
-    for path in sorted(folder.rglob("authors.json")):  # of experiments/pefll_official.py
+    for path in sorted(folder.rglob("authors.json")):  # from experiments/pefll_official.py
         name = f"{path.parent.relative_to(folder).as_posix()}/authors"
         lines = json.loads(path.read_text(encoding="utf-8"))
         runs[name] = tuple(Evaluation(name, "", {}, line.pop("round"), None, line, {}) for line in lines)
-    for path in sorted(folder.rglob("new-clients.json")):  # of experiments/pefll_pairs.py
+    for path in sorted(folder.rglob("new-clients.json")):  # from experiments/pefll_pairs.py
         for known, values in json.loads(path.read_text(encoding="utf-8")).items():
             name = f"{path.parent.relative_to(folder).as_posix()}/new-clients/{known}"
             runs[name] = (Evaluation(name, "", {"known": known}, 0, None, values, {}),)
@@ -217,7 +217,7 @@ def fold(
 
 
 def _varied(experiments: Sequence[Mapping[str, str]]) -> dict[str, set[str]]:
-    """By method: the keys in which its runs differ, and the method."""
+    """Return, by method, the keys in which its runs differ, and the method's key."""
     found = {}
     for method in {settings["algorithm.name"] for settings in experiments}:
         those = [settings for settings in experiments if settings["algorithm.name"] == method]
@@ -227,11 +227,11 @@ def _varied(experiments: Sequence[Mapping[str, str]]) -> dict[str, set[str]]:
 
 
 FIRST = ("run", "seed", "settings", "round", "left")
-"""Columns before the quantities; a run's settings are on its first line."""
+"""Columns before the quantities; a run's first line has its settings."""
 
 
 def written(runs: Runs, columns: Sequence[str] = ()) -> str:
-    """The compact file: these quantities, or all that any run has."""
+    """Return the compact file with these quantities, or all that any run has."""
     lines = [line for run in runs.values() for line in run]
     there = {quantity: None for line in lines for quantity in line.values}
     columns = [column for column in columns or there if column in there]
@@ -250,7 +250,7 @@ def written(runs: Runs, columns: Sequence[str] = ()) -> str:
 
 
 def read(path: Path) -> Runs:
-    """The runs of a compact file."""
+    """Return the runs of a compact file."""
     lines: dict[str, list[Evaluation]] = {}
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -272,30 +272,30 @@ def read(path: Path) -> Runs:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """A Markdown table, its first columns to the left."""
+    """Return a Markdown table with its first columns left-aligned."""
     rule = "|" + "---|" * left + "---:|" * (len(header) - left)
     first, *others = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (header, *rows))
     return "\n".join((first, rule, *others))
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Mean, ± the sample standard deviation where there are several."""
+    """Return the mean, with ± the sample standard deviation if there are several values."""
     shown = f"{statistics.fmean(values):.{digits}f}"
     return f"{shown} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else shown
 
 
 def difference(of: Sequence[float], less: Sequence[float]) -> str:
-    """Mean of the differences of the same seed, and the 95 % interval of Student's t over seeds."""
+    """Return the mean difference between results with the same seed, with Student's 95 % interval over seeds."""
     each = [a - b for a, b in zip(of, less, strict=True)]
     low, high = t_interval(each)
     return f"{statistics.fmean(each):+.1f} ({low:+.1f} to {high:+.1f})".replace("-", "−")
 
 
 def chosen_value(folder: Path, key: str = "algorithm.local.lr") -> str:
-    """What ``key`` is at the point of a sweep whose mean validation accuracy over seeds, in the last round, is highest.
+    """Return the value of ``key`` at the sweep's point with the highest mean validation accuracy in the last round.
 
-    A point is what its runs' overrides have in common but for the seed. One that left the finite range on any seed is
-    none.
+    The mean is over seeds. A point is what its runs' overrides have in common except the seed. A point that diverged
+    with any seed is excluded.
     """
     points: dict[tuple[tuple[str, str], ...], list[Evaluation]] = {}
     for path in sorted(folder.glob(f"*/{EXPERIMENT}")):

@@ -1,10 +1,10 @@
-"""Figures 1-5 of papers/004 in shape, its mean estimation and its Appendix A: one dimension, many runs at once.
+"""Figures 1-5 of papers/004 in shape, its mean estimation and its Appendix A, in one dimension with many runs.
 
     OMP_NUM_THREADS=1 python experiments/wga_figures.py [--out docs/results/wga.csv]
 
-Tables and figures are made from that file by experiments/results.py. The updates are those of the algorithm
-(fedloom.algorithms.wga); beside each simulated mean is what
-fedloom.theory.collaboration says exactly. Parameters and what the figures show: docs/results/wga.md.
+experiments/results.py makes tables and figures from that file. The updates are those of the algorithm
+(fedloom.algorithms.wga); each simulated mean is listed with the exact value from fedloom.theory.collaboration.
+Parameters and findings: docs/results/wga.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POINTS = 40
 
 @dataclass(frozen=True)
 class Setting:
-    """One method on f_i(x) = (x - m_i)²/2, m_0 = 0; β is None for WGA.
+    """Method on f_i(x) = (x - m_i)²/2, m_0 = 0; β is None for WGA.
 
     Every user's gradient has noise of variance σ² + M x² (``noise`` and ``growth``; Appendix A of the paper).
     """
@@ -46,11 +46,11 @@ class Setting:
 
     @property
     def problem(self) -> Problem:
-        """As theory has it."""
+        """Problem in the form of the theory module."""
         return Problem(self.helpers, self.bias**2, self.noise, growth=self.growth)
 
     def exact(self) -> list[float]:
-        """E F(x_t), t = 0 ... T."""
+        """Return E F(x_t), t = 0 ... T."""
         beta = self.beta
         return collaboration.quadratic_losses(
             self.problem, 1.0, self.alpha, beta, self.step_size, self.steps, self.start
@@ -58,7 +58,7 @@ class Setting:
 
 
 def simulate(s: Setting, seed: int = 0, runs: int = RUNS) -> Tensor:
-    """Mean of F(x_t) = x_t²/2 over independent runs, ``[T + 1]`` float64.
+    """Return the mean of F(x_t) = x_t²/2 over independent runs, ``[T + 1]`` float64.
 
     The mean gradient of N helpers at x is x + B plus noise of variance σ²/N.
     """
@@ -79,12 +79,12 @@ def simulate(s: Setting, seed: int = 0, runs: int = RUNS) -> Tensor:
 def tuned(
     s: Setting, grid: Sequence[float] = (0.0005, 0.0007, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05)
 ) -> Setting:
-    """The same with the step size of least exact final loss."""
+    """Return the setting with the step size that has the least exact final loss."""
     return min((replace(s, step_size=eta) for eta in grid), key=lambda candidate: candidate.exact()[-1])
 
 
 def curve(name: str, s: Setting, *, drawn: bool = False) -> Run:
-    """Both ends of a curve, simulated and exact (means over the last 200 steps), and its course if it is drawn."""
+    """Return a curve's final values, simulated and exact (means over the last 200 steps), and its course if drawn."""
     simulated, exact = simulate(s), s.exact()
     lines = []
     for t in range(0, s.steps + 1, s.steps // POINTS) if drawn else (s.steps,):
@@ -97,7 +97,7 @@ def curve(name: str, s: Setting, *, drawn: bool = False) -> Run:
 
 
 def curves() -> Iterator[Run]:
-    """All of them, named by figure."""
+    """Yield all curves, named by figure."""
     base = Setting()
     yield curve("2/Alone, η of BC", replace(base, alpha=0.0, beta=None), drawn=True)
     yield curve("2/Alone, η tuned", tuned(replace(base, alpha=0.0, beta=None)), drawn=True)
@@ -126,7 +126,7 @@ SAMPLES, SAMPLE_NOISE = 100, 10.0
 
 
 def mean_estimation(helpers: int, bias: float, runs: int = 100_000) -> dict[str, float]:
-    """E F of estimates of m_0 from 100 samples of each user, alone and by averaging with the helpers' (papers/004, §4).
+    """Return E F of estimates of m_0 from 100 samples per user: alone, and averaged with the helpers' (papers/004, §4).
 
     ``alone``, ``known`` (the best weight for known σ and ζ) and ``constant`` (WGA with a constant step size, both
     tuned) are exact; ``harmonic`` (WGA with that weight and η_t = 1/(t + 1)), ``estimated`` (the weight with s² for σ²
@@ -165,9 +165,9 @@ def mean_estimation(helpers: int, bias: float, runs: int = 100_000) -> dict[str,
 
 
 def relaxed(growth: float) -> dict[str, float]:
-    """The exact loss after long, with noise of variance σ² + M‖∇f_0‖²: alone, WGA without bias, BC with two biases.
+    """Return the exact late loss with noise of variance σ² + M‖∇f_0‖²: alone, WGA without bias, BC with two biases.
 
-    Each with the α that is best for it without M, at the same step size; ``gain`` is what the bounds say of WGA.
+    Each uses the α that is best for it without M, at the same step size; ``gain`` is the bounds' value for WGA.
     """
     s = Setting(alpha=0.0, beta=None, growth=growth, steps=20_000)
     unbiased = replace(s, bias=0.0, alpha=s.helpers / (s.helpers + 1))
@@ -181,12 +181,12 @@ def relaxed(growth: float) -> dict[str, float]:
 
 
 def measured(name: str, values: dict[str, float]) -> Run:
-    """One line."""
+    """Return one line of the file."""
     return (Evaluation(name, "", {}, 0, None, {key: float(f"{value:.6g}") for key, value in values.items()}, {}),)
 
 
 def best_unknowing() -> str:
-    """The best setting for T steps that does not know whether ζ is 0 or 2."""
+    """Return the best setting for T steps if it is unknown whether ζ is 0 or 2."""
     base = Setting()
     found = [
         (max(replace(s, bias=bias).exact()[-1] for bias in (0.0, base.bias)), s)
@@ -200,12 +200,12 @@ def best_unknowing() -> str:
 
 
 def floor(s: Setting) -> float:
-    """The exact loss after so long that nothing of the start is left."""
+    """Return the exact loss after the effect of the start has vanished."""
     return float(f"{replace(s, start=0.0, bias=0.0, steps=60_000).exact()[-1]:.8g}")
 
 
 def main() -> None:
-    """Write the curves, and print the best setting that does not know the bias."""
+    """Write the curves, and print the best setting for an unknown bias."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/results/wga.csv"))
     out = parser.parse_args().out

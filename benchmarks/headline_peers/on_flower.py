@@ -1,4 +1,4 @@
-"""A task of benchmarks/headline.py on Flower's simulation (Ray): python on_flower.py SETTINGS.json."""
+"""Flower's simulation (Ray) for a task of benchmarks/headline.py: python on_flower.py SETTINGS.json."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ client_app, server_app = ClientApp(), ServerApp()
 
 @cache
 def data() -> Data:
-    """The data, read once by each process."""
+    """Return the data, read once per process."""
     torch.set_num_threads(1)
     return Data(Path(SETTINGS["folder"]))
 
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """One visit."""
+    """Train in one visit."""
     x, y = data().client(int(context.node_config["partition-id"]))
     model = MODELS[SETTINGS["model"]]()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
@@ -45,7 +45,7 @@ def main(grid: Grid, context: Context) -> None:
     ends: list[float] = []
 
     def note(number: int, arrays: ArrayRecord) -> MetricRecord:
-        """Called before the first round and after each."""
+        """Record the time; called before the first round and after each."""
         ends.append(time.time())
         return MetricRecord()
 
@@ -82,7 +82,7 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-    import on_flower  # by its name, which Ray's processes can import
+    import on_flower  # under the name that Ray's processes import
 
     on_flower.run()
     sys.exit(not Path(SETTINGS["out"]).exists())

@@ -1,4 +1,4 @@
-"""A task of benchmarks/headline.py on pfl's simulation, alone or under torchrun: python on_pfl.py SETTINGS.json."""
+"""pfl's simulation, alone or under torchrun, for a task of benchmarks/headline.py: python on_pfl.py SETTINGS.json."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from task import MODELS, Data, write_figures
 
 
 class Ends(TrainingProcessCallback):
-    """Notes when the rounds begin and end."""
+    """Callback that records when the rounds begin and end."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
 
     def on_train_begin(self, *, model: Any) -> Metrics:
-        """Called before the first round."""
+        """Record the time before the first round."""
         self.at.append(time.time())
         return Metrics()
 
     def after_central_iteration(self, aggregate_metrics: Metrics, model: Any, *, central_iteration: int) -> tuple:
-        """Called after each round."""
+        """Record the time after a round."""
         self.at.append(time.time())
         return False, Metrics()
 
@@ -46,7 +46,7 @@ def main() -> None:
     """Run the rounds."""
     settings = json.loads(Path(sys.argv[1]).read_text())
     torch.manual_seed(settings["seed"])
-    np.random.seed(settings["seed"])  # noqa: NPY002 - what pfl draws its users from
+    np.random.seed(settings["seed"])  # noqa: NPY002 - pfl draws its users from it
     data = Data(Path(settings["folder"]))
     users = [data.client(i) for i in range(len(data))]
     module = MODELS[settings["model"]]()

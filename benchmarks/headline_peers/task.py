@@ -1,4 +1,4 @@
-"""The two tasks of benchmarks/headline.py for every system: the models, the data, a client's epoch, the figures."""
+"""Parts of benchmarks/headline.py's two tasks for every system: models, data, a client's epoch, figures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 
 def lr() -> nn.Module:
-    """Logistic regression on 28x28 images: 7,850 parameters."""
+    """Return a logistic regression on 28x28 images: 7,850 parameters."""
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
 
 
 def cnn() -> nn.Module:
-    """The CNN of pfl-research's CIFAR-10 benchmark, without its dropout: 1,626,442 parameters."""
+    """Return the CNN of pfl-research's CIFAR-10 benchmark without its dropout: 1,626,442 parameters."""
     layers = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     model = nn.Sequential(*layers, nn.Linear(64 * 14 * 14, 128), nn.ReLU(), nn.Linear(128, 10))
     for layer in model:
@@ -32,7 +32,7 @@ MODELS = {"lr": lr, "cnn": cnn}
 
 
 class Data:
-    """What benchmarks/headline.py exported: normalized examples, and where each client's begin."""
+    """Data exported by benchmarks/headline.py: normalized examples, and the index of each client's first."""
 
     def __init__(self, folder: Path) -> None:
         tensors = load_file(folder / "data.safetensors")
@@ -41,24 +41,24 @@ class Data:
         self._starts: list[int] = tensors["starts"].tolist()
 
     def __len__(self) -> int:
-        """How many clients there are."""
+        """Return the number of clients."""
         return len(self._starts) - 1
 
     def client(self, number: int) -> tuple[Tensor, Tensor]:
-        """One client's training examples."""
+        """Return one client's training examples."""
         mine = slice(self._starts[number], self._starts[number + 1])
         return self.train_x[mine], self.train_y[mine]
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Data) -> float:
-    """Over all test examples."""
+    """Return the accuracy over all test examples."""
     batches = zip(data.test_x.split(1000), data.test_y.split(1000), strict=True)
     return sum(int((model(x).argmax(1) == y).sum()) for x, y in batches) / len(data.test_y)
 
 
 def epoch(model: nn.Module, x: Tensor, y: Tensor, batch_size: int, lr: float) -> float:
-    """One pass of plain SGD, as Flower's tutorials write it but indexed from one tensor; returns the mean loss."""
+    """Run one pass of plain SGD as in Flower's tutorials, but indexed from one tensor; return the mean loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     total, batches = 0.0, torch.randperm(len(x)).split(batch_size)
     for batch in batches:
@@ -71,6 +71,6 @@ def epoch(model: nn.Module, x: Tensor, y: Tensor, batch_size: int, lr: float) ->
 
 
 def write_figures(settings: dict[str, Any], model: nn.Module, data: Data, ends: list[float]) -> None:
-    """Leave for benchmarks/headline.py when the rounds began and ended, and how good the model is."""
+    """Write the times of the rounds and the model's accuracy for benchmarks/headline.py."""
     figures = {"ends": ends, "accuracy": accuracy(model, data), "written": time.time()}
     Path(settings["out"]).write_text(json.dumps(figures))

@@ -1,1 +1,1 @@
-"""FedAvg on LeNet, written the way Flower's documentation does, for benchmarks/flower.py."""
+"""FedAvg on LeNet in the style of Flower's documentation, for benchmarks/flower.py."""

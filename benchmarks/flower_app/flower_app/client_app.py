@@ -1,4 +1,4 @@
-"""The client: local SGD from the model that it was sent."""
+"""Client: local SGD from the model that it receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ app = ClientApp()
 
 @app.train()
 def train_client(message: Message, context: Context) -> Message:
-    """One visit."""
+    """Train in one visit."""
     config = context.run_config
     client = int(context.node_config["partition-id"])
     number = int(message.content["config"]["server-round"])

@@ -1,9 +1,9 @@
-"""The same FedAvg with Flower's ``start_server`` and ``start_client``: processes and gRPC streams that last the run.
+"""Same FedAvg with Flower's ``start_server`` and ``start_client``: processes and gRPC streams that last the whole run.
 
     python -m flower_app.lasting server|client-N HOST:PORT RUN_CONFIG
 
-Flower calls both deprecated since 1.13 in favour of SuperLink and SuperNode. They are its way over gRPC without a new
-process for every message and without polling.
+Flower has deprecated both since 1.13 in favour of SuperLink and SuperNode. They are its only way over gRPC without a
+new process for every message and without polling.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flower_app.task import LeNet, shard, train, visit_generator, write_figures
 
 
 def arrays(net: LeNet) -> NDArrays:
-    """The model's parameters as copies: SGD goes on in place."""
+    """Return copies of the model's parameters, which SGD updates in place."""
     return [value.numpy().copy() for value in net.state_dict().values()]
 
 
@@ -34,7 +34,7 @@ def load(net: LeNet, values: NDArrays) -> LeNet:
 
 
 class Client(NumPyClient):
-    """One client, whose data stays in memory."""
+    """Client that keeps its data in memory."""
 
     def __init__(self, config: dict[str, Any], number: int) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class Client(NumPyClient):
         self._data = shard(config["folder"], number)
 
     def fit(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:
-        """One visit."""
+        """Train in one visit."""
         net = load(LeNet(), parameters)
         generator = visit_generator(self._config["seed"], int(config["round"]), self._number)
         loss = train(net, self._data["train_x"], self._data["train_y"], self._config, generator)
@@ -55,7 +55,7 @@ def serve(address: str, config: dict[str, Any]) -> None:
     net = LeNet()
 
     def note(number: int, parameters: NDArrays, _: dict[str, Scalar]) -> None:
-        """Called by Flower before the first round and after each."""
+        """Record the time; called by Flower before the first round and after each."""
         ends.append(time.time())
         load(net, parameters)
 

@@ -1,4 +1,4 @@
-"""The server: Flower's own FedAvg over all clients, without federated evaluation; it writes down when rounds end."""
+"""Server: Flower's own FedAvg over all clients without federated evaluation; it records when rounds end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(grid: Grid, context: Context) -> None:
     ends: list[float] = []
 
     def note(number: int, arrays: ArrayRecord) -> MetricRecord:
-        """Called by Flower before the first round and after each."""
+        """Record the time; called by Flower before the first round and after each."""
         ends.append(time.time())
         return MetricRecord()
 

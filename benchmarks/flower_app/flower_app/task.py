@@ -1,4 +1,4 @@
-"""The model, the data that benchmarks/flower.py exported, and local SGD."""
+"""Model, data exported by benchmarks/flower.py, and local SGD."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 
 class LeNet(nn.Module):
-    """The model of papers/001, Table 3, as one would write it by hand for speed: channels-last, ReLU after pooling."""
+    """Model of papers/001, Table 3, written by hand for speed: channels-last, ReLU after pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,27 +24,27 @@ class LeNet(nn.Module):
         self.fc1, self.fc2, self.fc3 = nn.Linear(512, 120), nn.Linear(120, 84), nn.Linear(84, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits."""
         h = F.relu(F.max_pool2d(self.conv1(x), 2))
         h = F.relu(F.max_pool2d(self.conv2(h), 2)).flatten(1)
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(h)))))
 
 
 def shard(folder: str, client: int) -> dict[str, Tensor]:
-    """One client's ``train_x``, ``train_y``, ``test_x``, ``test_y``, normalized."""
+    """Return one client's ``train_x``, ``train_y``, ``test_x``, ``test_y``, normalized."""
     return load_file(Path(folder) / f"client-{client}.safetensors")
 
 
 def visit_generator(seed: int, number: int, client: int) -> torch.Generator:
-    """What draws the batches of a client's visit in one round."""
+    """Return the generator that draws the batches of a client's visit in one round."""
     return torch.Generator().manual_seed(1_000_000 * seed + 1000 * number + client)
 
 
 def train(net: nn.Module, x: Tensor, y: Tensor, config: Mapping[str, Any], generator: torch.Generator) -> float:
-    """So many SGD steps on fresh permutations, the short batch dropped; returns the mean loss.
+    """Run SGD steps on fresh permutations without incomplete batches; return the mean loss.
 
-    What ``torch.optim.SGD(foreach=True)`` does, without it: its first use imports another 10 s of torch, which Flower
-    would pay for every message.
+    It computes what ``torch.optim.SGD(foreach=True)`` does, whose first use imports another 10 s of torch; Flower would
+    pay for that with every message.
     """
     steps, size = int(config["steps"]), int(config["batch-size"])
     lr, momentum = float(config["lr"]), float(config["momentum"])
@@ -69,7 +69,7 @@ def train(net: nn.Module, x: Tensor, y: Tensor, config: Mapping[str, Any], gener
 
 @torch.no_grad()
 def accuracy(net: nn.Module, folder: str, clients: int) -> float:
-    """Mean over clients of the accuracy on their test data."""
+    """Return the mean over clients of the accuracy on their test data."""
     found = []
     for client in range(clients):
         data = shard(folder, client)
@@ -78,7 +78,7 @@ def accuracy(net: nn.Module, folder: str, clients: int) -> float:
 
 
 def write_figures(net: nn.Module, folder: str, clients: int, ends: list[float]) -> None:
-    """Leave for benchmarks/flower.py when the rounds ended and how good the global model is."""
+    """Write the times of the rounds' ends and the global model's accuracy for benchmarks/flower.py."""
     partial = Path(folder) / "flower.json.partial"
     partial.write_text(json.dumps({"ends": ends, "accuracy": accuracy(net, folder, clients)}))
     partial.rename(Path(folder) / "flower.json")

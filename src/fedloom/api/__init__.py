@@ -1,1 +1,1 @@
-"""FedLoom from Python: what ``import fedloom`` offers, and the command line is made of (docs/python.md)."""
+"""Python API: the names of ``import fedloom``, which the command line also uses (docs/python.md)."""

@@ -1,4 +1,4 @@
-"""``fedloom.run``, ``sweep``, ``load``, ``compare`` and ``fetch``: what one does with FedLoom, as functions."""
+"""Functions of the API: ``fedloom.run``, ``sweep``, ``load``, ``compare`` and ``fetch``."""
 
 from __future__ import annotations
 
@@ -38,35 +38,37 @@ def run(
 ) -> Run:
     """Run an experiment on this machine, from its data to its report.
 
-    An interruption (Ctrl-C, "interrupt the kernel") stops it after the round at hand; ``resume=True`` goes on.
+    An interruption (Ctrl-C, or "interrupt the kernel") stops the run after the current round; ``resume=True``
+    continues it.
 
     Parameters
     ----------
     experiment
-        The path or URL of an experiment file; its content as a mapping, in which sections may be objects; or an
+        Path or URL of an experiment file; its content as a mapping, whose sections may be objects; or a
         :class:`fedloom.Experiment`.
     out
-        The run's folder; None: ``runs/NAME-ALGORITHM-seedN``.
+        Folder of the run; None: ``runs/NAME-ALGORITHM-seedN``.
     resume
-        Go on from the last checkpoint of the folder, or return the run as it is if it has come to its end.
+        Continue from the folder's last checkpoint; a finished run is returned unchanged.
     replay
-        The folder of a run whose journal is repeated.
+        Folder of a run whose journal is replayed.
     partition
-        Folder or URL of a partition that was made before; None: the experiment's is made.
+        Folder or URL of an existing partition; None: create the experiment's partition.
     packed, observe
-        With ``data.own``, folders of packed clients: of those that train, and of those that are measured alone.
+        With ``data.own``, folders of packed clients: ``packed`` for those that train, ``observe`` for those that are
+        only evaluated.
     publish
-        URL of a store to publish the run at as it goes.
+        URL of a store to publish the run at while it runs.
     report
-        Write the report at the end: two seconds, which many small runs save; :meth:`Run.report` writes it later.
+        Write the report at the end, which takes two seconds; without it, :meth:`Run.report` writes it later.
     track
-        Trackers beside those of the experiment: ``["tensorboard"]`` (docs/tracking.md).
+        Trackers in addition to the experiment's, e.g. ``["tensorboard"]`` (docs/tracking.md).
     progress
-        Show how it goes, on a terminal or in a notebook; or who is told instead.
+        Show progress on a terminal or in a notebook; or an observer to notify instead.
     overrides
         Keys of the experiment, with two underscores for each dot: ``seed=2``, ``federation__rounds=10``. A mapping
-        replaces what the key has. ``data`` may be a :class:`fedloom.Federated`, and ``model`` an ``nn.Module``, from
-        which training starts, in this process.
+        replaces the whole value. ``data`` may be a :class:`fedloom.Federated`, and ``model`` an ``nn.Module``, whose
+        weights are the initial model; the run then stays in this process.
 
     Returns
     -------
@@ -76,9 +78,9 @@ def run(
     Raises
     ------
     ExperimentError
-        If anything in the experiment is not allowed, or the folder is taken; nothing has been written then.
+        If the experiment is invalid or the folder is in use; nothing has been written then.
     FedloomError
-        Of the class of what went wrong (docs/exit-codes.md).
+        Any other error, of the class that describes what went wrong (docs/exit-codes.md).
 
     Examples
     --------
@@ -95,7 +97,7 @@ def run(
 
 
 def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunObserver = True) -> Run:
-    """Run a checked experiment, as the options say."""
+    """Run a validated experiment with these options."""
     from fedloom.api.watch import Watch
     from fedloom.runner.observer import RunObserver
     from fedloom.runner.run_experiment import run_experiment
@@ -129,29 +131,29 @@ def sweep(
     Parameters
     ----------
     experiment, partition, packed, observe, publish, report, track, overrides
-        As of :func:`run`.
+        As in :func:`run`.
     grid
-        Values by key, with dots or two underscores: ``{"algorithm.local.lr": [0.01, 0.1]}``; the runs are the product.
+        Values by key, with dots or two underscores: ``{"algorithm.local.lr": [0.01, 0.1]}``. All combinations are run.
     seeds
-        ``[1, 2, 3]``, or ``"1-3"``; None: the experiment's.
+        ``[1, 2, 3]`` or ``"1-3"``; None: the experiment's seed.
     parallel
-        Runs side by side, each in a process with its share of the cores. Numbers do not depend on it.
+        Number of concurrent runs, each in a process with its share of the cores. The results do not depend on it.
     out
-        A folder in which each run has its own; None: ``runs/NAME-sweep``.
+        Folder that holds one folder per run; None: ``runs/NAME-sweep``.
     resume
-        Leave finished runs as they are, and go on with the others.
+        Keep finished runs and continue the others.
     progress
-        Show how it goes.
+        Show progress.
 
     Returns
     -------
     Sweep
-        The finished runs, and why others failed: a run that fails does not keep the others from running.
+        The finished runs, and the errors of the others: a failed run does not stop the rest.
 
     Raises
     ------
     ExperimentError
-        If a point is not allowed, or a folder is taken; before anything runs.
+        If a point is invalid or a folder is in use; raised before anything runs.
     """
     from fedloom import experiment as experiments
     from fedloom.errors import ExperimentError
@@ -178,7 +180,7 @@ def sweep(
 def carry_out_sweep(
     points: Sequence[Point], options: RunOptions, observer: SweepObserver | None, parallel: int
 ) -> Sweep:
-    """Run the points of a sweep, as the options say."""
+    """Run the points of a sweep with these options."""
     from fedloom.runner.sweep import run_points
 
     e = points[0].experiment
@@ -190,23 +192,23 @@ def carry_out_sweep(
 
 
 def load(where: str | Path, *, model: nn.Module | str | None = None) -> Run:
-    """Return a run, finished or not, from its folder or from the URL where it is published.
+    """Return a run, finished or not, from its folder or from the URL that it is published at.
 
     Parameters
     ----------
     model
-        The module that the run's clients trained, where another process had it in memory; its weights do not matter.
-        Or the ``package:function`` that the run names as ``model.factory``: this process may call it then. A factory
-        that only the run names is code of whoever made the run, and is not called.
+        The module that the run's clients trained, if another process had it in memory; its weights are ignored. Or
+        the run's ``model.factory``, as ``package:function``, which permits this process to call it. A factory that only
+        the run names is code of the run's author and is not called.
 
     Raises
     ------
     DataError
-        If there is no run.
+        If there is no such run.
     ExperimentError
-        If the module or factory is not the one that the run trained.
+        If the module or factory is not the one that the run used.
     StorageError, RefusedError
-        If the store of a URL cannot be used.
+        If the URL's store cannot be used.
     """
     run = Run(where)
     if isinstance(model, str):
@@ -225,21 +227,21 @@ def load(where: str | Path, *, model: nn.Module | str | None = None) -> Run:
 def compare(
     runs: Run | Sweep | str | Path | Iterable[Run | Sweep | str | Path], *, against: str | None = None
 ) -> Comparison:
-    """Put finished runs side by side; runs that differ in the seed alone are one row.
+    """Compare finished runs; runs that differ only in the seed form one row.
 
     Parameters
     ----------
     runs
-        Runs, sweeps, or folders of them.
+        Runs, sweeps, or folders that hold them.
     against
-        The method, or the label of a row, that the others are tested against; None: the best on validation.
+        Baseline for the tests: a method, or a row's label; None: the best on validation.
 
     Raises
     ------
     DataError
-        If one is not finished.
+        If a run is not finished.
     ExperimentError
-        If they cannot be compared.
+        If the runs cannot be compared.
     """
     folders: list[str | Path] = []
     for one in [runs] if isinstance(runs, Run | Sweep | str | Path) else runs:
@@ -250,19 +252,19 @@ def compare(
 
 
 def fetch(name: str, root: str | Path | None = None) -> Path:
-    """Fetch a data set, and return its folder; what is there already is only checked.
+    """Download a data set and return its folder; existing files are only verified.
 
     Parameters
     ----------
     name
-        Such as ``fashion-mnist`` (docs/data-sources.md).
+        Name of the data set, such as ``fashion-mnist`` (docs/data-sources.md).
     root
-        Folder for data; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
+        Data folder; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
 
     Raises
     ------
     DataError
-        If there is no data set of that name, or it cannot be had: what was tried, and what to do.
+        If there is no data set of that name, or it cannot be obtained; says what was tried and what to do.
     """
     from fedloom.api.progress import progress
     from fedloom.data import sources
@@ -273,7 +275,7 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
 
 
 def with_module(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides in which a model that is an ``nn.Module`` is named; only this process has it, which then does all."""
+    """Return the overrides with an ``nn.Module`` model replaced by a name, which only this process can resolve."""
     if isinstance(overrides.get("model"), Mapping | str | None) or hasattr(overrides["model"], "model_dump"):
         return dict(overrides)
     from fedloom.models.module import remember
@@ -321,7 +323,7 @@ def _sweep_watch(*, choosing: bool) -> SweepObserver:
 
 @contextmanager
 def _as_before() -> Iterator[None]:
-    """Leave torch and the garbage collector as they were: a run sets them for its process."""
+    """Restore the settings of torch and the garbage collector that a run changes."""
     import torch
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()

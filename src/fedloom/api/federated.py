@@ -1,4 +1,4 @@
-"""Data in memory as the data of an experiment: arrays by client, a data set of torchvision, a DataFrame."""
+"""Data in memory (arrays by client, a torchvision data set, a DataFrame) as the data of an experiment."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ if TYPE_CHECKING:
     from fedloom.data.federated import FederatedDataset
 
 NATURAL: Mapping[str, Any] = {"scheme": "natural"}
-"""A client for each owner."""
+"""Partition with one client per owner."""
 
 
 class Federated:
-    """Clients' data for ``fedloom.run(..., data=...)``, kept in the data root and named there by a hash of the content.
+    """Clients' data for ``fedloom.run(..., data=...)``, stored in the data root under a hash of the content.
 
-    So a run is resumed, loaded and compared like any other, also in another process; equal arrays are the same data.
+    A run on it can be resumed, loaded and compared like any other, in other processes too. Equal arrays are the same
+    data set.
 
     Parameters
     ----------
     section
-        The section ``data`` of an experiment.
+        The ``data`` section of an experiment.
 
     Attributes
     ----------
     section
-        As given.
+        The section as given.
 
     Raises
     ------
     ExperimentError
-        If it is no mapping.
+        If it is not a mapping.
     """
 
     def __init__(self, section: Mapping[str, Any]) -> None:
@@ -56,27 +57,27 @@ class Federated:
         root: str | Path | None = None,
         **settings: Any,
     ) -> Federated:
-        """Make a client of each entry.
+        """Create a client for each entry.
 
         Parameters
         ----------
         clients
-            By name ``(x, y)``, or ``{"train_x": ..., "train_y": ..., "test_x": ..., "test_y": ...}``: numpy arrays,
-            torch tensors or lists. ``x`` are numbers ``[n, features]``, or pixels from 0 to 255 as uint8,
-            ``[n, height, width]`` or ``[n, channels, height, width]``; ``y`` ``[n]`` integers, or names of
-            classes: the different ones are the classes, and with ``classes`` an integer is a position in them.
+            By name, ``(x, y)`` or ``{"train_x": ..., "train_y": ..., "test_x": ..., "test_y": ...}``: numpy arrays,
+            torch tensors or lists. ``x`` holds numbers ``[n, features]``, or pixels from 0 to 255 as uint8,
+            ``[n, height, width]`` or ``[n, channels, height, width]``. ``y`` ``[n]`` holds integers or class names: the
+            distinct values are the classes. If ``classes`` is given, an integer is an index into it.
         classes
-            Names of the classes, in the order of the labels; None: those that are found.
+            Names of the classes, in the order of the labels; None: the values that occur.
         root
-            Folder to keep them in; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
+            Folder to store the data in; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
         settings
             Further keys of ``data``, such as ``unseen_fraction=0.2``; ``partition={"scheme": "natural", ...}``.
 
         Raises
         ------
         DataError
-            If arrays are not of one length, shape and kind, a label is unknown, or a number is not finite: whose, which
-            array, what was found and what is allowed.
+            If arrays differ in length, shape or kind, a label is unknown, or a number is not finite; names the client,
+            the array, what was found and what is allowed.
         """
         if not isinstance(clients, Mapping) or not clients:
             found = "none" if not clients else f"a {type(clients).__name__}"
@@ -103,30 +104,30 @@ class Federated:
         root: str | Path | None = None,
         **settings: Any,
     ) -> Federated:
-        """Deal a data set of torchvision out to clients.
+        """Partition a torchvision data set among clients.
 
         Parameters
         ----------
         dataset
-            Its examples, ``(image, label)`` each: without a transform, or with ``ToTensor`` alone. Images are
-            Pillow's of 8 bits a channel, tensors ``[channels, height, width]`` or arrays ``[height, width,
-            channels]``; labels whole numbers from 0, or names of classes. Palettes become RGB and booleans 0 and 255,
+            Examples as ``(image, label)``, without a transform or with ``ToTensor`` only. Images are Pillow images
+            with 8 bits per channel, tensors ``[channels, height, width]`` or arrays ``[height, width, channels]``.
+            Labels are integers from 0, or class names. Palettes become RGB, and booleans 0 and 255,
             with a warning in the log ``fedloom.data``.
         scheme
-            Who gets which, as ``data.partition`` of an experiment:
+            Partition of the examples, as ``data.partition`` of an experiment:
             ``{"scheme": "dirichlet", "clients": 20, "alpha": 0.1}``.
         test
-            Another one, for testing; None: a fifth of the examples.
+            Another data set, for testing; None: a fifth of the examples.
         classes, root, settings
-            As of :meth:`from_arrays`; without ``classes``, those of the data set.
+            As in :meth:`from_arrays`; without ``classes``, the data set's own.
 
         Raises
         ------
         DataError
-            If an example is no image and label, a pixel or label cannot be kept exactly, images are of several sizes,
-            or there are fewer or more examples than ``len(dataset)``.
+            If an example is not an image and a label, a pixel or label cannot be stored exactly, images differ in size,
+            or the number of examples is not ``len(dataset)``.
         ExperimentError
-            If the scheme is not a mapping. What is in it is checked where it is used.
+            If the scheme is not a mapping. Its content is checked on use.
         """
         from fedloom.data.local import tell_notes
         from fedloom.data.pack.items import read_items
@@ -158,24 +159,24 @@ class Federated:
         root: str | Path | None = None,
         **settings: Any,
     ) -> Federated:
-        """Make examples of the rows of a DataFrame; all columns but those named are features.
+        """Use the rows of a DataFrame as examples; all columns except those named are features.
 
         Parameters
         ----------
         label
-            The column with the classes, by its name or number.
+            Column with the classes, by name or number.
         client
-            The column that says whose a row is: each is a client, unless a scheme deals the rows out.
+            Column with the owner of each row. Every owner is a client, unless a scheme partitions the rows.
         scheme
-            As of :meth:`from_torchvision`; needed without ``client``.
+            As in :meth:`from_torchvision`; required without ``client``.
         root, settings
-            As of :meth:`from_arrays`.
+            As in :meth:`from_arrays`.
 
         Raises
         ------
         DataError
-            If a column is missing or there twice, or holds no numbers, or a value is missing, or labels are neither
-            whole numbers nor names: the column and the row.
+            If a column is missing, duplicated or not numeric, a value is missing, or labels are neither integers nor
+            names; names the column and the row.
         """
         from fedloom.data.local import of_frame
 
@@ -205,16 +206,16 @@ class Federated:
         return cls({"dataset": "arrays", "source": {"path": str(path.absolute())}, **home, **settings})
 
     def model_dump(self, mode: str = "json") -> dict[str, Any]:
-        """Return the section ``data``, as sections of an experiment do."""
+        """Return the ``data`` section, like the sections of an experiment."""
         return self.section
 
     def open(self, seed: int = 1) -> FederatedDataset:
-        """Return the partition that an experiment with this seed has: its clients, and their examples.
+        """Return the partition of an experiment with this seed: its clients and their examples.
 
         Raises
         ------
         ExperimentError
-            If a key is unknown, or the scheme cannot be met with these data.
+            If a key is unknown, or the data cannot satisfy the scheme.
         """
         from pydantic import ValidationError
 
@@ -232,12 +233,12 @@ class Federated:
         return make_data(data, seed)
 
     def __repr__(self) -> str:
-        """Say where it is kept, and how it is dealt out."""
+        """Return a text with the section, which says where the data are and how they are partitioned."""
         return f"Federated({self.section!r})"
 
 
 def _partition(scheme: Mapping[str, Any]) -> dict[str, Any]:
-    """A scheme as ``data.partition``."""
+    """Return a scheme as ``data.partition``."""
     if not isinstance(scheme, Mapping):
         raise ExperimentError(
             f"scheme: found {scheme!r}; allowed: a mapping, such as {{'scheme': 'iid', 'clients': 20}}"
@@ -246,13 +247,13 @@ def _partition(scheme: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _array(value: Any, what: str) -> Any:
-    """Anything like an array as one of numpy's."""
+    """Return any array-like value as a numpy array."""
     import numpy as np
 
     if hasattr(value, "detach"):  # a tensor
         value = value.detach().cpu()
         if value.is_floating_point():
-            value = value.double()  # numpy lacks some of its types
+            value = value.double()  # numpy lacks some of torch's types
     if np.ma.is_masked(value):
         raise DataError(f"{what}: values of the masked array are missing; give an array without a mask")
     try:

@@ -1,4 +1,4 @@
-"""DataFrames: pandas where it is installed, and what to install where it is not."""
+"""DataFrames, with an installation hint if pandas is missing."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def pandas(what: str) -> Any:
-    """Return the module pandas.
+    """Return the pandas module.
 
     Parameters
     ----------
     what
-        What needs it, for the error.
+        Name of the caller, for the error message.
 
     Raises
     ------
     ExperimentError
-        If it is not installed.
+        If pandas is not installed.
     """
     try:
         import pandas
@@ -35,13 +35,13 @@ def pandas(what: str) -> Any:
 
 
 def of_lines(lines: Iterable[Mapping[str, Any]], what: str) -> DataFrame:
-    """Return objects as rows, their inner objects as columns with dotted names; an object that is null has none."""
+    """Return a DataFrame with an object per row; nested objects become columns with dotted names, null ones none."""
     frame: DataFrame = pandas(what).DataFrame([_flat(line) for line in lines])
     return frame
 
 
 def of_csv(text: str, what: str, **options: Any) -> DataFrame:
-    """Return a table that FedLoom wrote; ``options`` are those of ``pandas.read_csv``."""
+    """Return a table that FedLoom has written; ``options`` go to ``pandas.read_csv``."""
     frame: DataFrame = pandas(what).read_csv(io.StringIO(text), keep_default_na=False, na_values=[""], **options)
     return frame
 

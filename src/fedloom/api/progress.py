@@ -1,4 +1,4 @@
-"""How long work shows that it moves: a bar with ETA on a terminal or in a notebook, else lines on standard error."""
+"""Progress of long operations: a bar with ETA on a terminal or in a notebook, else lines on standard error."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Tell = Callable[[str, float, float | None], None]
-"""Called with what is being done, how much of it is done, and out of how much (None where that is not known)."""
+"""Callback that receives the current step, the amount done, and the total (None if unknown)."""
 
 
 @contextmanager
 def progress(*, bytes_counted: bool = False) -> Iterator[Tell]:
-    """Show the progress that is told in the block.
+    """Show the progress that is reported in the block.
 
     Parameters
     ----------
     bytes_counted
-        Whether amounts are bytes, and shown as such.
+        Format amounts as bytes.
     """
     from rich.console import Console
     from rich.progress import (
@@ -63,7 +63,7 @@ def progress(*, bytes_counted: bool = False) -> Iterator[Tell]:
 
 
 def _lines(console: Console) -> Tell:
-    """One line for each new thing that is done."""
+    """Return a callback that prints one line per step."""
     doing = ""
 
     def tell(what: str, done: float, total: float | None) -> None:

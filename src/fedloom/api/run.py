@@ -1,4 +1,4 @@
-"""A run, under way or finished, as Python sees it: its numbers as tables, its figures, its clients' models."""
+"""Runs in Python, in progress or finished: tables, figures and the clients' models."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run, read from its files: what is looked at is what they hold then, also while the run goes on.
+    """Run, read from its files on each access, also while it is in progress.
 
     Parameters
     ----------
     where
-        Its folder, or the URL where it is published, which is copied to a temporary folder.
+        Folder of the run, or the URL of a published run, which is copied to a temporary folder.
 
     Raises
     ------
     DataError
-        If there is no run.
+        If there is no such run.
     StorageError, RefusedError
-        If the store of a URL cannot be used.
+        If the URL's store cannot be used.
 
     Attributes
     ----------
     where
-        As given.
+        The location as given.
     """
 
     def __init__(self, where: str | Path) -> None:
@@ -58,27 +58,27 @@ class Run:
                 raise DataError(f"{where}: found no published run there")
             self._folder: RunFolder = folder
         else:
-            self._folder = RunFolder(RunFolder.open(where).path.resolve())  # also for who changes the directory
+            self._folder = RunFolder(RunFolder.open(where).path.resolve())  # survives a change of working directory
 
     def __repr__(self) -> str:
-        """Say where it is."""
+        """Return the call that loads this run."""
         return f"fedloom.load({self.where!r})"
 
     @property
     def folder(self) -> Path:
-        """The run's folder; of a published run, its copy here."""
+        """Folder of the run; for a published run, its local copy."""
         return self._folder.path
 
     @property
     def experiment(self) -> Experiment:
-        """What was run, with every default filled in."""
+        """Experiment of the run, with every default filled in."""
         from fedloom import experiment as experiments
 
         return experiments.of_run(self.folder)
 
     @property
     def factory(self) -> str | None:
-        """What makes the clients' model, where that is a module of the user's own."""
+        """Factory of the clients' model, if that is the user's own module."""
         from fedloom.experiment.yaml_reader import parse
 
         found, _ = parse(self._folder.text("experiment.yaml"), "experiment.yaml")
@@ -87,12 +87,12 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether it has come to its end and has a summary."""
+        """True if the run has ended and has a summary."""
         return self._folder.has("summary.json")
 
     @property
     def summary(self) -> dict[str, Any]:
-        """``summary.json``: the results of the last round and of the best, and what they cost (docs/evaluation.md).
+        """Content of ``summary.json``: results of the last and the best round, and their cost (docs/evaluation.md).
 
         Raises
         ------
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def history(self) -> DataFrame:
-        """The evaluated rounds: a row each, by round; columns such as ``seen.accuracy_mean`` and ``train.loss``.
+        """Evaluated rounds, a row each, indexed by round; columns such as ``seen.accuracy_mean`` and ``train.loss``.
 
         Raises
         ------
@@ -122,12 +122,12 @@ class Run:
 
     @property
     def clients(self) -> DataFrame:
-        """The clients as they were last evaluated: a row each, by id (``clients.csv``).
+        """Clients as last evaluated, a row each, indexed by id (``clients.csv``).
 
         Raises
         ------
         DataError
-            If nothing has been evaluated to the end yet.
+            If no evaluation has been completed yet.
         ExperimentError
             If pandas is not installed.
         """
@@ -136,11 +136,11 @@ class Run:
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The names of the figures there are."""
+        """Names of the available figures."""
         return tuple(self._drawn())
 
     def figure(self, name: str) -> Figure:
-        """Return a figure of the report, as matplotlib has it.
+        """Return a figure of the report as a matplotlib figure.
 
         Parameters
         ----------
@@ -150,7 +150,7 @@ class Run:
         Raises
         ------
         ExperimentError
-            If there is none of that name, or matplotlib is not installed.
+            If there is no figure of that name, or matplotlib is not installed.
         """
         drawn = self._drawn()
         if name not in drawn:
@@ -164,7 +164,7 @@ class Run:
 
         metrics = self.folder / "metrics.jsonl"
         written = metrics.stat().st_size if metrics.exists() else 0
-        if self._figures is None or self._figures[0] != written:  # a run that goes on has others
+        if self._figures is None or self._figures[0] != written:  # a run in progress gets new ones
             self._figures = written, figures(self.folder)
         return self._figures[1]
 
@@ -196,31 +196,31 @@ class Run:
         predictor: str = "personal",
         packed: Sequence[str | Path] = (),
     ) -> PersonalModel | dict[str, PersonalModel]:
-        """Return the model of a client, seen or unseen; or those of several, by id.
+        """Return the model of one client, seen or unseen, or the models of several, by id.
 
         Parameters
         ----------
         clients
-            One id or name of an owner, or several; None: all.
+            One id or owner name, or several; None: all clients.
         checkpoint
             ``last``, ``best`` or a round.
         predictor
-            ``personal``, or another that the method gives a client, such as ``global``.
+            ``personal``, or another predictor of the method, such as ``global``.
         packed
-            Folders of packed clients, of a run whose clients bring data of their own.
+            Folders of packed clients, for a run whose clients have data of their own.
 
         Returns
         -------
         PersonalModel
-            A module of torch: raw inputs ``[b, *input_shape]`` in, probabilities ``[b, C]`` out; the kind that
-            :func:`fedloom.personalize` returns to a client that the run does not know.
+            Torch module that maps raw inputs ``[b, *input_shape]`` to probabilities ``[b, C]``, like the models that
+            :func:`fedloom.personalize` returns to new clients.
 
         Raises
         ------
         DataError
             If there is no such client or checkpoint.
         ExperimentError
-            If the method gives no such predictor.
+            If the method has no such predictor.
         """
         from fedloom.runner.client_models import client_models
 
@@ -230,13 +230,13 @@ class Run:
         return next(iter(made.values())) if one else made
 
     def report(self) -> Path:
-        """Write ``report.html`` and ``figures/`` anew, and return the path of the page."""
+        """Rewrite ``report.html`` and ``figures/``; return the path of the page."""
         from fedloom.reporting.report import write_report
 
         return write_report(self.folder)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the results of the last round."""
+        """Return the results of the last round as HTML for a notebook."""
         from html import escape
 
         if not self.finished:
@@ -266,14 +266,14 @@ def _shown(group: Mapping[str, Any]) -> str:
 
 
 class Sweep(Sequence[Run]):
-    """The finished runs of a sweep, in the order of its grid.
+    """Finished runs of a sweep, in the order of its grid.
 
     Attributes
     ----------
     folder
-        Has a folder for each run.
+        Folder that holds one folder per run.
     failures
-        Why runs failed, by the names of their folders.
+        Errors of failed runs, by folder name.
     """
 
     def __init__(self, folder: Path, runs: Sequence[Run], failures: Mapping[str, FedloomError]) -> None:
@@ -288,43 +288,43 @@ class Sweep(Sequence[Run]):
     def __getitem__(self, place: slice) -> Sequence[Run]: ...
 
     def __getitem__(self, place: int | slice) -> Run | Sequence[Run]:
-        """Return a run by its place."""
+        """Return a run by index."""
         return self._runs[place]
 
     def __len__(self) -> int:
-        """Number of finished runs."""
+        """Return the number of finished runs."""
         return len(self._runs)
 
     def __iter__(self) -> Iterator[Run]:
-        """Give the runs."""
+        """Iterate over the runs."""
         return iter(self._runs)
 
     def __repr__(self) -> str:
-        """Say where it is, and how much of it there is."""
+        """Return a text with the folder and the numbers of finished and failed runs."""
         failed = f", {len(self.failures)} failed" if self.failures else ""
         return f"<{counted(len(self), 'run')} in {self.folder}{failed}>"
 
     def compare(self) -> Comparison:
-        """Put the runs side by side."""
+        """Compare the runs."""
         return Comparison([run.folder for run in self])
 
 
 class Comparison:
-    """Finished runs side by side; runs that differ in the seed alone are one row.
+    """Comparison of finished runs; runs that differ only in the seed form one row.
 
     Parameters
     ----------
     folders
-        Of runs, or of what holds runs.
+        Folders of runs, or folders that hold runs.
     against
-        The method, or the label of a row, that the others are tested against; None: the best on validation.
+        Baseline for the tests: a method, or a row's label; None: the best on validation.
 
     Raises
     ------
     DataError
-        If one is not that of a finished run and holds none either.
+        If a folder is not a finished run and holds none.
     ExperimentError
-        If they cannot be compared.
+        If the runs cannot be compared.
     """
 
     def __init__(self, folders: Sequence[str | Path], against: str | None = None) -> None:
@@ -334,25 +334,25 @@ class Comparison:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What should be known before the rows are compared."""
+        """Caveats for the comparison."""
         return self._comparison.notices
 
     @property
     def table(self) -> DataFrame:
-        """A row for each method and setting, means over seeds: fractions or losses, costs (``compare.csv``)."""
+        """Row for each method and setting, with means over seeds: fractions or losses, and costs (``compare.csv``)."""
         from fedloom.reporting.compare_tables import rows_as_csv
 
         return of_csv(rows_as_csv(self._comparison), "Comparison.table", dtype={"seeds": str, "best_rounds": str})
 
     @property
     def pairs(self) -> DataFrame:
-        """A row for each pair of rows: a test over seeds, or over the clients of one (``pairs.csv``)."""
+        """Row for each pair of compared rows: a test over seeds, or over the clients of one seed (``pairs.csv``)."""
         from fedloom.reporting.compare_tables import pairs_as_csv
 
         return of_csv(pairs_as_csv(self._comparison), "Comparison.pairs", dtype={"seeds": str})
 
     def write(self, folder: str | Path) -> Path:
-        """Write ``compare.html``, tables and figures to a folder, and return the path of the page."""
+        """Write ``compare.html``, tables and figures to a folder; return the path of the page."""
         from fedloom.reporting.compare_report import PAGE, check_out, write_comparison
 
         check_out(Path(folder))
@@ -360,7 +360,7 @@ class Comparison:
         return Path(folder) / PAGE
 
     def __repr__(self) -> str:
-        """Show what each client would get, as text."""
+        """Return the table of what each client would get, as text."""
         from fedloom.reporting.compare_tables import as_text, headings
 
         lines = ["  ".join(headings(self._comparison))]
@@ -369,7 +369,7 @@ class Comparison:
         return "\n".join(line for line in lines if line)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the table as HTML for a notebook."""
         from html import escape
 
         from fedloom.reporting.compare_tables import as_text, headings

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar with ETA and phases on a terminal or in a notebook, else a line at times."""
+"""Progress of a run: a bar with ETA and phases on a terminal or in a notebook, else occasional lines."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from fedloom.federation.journal import Attempt
 
 LINE_EVERY_S = 10.0
-"""Seconds between the lines of rounds where there is no bar."""
+"""Seconds between lines about rounds if there is no bar."""
 
 PAGE_EVERY_S = 0.25
-"""Seconds between two versions of what a notebook shows: each is a message to the browser."""
+"""Minimum interval between updates of a notebook's output, each a message to the browser, in seconds."""
 
 STYLE = "line-height:normal;font-family:Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace"
 
 
 class Page:
-    """One output of a notebook's cell that is renewed in place, and so is kept with the notebook as it was last.
+    """Output of a notebook cell that is updated in place; the notebook keeps its last state.
 
     Attributes
     ----------
     heading, found
-        Lines above and below the bars: what runs, and what was measured last.
+        Lines above and below the bars: the run, and its last evaluation.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Page:
         self._shown = -PAGE_EVERY_S
 
     def show(self, bars: Progress | None = None, *, now: bool = False) -> None:
-        """Show it as it is, unless that has just been done; ``now``: in any case."""
+        """Update the output, unless it was updated just before; ``now`` updates it in any case."""
         if not now and time.monotonic() - self._shown < PAGE_EVERY_S:
             return
         from IPython.display import display
@@ -67,14 +67,14 @@ class Page:
 
 
 class Watch(RunObserver):
-    """Tells a person how the run goes; everything goes to standard error.
+    """Observer that shows a run's progress on standard error or in a notebook.
 
     Parameters
     ----------
     choosing
-        Whether settings are being chosen: then evaluations show validation accuracy, and none on test data.
+        Whether settings are being chosen: evaluations then show validation accuracy and nothing about test data.
     page
-        In a notebook, where it is shown; None: in an output of its own.
+        Output to use in a notebook; None: a new one.
     """
 
     def __init__(self, *, choosing: bool = False, page: Page | None = None) -> None:
@@ -98,7 +98,7 @@ class Watch(RunObserver):
             self._measure = self._bar.add_task("", total=1, what="clients measured", note="", visible=False)
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
-        """Show the bar, and what is run."""
+        """Show the bar and a description of the run."""
         e, count = experiment, counted(clients, "client")
         what = f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {count}, {where}"
         if self._bar is not None:
@@ -112,35 +112,35 @@ class Watch(RunObserver):
         self.say(what)
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
-        """Show the command of a worker."""
+        """Show the command that starts a worker."""
         kept = "" if states is None else f" --states {states}"
         self.say(f"waiting for: fedloom worker --aggregator {address} --partition {partition}{kept}")
 
     def resumed(self, round: int) -> None:
-        """Say after which round training goes on."""
+        """Show the round after which training continues."""
         self.say(f"resuming after round {round}")
 
     def stopping(self, *, after_round: bool) -> None:
-        """Say when the run stops."""
+        """Show when the run will stop."""
         self.say("stopping after this round (again to stop at once)" if after_round else "stopping")
 
     def notice(self, text: str) -> None:
-        """Show it."""
+        """Show the message."""
         self.say(text)
 
     def ended(self) -> None:
-        """Take the bar away; a notebook keeps it."""
+        """Remove the bar; a notebook keeps it."""
         if self._page is not None:
             self._page.show(self._bar, now=True)
         elif self._bar is not None:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Show a line."""
+        """Print a line."""
         self._console.print(printable(text, keep="\n"), markup=False, soft_wrap=True)
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Show the round, the time to go, and where the time went."""
+        """Show the round, the time remaining, and the time by phase."""
         self._seconds = [*self._seconds[-19:], attempt.seconds]
         for name, seconds in attempt.phases.items():
             self._phases[name] = self._phases.get(name, 0.0) + seconds
@@ -159,11 +159,11 @@ class Watch(RunObserver):
             self.say(f"round {attempt.round}{of}: {note} ({self.phases()})")
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """Say why an attempt came to nothing."""
+        """Show why an attempt failed."""
         self.say(f"round {attempt.round}: attempt {attempt.attempt} of {attempts} failed: {attempt.outcome}")
 
     def evaluating(self, round: int, done: int, clients: int) -> None:
-        """Show how far an evaluation is."""
+        """Show the progress of an evaluation."""
         if self._bar is not None:
             self._bar.update(
                 self._measure, completed=done, total=clients, visible=done < clients, note=f"after round {round}"
@@ -172,7 +172,7 @@ class Watch(RunObserver):
                 self._page.show(self._bar)
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Show the accuracies of an evaluation, or the losses of data without classes."""
+        """Show the accuracies of an evaluation, or the losses if the data have no classes."""
         parts, what = [], "pooled test accuracy"
         for group in ("seen", "unseen", "global"):
             if line[group] is not None:
@@ -199,18 +199,18 @@ class Watch(RunObserver):
             self._page.show(self._bar)
 
     def phases(self) -> str:
-        """Share of each phase so far."""
+        """Return each phase's share of the time so far."""
         total = sum(self._phases.values()) or 1.0
         return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in self._phases.items())
 
 
 class SweepWatch(SweepObserver):
-    """Tells a person how a sweep goes.
+    """Observer that shows a sweep's progress.
 
     Parameters
     ----------
     choosing
-        Whether settings are being chosen: then evaluations show validation accuracy, and none on test data.
+        Whether settings are being chosen: evaluations then show validation accuracy and nothing about test data.
     """
 
     def __init__(self, *, choosing: bool) -> None:
@@ -219,28 +219,28 @@ class SweepWatch(SweepObserver):
         self._page = Page() if self._console.is_jupyter else None
 
     def begins(self, number: int, points: int, point: Point) -> RunObserver:
-        """Say which run begins, and show how it goes."""
+        """Show which run begins; return an observer that shows its progress."""
         self._say(number, points, point)
         return Watch(choosing=self._choosing, page=self._page)
 
     def finished_before(self, number: int, points: int, point: Point) -> None:
-        """Say so."""
+        """Show that the run was finished before."""
         self._say(number, points, point, ": finished before")
 
     def begins_beside(self, number: int, points: int, point: Point) -> None:
-        """Say which run begins."""
+        """Show which run begins."""
         self._say(number, points, point)
 
     def notice(self, number: int, points: int, point: Point, text: str) -> None:
-        """Show it, and keep it."""
+        """Show the message permanently."""
         self._say(number, points, point, f": {text}", keep=True)
 
     def done(self, number: int, points: int, point: Point) -> None:
-        """Say so."""
+        """Show that the run is done."""
         self._say(number, points, point, ": done")
 
     def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
-        """Say why."""
+        """Show why the run failed."""
         self._say(number, points, point, f": failed: {error}", keep=True)
 
     def _say(self, number: int, points: int, point: Point, what: str = "", *, keep: bool = False) -> None:
@@ -253,7 +253,7 @@ class SweepWatch(SweepObserver):
 
 
 def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
+    """Return seconds formatted as h:mm:ss or m:ss."""
     whole = round(seconds)
     minutes, rest = divmod(whole, 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -1,1 +1,1 @@
-"""The ``fedloom`` command: thin, and the one place where the parts are put together."""
+"""Command line of FedLoom: thin commands over the library."""

@@ -1,4 +1,4 @@
-"""``fedloom certificates``: an authority and certificates for trials."""
+"""``fedloom certificates``: a certificate authority and certificates for testing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ca(
     out: Annotated[Path, typer.Option(help="Folder for ca.crt and ca.key.", metavar="DIR")] = Path("certificates"),
     days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650.")] = 365,
 ) -> None:
-    """Make a certificate authority."""
+    """Create a certificate authority."""
     from fedloom.trust.certificates import make_ca
 
     _show(make_ca(out, days=days))
@@ -48,7 +48,7 @@ def new(
     days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650, not after the CA expires.")] = 30,
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing files.")] = False,
 ) -> None:
-    """Make a certificate for a member, or for a server (--host)."""
+    """Create a certificate for a member, or for a server (--host)."""
     from fedloom.trust.certificates import make_certificate
 
     _show(make_certificate(name, out or ca, ca, hosts=host or (), days=days, replace=replace))

@@ -1,4 +1,4 @@
-"""Characters that standard output cannot write, in those that it can."""
+"""Replacement of characters that standard output cannot encode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HANDLER = "fedloom"
 
 
 def write_anything() -> None:
-    """Let standard output and error write every character, as well as their encoding allows (LANG=C, ASCII)."""
+    """Make standard output and error replace characters that their encoding lacks (LANG=C, ASCII)."""
     codecs.register_error(_HANDLER, _replace)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
@@ -24,7 +24,7 @@ def write_anything() -> None:
 
 
 def shown_as(encoding: str, text: str) -> str:
-    """Return a text as an encoding has it, for tables to be laid out by."""
+    """Return a text as it appears in an encoding, for the layout of tables."""
     codecs.register_error(_HANDLER, _replace)
     return text.encode(encoding, _HANDLER).decode(encoding)
 
@@ -36,7 +36,7 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 
 
 def _plain(character: str) -> str:
-    """``±`` as ``+/-``, ``é`` as ``e``; what has no likeness in ASCII as ``?``."""
+    """Return a replacement: ``+/-`` for ``±``, ``e`` for ``é``, ``?`` for characters without an ASCII equivalent."""
     if character in PLAIN:
         return PLAIN[character]
     return unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode() or "?"

@@ -1,4 +1,4 @@
-"""``fedloom cluster``: start a federation on Kubernetes without Kubeflow, see how it is, end it; remove old runs."""
+"""``fedloom cluster``: federations on Kubernetes without Kubeflow, and removal of old runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def submit(
     ] = False,
     out: Annotated[Path | None, typer.Option(help="With --wait: becomes the run's folder.", metavar="DIR")] = None,
 ) -> None:
-    """Start a federation. One with the same experiment and run id is found again."""
+    """Start a federation. If it exists already, with the same experiment and run id, attach to it."""
     from fedloom import experiment as experiments
     from fedloom.cluster import federate
     from fedloom.cluster.settings import ClusterSettings, TaskConfig
@@ -82,7 +82,7 @@ def status(
     name: Annotated[str | None, typer.Argument(help="Only this federation: fl-..., or its run id.")] = None,
     namespace: Namespace = None,
 ) -> None:
-    """Show the federations of a namespace. Says how far each is, or why it does not start."""
+    """Show the federations of a namespace. For each: its progress, or why it does not start."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
@@ -103,7 +103,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines until the pod ends.")] = False,
     namespace: Namespace = None,
 ) -> None:
-    """Show the log of a federation. It is that of the aggregator, or of one of its workers."""
+    """Show the log of a federation. By default the aggregator's; with --worker, that of a worker."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
@@ -114,7 +114,7 @@ def logs(
 
 @app.command("stop")
 def stop(name: Name, namespace: Namespace = None) -> None:
-    """Stop a federation. What it has published stays, and submitting it again continues from there."""
+    """Stop a federation. Published results remain, and submitting it again continues from them."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
@@ -138,7 +138,7 @@ def clean(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Remove old runs from a store. Checkpoints, clients' states and results go, and partitions that no run uses."""
+    """Remove old runs from a store: checkpoints, states and results; with --older-than, unused partitions too."""
     from fedloom.errors import ExperimentError
     from fedloom.storage import open_store
     from fedloom.storage.retention import (
@@ -183,7 +183,7 @@ def _when(modified: float) -> str:
 
 
 def described(status: Status, progress: Progress | None) -> str:
-    """Return how a federation is, in two or three lines."""
+    """Return the status of a federation in two or three lines."""
     how = status.state
     if progress is not None:
         how = f"{progress.state}, round {progress.round}/{progress.rounds}"
@@ -197,12 +197,12 @@ def described(status: Status, progress: Progress | None) -> str:
 
 
 def seconds(text: str | None) -> float | None:
-    """Return a time such as ``30d`` or ``12h`` in seconds.
+    """Return a duration such as ``30d`` or ``12h`` in seconds.
 
     Raises
     ------
     ExperimentError
-        If it is none.
+        If the duration is malformed.
     """
     from fedloom.errors import ExperimentError
 

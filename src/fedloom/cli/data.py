@@ -27,7 +27,7 @@ def fetch(
         ),
     ] = None,
 ) -> None:
-    """Fetch a data set. It is checked and stored where experiments find it."""
+    """Fetch a data set. It is verified and stored where experiments look for it."""
     from fedloom.data import sources
 
     source = sources.find(name)
@@ -45,7 +45,7 @@ def fetch(
 
 
 def description(source: Source, official: Official) -> str:
-    """Return what a data set is, in two lines: its examples, classes and owners; its licence."""
+    """Return a description of a data set in two lines: its examples, classes and owners, and its licence."""
     shape = " x ".join(map(str, source.input_shape))
     owners = official.owners
     if owners is None:
@@ -64,7 +64,7 @@ def list_(
     root: Annotated[Path | None, ROOT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each data set.")] = False,
 ) -> None:
-    """List the data sets. Shows which are on this machine, their sizes and licences."""
+    """List the data sets. Shows their size on this machine, if fetched, and their licences."""
     import json
 
     from rich.filesize import decimal
@@ -106,7 +106,7 @@ def list_(
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return columns as wide as their widest cell; the last is wrapped to the width of the terminal, or 80."""
+    """Return a table with columns as wide as their widest cell; the last wraps at the terminal's width, or 80."""
     import shutil
     import textwrap
 
@@ -139,7 +139,7 @@ def partition(
         ),
     ] = False,
 ) -> None:
-    """Make or repair an experiment's partition."""
+    """Create or repair an experiment's partition."""
     import shutil
 
     from fedloom import experiment as experiments
@@ -147,7 +147,7 @@ def partition(
     from fedloom.storage import is_url, open_store
 
     settings = experiments.load(experiment, set_ or ())
-    from fedloom.data.federated import FederatedDataset  # with torch, which a mistake in the file need not wait for
+    from fedloom.data.federated import FederatedDataset  # imports torch, so only after the file is checked
     from fedloom.data.folders import published
     from fedloom.data.partition import partition as make_partition
     from fedloom.data.remote import is_published, publish

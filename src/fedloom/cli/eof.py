@@ -1,4 +1,4 @@
-"""A process that leaves with whoever started it: its standard input ends when that one is gone, killed or not."""
+"""Termination of a process with its parent, whose death closes the process's standard input."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import threading
 def terminate_at_eof() -> None:
     """Send this process SIGTERM once its standard input ends.
 
-    Read without ``sys.stdin``: a process that ends while a thread waits with the lock of that aborts, and its exit code
-    is lost.
+    It reads the file descriptor and not ``sys.stdin``: if the process ended while a thread held that object's lock, it
+    would abort and lose its exit code.
     """
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""``fedloom worker --dry-run``: what would leave the clients."""
+"""``fedloom worker --dry-run``: list the data that would leave the clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
-    """Show what a worker announces its packed clients with, and what they answer; send nothing."""
+    """Show a worker's announcements of its packed clients, and the content of their answers; send nothing."""
     from fedloom import experiment as experiments
     from fedloom.algorithms.base import available, find
     from fedloom.data.own import OwnClients

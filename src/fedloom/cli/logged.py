@@ -1,4 +1,4 @@
-"""What a run logs while it goes, where its log is read by machines (``fedloom --log-format json``)."""
+"""Log of a run for machine readers (``fedloom --log-format json``)."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ log = logging.getLogger("fedloom.run")
 
 
 class LoggedRun(RunObserver):
-    """Logs each round and evaluation as one line, with its numbers under ``data``."""
+    """Observer that logs each round and evaluation as one line, with its numbers under ``data``."""
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
-        """Say what is run."""
+        """Log the start of the run."""
         log.info("started", extra={"run": experiment.name, "data": {"clients": clients, "folder": where}})
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
-        """Say where workers are expected."""
+        """Log the address where workers are expected."""
         log.info("waiting for workers at %s", address)
 
     def resumed(self, round: int) -> None:
-        """Say after which round training goes on."""
+        """Log the round after which training continues."""
         log.info("resuming", extra={"round": round})
 
     def stopping(self, *, after_round: bool) -> None:
-        """Say when the run stops."""
+        """Log when the run will stop."""
         log.info("stopping after this round" if after_round else "stopping")
 
     def notice(self, text: str) -> None:
-        """Say it."""
+        """Log the message."""
         log.info("%s", text)
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Log a round: seconds, in all and by phase, bytes, clients, and the method's statistics."""
+        """Log a round: its seconds, in total and by phase, bytes, clients, and the method's statistics."""
         log.info("round done", extra={"round": attempt.round, "attempt": attempt.attempt, "data": _numbers(attempt)})
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """Log an attempt that came to nothing, and why."""
+        """Log a failed attempt and the reason."""
         about = {"round": attempt.round, "attempt": attempt.attempt, "data": _numbers(attempt)}
         log.warning("attempt failed: %s", attempt.outcome, extra=about)
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Log an evaluation, as it is in ``metrics.jsonl``."""
+        """Log an evaluation as in ``metrics.jsonl``."""
         log.info("evaluated", extra={"round": line["round"], "data": line})
 
 

@@ -1,7 +1,7 @@
-"""The ``fedloom`` command: its commands, and how every failure ends (docs/exit-codes.md).
+"""Entry point of ``fedloom``: its commands, and the exit code of every failure (docs/exit-codes.md).
 
-A command is a typed function in a module of this package. Those modules are imported to show ``--help``, so they
-import torch, gRPC and the rooms of FedLoom inside the functions, never at the top.
+A command is a typed function in a module of this package. Showing ``--help`` imports these modules, so they import
+torch, gRPC and other packages of FedLoom inside functions, never at the top.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from fedloom.processes import listen_to_parent, tell_failure
 from fedloom.words import printable
 
 KEPT = "\n\t"
-"""What does not print, and stays in what is shown."""
+"""Unprintable characters that are kept in output."""
 
 TRACED = ("run", "aggregator", "worker")
-"""The commands that take part in rounds."""
+"""Commands that take part in rounds."""
 
 app = typer.Typer(
     name="fedloom",
@@ -81,7 +81,7 @@ app.add_typer(certificates.app, name="certificates")
 
 
 class LogFormat(StrEnum):
-    """How the log is shown."""
+    """Format of the log."""
 
     TEXT = "text"
     JSON = "json"
@@ -126,7 +126,7 @@ def options(
     if tracing and context.invoked_subcommand in TRACED:
         from fedloom.tracing import start, stop
 
-        os.environ["FEDLOOM_TRACING"] = "1"  # of workers that we start, too
+        os.environ["FEDLOOM_TRACING"] = "1"  # for the workers that we start
         start(f"fedloom-{context.invoked_subcommand}")
         context.call_on_close(stop)
 
@@ -134,13 +134,13 @@ def options(
 def main() -> NoReturn:
     """Run the command line and exit with the code of its outcome.
 
-    Typer itself ends usage errors with 2 and Ctrl-C with 130; other exceptions are bugs and keep their traceback.
+    Typer itself ends usage errors with code 2 and Ctrl-C with 130; other exceptions are bugs and keep their traceback.
     """
-    # From the start, before imports that take seconds: the first process of a container has no default for it.
+    # Set before slow imports: the first process of a container has no default handler for SIGTERM.
     signal.signal(signal.SIGTERM, _terminated)
     write_anything()
     listen_to_parent()
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core writes to standard error what we say in our words
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would repeat our messages on standard error
     try:
         app()
     except FedloomError as error:
@@ -159,14 +159,14 @@ def main() -> NoReturn:
 
 
 class _Printable(logging.Formatter):
-    """What others said may be in a record, and is shown without speaking to the terminal."""
+    """Formatter that escapes control characters, since a record may hold text from other machines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep=KEPT)
 
 
 class _Terminated(BaseException):
-    """SIGTERM before a command listens for it itself; no Exception, which an import under way would swallow."""
+    """SIGTERM before a command handles it; not an Exception, which an import in progress would swallow."""
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

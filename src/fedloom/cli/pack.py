@@ -1,4 +1,4 @@
-"""``fedloom data pack``: one client's own data, as a folder that a worker serves."""
+"""``fedloom data pack``: package one client's own data as a folder that a worker serves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fedloom pipeline``: compile, run here, submit, wait for and stop Kubeflow pipelines."""
+"""``fedloom pipeline``: compile, run locally, submit, wait for and stop Kubeflow pipelines."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def compile_(
     out: Annotated[Path, typer.Option(help="Folder for NAME.yaml.", metavar="DIR")] = Path(),
     image: Annotated[str | None, typer.Option(help="Image of the components, with tag or digest.")] = None,
 ) -> None:
-    """Write a pipeline as YAML. It can be uploaded by hand, or kept."""
+    """Compile a pipeline to YAML. The file can be uploaded by hand, or archived."""
     from fedloom.kubeflow import compiling
 
     names = [compiling.check_name(name)] if name else list(compiling.NAMES)
@@ -219,12 +219,12 @@ def _arguments(
     serve: str | None,
     source: str | None,
 ) -> dict[str, Any]:
-    """The parameters of a pipeline that options give.
+    """Return the pipeline parameters given by options.
 
     Raises
     ------
     ExperimentError
-        If the file cannot be read, an option is not for this pipeline, or one is missing.
+        If the file cannot be read, or an option is missing or does not apply to this pipeline.
     """
     from fedloom.errors import ExperimentError
     from fedloom.storage.folder import read_file
@@ -256,12 +256,12 @@ def _arguments(
 
 
 def _where(name: str, backend: str | None, cluster: Path | None, storage_secret: str | None) -> dict[str, Any]:
-    """The parameters that say where the federation runs.
+    """Return the parameters that determine where the federation runs.
 
     Raises
     ------
     ExperimentError
-        If one is not allowed, or the file's settings are not.
+        If an option or a setting in the file is invalid.
     """
     from fedloom.cluster.settings import ClusterSettings
     from fedloom.errors import ExperimentError
@@ -277,12 +277,12 @@ def _where(name: str, backend: str | None, cluster: Path | None, storage_secret:
 
 
 def _checked(name: str, arguments: dict[str, Any]) -> str:
-    """Check what a run would start with, before anything is uploaded; the name of the run is returned.
+    """Check the run's parameters before anything is uploaded; return the name of the run.
 
     Raises
     ------
     ExperimentError
-        If it cannot run.
+        If the run would be refused.
     """
     from fedloom.cluster.federate import check
     from fedloom.cluster.settings import ClusterSettings, TaskConfig
@@ -296,7 +296,7 @@ def _checked(name: str, arguments: dict[str, Any]) -> str:
         experiments = [point["experiment"] for point in points]
     if name != "unseen_clients" and arguments.get("backend", "kubernetes") == "kubernetes":
         settings = ClusterSettings.from_json(arguments.get("cluster", ""))
-        if settings.storage_secret is None:  # the pipeline's own parameter has a default
+        if settings.storage_secret is None:  # the pipeline's parameter has a default
             settings = settings.model_copy(update={"storage_secret": arguments.get("storage_secret", "default")})
         for text in experiments:
             check(loads(text), settings, TaskConfig())
@@ -321,7 +321,7 @@ def _await(kubeflow: Kubeflow, started: Any, *, terminate: bool) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does: take back what is half done."""
+    """Handle SIGTERM like Ctrl-C, so that partial work is undone."""
 
     def handle(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

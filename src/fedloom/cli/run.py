@@ -1,4 +1,4 @@
-"""``fedloom run`` and ``fedloom aggregator``: the same round loop, with workers of its own or workers that come."""
+"""``fedloom run`` and ``fedloom aggregator``: the same round loop, with the run's own workers or external ones."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def aggregator(
     audit: trusted.AuditLog = None,
     insecure: trusted.InsecureServer = False,
 ) -> None:
-    """Run rounds with workers that connect. Workers are started with `fedloom worker`."""
+    """Run rounds with workers that connect. Start them with `fedloom worker`."""
     from fedloom import experiment as experiments
     from fedloom.runner.options import RunOptions
     from fedloom.transport.address import split_address
@@ -196,7 +196,7 @@ def aggregator(
 
     host, _ = split_address(listen, what="--listen", lowest=0)
     protection = ServerOptions(tls_certificate, tls_key, tls_ca, tokens, identities, token_of(), insecure)
-    Protection(protection).check(host)  # before anything is read or made
+    Protection(protection).check(host)  # before anything is read or created
     options = RunOptions(
         out,
         resume,
@@ -220,7 +220,7 @@ def aggregator(
 
 
 def _run(experiment: Experiment, options: RunOptions) -> None:
-    """Run, and show the results."""
+    """Run an experiment and show its results."""
     from fedloom.api.watch import Watch
     from fedloom.cli.logged import LoggedRun
     from fedloom.cli.tables import print_results

@@ -1,4 +1,4 @@
-"""``fedloom runs``: which runs there are."""
+"""``fedloom runs``: list runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def runs(
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each run.")] = False,
 ) -> None:
-    """List runs and how far they are. Shows method, data set, and mean test accuracy over clients."""
+    """List runs. Shows progress, method, data set, and mean test accuracy over clients."""
     import dataclasses
     import json
 
@@ -55,7 +55,7 @@ def _row(run: Listed, folder: Path) -> tuple[str, ...]:
 
 
 def _score(accuracy: float | None, loss: float | None) -> str:
-    """Accuracy in percent; of data without classes the loss."""
+    """Return the accuracy in percent, or the loss if the data have no classes."""
     if accuracy is not None:
         return f"{100 * accuracy:.1f}"
     return "–" if loss is None else f"loss {loss:.3g}"

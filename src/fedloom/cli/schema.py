@@ -1,4 +1,4 @@
-"""``fedloom schema``."""
+"""``fedloom schema``: print the schema of experiment files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 def schema(
     out: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
 ) -> None:
-    """Print the JSON schema of experiment files. Editors and other tools complete and check keys with it."""
+    """Print the JSON schema of experiment files. Editors and other tools use it to complete and check keys."""
     import json
 
     from fedloom.experiment import json_schema

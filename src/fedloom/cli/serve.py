@@ -1,4 +1,4 @@
-"""``fedloom serve``: hand out the models of a run, without training."""
+"""``fedloom serve``: serve the models of a run without training."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def serve(
     identities: trusted.Identities = None,
     insecure: trusted.InsecureServer = False,
 ) -> None:
-    """Hand out models to clients that ask. They ask with `fedloom personalize --from`."""
+    """Serve models to clients. They request them with `fedloom personalize --from`."""
     from fedloom.federation.folder import RunFolder
     from fedloom.storage import is_url
 
     if not is_url(run):
-        RunFolder.open(run)  # before torch is imported
+        RunFolder.open(run)  # fail early, before torch is imported
     from fedloom.runner.serve import serve as serve_run
     from fedloom.transport.address import split_address
     from fedloom.transport.personalization import ServingLimits

@@ -1,4 +1,4 @@
-"""``fedloom status``, ``fedloom clients`` and ``fedloom federation``: what a federation does, and controlling it."""
+"""``fedloom status``, ``fedloom clients`` and ``fedloom federation``: show and control federations."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from fedloom.transport.control import ControlClient
 
 EVERY_S = 1.0
-"""How often it is asked anew while it is followed."""
+"""Seconds between requests with ``--follow``."""
 
 STORE_EVERY_S = 10.0
-"""How often a store is, which may charge for it, and where runs are published more seldom."""
+"""The same for a store, which may charge for requests and is updated less often, in seconds."""
 
 LINES_EVERY_S = 10.0
-"""How often that is shown where there is no terminal."""
+"""Minimum interval between updates if standard output is not a terminal, in seconds."""
 
 LOST_S = 60.0
-"""For how long an aggregator that was there is asked again: it may be about to come back."""
+"""Seconds to keep asking an aggregator that has stopped answering; it may be restarting."""
 
 Where = Annotated[
     str | None,
@@ -48,7 +48,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class Source:
-    """What can be asked how a federation is: what it does, the clients of its roster; and how often, in seconds."""
+    """Source of a federation's status: its activity, the clients of its roster, and the polling interval in seconds."""
 
     activity: Callable[[], Activity]
     clients: Callable[[], Sequence[RosterClient]]
@@ -70,7 +70,7 @@ def status(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Show what a federation is doing. Asks an aggregator, or reads a run's files, even when no process runs."""
+    """Show the status of a federation. Asks its aggregator, or reads a run's files, even if no process runs."""
     follow = sys.stdout.isatty() and not as_json if follow is None else follow
     with _source(where, tls_ca, tls_certificate, tls_key, token_file, insecure) as source:
         now = source.activity()
@@ -144,7 +144,7 @@ def pause(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Pause after the current round. It lasts until `resume`; a restarted aggregator stays paused."""
+    """Pause after the current round, until `resume`. A restarted aggregator stays paused."""
     with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
         changed, now = asked.pause()
     what = "pauses" if changed else "was to pause before:"
@@ -178,14 +178,14 @@ def stop(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Stop after the current round. Starting the aggregator with `--resume` continues later."""
+    """Stop after the current round. To continue later, start the aggregator with `--resume`."""
     with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
         told = asked.stop(now=now)
     when = "now" if now or told.doing is None else f"after round {told.doing}"
     _say(f"{told.run} stops {when}; its aggregator goes on with --resume")
 
 
-# ---- whom to ask
+# ---- sources
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def _source(
     token_file: Path | None,
     insecure: bool,
 ) -> Iterator[Source]:
-    """What a person names: a URL has a scheme, an address a port and is no folder, the rest are folders."""
+    """Yield the source for an argument: a store if it is a URL, an aggregator if ``HOST:PORT``, otherwise a folder."""
     from fedloom.storage import is_url
 
     if where is not None and is_url(where):
@@ -235,7 +235,7 @@ def _source(
         yield Source(files.activity, files.clients)
 
 
-# ---- showing
+# ---- output
 
 
 def _say(text: str) -> None:
@@ -257,12 +257,12 @@ def _show(now: Activity, *, as_json: bool) -> None:
     for line in _lines(now, console):
         if console.is_terminal or "COLUMNS" in os.environ:
             console.print(line, overflow="fold")
-        else:  # a file has no width
+        else:  # a file has no width limit
             typer.echo(line.plain)
 
 
 def _follow_lines(source: Source, now: Activity, *, as_json: bool) -> None:
-    """Show it whenever it has changed: as JSON one object a line, else in full, every few seconds at most."""
+    """Show the status when it has changed: as one JSON object per line, or in full at ``LINES_EVERY_S`` intervals."""
     import json
     from dataclasses import asdict
 
@@ -289,12 +289,12 @@ def _follow_lines(source: Source, now: Activity, *, as_json: bool) -> None:
 
 
 def _asked_again(source: Source, last: Activity) -> Activity | None:
-    """Ask again, for a while though nobody answers; None where an aggregator is gone that was to end.
+    """Ask again, retrying for a while; return None if the aggregator is gone after it was stopping.
 
     Raises
     ------
     AbandonedError
-        If nobody answers for long.
+        If there is no answer for ``LOST_S`` seconds.
     """
     from fedloom.errors import AbandonedError
 
@@ -311,7 +311,7 @@ def _asked_again(source: Source, last: Activity) -> Activity | None:
 
 
 def _follow_live(source: Source, now: Activity) -> None:
-    """Show it on a terminal, anew every second; what does not fit is said to be left out."""
+    """Show the status on a terminal and update it; note if lines are left out for lack of room."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -341,11 +341,11 @@ def _follow_live(source: Source, now: Activity) -> None:
                     gone = _duration(time.monotonic() - lost_at)
                     live.update(shown(f"no answer for {gone}: {error.message}"), refresh=True)
     finally:
-        _show(now, as_json=False)  # what was seen last stays, all of it, also after Ctrl-C
+        _show(now, as_json=False)  # leave the last status in full, also after Ctrl-C
 
 
 def _fitting(lines: list[Text], console: Console) -> list[Text]:
-    """The lines that a terminal has room for; the last says where all of them are."""
+    """Return the lines that fit on the terminal; if some do not, a last one says how to see them all."""
     from rich.text import Text
 
     def wrapped(line: Text) -> list[Text]:
@@ -366,7 +366,7 @@ def _is_over(now: Activity) -> bool:
 
 
 def _differs(now: Activity, before: Activity) -> bool:
-    """Whether more than clocks has changed."""
+    """Return whether anything but times has changed."""
     from dataclasses import replace
 
     def still(seen: Activity) -> Activity:
@@ -379,7 +379,7 @@ def _differs(now: Activity, before: Activity) -> bool:
 
 
 def _lines(now: Activity, console: Console) -> list[Text]:
-    """What a person reads of a federation: a heading, and a line for each thing that is known."""
+    """Return the status as text: a heading, and a line for each known fact."""
     from rich.text import Text
 
     from fedloom.cli.characters import shown_as
@@ -402,7 +402,7 @@ _NAMES = 12
 
 
 def _facts(now: Activity) -> Iterator[tuple[str, str]]:
-    """What is known of a federation, each with its name."""
+    """Yield the known facts about a federation as (name, text)."""
     from fedloom.words import counted
 
     if now.message:
@@ -472,14 +472,14 @@ def _worker(worker: ConnectedWorker, now: float) -> str:
 
 
 def _shares(seconds: dict[str, float]) -> str:
-    """Each part of a time, the largest first."""
+    """Return each part's share of the total time, largest first."""
     total = sum(seconds.values()) or 1.0
     by_size = sorted(seconds.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {part / total:.0%}" for name, part in by_size)
 
 
 def _duration(seconds: float) -> str:
-    """A time as a person says it: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``5 d 3 h``."""
+    """Return a readable duration: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``5 d 3 h``."""
     if seconds < 9.95:
         return f"{max(0.0, seconds):.1f} s"
     whole = round(seconds)

@@ -1,4 +1,4 @@
-"""What ``fedloom run --seeds ... --grid ...`` shows."""
+"""Output of ``fedloom run --seeds ... --grid ...``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedloom.reporting.compare import compare
 
 
 def show_sweep(folder: Path) -> None:
-    """Show and write what the sweep found.
+    """Show and write the results of a sweep.
 
-    Where settings were tried, test accuracy is shown only of those that validation chooses: looking at it for all
-    would be choosing by it. `fedloom compare SWEEP` shows everything.
+    If settings were tried, show test accuracy only for those chosen on validation: showing all would invite choosing
+    by test accuracy. `fedloom compare SWEEP` shows everything.
     """
     comparison = compare([folder])
     tried = {
@@ -29,7 +29,7 @@ def show_sweep(folder: Path) -> None:
         paths = [run.path for run in row.runs]
         candidate = (row.block, row.runs[0].method) in tried
         personal = [r for r in comparison.rows if r.runs == row.runs and r.predictor == "personal"]
-        if candidate and (row in personal or not personal):  # without fine-tuning the global model is everybody's own
+        if candidate and (row in personal or not personal):  # without fine-tuning, every client has the global model
             mark = "  <- chosen" if chosen.issuperset(paths) else ""
             rows.append((row.label + mark, *(row.scale.shown(row.validation(best=best)) for best in (False, True))))
         if not candidate or chosen.issuperset(paths):

@@ -1,4 +1,4 @@
-"""Tables on standard output, whatever its width and its characters."""
+"""Tables on standard output that adapt to its width and encoding."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.text import Text
 from fedloom.cli.characters import shown_as
 
 FIRST_COLUMN = 16
-"""Characters that the first column has at least; longer cells are wrapped where there is not room for all."""
+"""Minimum width of the first column, in characters; longer cells wrap if there is not enough room."""
 
 
 def print_results(summary: dict[str, Any]) -> None:
-    """Print what a run ends with."""
+    """Print the final results of a run."""
     rows = []
     for label, group in (("seen", "seen"), ("unseen", "unseen"), ("global model", "global")):
         row = summary[group]
@@ -32,7 +32,7 @@ def print_results(summary: dict[str, Any]) -> None:
 
 
 def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Four cells of a group; dashes for data without classes."""
+    """Return four cells for a group; dashes if the data have no classes."""
     if row["accuracy_mean"] is None:
         return ("–",) * 4
     mean = f"{row['accuracy_mean']:.4f} ± {row['accuracy_std']:.4f}"
@@ -42,16 +42,16 @@ def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
 def print_table(
     title: str, headings: Sequence[str], rows: Sequence[Sequence[str | Text]], *, texts: Sequence[int] = (0,)
 ) -> None:
-    """Print a table; where the terminal is too narrow for it, each row as a list of its cells. Nothing is left out.
+    """Print a table; on a terminal that is too narrow, print each row as a list of cells. Nothing is left out.
 
     Parameters
     ----------
     title
-        Above it; may be empty.
+        Title above the table; may be empty.
     headings, rows
-        Headings wrap, so that a table of numbers fits eighty columns; cells do not, but for those of the first column.
+        Headings wrap, so that a table of numbers fits 80 columns. Cells do not, except in the first column.
     texts
-        Columns that are text, and not numbers.
+        Indices of the columns that hold text and not numbers.
     """
     console = Console(highlight=False)
     title, headings = shown_as(console.encoding, title), [shown_as(console.encoding, text) for text in headings]
@@ -73,7 +73,7 @@ def print_table(
         table.add_row(*row)
     width = console.measure(table, options=console.options.update(max_width=10_000)).maximum - first + least
     if width > console.width and not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, width=width)  # a file has no width
+        console = Console(highlight=False, width=width)  # a file has no width limit
     if width <= console.width:
         console.print(table)
         return

@@ -1,4 +1,4 @@
-"""``fedloom token``: tokens for those who speak to an aggregator; a file keeps their hashes."""
+"""``fedloom token``: tokens for peers of an aggregator; a file stores their hashes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def new(
         typer.Option(help="Write the token to a new file (mode 0600) instead of showing it.", metavar="FILE"),
     ] = None,
 ) -> None:
-    """Make a token. It is shown this one time, and its hash is stored."""
+    """Create a token. It is shown or written only once, and its hash is stored."""
     from fedloom.trust.files import create
     from fedloom.trust.tokens import add_token, revoke_tokens
 
@@ -41,7 +41,7 @@ def new(
         try:
             create(out, token.get_secret_value() + "\n", private=True)
         except BaseException:
-            revoke_tokens(tokens, entry.id)  # nobody will ever have it
+            revoke_tokens(tokens, entry.id)  # it was never delivered
             raise
     until = "" if entry.expires is None else f", until {_time(entry.expires)}"
     where = "shown this once" if out is None else f"in {out}"
@@ -50,7 +50,7 @@ def new(
 
 @app.command("list")
 def list_(tokens: TokensFile = Path("tokens.json")) -> None:
-    """List the tokens of a file: id, state, name, when it was made, and when it ends."""
+    """List the tokens of a file: id, state, name, time created, and time of expiry or revocation."""
     from fedloom.trust.tokens import read_tokens
 
     now = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""Options about trust that several commands have (docs/security.md); no option takes a secret, only files of them."""
+"""Security options shared by several commands (docs/security.md). None takes a secret, only files with secrets."""
 
 from __future__ import annotations
 

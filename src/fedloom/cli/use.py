@@ -1,4 +1,4 @@
-"""What is done with a finished run: ``fedloom evaluate``, ``personalize``, ``report`` and ``compare``."""
+"""Commands for trained runs: ``fedloom evaluate``, ``personalize``, ``report`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def evaluate(
     data: OwnFolders = None,
     out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
 ) -> None:
-    """Evaluate a trained model again. Its clients are all of the run, or those of another partition."""
+    """Evaluate a trained model again. The clients are the run's, or those of another partition."""
     from fedloom.federation.folder import RunFolder
 
-    RunFolder.open(run)  # before torch is imported
+    RunFolder.open(run)  # fail early, before torch is imported
     from fedloom.cli.tables import print_results
     from fedloom.runner import trained
 
     statistics = trained.evaluate(run, checkpoint, partition, data or ()).statistics
-    print_results(statistics)  # first: what was measured is not lost with a file that cannot be written
+    print_results(statistics)  # print first, so that the results survive a failure to write the file
     if "overlap" in statistics and (warning := overlapping(statistics["overlap"])):
         print(f"warning: {warning}", file=sys.stderr)
     if out is not None:
@@ -64,7 +64,7 @@ def evaluate(
 
 
 def overlapping(found: Mapping[str, Any] | None) -> str | None:
-    """What there is to say of new clients' examples; None if the run has been trained on none of them."""
+    """Return a warning about new clients whose examples the run was trained on; None if there are none."""
     if found is None:
         return (
             "whether the run was trained on examples of these clients is not known: its partition is not in the data "
@@ -151,7 +151,7 @@ def personalize(
     token_file: trusted.TokenFile = None,
     insecure: trusted.InsecureClient = False,
 ) -> None:
-    """Make and save models for clients. They need not have taken part in the training."""
+    """Create and save models for clients. They need not have taken part in training."""
     from fedloom.errors import ExperimentError, QuorumError
     from fedloom.federation.folder import RunFolder
 
@@ -178,7 +178,7 @@ def personalize(
         )
     if out.suffix in (".safetensors", ".pt2", ".onnx"):  # runner.personal_model.FORMATS, which imports torch
         raise ExperimentError(f"--out: found {out} with RUN; allowed: a new folder; one file: --from RUN")
-    RunFolder.open(run)  # before torch is imported
+    RunFolder.open(run)  # fail early, before torch is imported
     from fedloom.runner.client_models import personalize
 
     made = personalize(run, out, checkpoint, partition, clients, data or (), predictor)
@@ -201,7 +201,7 @@ def _personalize_one(
     trust: ClientOptions,
     private: Mapping[str, Any],
 ) -> None:
-    """Ask for the model of one packed client, and save it."""
+    """Request the model of one packed client and save it."""
     from fedloom.runner.personal import Asked, personal_model
     from fedloom.runner.personal_model import check_format
 
@@ -276,14 +276,14 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Compare runs side by side. Runs that differ only in the seed are merged into one row."""
+    """Compare runs. Runs that differ only in the seed are merged into one row."""
     show_comparison(runs, out, against)
     if out is not None:
         typer.echo(f"comparison: {out / 'compare.html'}")
 
 
 def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None = None) -> None:
-    """Show what finished runs found, and write it to a folder that is new or an earlier comparison's."""
+    """Show a comparison of finished runs; write it to ``out``, a new folder or an earlier comparison's."""
     from rich.text import Text
 
     from fedloom.cli.tables import print_table

@@ -1,4 +1,4 @@
-"""``fedloom worker``: serves clients to an aggregator."""
+"""``fedloom worker``: serve clients to an aggregator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedloom.cli import trusted
 
 
 class Device(StrEnum):
-    """What a worker computes on."""
+    """Device to compute on."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -120,7 +120,7 @@ def worker(
         reconnect,
         None if bandwidth is None else parse_bandwidth(bandwidth),
         states,
-        # `fedloom run` has checked the shards of its own workers.
+        # `fedloom run` has already verified the shards of its own workers.
         data=tuple(data or ()),
         observe=tuple(observe or ()),
         class_counts=class_counts,
@@ -144,20 +144,20 @@ def worker(
         threading.Thread(target=_leave_at_eof, args=(stop,), daemon=True).start()
     with nullcontext() if log is None else logged_to(log):
         over = serving.serve(stop)
-    if not over and not until_eof:  # a pod that is told to go has not done its work, and another has to
+    if not over and not until_eof:  # an evicted pod has not done its work, and another must
         raise InterruptedRun("asked to stop before the run was over; another worker may take over")
 
 
 def _leave_at_eof(stop: threading.Event) -> None:
-    """Our parent holds the other end of standard input; it ends when the parent does, however that dies.
+    """Stop when standard input ends, whose other end the parent process holds and loses however it dies.
 
-    Read without ``sys.stdin``: a process that ends while a thread waits with the lock of that aborts, and its exit code
-    is lost.
+    It reads the file descriptor and not ``sys.stdin``: if the process ended while a thread held that object's lock, it
+    would abort and lose its exit code.
     """
     while os.read(0, 4096):
         continue
     stop.set()
-    # A long training step may be under way, and nobody waits for its result.
+    # A long training step may be in progress, and nobody waits for its result.
     timer = threading.Timer(3.0, os._exit, (0,))
     timer.daemon = True
     timer.start()

@@ -1,1 +1,1 @@
-"""What is made of the folders of finished runs: reports, figures, comparisons, tests of significance."""
+"""Reports, figures, comparisons and significance tests for the folders of finished runs."""

@@ -1,4 +1,4 @@
-"""Finished runs side by side: what a client would get, what it costs, and which differences are more than chance."""
+"""Comparison of finished runs: test results, costs, and which differences are significant."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fedloom.reporting.runs import GROUPS, PREDICTORS, USERS, NewClient, Result,
 from fedloom.reporting.significance import hierarchical_bootstrap, holm, signed_rank_test, t_interval, t_test
 
 FEATURED = 8
-"""Largest number of rows of a block that are all shown in figures."""
+"""Maximum number of rows of a block that figures show in full."""
 
 LEVEL = 0.05
-"""A corrected p-value below it counts as a difference."""
+"""Significance level: a corrected p-value below it counts as a difference."""
 
 
 class Spread(NamedTuple):
-    """Mean over seeds, and standard deviation of a sample (ddof = 1); None for one seed."""
+    """Mean over seeds, and sample standard deviation (ddof = 1); None for a single seed."""
 
     mean: float
     std: float | None
@@ -32,16 +32,16 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """What rows are measured by: test accuracy, or, on data without classes, test loss.
+    """Quality measure of rows: test accuracy, or test loss if the data have no classes.
 
     Attributes
     ----------
     name
         ``accuracy`` or ``loss``.
     sign
-        1 where more is better, -1 where less is.
+        1 if higher is better, -1 if lower is.
     unit
-        What stands behind a value that is shown.
+        Unit of displayed values.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Scale:
 
     @property
     def words(self) -> str:
-        """The name with its unit, as a table is titled."""
+        """Name with its unit, for a table's title."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
     def shown(self, value: Spread | None) -> str:
-        """Percent with one decimal, or a loss with five digits; ± where there is a standard deviation."""
+        """Return percent with one decimal, or a loss with five digits; with ± if there is a standard deviation."""
         if value is None:
             return DASH
         if self is ACCURACY:
@@ -62,7 +62,7 @@ class Scale:
         return f"{value.mean:#.5g}".rstrip(".") + (f" ± {value.std:#.2g}".rstrip(".") if value.std is not None else "")
 
     def shown_difference(self, difference: float) -> str:
-        """With its sign, in points or as it is."""
+        """Return a difference with its sign, in percentage points or as a loss."""
         if not difference:
             return "0"
         return f"{100 * difference:+.1f}" if self is ACCURACY else f"{difference:+.3g}"
@@ -72,21 +72,21 @@ ACCURACY = Scale("accuracy", 1, "%")
 LOSS = Scale("loss", -1, "")
 
 DASH = "–"
-"""What is not known."""
+"""Placeholder for an unknown value."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One predictor under one setting: its runs differ in the seed alone.
+    """One predictor under one setting; its runs differ only in the seed.
 
     Attributes
     ----------
     method
-        What a table calls it.
+        Name of the method in tables.
     details
-        The settings that tell it from rows of the same method, ``key value`` each.
+        Settings that distinguish the row from others of the same method, each as ``key value``.
     block
-        Which rows were measured on the same kind of data, in the same reading; best is best within a block.
+        Key of the rows measured on the same kind of data in the same way; "best" means best within a block.
     """
 
     method: str
@@ -102,26 +102,26 @@ class Row:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is of the models that clients end up with: each run has one such row."""
+        """True if the row is about the clients' final models, which is so for one row of each run."""
         return self.predictor == "personal" or "personal" not in _shown_predictors(self.runs)
 
     def answers_to(self, name: str | None) -> bool:
-        """Whether a name is its label, its method or its algorithm; all rows answer to None."""
+        """Return whether a name is the row's label, method or algorithm; True for None."""
         return name is None or name in (self.label, self.method, self.runs[0].method, self.runs[0].algorithm)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """By dotted key, those of all its runs."""
+        """Settings by dotted key, the same in all runs of the row."""
         return self.runs[0].settings
 
     @property
     def results(self) -> tuple[Result, ...]:
-        """One per run."""
+        """Results, one per run."""
         return tuple(run.results[self.predictor] for run in self.runs)
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """One per run."""
+        """Seeds, one per run."""
         return tuple(run.seed for run in self.runs)
 
     @property
@@ -132,76 +132,76 @@ class Row:
 
     @property
     def scale(self) -> Scale:
-        """What it is measured by."""
+        """Measure of the row's quality."""
         return LOSS if self.runs[0].by_loss else ACCURACY
 
     def over_seeds(self, group: str, statistic: str = "mean") -> Spread | None:
-        """A statistic of :class:`GroupStatistics` over seeds; None unless every run has it."""
+        """Return a statistic of :class:`GroupStatistics` over seeds; None unless every run has it."""
         found = [result.groups.get(group) for result in self.results]
         return spread(None if one is None else getattr(one, statistic) for one in found)
 
     def of_runs(self, quantity: str) -> Spread | None:
-        """A number of :class:`Run`, as ``duration_s``, over seeds."""
+        """Return an attribute of :class:`Run`, such as ``duration_s``, over seeds."""
         return spread(getattr(run, quantity) for run in self.runs)
 
     def training(self, quantity: str) -> Spread | None:
-        """A number of the last :class:`Point`, as ``client_steps``, over seeds."""
+        """Return an attribute of the last :class:`Point`, such as ``client_steps``, over seeds."""
         return spread(getattr(result.curve[-1], quantity) for result in self.results)
 
     @property
     def training_loss(self) -> dict[int, float]:
-        """Of each round that every seed has one of, the mean over seeds."""
+        """Mean training loss over seeds by round, for rounds that every seed has."""
         rounds = set.intersection(*(set(run.training_loss) for run in self.runs))
         return {t: math.fsum(run.training_loss[t] for run in self.runs) / len(self.runs) for t in sorted(rounds)}
 
     @property
     def own_steps(self) -> dict[int, Spread]:
-        """Mean over the unseen clients after so many steps of their own, over seeds, where every run has it."""
+        """Mean over unseen clients by number of extra local steps, over seeds; only where every run has it."""
         steps = set.intersection(*(set(run.own_steps) for run in self.runs))
         found = {k: spread(run.own_steps[k].mean for run in self.runs) for k in sorted(steps)}
         return {k: value for k, value in found.items() if value is not None}
 
     def validation(self, *, best: bool) -> Spread | None:
-        """Pooled validation accuracy (or mean validation loss) of the last round, or of the best."""
+        """Return the pooled validation accuracy (or mean validation loss) of the last round, or of the best."""
         points = [result.best if best else result.curve[-1] for result in self.results]
         return spread(None if point is None else point.validation for point in points)
 
     def at_best(self, group: str) -> Spread | None:
-        """Mean test accuracy (or loss) of the round that is best by validation."""
+        """Return the mean test accuracy (or loss) of the round that is best on validation."""
         return spread(None if result.best is None else result.best.mean.get(group) for result in self.results)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two rows of a block, client by client; ``first`` and ``second`` are their places in the table, the better first.
+    """Paired comparison of two rows of a block; ``first`` and ``second`` are row indices, the better row first.
 
-    The clients of a seed share one training. With one seed the test is over its clients, and about them under this one
-    training; with several it is over seeds, by one number each.
+    Clients of a seed share one training. With one seed, the test is over clients, and concerns them under this one
+    training. With several, it is over seeds, with one value each.
 
     Attributes
     ----------
     seeds
-        In which both were measured on the same partition.
+        Seeds in which both rows were measured on the same partition.
     clients, better, worse
-        Pairs of values, over all those seeds; where the first is better than the second, and where it is worse.
+        Numbers of paired clients over all those seeds: in total, with the first row better, and with it worse.
     median
-        Of the differences, first less second; None without pairs.
+        Median of the differences, first minus second; None without pairs.
     mean
-        Over seeds, of the mean difference over clients.
+        Mean over seeds of the mean difference over clients.
     interval
-        95 % interval of that mean, by Student's t over seeds; None with one seed.
+        95 % interval of ``mean``, by Student's t over seeds; None with one seed.
     bootstrap
-        95 % interval of that mean, seeds drawn again, and of each its clients; with one seed clients alone.
+        95 % bootstrap interval of ``mean``, resampling seeds and, within each, clients; with one seed, clients only.
     p_of_seeds
-        Of the signed-rank test over the clients of each seed.
+        p-value of the signed-rank test over the clients of each seed.
     p, p_holm
-        With one seed that of its signed-rank test, with several that of a t test over the seeds' mean differences;
-        plain, and corrected over all pairs of this group. None without pairs.
+        p-value: with one seed, of its signed-rank test; with several, of a t test over the seeds' mean differences.
+        ``p`` is uncorrected; ``p_holm`` is corrected over all pairs of this group. None without pairs.
     p_against
-        p corrected over the pairs of this group with a reference alone; None of other pairs. This one decides what is
-        told apart.
+        p corrected over this group's pairs with a reference only; None for other pairs. Significance is decided by this
+        value.
     why
-        Why the two cannot be compared; empty where they can.
+        Reason why the two rows cannot be compared; empty if they can.
     """
 
     first: int
@@ -223,11 +223,11 @@ class Pair:
 
     @property
     def over(self) -> str:
-        """What the test is over: ``seeds``, or ``clients`` of one seed."""
+        """Unit of observation of the test: ``seeds``, or ``clients`` of one seed."""
         return "seeds" if len(self.seeds) > 1 else "clients"
 
     def turned(self) -> Pair:
-        """The same, with the second first."""
+        """Return the same comparison with first and second swapped."""
         turned = replace(self, first=self.second, second=self.first, better=self.worse, worse=self.better)
         median, mean = (None if value is None else -value for value in (self.median, self.mean))
         interval, bootstrap = (None if i is None else (-i[1], -i[0]) for i in (self.interval, self.bootstrap))
@@ -235,7 +235,7 @@ class Pair:
 
 
 class Reference(NamedTuple):
-    """The row of a block that the others are tested against, and what made it so: never a test number."""
+    """Row that the others of its block are tested against, and the reason, which is never a test result."""
 
     row: int
     because: str
@@ -243,22 +243,22 @@ class Reference(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """The setting of a method that is best by validation: of highest accuracy, or of lowest loss.
+    """Setting of a method that is best on validation: highest accuracy or lowest loss.
 
     Attributes
     ----------
     row
-        Its place in the table.
+        Index of the row.
     candidates
-        How many settings there were.
+        Number of settings tried.
     seeds
-        Over which the means are taken: those that every candidate has.
+        Seeds that every candidate has; the means are over these.
     validation
         Pooled validation accuracy (or mean loss) of seen clients in the last round, mean over these seeds.
     runner_up
-        That of the second best.
+        The same value of the second-best setting.
     edges
-        Settings in which the chosen value is the lowest or highest of three or more that were tried.
+        Settings whose chosen value is the lowest or highest of three or more values tried.
     """
 
     row: int
@@ -271,9 +271,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of the table, the rows of a block next to each other, and what is to be said about the runs.
+    """Rows of the comparison, grouped by block, and notices about the runs.
 
-    ``against`` names the rows, or the method, that the others are tested against; None: validation chooses.
+    ``against`` names the row or method that the others are tested against; None: chosen on validation.
     """
 
     rows: tuple[Row, ...]
@@ -282,22 +282,22 @@ class Comparison:
 
     @property
     def scale(self) -> Scale:
-        """What all rows are measured by."""
+        """Measure of all rows' quality."""
         return self.rows[0].scale
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
-        """The groups for which some row has a result: of ``users``, ``seen`` and ``unseen``."""
+        """Groups for which some row has a result, among ``users``, ``seen`` and ``unseen``."""
         return tuple(g for g in (USERS, *GROUPS) if any(row.over_seeds(g) is not None for row in self.rows))
 
     @property
     def several_seeds(self) -> bool:
-        """Whether ± is over seeds: some row has more than one. Else it is over clients."""
+        """True if ± is over seeds, because some row has several; otherwise ± is over clients."""
         return any(len(row.runs) > 1 for row in self.rows)
 
     @cached_property
     def blocks(self) -> dict[str, list[int]]:
-        """Places of the rows of each block."""
+        """Row indices by block."""
         found: dict[str, list[int]] = {}
         for i, row in enumerate(self.rows):
             found.setdefault(row.block, []).append(i)
@@ -305,14 +305,14 @@ class Comparison:
 
     @cached_property
     def differing(self) -> tuple[str, ...]:
-        """Dotted keys of the settings that are not the same in all rows."""
+        """Dotted keys of the settings that differ between rows."""
         return differing([row.settings for row in self.rows])
 
     @cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """All pairs of rows within a block, for seen and for unseen clients; Holm's correction is within each group.
+        """All pairs of rows within a block, for seen and for unseen clients, with Holm's correction within each group.
 
-        Once over all of them, and once over those with the references alone, k - 1 of k rows.
+        The correction is computed over all pairs, and again over pairs with a reference only: k - 1 for k rows.
         """
         references = {reference.row for reference in self.references.values()}
         found = []
@@ -339,16 +339,16 @@ class Comparison:
 
     @property
     def tested_over(self) -> str:
-        """What its tests are over: ``seeds``, ``clients``, or either."""
+        """Unit of observation of the tests: ``seeds``, ``clients``, or either."""
         over = {pair.over for pair in self.pairs if pair.p_against is not None}
         return " or ".join(sorted(over, reverse=True)) or "clients"
 
     @cached_property
     def references(self) -> dict[str, Reference]:
-        """For each block the row that the others are tested against.
+        """Row of each block that the others are tested against.
 
-        That which :attr:`against` names (of several, the one that validation prefers), or else the row of clients' own
-        models that validation prefers. Where nothing was validated, the first in the table.
+        It is the row named by :attr:`against` (if several, the best on validation), or else the row of clients' own
+        models that is best on validation. Without validation data, it is the first row.
         """
         found = {}
         best = "highest" if self.scale is ACCURACY else "lowest"
@@ -365,7 +365,7 @@ class Comparison:
 
     @cached_property
     def chosen(self) -> tuple[Choice, ...]:
-        """For each method with several settings in a block, the setting that validation chooses; never test."""
+        """Setting chosen on validation, never on test data, for each method with several settings in a block."""
         methods: dict[tuple[str, str], list[int]] = {}
         for i, row in enumerate(self.rows):
             if row.is_own:
@@ -375,10 +375,10 @@ class Comparison:
 
     @cached_property
     def featured(self) -> dict[str, list[int]]:
-        """Places of the rows of each block that figures show.
+        """Indices of the rows of each block that figures show.
 
-        All, or where they are more than :data:`FEATURED`, of each method the settings that validation chooses; where
-        these are still more, the clients' own models alone.
+        These are all rows or, if there are more than :data:`FEATURED`, each method's setting chosen on validation; if
+        there are still more, only the rows of clients' own models.
         """
         chosen = [self.rows[choice.row] for choice in self.chosen]
         settings = {(row.block, row.runs[0].method): row.settings for row in chosen}
@@ -396,9 +396,9 @@ class Comparison:
 
     @cached_property
     def stepping(self) -> dict[str, list[int]]:
-        """Places of the featured rows of each block that were measured after steps of a client's own, one for a run.
+        """Indices of the featured rows of each block that were evaluated after extra local steps, one per run.
 
-        Where a run has two rows, that of the clients' own models, which is what was measured.
+        If a run has two rows, the row of the clients' own models is taken, since those were evaluated.
         """
         found = {}
         for block, members in self.featured.items():
@@ -410,16 +410,16 @@ class Comparison:
         return found
 
     def _validated(self, candidates: Sequence[int]) -> tuple[set[int], dict[int, float]] | None:
-        """The seeds that rows have in common, and each row's validation over these; None where there is none."""
+        """Return the seeds that all candidates have, and each one's validation result over them; None without any."""
         if any(self.rows[i].over_seeds(USERS) is not None for i in candidates):
-            return None  # validation is over all seen clients, and these models are made for some
+            return None  # validation covers all seen clients; these models are for some
         seeds = set.intersection(*(set(self.rows[i].seeds) for i in candidates))
         means: dict[int, float] = {}
         for i in candidates:
             row = self.rows[i]
             last = [r.curve[-1].validation for run, r in zip(row.runs, row.results, strict=True) if run.seed in seeds]
             mean = _mean(last)
-            if mean is None:  # no seed in common, or nothing to validate on
+            if mean is None:  # no common seed, or no validation data
                 return None
             means[i] = mean
         return seeds, means
@@ -434,11 +434,11 @@ class Comparison:
         return Choice(first, len(candidates), tuple(sorted(seeds)), means[first], means[second], edges)
 
     def marks(self, group: str, statistic: str = "mean") -> list[str]:
-        """For each row ``best`` of its block, ``tied`` with the reference of its block, or nothing.
+        """Return a mark for each row: ``best`` of its block, ``tied`` with its reference, or an empty string.
 
-        Tied is a row that the test cannot tell from the reference (:data:`LEVEL`), and the reference itself if it
-        cannot be told from the best; only means of seen and unseen clients are tested. A row alone in its block is not
-        marked.
+        A row is tied if the test does not distinguish it from the reference (:data:`LEVEL`). The reference is tied if
+        it is not distinguished from the best. Only means of seen and unseen clients are tested. A row alone in its
+        block is not marked.
         """
         marks, sign = [""] * len(self.rows), self.scale.sign
         for block, members in self.blocks.items():
@@ -460,29 +460,29 @@ class Comparison:
 
 
 def compare(run_folders: Sequence[str | Path], against: str | None = None) -> Comparison:
-    """Read finished runs and put them side by side.
+    """Read finished runs and compare them.
 
-    A folder that is no run but holds runs, as that of a sweep, stands for the finished runs in it. Runs that differ in
-    name and seed alone make one row for each predictor. (If two of them have the same seed too, as a run and its
-    replay, they are listed apart: merging would count one result twice.) A personal predictor whose statistics are
-    those of the global one, as FedAvg's without fine-tuning, has no row of its own. Runs on data without classes are
+    A folder that is not a run but holds runs, such as a sweep's, stands for the finished runs in it. Runs that differ
+    only in name and seed form one row per predictor. If two of them also share the seed, as a run and its replay do,
+    they are listed separately: merging would count one result twice. A personal predictor with the same statistics as
+    the global one, as in FedAvg without fine-tuning, has no row of its own. Runs on data without classes are
     compared by loss.
 
     Parameters
     ----------
     run_folders
-        Of runs, or of what holds runs.
+        Folders of runs, or folders that hold runs.
     against
-        The label of a row, or the name of a method or an algorithm, that the others are tested against; None: the row
-        that validation prefers.
+        Label of a row, or name of a method or algorithm, that the others are tested against; None: the row that is best
+        on validation.
 
     Raises
     ------
     DataError
-        If a folder is not that of a finished run and holds none either, or a file of a run is missing or damaged.
+        If a folder is not a finished run and holds none, or a file of a run is missing or damaged.
     ExperimentError
-        If the experiment of a run cannot be read, or some runs are on data with classes and others on data without, or
-        no row of some block is called ``against``.
+        If a run's experiment cannot be read, if only some runs are on data without classes, or if some block has no row
+        called ``against``.
     """
     folders, notices = run_folders_in(run_folders)
     read = [read_run(folder) for folder in folders]
@@ -540,28 +540,28 @@ def compare(run_folders: Sequence[str | Path], against: str | None = None) -> Co
 
 
 def best_by_validation(run_folders: Sequence[str | Path]) -> tuple[Choice, ...]:
-    """For each method that was run with several settings, the one that validation chooses.
+    """Return, for each method with several settings, the setting chosen on validation data.
 
-    The measure is pooled validation accuracy (of data without classes, mean validation loss) of the seen clients' own
-    predictors in the last round, the round that tables report; its mean over the seeds that every candidate has. The
-    first of equal ones is chosen.
+    The criterion is pooled validation accuracy (mean validation loss if the data have no classes) of the seen clients'
+    own predictors in the last round, which tables report; its mean is over the seeds that every candidate has. Ties go
+    to the first.
 
     Raises
     ------
     DataError, ExperimentError
-        As :func:`compare`.
+        As in :func:`compare`.
     """
     return compare(run_folders).chosen
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Dotted keys whose value, or presence, is not the same everywhere."""
+    """Return the dotted keys whose value or presence differs."""
     keys = dict.fromkeys(key for one in settings for key in one)
     return tuple(key for key in keys if len({json.dumps(one[key]) if key in one else "" for one in settings}) > 1)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The shortest ends of dotted keys that tell them apart; a name or scheme goes by what it is the name of."""
+    """Return the shortest distinct suffix of each dotted key, ignoring a final ``name`` or ``scheme``."""
     stems = {key: re.sub(r"\.(name|scheme)$", "", key).split(".") for key in keys}
     found = {}
     for key, steps in stems.items():
@@ -573,12 +573,12 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def shown_value(value: Any) -> str:
-    """A setting as a person writes it."""
+    """Return a setting's value as a user would write it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Mean and sample standard deviation; None if there are no values, or one is missing."""
+    """Return mean and sample standard deviation; None if there are no values or one is missing."""
     known = list(values)
     mean = _mean(known)
     if mean is None:
@@ -588,7 +588,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def differences(first: Row, second: Row, group: str) -> dict[int, list[float]]:
-    """First less second value of each client, by the seeds in which two rows have the same partition, and clients."""
+    """Return each client's difference, first minus second, by seed, for seeds with the same partition in both rows."""
     others = {(run.seed, run.partition): run.results[second.predictor] for run in second.runs}
     found: dict[int, list[float]] = {}
     for run, result in zip(first.runs, first.results, strict=True):
@@ -598,14 +598,14 @@ def differences(first: Row, second: Row, group: str) -> dict[int, list[float]]:
         for client, (right, examples) in result.clients[group].items():
             if client in theirs:
                 right_2, examples_2 = theirs[client]
-                # One division of whole numbers: differences that are equal are equal floats.
+                # A single division of integers: equal differences are then equal floats.
                 difference = (right * examples_2 - right_2 * examples) / (examples * examples_2)
                 found.setdefault(run.seed, []).append(difference)
     return found
 
 
 def _edges(chosen: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Keys of which the chosen value is the lowest or highest of three numbers or more."""
+    """Return the keys whose chosen value is the lowest or highest of three or more numbers."""
     found = []
     for key in differing(tried):
         values = (settings.get(key) for settings in tried)
@@ -659,7 +659,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _shown_predictors(runs: Sequence[Run]) -> list[str]:
-    """The global predictor where there is one, and the personal one where it is another, or is made for some users."""
+    """Return the global predictor, if any, and the personal one if it differs or is made for some users only."""
     shown = [p for p in PREDICTORS if all(p in run.results for run in runs)]
     if len(shown) < 2:
         return shown
@@ -674,7 +674,7 @@ def _block(run: Run) -> str:
 
 
 def of_block(run: Run) -> dict[str, Any]:
-    """The settings that runs of a block share: those of the data, and, where losses count, of the model they are of."""
+    """Return the settings that define a block: those of the data and, if losses are compared, of the model."""
     wanted = ("data.", "model.") if run.by_loss else ("data.",)
     return {key: value for key, value in run.settings.items() if key.startswith(wanted)}
 
@@ -684,9 +684,9 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _told_apart(rows: Sequence[Row]) -> list[Row]:
-    """Rows of a block with the settings that tell those of one method apart; at last, the names of their runs.
+    """Add to the rows of a block the settings that distinguish rows of one method, or else the names of their runs.
 
-    The model is told to all rows where it is not the same for all.
+    If the models differ, every row states its model.
     """
     models = [key for key in differing([row.settings for row in rows]) if key.startswith("model.")]
     found = []

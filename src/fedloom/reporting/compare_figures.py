@@ -1,4 +1,4 @@
-"""The figures of a comparison: one colour, line and marker for each method, the same in all of them."""
+"""Figures of a comparison; each method has the same colour, line style and marker in all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = {
     "m0": "#0072b2", "m1": "#d55e00", "m2": "#009e73", "m3": "#cc79a7",
     "m4": "#e69f00", "m5": "#56b4e9", "m6": "#7f3c8d", "m7": "#8c6d31",
 }  # fmt: skip
-"""By the names of the page's CSS variables: Okabe and Ito's colours, and two more as dark as the first."""
+"""Colours by CSS variable of the page: Okabe and Ito's, and two more as dark as the first."""
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (6, 2), (1.5, 1.5), (6, 2, 1.5, 2), (10, 3), (3, 1.5, 1.5, 1.5, 1.5, 1.5))
 MARKERS = "os^DvPX"
@@ -32,7 +32,7 @@ _SPENT = (("rounds", "round"), ("communication", "payload, both directions"), ("
 
 @dataclass(frozen=True)
 class Look:
-    """How a method is drawn; after eight methods colours repeat, with other lines and markers."""
+    """Drawing style of a method; after eight methods, colours repeat with other line styles and markers."""
 
     name: str
     dash: tuple[float, ...]
@@ -45,12 +45,12 @@ class Look:
 
     @property
     def svg_dash(self) -> str:
-        """The dashes of a line of width 2."""
+        """Dash pattern of a line of width 2."""
         return " ".join(f"{2 * length:g}" for length in self.dash)
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
-    """A look for each label, in their order."""
+    """Return a style for each label, in order of appearance."""
     distinct = list(dict.fromkeys(labels))
     return {
         label: Look(f"m{i % len(COLOURS)}", DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
@@ -60,12 +60,12 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
 
 @as_svg
 def curves(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
-    """Mean test accuracy (or loss) over rounds, over bytes and over client steps, a line of panels for each group.
+    """Draw mean test accuracy (or loss) over rounds, bytes and client steps, with a row of panels per group.
 
-    Lines are means over seeds, bands ± one standard deviation over them. A method that was evaluated once, as one
-    without rounds, is a level line. The scale starts a little below the lowest accuracy, or ends a little above the
-    highest loss, of a trained round, so that an untrained model's may lie outside the figure. A single row is drawn
-    over rounds alone: over bytes and steps it looks the same; so are many, of which :func:`spent` shows those.
+    Lines are means over seeds, bands ± one standard deviation. A method evaluated only once, e.g. without rounds, is a
+    horizontal line. The axis starts slightly below the lowest accuracy, or ends slightly above the highest loss, of a
+    trained round; an untrained model may lie outside. A single row is drawn over rounds only, because its other panels
+    would look the same. More than :data:`FEATURED` rows are drawn over rounds only, too; see :func:`spent`.
     """
     users = any(row.over_seeds(USERS) is not None for row in rows)
     shown, scale = [*([USERS] if users else []), *_groups(rows)], rows[0].scale
@@ -99,7 +99,7 @@ def curves(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 @as_svg
 def spent(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
-    """Test accuracy (or loss) in the last round against the bytes and the client steps of training: a point a row.
+    """Draw test accuracy (or loss) in the last round against the bytes and client steps of training, a point per row.
 
     Bars are ± one standard deviation over seeds.
     """
@@ -140,12 +140,12 @@ def _scale_of_spent(axes: Axes, title: str) -> None:
 
 @as_svg
 def training_loss(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
-    """Training loss over rounds of the rows that were trained: means over seeds, and over neighbours of many rounds."""
+    """Draw training loss over rounds for trained rows: means over seeds, and over adjacent rounds if there are many."""
     figure, axes = panel(2.9, FULL)
     last = 0
     distinct = {
         tuple(run.path for run in row.runs): row for row in reversed(rows)
-    }  # predictors of a run share its loss
+    }  # all predictors of a run share its loss
     for row in reversed(distinct.values()):
         losses = row.training_loss
         if losses:
@@ -162,10 +162,10 @@ def training_loss(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 @as_svg
 def own_steps(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
-    """Test accuracy (or loss) of the unseen clients over the steps that each has made itself.
+    """Draw test accuracy (or loss) of unseen clients over the number of their extra local steps.
 
-    Lines are means over seeds; where there are several, a small dot for each. Steps are evenly spaced, however
-    far apart.
+    Lines are means over seeds; with several seeds, each also has a small dot. Steps are evenly spaced on the axis,
+    whatever their values.
     """
     figure, axes = panel(3.4, FULL)
     scale = rows[0].scale
@@ -189,7 +189,7 @@ def own_steps(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 @as_svg
 def clients(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
-    """Empirical distribution of the clients' test accuracy (or loss) in the last round, all seeds together."""
+    """Draw the empirical distribution of the clients' test accuracy (or loss) in the last round, over all seeds."""
     shown = _groups(rows)
     scale = rows[0].scale
     figure = sheet(FULL, 3.1)
@@ -218,21 +218,21 @@ def clients(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 
 def best_of(rows: Sequence[Row], group: str) -> Row | None:
-    """The row of highest mean accuracy, or of lowest mean loss, the first of equal ones; None if no row has one."""
+    """Return the row with the highest mean accuracy or lowest mean loss, the first on ties; None without results."""
     measured = [row for row in rows if row.over_seeds(group) is not None]
     return max(measured, key=lambda row: row.scale.sign * _mean(row, group), default=None)
 
 
 def has_pairs(rows: Sequence[Row]) -> bool:
-    """Whether :func:`pairs` has anything to show: some row has clients in common with the best."""
+    """Return whether :func:`pairs` has data: some row shares clients with the best."""
     return bool(_panels(rows))
 
 
 @as_svg
 def pairs(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
-    """Client by client, how far each method is above or below the one that is best on average; sorted.
+    """Draw each method's difference to the best on average, client by client, sorted.
 
-    Where a line crosses zero is the share of clients for which the best on average is not the better one.
+    A line crosses zero at the share of clients for which the best on average is not better.
     """
     panels = _panels(rows)
     figure = sheet(FULL, 3.2)
@@ -253,7 +253,7 @@ def pairs(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 
 def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]]:
-    """For each group, the best row, and by label the others' differences to it, client by client."""
+    """Return for each group the best row, and the others' differences to it, client by client and by label."""
     found = []
     for group in GROUPS:
         best = best_of(rows, group)
@@ -270,7 +270,7 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]
 
 
 def _groups(rows: Sequence[Row]) -> list[str]:
-    """Of seen and unseen clients, those for whom some row has a result."""
+    """Return the groups, of seen and unseen clients, for which some row has a result."""
     return [group for group in GROUPS if any(row.over_seeds(group) is not None for row in rows)]
 
 
@@ -281,14 +281,14 @@ def _mean(row: Row, group: str) -> float:
 
 
 def _around(losses: Sequence[float]) -> tuple[float, float]:
-    """Limits of an axis a little beyond the values."""
+    """Return axis limits slightly beyond the values."""
     low, high = min(losses), max(losses)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     return low - margin, high + margin
 
 
 def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], Spread]]:
-    """(round, bytes, client steps) and value of the rounds that every seed has evaluated: means over seeds."""
+    """Return (round, bytes, client steps) and value for rounds evaluated with every seed: means over seeds."""
     by_round = [{point.round: point for point in result.curve} for result in row.results]
     found: list[tuple[tuple[float, float, float], Spread]] = []
     for number in sorted(set.intersection(*(set(points) for points in by_round))):
@@ -319,7 +319,7 @@ def _draw_curve(axes: Axes, curve: Sequence[tuple[float, Spread]], look: Look, l
 
 
 def _steps(ascending: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Corners of the staircase of sorted values: two for each distinct value, however many clients have it."""
+    """Return the corners of the step function of sorted values: two per distinct value."""
     x: list[float] = []
     y: list[float] = []
     below = 0
@@ -332,7 +332,7 @@ def _steps(ascending: Sequence[float]) -> tuple[list[float], list[float]]:
 
 
 def _legend(figure: Figure, *panels: Axes) -> None:
-    """One legend for all panels, below them; the figure becomes higher by what more than two lines of it need."""
+    """Add one legend for all panels below them; the figure grows by the height of lines beyond two."""
     handles: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -1,4 +1,4 @@
-"""A comparison as a folder: ``compare.html`` on one self-contained page, CSV, LaTeX and figures."""
+"""Comparison report: ``compare.html`` as one self-contained page, CSV, LaTeX and figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PAGE = "compare.html"
 
 NAMED = 6
-"""More methods than that are counted, where a sentence or the title would name them."""
+"""Maximum number of methods that sentences and the title list by name; more are counted."""
 
 WHAT_THE_TEST_SAYS = {
     "clients": "There is one seed: a small p says that, of these clients under this one training, one method is better "
@@ -49,12 +49,12 @@ WHAT_THE_TEST_SAYS = {
     "p says that training again, with other seeds, would show the same; with two or three seeds only large and even "
     "differences have one.",
 }
-"""By what the test is over."""
+"""Explanation of the test by its unit of observation."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a table; ``look`` names the colour of its method, ``dash`` its line in the figures (SVG)."""
+    """Line of a table; ``look`` names its method's colour, and ``dash`` its line style in the figures (SVG)."""
 
     cells: tuple[Cell, ...]
     look: str = ""
@@ -63,18 +63,18 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page: headings, with those of groups of columns above, and lines in titled blocks."""
+    """Table of the page: headings, headings of column groups above them, and lines in titled blocks."""
 
     headings: tuple[str, ...]
     blocks: tuple[tuple[str, tuple[Line, ...]], ...]
     above: tuple[tuple[str, int], ...] = ()
     left: int = 1
-    """How many columns are text."""
+    """Number of text columns."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A figure (with the name of its file) or a table, and what is to be said of it."""
+    """Figure (with its file name) or table of the page, and its explanation."""
 
     title: str = ""
     figure: str = ""
@@ -85,7 +85,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page."""
+    """Section of the page."""
 
     title: str
     parts: tuple[Part, ...]
@@ -93,7 +93,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Fact:
-    """The best of a group, for the head of the page."""
+    """Best row of a group, for the top of the page."""
 
     label: str
     value: str
@@ -102,12 +102,12 @@ class Fact:
 
 
 def check_out(out: Path) -> None:
-    """Check that a comparison may be written to a folder: a new one, or that of an earlier comparison.
+    """Check that ``out`` is free for a comparison: a new folder, or an earlier comparison's.
 
     Raises
     ------
     ExperimentError
-        If something else is there.
+        If the folder holds anything else.
     """
     if out.exists() and not (out / PAGE).is_file():
         raise ExperimentError(
@@ -120,20 +120,19 @@ def check_out(out: Path) -> None:
 def write_comparison(comparison: Comparison, out: str | Path) -> Path:
     """Write ``compare.html``, ``compare.csv``, ``pairs.csv``, ``compare.tex`` and ``figures/*.svg``.
 
-    Where it was measured, ``own_steps.csv``: new clients after steps of their own.
+    If extra local steps were evaluated, write ``own_steps.csv`` as well.
 
-    The folder appears whole or not at all; that of an earlier comparison is replaced. The same runs give the same
-    bytes.
+    The folder is written atomically and replaces an earlier comparison. The same runs give the same bytes.
 
     Returns
     -------
     Path
-        Of ``compare.html``.
+        Path of ``compare.html``.
 
     Raises
     ------
     ExperimentError
-        If matplotlib or jinja2 is not installed, or ``out`` is something else than a comparison.
+        If matplotlib or jinja2 is not installed, or ``out`` is not a comparison.
     StorageError
         If it cannot be written.
     """
@@ -180,7 +179,7 @@ def write_comparison(comparison: Comparison, out: str | Path) -> Path:
 
 @contextmanager
 def _whole(out: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of ``out`` when it is full."""
+    """Yield a temporary folder that replaces ``out`` once it is complete."""
     part, old = (out.absolute().with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
     try:
         part.mkdir(parents=True)
@@ -211,14 +210,14 @@ def _subtitle(comparison: Comparison) -> str:
 
 
 def _facts(comparison: Comparison) -> list[Fact]:
-    """Who is best, where all rows can be compared."""
+    """Return the best rows of each group, if all rows are comparable."""
     from fedloom.reporting.compare_figures import best_of
 
     if len(comparison.blocks) > 1 or len(comparison.rows) < 2:
         return []
     looks = _looks(comparison)
     facts = []
-    # Where models are made for user 0, how well they serve others is no merit.
+    # If models are made for user 0, quality for other clients does not count.
     for group in (USERS,) if USERS in comparison.groups else comparison.groups:
         best = best_of(comparison.rows, group)
         if best is not None:
@@ -318,7 +317,7 @@ def _costs(comparison: Comparison) -> Part:
 
 
 def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
-    """The figure of each block; none where nothing was measured."""
+    """Return the figure of each block; none if nothing was measured."""
     from fedloom.reporting import compare_figures, drawing
 
     if not comparison.groups:
@@ -359,7 +358,7 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
             continue
         if name == "training" and not any(row.training_loss for row in rows):
             continue
-        if name == "spent" and len(rows) <= FEATURED:  # few: their curves are drawn over both
+        if name == "spent" and len(rows) <= FEATURED:  # few rows: their curves show both costs
             continue
         several = len(comparison.blocks) > 1
         text = ""
@@ -370,13 +369,13 @@ def _figures(comparison: Comparison, name: str) -> tuple[Part, ...]:
             )
         title = block_title(comparison, block) if several else ""
         parts.append(Part(title, f"{file}-{number}" if several else file, draw(rows, looks), text=text))
-    if parts:  # one explanation for all of them, below the last
+    if parts:  # one explanation for all, below the last
         parts[-1] = replace(parts[-1], text=f"{texts[name]} {parts[-1].text}".rstrip())
     return tuple(parts)
 
 
 def _own_steps(comparison: Comparison) -> tuple[Part, ...]:
-    """A figure and a table of each block of which it was measured (``evaluation.own_steps``)."""
+    """Return a figure and a table for each block with results after extra local steps (``evaluation.own_steps``)."""
     from fedloom.reporting import compare_figures
 
     looks, parts = _looks(comparison), []
@@ -405,7 +404,7 @@ def _own_steps(comparison: Comparison) -> tuple[Part, ...]:
 
 
 def _pairs(comparison: Comparison) -> tuple[Part, ...]:
-    """What figures show, less the reference of its block; ``pairs.csv`` has all pairs."""
+    """Return a table of the featured rows compared with their block's reference; ``pairs.csv`` has all pairs."""
     blocks: list[tuple[str, list[Line]]] = []
     tested = {group: sum(p.group == group and p.p_against is not None for p in comparison.pairs) for group in GROUPS}
     for group in (group for group in GROUPS if group in comparison.groups):
@@ -519,7 +518,7 @@ def _chosen(comparison: Comparison) -> tuple[Part, ...]:
 
 
 def _settings(comparison: Comparison) -> Part:
-    """The keys that differ, down, and what each method was run with, across."""
+    """Return a table of the settings that differ, with a column per method."""
     if not comparison.differing:
         return Part(text="None: the runs differ in their seeds at most.")
     methods: dict[tuple[str, str], list[Row]] = {}
@@ -560,7 +559,7 @@ def _runs(comparison: Comparison) -> Part:
 def _by_block(
     comparison: Comparison, cells: Callable[[int, Row], tuple[Cell, ...]]
 ) -> tuple[tuple[str, tuple[Line, ...]], ...]:
-    """A line for each row, in blocks that are titled where there are several."""
+    """Return a line per row, in blocks that have titles if there are several."""
     looks = _looks(comparison)
     blocks = []
     for block, members in comparison.blocks.items():
@@ -574,7 +573,7 @@ def _by_block(
 
 
 def _looks(comparison: Comparison) -> dict[str, Look]:
-    """The looks of the rows that figures show."""
+    """Return the styles of the rows in figures."""
     from fedloom.reporting.compare_figures import looks
 
     return looks(comparison.rows[i].label for featured in comparison.featured.values() for i in featured)

@@ -1,4 +1,4 @@
-"""A comparison as tables: cells for a terminal or a page, CSV, and LaTeX."""
+"""Tables of a comparison: cells for a terminal or a page, CSV, and LaTeX."""
 
 from __future__ import annotations
 
@@ -26,39 +26,39 @@ from fedloom.reporting.words import human_bytes
 from fedloom.words import as_csv
 
 NARROW = 22
-"""Columns of a terminal that the details of a method may take."""
+"""Width of the method column on a terminal, in characters."""
 
 GROUP_NAMES = {USERS: "user 0", "seen": "seen clients", "unseen": "unseen clients"}
-"""What columns of a group are called."""
+"""Names of the groups' columns."""
 
 
 class Cell(NamedTuple):
-    """Text, and whether it is the ``best`` of its column or ``tied`` with it."""
+    """Text of a table cell, and its mark: ``best`` of its column, ``tied`` with it, or none."""
 
     text: str
     mark: str = ""
 
 
 def headings(comparison: Comparison) -> tuple[str, ...]:
-    """Columns of :func:`as_text`: of the groups that have results, and what a new client costs."""
+    """Return the columns of :func:`as_text`: the groups with results, and the cost of a new client."""
     groups = [(GROUP_NAMES[g],) if g == USERS else (g, "worst decile") for g in comparison.groups]
     return ("what a client gets", *sum(groups, ()), "client steps", "receives", "sends")
 
 
 def text_title(comparison: Comparison) -> str:
-    """What the numbers of :func:`as_text` are."""
+    """Return the title of :func:`as_text`."""
     return f"What each client would get (test {comparison.scale.words}, {spread_note(comparison)})"
 
 
 def choice_headings(comparison: Comparison) -> tuple[str, ...]:
-    """Columns of :func:`choices_as_text`."""
+    """Return the columns of :func:`choices_as_text`."""
     return ("chosen on validation", "of", "validation", "second", *comparison.groups)
 
 
 def as_text(comparison: Comparison) -> dict[str, list[tuple[Cell, ...]]]:
-    """Rows of cells under :func:`headings` for each block, by its title.
+    """Return rows of cells under :func:`headings` for each block, by the block's title.
 
-    Accuracies are in percent; see :func:`spread_note` for what stands behind ±. Details are on lines of their own.
+    Accuracies are in percent; :func:`spread_note` explains ±. Details are on separate lines.
     """
     values = _value_cells(comparison)
     return {
@@ -75,7 +75,7 @@ def as_text(comparison: Comparison) -> dict[str, list[tuple[Cell, ...]]]:
 
 
 def choices_as_text(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Rows under :func:`choice_headings`: what validation chooses for each method, and what it has on test data."""
+    """Return rows under :func:`choice_headings`: each method's setting chosen on validation, with its test results."""
     found, shown = [], comparison.scale.shown
     for choice in comparison.chosen:
         row = comparison.rows[choice.row]
@@ -87,17 +87,17 @@ def choices_as_text(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def edge_note(keys: Sequence[str]) -> str:
-    """That a chosen value is at the edge of what was tried."""
+    """Return a note that the chosen values are at the edge of the values tried."""
     return f"{', '.join(key.rpartition('.')[2] for key in keys)} at the edge of its grid"
 
 
 def spread_note(comparison: Comparison) -> str:
-    """What stands behind ±."""
+    """Return a note that explains ±."""
     return "± over seeds" if comparison.several_seeds else "± over clients"
 
 
 def test_note(comparison: Comparison) -> str:
-    """From what a test cannot tell the others, and what test it is."""
+    """Return a note on the reference and the test that compares other rows with it."""
     over = {
         "clients": "a paired test over the clients of one seed, which is about these clients under this one training",
         "seeds": "a paired test over seeds",
@@ -106,7 +106,7 @@ def test_note(comparison: Comparison) -> str:
 
 
 def reference_note(comparison: Comparison) -> str:
-    """What the rows are tested against, and why that."""
+    """Return the reference of the tests and the reason for it."""
     found = list(comparison.references.values())
     if len(found) > 1:
         return f"the row of its block that is {found[0].because}"
@@ -114,7 +114,7 @@ def reference_note(comparison: Comparison) -> str:
 
 
 def reach_note(comparison: Comparison) -> str:
-    """How clear a difference must be to be significant, with so many clients or seeds, and comparisons."""
+    """Return how clear a difference must be for significance, given the numbers of clients, seeds and comparisons."""
     found = []
     for group in GROUPS:
         tested = [pair for pair in comparison.pairs if pair.group == group and pair.p_against is not None]
@@ -140,7 +140,7 @@ def reach_note(comparison: Comparison) -> str:
 
 
 def value_cell(comparison: Comparison, row: Row, group: str) -> str:
-    """Mean test value ± its standard deviation: over seeds, or over clients if no row has several."""
+    """Return the mean test value ± its standard deviation: over seeds, or over clients if no row has several."""
     found = row.over_seeds(group)
     if found is None or comparison.several_seeds:
         return comparison.scale.shown(found)
@@ -149,13 +149,13 @@ def value_cell(comparison: Comparison, row: Row, group: str) -> str:
 
 
 def cost_cells(row: Row) -> tuple[str, str, str]:
-    """What a new client does: gradient steps, bytes received, bytes sent."""
+    """Return a new client's cost: gradient steps, bytes received, bytes sent."""
     steps, down, up = row.new_client
     return DASH if steps is None else f"{steps:g}", _bytes(down), _bytes(up)
 
 
 def block_title(comparison: Comparison, block: str) -> str:
-    """The data of a block, and what tells it from that of the others."""
+    """Return the data set of a block, with the settings that distinguish the block from others."""
     first = {b: comparison.rows[members[0]] for b, members in comparison.blocks.items()}
     keys = differing([of_block(row.runs[0]) for row in first.values()])
     keys = tuple(key for key in keys if key != "data.dataset")
@@ -165,9 +165,9 @@ def block_title(comparison: Comparison, block: str) -> str:
 
 
 def rows_as_csv(comparison: Comparison) -> str:
-    """One line for each row: every statistic, fractions or losses in full precision; empty where not known.
+    """Return a CSV line per row with every statistic: fractions or losses in full precision, empty if unknown.
 
-    ``_std`` is over seeds, ``_over_clients`` the mean over seeds of the standard deviation over clients.
+    ``_std`` is over seeds; ``_over_clients`` is the mean over seeds of the standard deviation over clients.
     """
     lines: list[dict[str, object]] = []
     name, groups = comparison.scale.name, tuple(dict.fromkeys((*comparison.groups, *GROUPS)))
@@ -206,13 +206,13 @@ def rows_as_csv(comparison: Comparison) -> str:
         line |= {key: _first(row.of_runs(key)) for key in ("payload_up", "payload_down", "wire_up", "wire_down")}
         line |= _columns("duration_s", row.of_runs("duration_s"))
         lines.append(line)
-    # Rows of different readings have different columns: all of them, in the order of their first use.
+    # Rows of different readings have different columns: take all of them, in order of first use.
     keys = dict.fromkeys(key for line in lines for key in line)
     return as_csv([{key: _text(line.get(key)) for key in keys} for line in lines])
 
 
 def pairs_as_csv(comparison: Comparison) -> str:
-    """One line for each pair of rows of a block and group of clients."""
+    """Return a CSV line for each pair of rows of a block and group of clients."""
     return as_csv(
         [
             {
@@ -243,17 +243,17 @@ def pairs_as_csv(comparison: Comparison) -> str:
 
 
 def reference_of(comparison: Comparison, pair: Pair) -> Row:
-    """The row that the rows of the block of a pair are tested against."""
+    """Return the reference row of a pair's block."""
     return comparison.rows[comparison.references[comparison.rows[pair.first].block].row]
 
 
 def own_steps_of(rows: Sequence[Row]) -> list[int]:
-    """The numbers of steps of a client's own after which some row was measured."""
+    """Return the numbers of extra local steps after which some row was evaluated."""
     return sorted({k for row in rows for k in row.own_steps})
 
 
 def own_steps_as_csv(comparison: Comparison) -> str:
-    """One line for each row, seed and number of steps of an unseen client's own: fractions, or losses."""
+    """Return a CSV line for each row, seed and number of an unseen client's extra local steps: fractions, or losses."""
     lines = []
     for block, members in comparison.stepping.items():
         for i in members:
@@ -276,7 +276,7 @@ def own_steps_as_csv(comparison: Comparison) -> str:
 
 
 def own_steps_as_text(comparison: Comparison) -> list[str]:
-    """For each block a table of its unseen clients by steps of their own, and a plot, in characters of ASCII alone."""
+    """Return for each block a table and a plot of unseen clients over extra local steps, in ASCII."""
     found = []
     for block, members in comparison.stepping.items():
         rows = [comparison.rows[i] for i in members]
@@ -301,7 +301,7 @@ PLOT_LINES = 12
 
 
 def _plotted(rows: Sequence[Row], steps: Sequence[int], letters: Sequence[str], width: int) -> list[str]:
-    """A letter for each row and number of steps, by height; ``*`` where letters meet."""
+    """Return the plot's lines, with a letter for each row and number of steps; ``*`` where letters coincide."""
     values = [value.mean for row in rows for value in row.own_steps.values()]
     low, high = min(values), max(values)
     room = (high - low) or 1.0
@@ -320,7 +320,7 @@ def _plotted(rows: Sequence[Row], steps: Sequence[int], letters: Sequence[str], 
 
 
 def _letters(labels: Sequence[str]) -> list[str]:
-    """A letter of each label, its first one that no other has; digits where they run out."""
+    """Return a letter for each label: its first letter that is not taken, or a digit if there is none."""
     found: list[str] = []
     for n, label in enumerate(labels, start=1):
         own = (c for c in label.upper() if c.isascii() and c.isalpha() and c not in found)
@@ -329,7 +329,7 @@ def _letters(labels: Sequence[str]) -> list[str]:
 
 
 def as_latex(comparison: Comparison) -> str:
-    r"""A ``table`` for a document that uses the package ``booktabs``: best in bold, tied with it underlined."""
+    r"""Return a ``table`` for a LaTeX document with the package ``booktabs``: best in bold, tied rows underlined."""
     values = _value_cells(comparison)
     spans = [(GROUP_NAMES[group], 1 if group == USERS else 2) for group in comparison.groups] + [("new client", 3)]
     columns = 2 + sum(span for _, span in spans)
@@ -371,7 +371,7 @@ def as_latex(comparison: Comparison) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text as LaTeX."""
+    """Return a text with LaTeX's special characters escaped."""
     special = {
         **{c: rf"\{c}" for c in "&%$#_{}"},
         "~": r"\textasciitilde{}",
@@ -404,7 +404,7 @@ def _caption(comparison: Comparison) -> str:
 
 
 def _value_cells(comparison: Comparison) -> list[list[Cell]]:
-    """For each row, mean and worst decile of the groups that have results; of user 0, the mean."""
+    """Return for each row the mean and worst decile of the groups with results; for user 0, only the mean."""
     cells: list[list[Cell]] = [[] for _ in comparison.rows]
     for group in comparison.groups:
         for row, mark, line in zip(comparison.rows, comparison.marks(group), cells, strict=True):
@@ -417,12 +417,12 @@ def _value_cells(comparison: Comparison) -> list[list[Cell]]:
 
 
 def plain(comparison: Comparison, value: Spread | None) -> str:
-    """A mean alone, as the table shows it."""
+    """Return a mean without its standard deviation, as the table shows it."""
     return comparison.scale.shown(None if value is None else Spread(value.mean, None))
 
 
 def _narrow(method: str, *details: str) -> str:
-    """A method and its details on lines that leave room for the other columns of a terminal."""
+    """Return a method and its details, wrapped to leave room for the other columns of a terminal."""
     wrap = textwrap.TextWrapper(NARROW, initial_indent="  ", subsequent_indent="    ")
     return "\n".join([method, *(line for detail in details for line in wrap.wrap(detail))])
 

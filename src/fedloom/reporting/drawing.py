@@ -1,4 +1,4 @@
-"""What all figures share: one style, and matplotlib to SVG that reads well on light and dark pages, always alike."""
+"""Drawing style of all figures, and reproducible SVG output that suits light and dark pages."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from numpy.typing import NDArray
 Array: TypeAlias = NDArray[np.float64]
 
 INK = "#24292f"
-"""Colour of text and axes; :func:`inline` makes it the colour of the page's text."""
+"""Colour of text and axes; :func:`inline` replaces it by the page's text colour."""
 
 PAPER = "#fefefe"
-"""Colour of text on dark ground; :func:`inline` makes it the colour of the page."""
+"""Colour of text on dark areas; :func:`inline` replaces it by the page's background colour."""
 
 COLOURS = {"seen": "#0072b2", "unseen": "#d55e00", "global": "#009e73"}
-"""Okabe and Ito's colours, told apart with any colour vision; :func:`inline` makes them CSS variables."""
+"""Okabe and Ito's colours, distinct under any colour vision; :func:`inline` replaces them by CSS variables."""
 
 LABELS = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
 
 OTHER = "#c9ccd1"
-"""Of what has no colour of its own."""
+"""Colour for everything without a colour of its own."""
 
 HALF, FULL = 4.35, 8.9
-"""Widths in inches, so that text has the same size in figures that share a line of the page and one that fills it."""
+"""Figure widths in inches, chosen so that text has the same size in half-width and full-width figures."""
 
 MANY_POINTS = 2000
-"""From so many points on, a scatter plot is an image: markers cost a hundred bytes each."""
+"""Number of points above which a scatter plot is rasterized, since each marker takes a hundred bytes."""
 
 MANY_ROUNDS = 60
-"""Points of a curve over rounds, or bars, at most: beyond, each is the mean of neighbours."""
+"""Maximum number of points or bars over rounds; above it, each is the mean of adjacent rounds."""
 
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -80,13 +80,13 @@ _P = ParamSpec("_P")
 
 
 class Drawing(str):
-    """A figure as the text of an SVG; ``figure`` is what it was made of."""
+    """SVG text of a figure; ``figure`` is its source."""
 
     figure: Figure
 
 
 class Sheet(Figure):
-    """A figure that a notebook shows also where nothing has imported pyplot, which else would see to it."""
+    """Figure that notebooks display even if pyplot, which normally registers this, has not been imported."""
 
     def _repr_png_(self) -> bytes:
         image = BytesIO()
@@ -95,7 +95,7 @@ class Sheet(Figure):
 
 
 def as_svg(draw: Callable[_P, Figure]) -> Callable[_P, Drawing]:
-    """Give a drawing function the style of a report and its text the form of an SVG."""
+    """Decorate a drawing function so that it uses the report's style and returns SVG."""
 
     @wraps(draw)
     def styled(*args: _P.args, **kwargs: _P.kwargs) -> Drawing:
@@ -109,31 +109,31 @@ def as_svg(draw: Callable[_P, Figure]) -> Callable[_P, Drawing]:
 
 
 def sheet(width: float, height: float, **layout: Any) -> Figure:
-    """An empty figure of so many inches, whose parts find their own room."""
+    """Return an empty figure of this size in inches, with automatic layout."""
     return Sheet(figsize=(width, height), **{"layout": "constrained", **layout})
 
 
 def panel(height: float, width: float = HALF) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes; inches."""
+    """Return a figure with a single pair of axes; sizes in inches."""
     figure = sheet(width, height)
     return figure, figure.add_subplot()
 
 
 def over_rounds(axes: Axes, last: float) -> None:
-    """Make the horizontal axis that of rounds, from 0 to the last."""
+    """Label the horizontal axis as rounds, from 0 to the last."""
     axes.set(xlabel="round", xlim=(0, max(last, 1)))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 2.5, 5, 10]))
 
 
 def percent(*each: Axis, bins: int = 6) -> None:
-    """Show fractions in percent."""
+    """Format axes of fractions in percent."""
     for axis in each:
         axis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:.10g}%"))
         axis.set_major_locator(MaxNLocator(nbins=bins, steps=[1, 2, 2.5, 5, 10]))
 
 
 def dots(axes: Axes, x: Array, y: Array, seen: NDArray[np.bool_]) -> None:
-    """A point for each client: circles for the seen, diamonds for the unseen."""
+    """Draw a point for each client: circles for seen, diamonds for unseen."""
     for name, kind, marker in (("seen", seen, "o"), ("unseen", ~seen, "D")):
         if kind.any():
             axes.scatter(
@@ -144,13 +144,13 @@ def dots(axes: Axes, x: Array, y: Array, seen: NDArray[np.bool_]) -> None:
 
 
 def neighbours(values: Sequence[float], most: int = MANY_ROUNDS) -> Array:
-    """Means of as few neighbours as leave at most so many values."""
+    """Return means of adjacent values, grouped so that at most ``most`` values remain."""
     together = -(-len(values) // most)
     return np.array([np.mean(values[i : i + together]) for i in range(0, len(values), together)])
 
 
 def inline(svg: str, name: str, palette: Mapping[str, str]) -> str:
-    """Make an SVG part of a page: ids of its own, the page's text colour, and its palette from CSS variables."""
+    """Prepare an SVG for inclusion in a page: unique ids, the page's text colour, and a palette of CSS variables."""
     svg = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{name}-", svg)
     svg = svg.replace(INK, "currentColor").replace(PAPER, "var(--page)")
     for variable, colour in palette.items():
@@ -159,12 +159,12 @@ def inline(svg: str, name: str, palette: Mapping[str, str]) -> str:
 
 
 def point_url(k: int) -> str:
-    """What marks the k-th point of a figure, until :func:`annotated` puts in its place what a reader gets."""
+    """Return the URL that marks the k-th point of a figure until :func:`annotated` replaces it."""
     return f"point:{k}"
 
 
 def annotated(svg: str, notes: Sequence[str], links: Sequence[str | None]) -> str:
-    """Give each marked point its note, shown where the pointer rests, and its link, where it has one."""
+    """Give each marked point its note, shown as a tooltip, and its link, if it has one."""
 
     def point(match: re.Match[str]) -> str:
         k = int(match[1])
@@ -175,7 +175,7 @@ def annotated(svg: str, notes: Sequence[str], links: Sequence[str | None]) -> st
 
 
 def _svg(figure: Figure) -> str:
-    """Render without dates, metadata, prolog, and ids that nothing refers to."""
+    """Return the figure as SVG without dates, metadata, prolog, or unreferenced ids."""
     out = StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = out.getvalue()

@@ -1,4 +1,4 @@
-"""The figures of a report."""
+"""Figures of a report."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ from fedloom.reporting.drawing import (
 )
 
 HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(COLOURS["seen"], opacity) for opacity in (0, 1)])
-"""Of heat maps, from transparent to opaque: so zero is the page itself, be it light or dark, and lightness is even in
-the value on both. Pages brighten ``image`` of dark figures."""
+"""Colour map of heat maps, from transparent to opaque: zero shows the page, light or dark, and lightness varies
+evenly with the value on both. Pages brighten ``image`` elements of dark figures.
+"""
 
 CLASS_COLOURS = (
     "#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd",
@@ -47,21 +48,21 @@ CLASS_COLOURS = (
 """Petroff's ten accessible colours (arXiv 2107.02270)."""
 
 MANY_CLIENTS = 300
-"""Columns of the picture of the partition at most; beyond, neighbours share one."""
+"""Maximum number of columns in the partition figure; above it, neighbouring clients share a column."""
 
 _EVERYONE = ("true", "false")
 
 
 @as_svg
 def learning_curve(lines: Sequence[Mapping[str, Any]], what: Literal["accuracy", "loss"]) -> Figure:
-    """Mean test accuracy (or loss) over rounds; the band is ± one standard deviation over clients.
+    """Draw mean test accuracy (or loss) over rounds, with a band of ± one standard deviation over clients.
 
     Parameters
     ----------
     lines
-        Evaluated rounds, ascending.
+        Evaluated rounds, in ascending order.
     what
-        ``loss`` for data without classes; it has no band.
+        ``loss`` if the data have no classes; it has no band.
     """
     figure, axes = panel(2.6)
     top = 0.0
@@ -88,12 +89,12 @@ def learning_curve(lines: Sequence[Mapping[str, Any]], what: Literal["accuracy",
 
 @as_svg
 def training_loss(losses: Mapping[int, float]) -> Figure:
-    """Training loss over rounds; beyond :data:`MANY_ROUNDS`, the line is the mean of neighbours.
+    """Draw training loss over rounds; beyond :data:`MANY_ROUNDS`, the line shows means of adjacent rounds.
 
     Parameters
     ----------
     losses
-        Of each round, ascending.
+        Loss by round, in ascending order.
     """
     figure, axes = panel(2.6)
     if len(losses) > MANY_ROUNDS:
@@ -110,12 +111,12 @@ def training_loss(losses: Mapping[int, float]) -> Figure:
 
 @as_svg
 def distribution(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
-    """Empirical distribution of the clients' test accuracy: how many clients are no better than a given accuracy.
+    """Draw the empirical distribution of clients' test accuracy: the share of clients at or below each value.
 
     Parameters
     ----------
     rows
-        Of ``clients.csv``.
+        Rows of ``clients.csv``.
     reading
         ``unmasked`` or ``masked``.
     """
@@ -143,12 +144,12 @@ def distribution(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
 
 @as_svg
 def before_after(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
-    """Test accuracy of the global and of the personalized model, one point per client.
+    """Draw test accuracy of the global model against that of the personalized model, one point per client.
 
     Parameters
     ----------
     rows
-        Of ``clients.csv``.
+        Rows of ``clients.csv``.
     reading
         ``unmasked`` or ``masked``.
     """
@@ -178,21 +179,21 @@ def before_after(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
 
 
 def shares(counts: Sequence[Sequence[int]]) -> Array:
-    """Rows that sum to one, ``[r, c]``; a row of zeros stays."""
+    """Return rows scaled to sum to one, ``[r, c]``; a row of zeros stays zero."""
     values = np.asarray(counts, dtype=np.float64)
     return np.asarray(values / np.maximum(values.sum(1, keepdims=True), 1))
 
 
 @as_svg
 def confusion(counts: Sequence[Sequence[int]], class_names: Sequence[str], title: str) -> Figure:
-    """Which class is taken for which: a row per class, in percent of its examples.
+    """Draw a confusion matrix: a row per true class, in percent of its examples.
 
     Parameters
     ----------
     counts
-        ``C x C``: examples of the class of the row that were taken for the class of the column.
+        ``C x C``: numbers of examples by true class (row) and predicted class (column).
     class_names
-        C names.
+        Names of the C classes.
     """
     share, names = shares(counts), [shown(name) for name in class_names]
     c, longest, width = len(names), max(map(len, names)), FULL if confusion_is_wide(class_names) else HALF
@@ -218,23 +219,23 @@ def confusion(counts: Sequence[Sequence[int]], class_names: Sequence[str], title
 
 
 def confusion_is_wide(class_names: Sequence[str]) -> bool:
-    """Whether the matrix needs the whole width of a page: long names of many classes."""
+    """Return whether the matrix needs the full page width: many classes with long names."""
     return len(class_names) > 30 and max(len(shown(name)) for name in class_names) > 2
 
 
 @as_svg
 def partition(mixes: Mapping[str, Sequence[Sequence[int]]], class_names: Sequence[str]) -> Figure:
-    """Who has what: a column per client with the mix of its classes, and above it how many examples it trains on.
+    """Draw the partition: a column per client with its class proportions, and its number of training examples above.
 
-    Clients are ordered by their most frequent class and its share. Beyond :data:`MANY_CLIENTS`, neighbours share a
-    column, which shows their means.
+    Clients are ordered by their most frequent class and its share. Beyond :data:`MANY_CLIENTS`, neighbouring clients
+    share a column, which shows their means.
 
     Parameters
     ----------
     mixes
-        For ``seen`` and ``unseen``, training examples of each class, a row per client.
+        Training examples per class, a row per client, for ``seen`` and ``unseen``.
     class_names
-        C names.
+        Names of the C classes.
     """
     names, c = [shown(name) for name in class_names], len(class_names)
     groups = {name: np.asarray(rows, dtype=np.float64) for name, rows in mixes.items() if len(rows)}
@@ -272,14 +273,14 @@ def partition(mixes: Mapping[str, Sequence[Sequence[int]]], class_names: Sequenc
 
 @as_svg
 def descriptor_map(document: Mapping[str, Any], class_names: Sequence[str]) -> Figure:
-    """Descriptors of the last evaluated round on their two principal axes; each point is marked with its client.
+    """Draw the last round's descriptors on their two principal axes; each point carries its client's number.
 
     Parameters
     ----------
     document
         Content of ``descriptors.json``.
     class_names
-        C names.
+        Names of the C classes.
     """
     last, clients = document["maps"][-1], document["clients"]
     legend, colours = _class_colours(clients["class"], clients["seen"], class_names)
@@ -296,7 +297,7 @@ def descriptor_map(document: Mapping[str, Any], class_names: Sequence[str]) -> F
 
 @as_svg
 def descriptor_maps(document: Mapping[str, Any]) -> Figure:
-    """Small maps of the descriptors over training, on the axes of the last and on one scale.
+    """Draw small maps of the descriptors over training, on the axes of the last map and with the same scale.
 
     Parameters
     ----------
@@ -320,7 +321,7 @@ def descriptor_maps(document: Mapping[str, Any]) -> Figure:
 
 @as_svg
 def correlation(document: Mapping[str, Any]) -> Figure:
-    """Rank correlation of descriptor distances with distances of class mixes, over rounds.
+    """Draw the rank correlation between descriptor distances and distances of class proportions, over rounds.
 
     Parameters
     ----------
@@ -347,12 +348,12 @@ def correlation(document: Mapping[str, Any]) -> Figure:
 
 @as_svg
 def phases_over_rounds(rounds: Sequence[int], phases: Sequence[Mapping[str, float]]) -> Figure:
-    """Seconds of each phase, stacked, over rounds; beyond :data:`MANY_ROUNDS`, a bar is the mean of neighbours.
+    """Draw stacked seconds per phase over rounds; beyond :data:`MANY_ROUNDS`, a bar is the mean of adjacent rounds.
 
     Parameters
     ----------
     rounds
-        Their numbers, ascending.
+        Round numbers, in ascending order.
     phases
         ``{phase: seconds}``, one per round.
     """
@@ -373,14 +374,14 @@ def phases_over_rounds(rounds: Sequence[int], phases: Sequence[Mapping[str, floa
 
 @as_svg
 def phases_total(phases: Sequence[Mapping[str, float]], others: Mapping[str, float]) -> Figure:
-    """Seconds of each phase over all rounds, in the colours of :func:`phases_over_rounds`, and what went elsewhere.
+    """Draw total seconds per phase, in the colours of :func:`phases_over_rounds`, and time spent outside phases.
 
     Parameters
     ----------
     phases
         ``{phase: seconds}``, one per round.
     others
-        Seconds that belong to no phase, by what they went to.
+        Seconds outside phases, by use.
     """
     names = phase_names(phases)
     seconds = [sum(phase.get(name, 0.0) for phase in phases) for name in names]
@@ -399,12 +400,12 @@ def phases_total(phases: Sequence[Mapping[str, float]], others: Mapping[str, flo
 
 
 def phase_names(phases: Sequence[Mapping[str, float]]) -> list[str]:
-    """In the order in which they first occur."""
+    """Return the phases' names in order of first occurrence."""
     return list(dict.fromkeys(name for phase in phases for name in phase))
 
 
 def shown(name: str) -> str:
-    """A class's name as a label: of characters that cannot be seen their sign, of long names the beginning."""
+    """Return a class name as a label: symbols for invisible characters, and long names shortened."""
     signs = {" ": "␣", "\n": "⏎", "\t": "⇥", "": "∅"}
     return signs.get(name, name if len(name) <= 16 else f"{name[:15]}…")
 
@@ -412,7 +413,7 @@ def shown(name: str) -> str:
 def _measured(
     rows: Sequence[Mapping[str, str]], predictor: str, reading: str, of: Sequence[str] = _EVERYONE
 ) -> list[Mapping[str, str]]:
-    """The clients, of those whose ``seen`` is one of ``of``, that have an accuracy."""
+    """Return the clients that have an accuracy and whose ``seen`` is in ``of``."""
     return [row for row in rows if row.get(f"{predictor}_accuracy_{reading}") and row["seen"] in of]
 
 
@@ -421,7 +422,7 @@ def _accuracies(rows: Sequence[Mapping[str, str]], predictor: str, reading: str)
 
 
 def _neighbours(rows: Array, together: int) -> tuple[Array, Array]:
-    """Clients ``[n, C]`` ordered by most frequent class and its share, ``together`` to a column: sizes, mixes."""
+    """Return sizes and class proportions of clients ``[n, C]``, sorted by main class, ``together`` per column."""
     sizes, mix = rows.sum(1), shares(rows.tolist())
     main = mix.argmax(1)
     order = np.lexsort((np.arange(len(rows)), -mix[np.arange(len(rows)), main], main))
@@ -439,9 +440,9 @@ def _points(
     raster: bool,
     marked: bool = False,
 ) -> None:
-    """The clients of a map: circles for seen ones, framed diamonds for unseen ones.
+    """Draw the clients of a map: circles for seen ones, outlined diamonds for unseen ones.
 
-    ``marked`` points carry their client's number, for :func:`~fedloom.reporting.drawing.annotated`.
+    If ``marked``, points carry their client's number for :func:`~fedloom.reporting.drawing.annotated`.
     """
     for kind, marker, area in ((True, "o", size), (False, "D", 1.5 * size)):
         those = [k for k, point in enumerate(each["xy"]) if point is not None and seen[k] is kind]
@@ -458,7 +459,7 @@ def _points(
 def _class_colours(
     classes: Sequence[int], seen: Sequence[bool], class_names: Sequence[str]
 ) -> tuple[list[Line2D], list[str]]:
-    """Legend, and the colour of each client: of its class if that is one of the most frequent, else grey."""
+    """Return the legend and each client's colour: its class's colour if that class is frequent, else grey."""
 
     def mark(label: str, colour: str, marker: str = "o") -> Line2D:
         edge = INK if marker == "D" else "none"
@@ -467,7 +468,7 @@ def _class_colours(
     present = Counter(classes)
     room = len(CLASS_COLOURS) if len(present) <= len(CLASS_COLOURS) else len(CLASS_COLOURS) - 1
     frequent = sorted(sorted(present, key=lambda k: (-present[k], k))[:room])
-    # A class keeps its colour whatever the others are, where the classes are few.
+    # If there are few classes, each keeps its colour whichever others are present.
     fixed = max(present, default=0) < len(CLASS_COLOURS)
     colours = {k: CLASS_COLOURS[k if fixed else i] for i, k in enumerate(frequent)}
     legend = [mark(shown(class_names[k]), colours[k]) for k in frequent] if class_names else []
@@ -479,7 +480,7 @@ def _class_colours(
 
 
 def _heat(axes: Axes, share: Array, aspect: Literal["auto", "equal"] = "auto") -> AxesImage:
-    """Draw shares as opacities: their square roots, so that small ones can be seen."""
+    """Draw shares as opacities, by their square roots, so that small ones are visible."""
     _framed(axes)
     return axes.imshow(share, cmap=HEAT, norm=PowerNorm(0.5, 0, 1), interpolation="none", aspect=aspect)
 
@@ -492,7 +493,7 @@ def _framed(axes: Axes) -> None:
 
 
 def _heat_bar(figure: Figure, image: AxesImage, beside: Axes | Sequence[Axes], label: str) -> None:
-    """The scale of a heat map."""
+    """Add the colour scale of a heat map."""
     bar = figure.colorbar(image, ax=beside, aspect=18, pad=0.015, fraction=0.02, ticks=[0, 0.05, 0.25, 0.5, 1])
     if bar.solids is not None:
         bar.solids.set_rasterized(True)
@@ -503,7 +504,7 @@ def _heat_bar(figure: Figure, image: AxesImage, beside: Axes | Sequence[Axes], l
 
 
 def _class_ticks(axis: Axis, names: Sequence[str], pitch: float) -> None:
-    """Name the classes of a heat map whose cells are ``pitch`` points apart: all of them, in two lines, or some."""
+    """Label the classes of a heat map with ``pitch`` points per cell: all of them, in two lines, or some."""
     places, size = list(range(len(names))), min(8.0, 0.95 * pitch)
     if pitch >= 5:
         axis.set_ticks(places, names, fontsize=size)

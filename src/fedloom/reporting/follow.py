@@ -1,4 +1,4 @@
-"""``fedloom report --follow``: the report of a run that is under way, written again as the run goes on."""
+"""Live report for ``fedloom report --follow``, rewritten while a run is in progress."""
 
 from __future__ import annotations
 
@@ -14,40 +14,39 @@ from fedloom.reporting.status import RunFiles
 from fedloom.words import counted
 
 LOOK_S = 1.0
-"""How often the run's files are looked at."""
+"""Seconds between checks of the run's files."""
 
 SHARE = 10
-"""The page is written at most for a tenth of the time: a run that trains beside it needs the processor more."""
+"""Minimum ratio of total time to writing time: the page takes at most a tenth, leaving the processor to the run."""
 
 
 def follow_report(
     run_folder: str | Path, every_s: float, wrote: Callable[[Path], None] = lambda page: None
 ) -> Activity:
-    """Write the report of a run again and again until no process works on the run any more.
+    """Rewrite a run's report repeatedly until no process works on the run.
 
-    The page asks the browser to load it anew; each version takes the place of the last one whole. The last version, of
-    a run that is finished or was stopped or killed, does not ask any more. It is also written where the following
-    itself is interrupted.
+    The page asks the browser to reload it; each version replaces the previous one atomically. The last version, when
+    the run has finished or was stopped or killed, does not reload. It is also written if following is interrupted.
 
     Parameters
     ----------
     run_folder
-        Of the run.
+        Folder of the run.
     every_s
-        Seconds between two versions, at least; more where drawing takes long (:data:`SHARE`). Without a change there is
-        no new one.
+        Minimum interval between versions in seconds; longer if drawing is slow (:data:`SHARE`). No version is written
+        without a change.
     wrote
-        Called after each version.
+        Called after each version with the path of the page.
 
     Returns
     -------
     Activity
-        What the run was at the end; ``phase`` is ``finished`` or ``interrupted``.
+        State of the run at the end; ``phase`` is ``finished`` or ``interrupted``.
 
     Raises
     ------
     DataError, ExperimentError, StorageError
-        As :func:`~fedloom.reporting.report.write_report`.
+        As in :func:`~fedloom.reporting.report.write_report`.
     """
     folder = RunFolder.open(run_folder)
     files = RunFiles(folder)
@@ -72,7 +71,7 @@ def follow_report(
 
 
 def _state(now: Activity) -> str:
-    """How far the run is, as the page says it."""
+    """Return the run's state as the page words it."""
     of = "" if now.rounds is None else f" of {now.rounds}"
     if now.phase == "running":
         return f"This run is under way: round {now.round}{of} is done."

@@ -1,4 +1,4 @@
-"""The form of a run's files as a report needs it: tells a broken file from a bug in the report."""
+"""Schemas of a run's files as a report needs them, which distinguish a damaged file from a bug in the report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Matrix = list[list[Count]]
 
 
 OF_BROKEN_FILES = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
-"""Errors that code meets in a file of another form; bugs raise them too, and then the files are found to be whole."""
+"""Exceptions that malformed files may cause. Bugs cause them too; the files then pass the check."""
 
 
 class _Part(BaseModel):
-    """An object of a file; keys that no report needs may be there."""
+    """Object in a file; additional keys are allowed."""
 
     model_config = ConfigDict(strict=True)
 
@@ -50,7 +50,7 @@ class _Group(_Reading):
 
     @property
     def other(self) -> frozenset[str]:
-        """The reading that is inside."""
+        """Reading that is nested in the group."""
         return frozenset(self.model_fields_set & {"masked", "unmasked"})
 
 
@@ -107,7 +107,7 @@ class _Evaluation(_Round):
 
 
 class _Compared(_Evaluation):
-    """A line of ``metrics.jsonl`` as a comparison needs it."""
+    """Line of ``metrics.jsonl`` as a comparison needs it."""
 
     client_steps: Count
     validation_pooled: Number | None
@@ -266,7 +266,7 @@ class _Mapped(_Part):
 
     @model_validator(mode="after")
     def _of_each_client(self) -> _Mapped:
-        size = len(base64.b64decode(self.descriptors, validate=True))  # of 32-bit floats
+        size = len(base64.b64decode(self.descriptors, validate=True))  # 32-bit floats
         if size % (4 * max(1, len(self.xy))):
             raise ValueError("there must be one descriptor for each client")
         return self
@@ -295,7 +295,7 @@ class _Descriptors(_Part):
 
 
 class _Row(_Part):
-    """A line of ``clients.csv``."""
+    """Line of ``clients.csv``."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -328,12 +328,12 @@ _LISTS: Mapping[str, tuple[TypeAdapter[Any], Callable[[RunFolder], Sequence[Any]
 
 
 def checked(run: RunFolder, name: str) -> dict[str, Any]:
-    """Return the object of a JSON file that a report needs.
+    """Return the object in a JSON file after validating it.
 
     Raises
     ------
     DataError
-        If it is absent, no JSON, or of another form: the key, and what is wrong with it.
+        If the file is missing, not JSON, or malformed; names the key and the fault.
     """
     found = run.json(name)
     try:
@@ -344,12 +344,12 @@ def checked(run: RunFolder, name: str) -> dict[str, Any]:
 
 
 def check(run: RunFolder, names: Sequence[str]) -> None:
-    """Refuse files that are there and broken, or belong to different runs.
+    """Raise if any existing file is malformed or belongs to another run.
 
     Raises
     ------
     DataError
-        The first such file: the key, and what is wrong with it.
+        For the first such file; names the key and the fault.
     """
     for name in names:
         if not (run.path / name).exists():
@@ -367,12 +367,12 @@ def check(run: RunFolder, names: Sequence[str]) -> None:
 
 
 def check_compared(run: RunFolder) -> None:
-    """Refuse files of a finished run that a comparison cannot read.
+    """Raise if a finished run has a file that a comparison cannot read.
 
     Raises
     ------
     DataError
-        The first such file: the key, and what is wrong with it.
+        For the first such file; names the key and the fault.
     """
     summary = checked(run, "summary.json")
     method = summary["algorithm"]
@@ -395,7 +395,7 @@ def check_compared(run: RunFolder) -> None:
 
 
 def _check_classes(run: RunFolder, classes: int, names: Sequence[str]) -> None:
-    """Refuse classes that the partition does not have."""
+    """Raise if a file refers to classes that the partition does not have."""
     found: list[tuple[str, int]] = []
     if "confusion.csv" in names:
         pairs = (pair for pairs in run.confusions().values() for pair in pairs)

@@ -1,4 +1,4 @@
-"""``report.html``: what a run found, on one self-contained page, from the files of its folder alone."""
+"""Report of a run: ``report.html``, one self-contained page made from the files of the run's folder."""
 
 from __future__ import annotations
 
@@ -27,21 +27,24 @@ if TYPE_CHECKING:
 DASH = "–"
 
 NAMED = 10
-"""Rows of a small table at most."""
+"""Maximum number of rows of a small table."""
 
 FEW_CLIENTS = 20
-"""So many clients at most are all named."""
+"""Maximum number of clients that are all listed by name."""
 
 CARDS = 1000
-"""Of so many clients at most, each has a card: the page grows by half a kilobyte with each."""
+"""Maximum number of clients for which each gets a card; every card adds half a kilobyte to the page."""
 
 CARD_CLASSES = 12
-"""Classes of a card's confusion matrix at most: the most frequent ones."""
+"""Maximum number of classes in a card's confusion matrix: the most frequent ones."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table; ``mark`` is the group whose colour it has, empty for a part of one; ``note``, on the label."""
+    """Line of a table.
+
+    ``mark`` is the group whose colour it has, empty for a part of one; ``note`` is attached to the label.
+    """
 
     label: str
     cells: tuple[str, ...]
@@ -51,7 +54,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Block:
-    """Lines of the results table that share a round and a reading."""
+    """Lines of the results table with a common round and reading."""
 
     title: str
     rows: tuple[Row, ...]
@@ -59,7 +62,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Fact:
-    """A number of the head of the page."""
+    """Number at the top of the page."""
 
     label: str
     value: str
@@ -69,9 +72,9 @@ class Fact:
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure: the name of its file, the SVG, and whether it has a line of the page to itself.
+    """Figure: the name of its file, its SVG, and whether it takes the full width of the page.
 
-    ``points``: of a figure whose points are clients, the id of each and what is shown where the pointer rests on it.
+    ``points``: if its points are clients, the id of each and the text of its tooltip.
     """
 
     name: str
@@ -82,7 +85,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Table:
-    """A small table among figures; ``wide`` if it has a line of the page to itself."""
+    """Small table among figures; ``wide`` if it takes the full width of the page."""
 
     title: str
     headings: tuple[str, ...]
@@ -92,7 +95,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Card:
-    """One client: what it has, how good its model is, and its confusion matrix: a row per true class, in examples.
+    """Card of a client: its data, the quality of its model, and its confusion matrix with a row per true class.
 
     ``target`` is the id of the card on the page. A row's cells are (examples, share of the class in percent).
     """
@@ -108,9 +111,9 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page, its parts in the order in which they are shown; or why it is left out.
+    """Section of the page with its parts in display order, or the reason why it is left out.
 
-    ``panels`` and ``tables`` share a grid of so many ``columns``, as wide as the page.
+    ``panels`` and ``tables`` share a grid with this many ``columns`` across the page.
     """
 
     title: str
@@ -127,9 +130,9 @@ class Section:
 
 @dataclass(frozen=True)
 class Renewal:
-    """Of a page that is written again while its run goes on: seconds until a browser loads it anew, and how far it is.
+    """Automatic reload of the page of a run in progress: the interval in seconds, and the state of the run.
 
-    ``every_s`` is None where the page is not written again: the run has ended.
+    ``every_s`` is None if the page will not be rewritten, because the run has ended.
     """
 
     every_s: int | None
@@ -139,26 +142,26 @@ class Renewal:
 def write_report(run_folder: str | Path, renewal: Renewal | None = None) -> Path:
     """Write ``report.html`` and ``figures/*.svg`` from the other files of a run's folder.
 
-    The same files give the same bytes. A section whose file is absent or broken says so and is left out, so that a
-    run that was stopped, or is still going, has a report too.
+    The same files give the same bytes. A section whose file is missing or damaged is replaced by a note, so that a run
+    that was stopped, or is in progress, has a report too.
 
     Parameters
     ----------
     run_folder
-        Of a run, finished or not.
+        Folder of a run, finished or not.
     renewal
-        Of a run that is followed (:mod:`fedloom.reporting.follow`): its page says how far it is, and leaves sections
-        to the end whose files are written then.
+        For a followed run (:mod:`fedloom.reporting.follow`): the page states its progress, and omits sections whose
+        files are written at the end.
 
     Returns
     -------
     Path
-        Of ``report.html``.
+        Path of ``report.html``.
 
     Raises
     ------
     DataError
-        If the folder is not that of a run.
+        If the folder is not a run.
     ExperimentError
         If matplotlib or jinja2 is not installed.
     StorageError
@@ -193,12 +196,12 @@ def write_report(run_folder: str | Path, renewal: Renewal | None = None) -> Path
 
 
 def figures(run_folder: str | Path) -> dict[str, Figure]:
-    """Return the figures of a run's report by name, as ``figures/NAME.svg`` has them.
+    """Return the figures of a run's report by name, as in ``figures/NAME.svg``.
 
     Raises
     ------
     DataError
-        If the folder is not that of a run.
+        If the folder is not a run.
     ExperimentError
         If matplotlib is not installed.
     """
@@ -217,11 +220,11 @@ def _check_installed(*packages: str) -> None:
 
 def _sections(run: RunFolder) -> list[Section]:
     quality: dict[str, Callable[[RunFolder], Section]] = {"Learning curves": _curves, "Results": _results}
-    if not _without_classes(run):  # data without classes leave nothing to be right about
+    if not _without_classes(run):  # without classes there is no accuracy
         quality |= {"Clients": _clients, "Confusion matrix": _confusion, "Calibration": _calibration}
-    if (run.path / "descriptors.json").exists():  # only some methods have descriptors
+    if (run.path / "descriptors.json").exists():  # only for methods with descriptors
         quality["Descriptors"] = _descriptors
-    if (run.path / "uncertainty.json").exists():  # of methods whose models are distributions
+    if (run.path / "uncertainty.json").exists():  # only for methods whose models are distributions
         quality["Uncertainty"] = _uncertainty
     if (run.path / "confusion.csv").exists():
         quality["Client by client"] = _one_client
@@ -242,7 +245,7 @@ FILES: Mapping[str, Sequence[str]] = {
     "Client by client": ("clients.csv", "metrics.jsonl", "confusion.csv", "partition.json"),
     "Time": ("journal.jsonl", "summary.json"),
 }
-"""Files that sections are made of, other than those that are checked when they are read."""
+"""Files of each section, except those that are validated when they are read."""
 
 
 def _without_classes(run: RunFolder) -> bool:
@@ -253,7 +256,7 @@ def _without_classes(run: RunFolder) -> bool:
 
 
 def _section(title: str, run: RunFolder, build: Callable[[RunFolder], Section]) -> Section:
-    """Return a section, or the line that says which file is broken; other errors are bugs, and raised."""
+    """Return a section, or a note on the damaged file; other errors are bugs and are raised."""
     try:
         try:
             return build(run)
@@ -265,13 +268,13 @@ def _section(title: str, run: RunFolder, build: Callable[[RunFolder], Section]) 
 
 
 def _within(run: RunFolder, error: DataError) -> str:
-    """The message with paths relative to the run's folder: a report says nothing of the machine it was made on."""
+    """Return the message with paths relative to the run's folder, so that a report reveals nothing of its machine."""
     return str(error).replace(f"{run.path}/", "")
 
 
 @dataclass(frozen=True)
 class Head:
-    """What the first screen says: which method on which data, how good it is, and at what cost."""
+    """Top of the page: method, data, quality and cost."""
 
     title: str
     subtitle: str
@@ -296,7 +299,7 @@ def _head(run: RunFolder) -> Head:
                 f"Not in the statistics of round {last['round']}: {counted(missing['absent'], 'client')} that did not "
                 f"answer, {missing['untested']} without test examples."
             )
-    except DataError:  # the sections made from this file say what is wrong
+    except DataError:  # the sections that use this file report the fault
         last = None
     try:
         manifest = run.manifest()
@@ -323,7 +326,7 @@ def _title(method: str, dataset: str, seed: int) -> str:
 
 
 def _unfinished_title(run: RunFolder) -> str:
-    """As :func:`_title`, from the experiment as far as it says so."""
+    """Return :func:`_title` from the experiment, or the folder's name if that is incomplete."""
     try:
         settings, _ = parse(run.text(EXPERIMENT), EXPERIMENT)
         return _title(settings["algorithm"]["name"], settings["data"]["dataset"], settings["seed"])
@@ -365,7 +368,7 @@ def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, .
 
 
 def _results(run: RunFolder) -> Section:
-    """The table: last round in both readings, and the best round."""
+    """Return the results table: the last round in both readings, and the best round."""
     lines = run.metrics()
     if not lines:
         raise DataError(f"{run.path / 'metrics.jsonl'}: has no evaluated round")
@@ -391,9 +394,9 @@ def _results(run: RunFolder) -> Section:
 
 
 def _late(run: RunFolder) -> list[str]:
-    """What the last evaluations say together, of a run that is finished and has several."""
+    """Return a sentence on the last evaluations together, if the run is finished and has several."""
     found = _summary(run).get("last_evaluations")
-    if found is None or found["evaluations"] < 2:  # an older run, or one that goes on
+    if found is None or found["evaluations"] < 2:  # a run of an older version, or one in progress
         return []
     first, last = found["rounds"]
     said = []
@@ -411,7 +414,7 @@ def _late(run: RunFolder) -> list[str]:
 
 
 def _best(run: RunFolder) -> Mapping[str, Any] | None:
-    """The best round: of a finished run as its summary has it, so that no torch is needed."""
+    """Return the best round; for a finished run it is in the summary, so that torch is not needed."""
     try:
         found: Mapping[str, Any] | None = inputs.checked(run, "summary.json")["best"]
         return found
@@ -422,7 +425,7 @@ def _best(run: RunFolder) -> Mapping[str, Any] | None:
 
 
 def _other_reading(groups: Mapping[str, Any], other: str) -> dict[str, Any]:
-    """The same groups in the other reading."""
+    """Return the same groups in the other reading."""
     found: dict[str, Any] = {
         key: None if groups[key] is None else groups[key][other] for key in ("seen", "unseen", "global")
     }
@@ -481,7 +484,7 @@ def _curves(run: RunFolder) -> Section:
 
 
 def _reading(run: RunFolder) -> str:
-    """The reading that comes first, ``masked`` or ``unmasked``."""
+    """Return the primary reading, ``masked`` or ``unmasked``."""
     last, _ = run.last_evaluation() or ({}, 0)
     groups = (last.get(key) for key in ("seen", "unseen"))
     return "masked" if any(is_masked(group) for group in groups if group is not None) else "unmasked"
@@ -505,7 +508,7 @@ def _clients(run: RunFolder) -> Section:
 
 
 def _worst(rows: Sequence[Mapping[str, str]], reading: str, names: Mapping[str, str]) -> Table:
-    """The clients of lowest accuracy, and what they have; all clients, where they are few."""
+    """Return a table of the clients with the lowest accuracy, or of all clients if they are few."""
     column = f"personal_accuracy_{reading}"
     measured = sorted((row for row in rows if row[column]), key=lambda row: (float(row[column]), row["id"]))
     few = len(measured) <= FEW_CLIENTS
@@ -518,7 +521,7 @@ def _worst(rows: Sequence[Mapping[str, str]], reading: str, names: Mapping[str, 
 
 
 def _changed(rows: Sequence[Mapping[str, str]], reading: str) -> Table:
-    """The clients that lose most by personalization, and those that gain most."""
+    """Return a table of the clients with the largest losses and gains from personalization."""
     columns = (f"global_accuracy_{reading}", f"personal_accuracy_{reading}")
     measured = [row for row in rows if all(row[column] for column in columns)]
     both = [(row, float(row[columns[0]]), float(row[columns[1]])) for row in measured]
@@ -533,18 +536,18 @@ def _changed(rows: Sequence[Mapping[str, str]], reading: str) -> Table:
 
 
 def _client(row: Mapping[str, str], *cells: str) -> Row:
-    """A line of a table about a client, with the name of its owner where it has one."""
+    """Return a table row for a client, with the name of its owner, if it has one."""
     owner = row.get("owner", "")
     return Row(row["id"], cells, "seen" if row["seen"] == "true" else "unseen", owner if owner != row["id"] else "")
 
 
 def _classes(labels: Sequence[str], names: Mapping[str, str]) -> str:
-    """The classes of a client as long as they are few, else how many."""
+    """Return the names of a client's classes if they are at most two, else their number."""
     return ", ".join(names.get(label, label) for label in labels) if len(labels) <= 2 else str(len(labels))
 
 
 def _named(run: RunFolder) -> dict[str, dict[str, str]]:
-    """Rows of ``clients.csv`` by id; none where it cannot be read."""
+    """Return the rows of ``clients.csv`` by id; empty if it cannot be read."""
     try:
         inputs.check(run, ("clients.csv",))
         return {row["id"]: row for row in run.clients()}
@@ -553,7 +556,7 @@ def _named(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def _one_client(run: RunFolder) -> Section:
-    """A card for each client: what it has, and what its own model takes for what."""
+    """Return a card for each client with its data and its own model's confusion matrix."""
     from fedloom.reporting.figures import shown
 
     rows, confusions, reading = run.clients(), run.confusions(), _reading(run)
@@ -583,7 +586,7 @@ def _one_client(run: RunFolder) -> Section:
 def _matrix(
     pairs: Sequence[tuple[int, int, int]], names: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[tuple[str, tuple[tuple[int, int], ...]], ...]]:
-    """Headings and rows of a card's confusion matrix, of the classes that occur in it."""
+    """Return headings and rows of a card's confusion matrix, limited to classes that occur in it."""
     often: dict[int, int] = {}
     for true, predicted, n in pairs:
         for k in (true, predicted):
@@ -600,14 +603,14 @@ def _matrix(
 
 
 def _mix(counts: Sequence[int], names: Sequence[str]) -> str:
-    """The classes of a client's training data, the most frequent first, in percent; empty where nobody knows."""
+    """Return the classes of a client's training data in percent, most frequent first; empty if unknown."""
     most = sorted((k for k, n in enumerate(counts) if n), key=lambda k: (-counts[k], k))
     parts = [f"{names[k]} ({100 * counts[k] / sum(counts):.0f} %)" for k in most[:NAMED]]
     return ", ".join([*parts, *([f"{len(most) - NAMED} more"] if len(most) > NAMED else [])])
 
 
 def _class_names(run: RunFolder) -> dict[str, str]:
-    """What classes are called, by number; empty where the partition cannot be read."""
+    """Return class names by number; empty if the partition cannot be read."""
     try:
         return {str(k): name for k, name in enumerate(run.manifest().class_names)}
     except DataError:
@@ -645,7 +648,7 @@ def _confusion(run: RunFolder) -> Section:
 def _mistakes(
     counts: Sequence[Sequence[Sequence[int]]], headings: Sequence[str], names: Sequence[str], *, wide: bool
 ) -> Table:
-    """What the first group gets wrong most often, and how often the others do, in percent of the class."""
+    """Return a table of the first group's most frequent errors, with rates in all groups in percent of the class."""
     wrong = [(n, i, j) for i, row in enumerate(counts[0]) for j, n in enumerate(row) if i != j and n]
     most = sorted(wrong, key=lambda each: (-each[0], each[1], each[2]))[: 6 if wide else NAMED]
     shown = []
@@ -658,7 +661,7 @@ def _mistakes(
 
 
 def _calibration_of_clients(run: RunFolder) -> dict[str, float | None]:
-    """By group, the mean over clients of each one's own calibration error; nothing of a run that is not finished."""
+    """Return each group's mean over clients of their own calibration errors; empty if the run is not finished."""
     found = _summary(run).get("uncertainty", {})
     return {key: of.get("ece_clients") for key, of in found.items() if of is not None}
 
@@ -758,7 +761,7 @@ def _descriptors(run: RunFolder) -> Section:
 
 
 def _summary(run: RunFolder) -> Mapping[str, Any]:
-    """Return the summary of a finished run; nothing of another, of which the head says why."""
+    """Return the summary of a finished run; empty otherwise, as the top of the page explains."""
     try:
         return inputs.checked(run, "summary.json")
     except DataError:
@@ -766,7 +769,7 @@ def _summary(run: RunFolder) -> Mapping[str, Any]:
 
 
 def _trained(run: RunFolder) -> int | None:
-    """How many rounds a run has trained; None while nobody knows."""
+    """Return the number of rounds trained; None if unknown."""
     rounds: int | None = _summary(run).get("rounds")
     return rounds
 
@@ -774,11 +777,11 @@ def _trained(run: RunFolder) -> int | None:
 def _phases(run: RunFolder) -> Section:
     from fedloom.reporting import figures
 
-    rounds: dict[int, dict[str, float] | None] = {}  # a round done again counts once
+    rounds: dict[int, dict[str, float] | None] = {}  # a repeated round counts once
     failed = paused = 0.0
     for line in run.objects("journal.jsonl"):
         paused += line.get("paused", {}).get("seconds", 0.0)
-        if line.get("outcome") == "evaluated":  # after a round, whose phases stay
+        if line.get("outcome") == "evaluated":  # follows a round, whose phases stay
             continue
         done = line.get("outcome", "done") == "done"
         failed += 0.0 if done else line["seconds"]
@@ -791,7 +794,7 @@ def _phases(run: RunFolder) -> Section:
     if not any(phases):
         raise DataError(f"{run.path / 'journal.jsonl'}: has no round with phase times")
     others = {name: seconds for name, seconds in (("failed attempts", failed), ("paused", paused)) if seconds}
-    duration = _summary(run).get("duration_s", 0.0)  # of a run that is not finished nobody knows it yet
+    duration = _summary(run).get("duration_s", 0.0)  # unknown for a run that is not finished
     rest = duration - failed - paused - sum(sum(phase.values()) for phase in phases)
     if rest > 0:
         others["evaluation and rest"] = rest
@@ -807,7 +810,7 @@ def _phases(run: RunFolder) -> Section:
 
 
 def _of_method(run: RunFolder) -> Mapping[str, Any]:
-    """What the method itself adds to the summary; nothing, where that cannot be read."""
+    """Return the method's own entries of the summary; empty if it cannot be read."""
     summary = _summary(run)
     found: Mapping[str, Any] = summary.get(summary.get("algorithm", ""), {})
     return found
@@ -877,7 +880,7 @@ def _environment(run: RunFolder) -> Section:
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested objects as dotted keys."""
+    """Return nested objects as dotted keys."""
     pairs: list[tuple[str, str]] = []
     for key, item in value.items():
         if isinstance(item, Mapping):
@@ -888,7 +891,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _annotated(svg: str, points: Sequence[tuple[str, str]], targets: Mapping[str, str]) -> str:
-    """The figure, its points with their notes, and with links to the cards there are."""
+    """Return a figure with notes on its points, and links to existing cards."""
     from fedloom.reporting import drawing
 
     links = [targets.get(client) for client, _ in points]
@@ -896,7 +899,7 @@ def _annotated(svg: str, points: Sequence[tuple[str, str]], targets: Mapping[str
 
 
 def _inline(panel: Panel, title: str, targets: Mapping[str, str]) -> str:
-    """The filter that makes a figure part of the page."""
+    """Return a figure as part of the page; a template filter."""
     from markupsafe import Markup, escape
 
     from fedloom.reporting import drawing
@@ -907,8 +910,8 @@ def _inline(panel: Panel, title: str, targets: Mapping[str, str]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # the run itself and who follows it may both write
+    """Write a file atomically."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")  # the run and its follower may both write
     try:
         path.parent.mkdir(exist_ok=True)
         part.write_text(text, encoding="utf-8", newline="\n")

@@ -1,4 +1,4 @@
-"""Which runs there are below a folder, finished or not: what ``fedloom runs`` lists."""
+"""Runs below a folder, finished or not, for ``fedloom runs``."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ DONE = "done"  # federation.journal.DONE, whose module needs torch
 
 @dataclass(frozen=True)
 class Listed:
-    """A run, as a list shows it.
+    """Run as an entry of a list.
 
     Attributes
     ----------
     path
-        Its folder.
+        Folder of the run.
     state
         ``finished``, ``interrupted``, ``running``, or ``damaged``.
     name, method, dataset, seed
-        Of its experiment; None where that is damaged.
+        From the experiment; None if that is damaged.
     done, rounds
-        Rounds that are done, and how many there are to be; None, too, where they have no end.
+        Rounds done, and rounds planned; None also for a run without an end.
     seen, unseen
-        Mean test accuracy over clients in the last evaluated round, as a fraction; None where nobody was measured or
+        Mean test accuracy over clients in the last evaluated round, as a fraction; None if no client was evaluated or
         the data have no classes.
     seen_loss, unseen_loss
-        Mean test loss over clients there.
+        Mean test loss over clients in that round.
     changed
-        When it was last worked on, in seconds since 1970.
+        Time of the last change, in seconds since 1970.
     fault
-        What is wrong with a damaged run.
+        Description of the damage.
     """
 
     path: str
@@ -59,12 +59,12 @@ class Listed:
 
 
 def list_runs(folder: Path) -> list[Listed]:
-    """Runs in a folder and all folders below it, in the order of their names.
+    """Return the runs in a folder and below it, sorted by path.
 
     Raises
     ------
     DataError
-        If there is no such folder.
+        If the folder does not exist.
     """
     if not folder.is_dir():
         raise DataError(
@@ -75,7 +75,7 @@ def list_runs(folder: Path) -> list[Listed]:
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
-    """Folders of runs; one that has somebody's experiment file and nothing else is none."""
+    """Yield folders of runs; a folder with only an experiment file is not a run."""
     for path, folders, files in os.walk(folder):
         folders.sort()
         if EXPERIMENT in files and ("logs" in folders or "partition.json" in files):
@@ -120,7 +120,7 @@ def _listed(path: Path) -> Listed:
 
 
 def is_whole(experiment: Mapping[str, Any], summary: Mapping[str, Any] | None, done: int) -> bool:
-    """Whether a run of which so many rounds are done has come to its end, and has not gone on since with more."""
+    """Return whether a run with this many rounds done has ended and has not been continued since."""
     if summary is None or int(summary["rounds"]) < done:
         return False
     federation = experiment["federation"]
@@ -128,7 +128,7 @@ def is_whole(experiment: Mapping[str, Any], summary: Mapping[str, Any] | None, d
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process works on the run (:meth:`RunFolder.held`)."""
+    """Return whether a process works on the run (:meth:`RunFolder.held`)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -140,6 +140,6 @@ def is_held(path: Path) -> bool:
 
 
 def changed_at(path: Path) -> float:
-    """When a run was last worked on, in seconds since 1970."""
+    """Return when a run last changed, in seconds since 1970."""
     files = (path / name for name in ("summary.json", "journal.jsonl", "metrics.jsonl", EXPERIMENT))
     return max(file.stat().st_mtime for file in files if file.exists())

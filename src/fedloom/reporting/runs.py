@@ -1,4 +1,4 @@
-"""Finished runs read whole, each in one piece that is sound: what ``compare`` starts from."""
+"""Finished runs, read and validated as a whole, for ``compare``."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fedloom.words import counted
 
 GROUPS = ("seen", "unseen")
 USERS = "users"
-"""A third group, of methods that make one model for some clients: those clients (WGA with ``users: one``)."""
+"""Group of the clients that a method makes its one model for, if they are not all (WGA with ``users: one``)."""
 PREDICTORS = ("global", "personal")
 APART = ("name", "seed", "runtime.", "storage", "tracking", "data.root")
-"""Keys of an experiment that do not tell one setting from another: how they begin."""
+"""Prefixes of experiment keys that do not distinguish settings."""
 SECTIONS = ("name", "seed", "data", "model", "algorithm", "federation")
-"""Keys that the experiment of a run has."""
+"""Required keys of a run's experiment."""
 MILLION = 10**6
 RESUME = "go on with it: fedloom run ... --resume"
 
 
 class GroupStatistics(NamedTuple):
-    """Statistics of a group of clients in one run: accuracies as fractions, or losses (:attr:`Run.by_loss`).
+    """Statistics of a group of clients in a run: accuracies as fractions, or losses (:attr:`Run.by_loss`).
 
-    ``mean``, ``std`` and ``worst_decile`` are over clients, see ``evaluation.summary.group_statistics``; of losses, the
-    worst are the highest. Accuracies alone have ``pooled``, and ``other``, the mean in the reading (masked, unmasked)
-    that is not reported first.
+    ``mean``, ``std`` and ``worst_decile`` are over clients (``evaluation.summary.group_statistics``); the worst losses
+    are the highest. Only accuracies have ``pooled``, and ``other``, the mean in the secondary reading (masked or
+    unmasked).
     """
 
     clients: int
@@ -46,7 +46,7 @@ class GroupStatistics(NamedTuple):
 
 
 class Point(NamedTuple):
-    """An evaluated round: what training had cost by then, and mean test accuracy (or loss) over each group."""
+    """Evaluated round: cost of training so far, and mean test accuracy (or loss) of each group."""
 
     round: int
     payload: int
@@ -56,7 +56,7 @@ class Point(NamedTuple):
 
 
 class NewClient(NamedTuple):
-    """What a client that has just come does for its model: gradient steps, bytes received and sent; None if unknown."""
+    """Cost of a new client's model: gradient steps, bytes received and sent; None if unknown."""
 
     client_steps: float | None
     payload_down: float | None
@@ -65,22 +65,22 @@ class NewClient(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What one predictor reached in one run.
+    """Result of one predictor in one run.
 
     Attributes
     ----------
     groups
-        Statistics of the last round, by ``seen``, ``unseen`` and, where a method has it, ``users``; None where there is
-        nothing measured.
+        Statistics of the last round for ``seen``, ``unseen`` and, if the method has it, ``users``; None without
+        results.
     clients
-        By ``seen`` and ``unseen``: right predictions and examples of each client in the last round, by id. Their
-        quotient is the accuracy; in runs without classes it is the loss, in millionths, over a million.
+        Right predictions and examples of each client in the last round, by id, for ``seen`` and ``unseen``. Their
+        quotient is the accuracy. In runs without classes, they are the loss in millionths, and a million.
     curve
-        Evaluated rounds, ascending.
+        Evaluated rounds, in ascending order.
     best
-        The point that is best by validation (``summary.best``), None without validation.
+        Point that is best on validation (``summary.best``); None without validation.
     new_client
-        What the predictor costs a new client.
+        Cost of the predictor for a new client.
     """
 
     groups: Mapping[str, GroupStatistics | None]
@@ -92,13 +92,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, read whole: ``settings`` by dotted key, ``partition`` by its fingerprint.
+    """Finished run with ``settings`` by dotted key and the fingerprint of its ``partition``.
 
-    ``titles``: how tables call its predictors.
+    ``titles``: names of its predictors in tables.
 
-    ``by_loss``: its data have no classes, what was measured are losses.
+    ``by_loss``: the data have no classes, and results are losses.
 
-    ``own_steps``: of the unseen clients' models after so many steps of their own, where it was measured.
+    ``own_steps``: statistics of unseen clients' models by number of extra local steps, if evaluated.
     """
 
     path: Path
@@ -123,23 +123,23 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the folder."""
         return self.path.name
 
     @property
     def method(self) -> str:
-        """Its algorithm, and the rule that it follows where the algorithm has several (WGA)."""
+        """Algorithm, with its rule if it has several (WGA)."""
         rule = self.settings.get("algorithm.rule")
         return self.algorithm if rule is None else f"{self.algorithm} {rule}"
 
 
 def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """Folders of finished runs among or directly below the given ones, each once, and what was left out.
+    """Return the folders of finished runs among or directly below the given ones, and notices of those left out.
 
     Raises
     ------
     DataError
-        If one is neither a finished run nor holds one.
+        If a path is neither a finished run nor holds one.
     """
     found: dict[Path, Path] = {}
     notices: list[str] = []
@@ -174,9 +174,9 @@ def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
 
 
 def experiment_of(run: RunFolder) -> dict[str, Any]:
-    """Return the experiment of a run, as its folder has it: with every default, and not checked again.
+    """Return a run's experiment as stored: with every default, and not validated again.
 
-    Checking it would need its method and model, and with them torch.
+    Validation would import its method and model, and therefore torch.
 
     Raises
     ------
@@ -185,7 +185,7 @@ def experiment_of(run: RunFolder) -> dict[str, Any]:
     """
     try:
         value, _ = parse(run.text(EXPERIMENT), str(run.path / EXPERIMENT))
-    except ExperimentError as error:  # not what somebody asks for now, but a file of the run
+    except ExperimentError as error:  # the fault is in a file of the run, not in a request
         raise DataError(str(error)) from error
     found = dict(value) if isinstance(value, dict) else {}
     lacking = [key for key in SECTIONS if key not in found]
@@ -200,7 +200,7 @@ def read_run(folder: Path) -> Run:
     Raises
     ------
     DataError
-        If a file of it is missing or damaged, the experiment's included.
+        If one of its files, the experiment included, is missing or damaged.
     """
     files = RunFolder.open(folder)
     e = experiment_of(files)
@@ -247,7 +247,7 @@ def read_run(folder: Path) -> Run:
         )
     except OF_BROKEN_FILES:
         check_compared(files)
-        raise  # on whole files it is a bug
+        raise  # with intact files, it is a bug
 
 
 def _result(
@@ -268,7 +268,7 @@ def _result(
     tested: dict[str, dict[str, tuple[int, int]]] = {group: {} for group in GROUPS}
     for row in clients:
         if row.get(column):
-            # The file has six digits: the count of right predictions is had back whole.
+            # The file has six digits, enough to recover the exact count of right predictions.
             of = MILLION if by_loss else int(row["test"])
             tested["seen" if row["seen"] == "true" else "unseen"][row["id"]] = (round(float(row[column]) * of), of)
     return Result(
@@ -284,7 +284,7 @@ def _result(
 
 
 def _of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str, Mapping[str, Any] | None]:
-    """The groups of a predictor, in a summary or a line of metrics; ``users`` where they are not all the seen."""
+    """Return a predictor's groups from a summary or a line of metrics; ``users`` if they are not all the seen ones."""
     groups = line if predictor == "personal" else line["global"]
     found = {group: groups[group] for group in GROUPS}
     users = line.get(method, {}).get(USERS)
@@ -306,7 +306,7 @@ def _measured(group: Mapping[str, Any] | None, *, masked: bool) -> GroupStatisti
 
 
 def _losses(group: Mapping[str, Any] | None, clients: Mapping[str, tuple[int, int]]) -> GroupStatistics | None:
-    """Statistics of a group without accuracies: the mean of its summary, the rest from what its clients have."""
+    """Return the statistics of a group without accuracies: the summary's mean, and the rest from its clients."""
     if group is None:
         return None
     losses = sorted((loss / of for loss, of in clients.values()), reverse=True)
@@ -319,7 +319,7 @@ def _losses(group: Mapping[str, Any] | None, clients: Mapping[str, tuple[int, in
 
 
 def _own_steps(found: Sequence[Mapping[str, Any]] | None, *, masked: bool, by_loss: bool) -> dict[int, GroupStatistics]:
-    """What ``own_steps`` of a summary says, by the number of steps; a run before there was any has none."""
+    """Return a summary's ``own_steps`` by number of steps; empty for runs of older versions."""
     groups = {int(line["steps"]): line["unseen"] for line in found or ()}
     measured = {k: _losses(group, {}) if by_loss else _measured(group, masked=masked) for k, group in groups.items()}
     return {k: group for k, group in measured.items() if group is not None}
@@ -337,7 +337,7 @@ def _point(line: Mapping[str, Any], predictor: str, method: str, *, by_loss: boo
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys."""
+    """Return nested mappings as dotted keys."""
     found: dict[str, Any] = {}
     for key, item in value.items():
         found |= _flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
@@ -345,6 +345,6 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _naturally(path: Path) -> list[tuple[float, str]]:
-    """Sort key of a name: numbers in it by size."""
+    """Return a sort key that orders numbers in a name by value."""
     parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", path.name)
     return [(float(part), "") if i % 2 else (-1.0, part) for i, part in enumerate(parts)]

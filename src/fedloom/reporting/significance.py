@@ -1,8 +1,8 @@
-"""Paired tests over clients and over seeds, corrected by Holm, and intervals for a mean difference.
+"""Paired tests over clients and over seeds with Holm's correction, and intervals for a mean difference.
 
-The clients of one training share its model, so how far two methods differ among them says nothing of how far another
-training would: clients are tested within a seed (:func:`signed_rank_test`), trainings by one number a seed
-(:func:`t_test`). Clients of several seeds are never put into one test as if each were an observation of its own.
+The clients of one training share its model, so the differences between two methods among them say nothing about
+another training. Clients are therefore tested within a seed (:func:`signed_rank_test`), and trainings with one value
+per seed (:func:`t_test`). Clients of several seeds are never pooled into one test as independent observations.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from numpy.typing import NDArray
 from fedloom.data.keyed import keyed_generator
 
 EXACT_UP_TO = 100
-"""Largest number of differences whose sign patterns are counted; beyond it the normal distribution is close."""
+"""Maximum number of differences for the exact test; above it, the normal approximation is close."""
 
 
 def signed_rank_test(differences: Sequence[float]) -> float:
-    """Two-sided p-value of Wilcoxon's signed-rank test: are differences as often, and as far, above 0 as below?
+    """Return the two-sided p-value of Wilcoxon's signed-rank test that differences are symmetric about 0.
 
     Zeros are ranked with the others and then left out (Pratt 1959), so that many equal pairs make the test more
-    cautious; ties share their mean rank. Given the ranks, every pattern of signs is equally likely under the null
-    hypothesis: up to :data:`EXACT_UP_TO` differences the patterns are counted, which is exact with ties and zeros too;
-    beyond, the sum of positive ranks is taken as normal with its mean Σr/2 and variance Σr²/4, without continuity
+    conservative; ties share their mean rank. Given the ranks, every sign pattern is equally likely under the null
+    hypothesis. Up to :data:`EXACT_UP_TO` differences, patterns are counted, which is exact also with ties and zeros.
+    Above that, the sum of positive ranks is taken as normal with mean Σr/2 and variance Σr²/4, without continuity
     correction.
 
     Parameters
     ----------
     differences
-        One per pair. Equal differences must be equal floats: ties are found by comparing.
+        One difference per pair. Ties are found by comparison, so equal differences must be equal floats.
 
     Returns
     -------
     float
-        p; 1 where all differences are 0, or there are none.
+        p-value; 1 if all differences are 0 or there are none.
 
     Source: F. Wilcoxon, "Individual comparisons by ranking methods", Biometrics Bulletin 1 (1945); J. W. Pratt,
     "Remarks on zeros and ties in the Wilcoxon signed rank procedures", JASA 54 (1959).
@@ -58,17 +58,17 @@ def signed_rank_test(differences: Sequence[float]) -> float:
 
 
 def least_p(n: int) -> float:
-    """Smallest p-value that :func:`signed_rank_test` can give for n differences: that of n signs which all agree."""
+    """Return the smallest p-value that :func:`signed_rank_test` can give for n differences: when all signs agree."""
     return 2.0 ** min(0, 1 - n)
 
 
 def t_test(values: Sequence[float]) -> float:
-    """Two-sided p-value of Student's t test: is the mean of what these are a sample of 0?
+    """Return the two-sided p-value of Student's t test that the values' population mean is 0.
 
     Parameters
     ----------
     values
-        At least two: the mean difference of each seed.
+        At least two values: the mean difference of each seed.
 
     Source: Student, "The probable error of a mean", Biometrika 6 (1908).
     """
@@ -79,27 +79,27 @@ def t_test(values: Sequence[float]) -> float:
 
 
 def t_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Student's confidence interval of the mean that two or more values are a sample of."""
+    """Return Student's confidence interval for the population mean of two or more values."""
     mean, error = _mean_and_error(values)
     reach = error * _solved(lambda t: _within(t, len(values) - 1), level)
     return mean - reach, mean + reach
 
 
 def clear_mean(n: int, p: float) -> float:
-    """How many of its own standard deviations (ddof = 1) the mean of n ≥ 2 values must be from 0 for a t test's p."""
+    """Return the |mean|, in sample standard deviations (ddof = 1), at which a t test of n ≥ 2 values gives p."""
     return _solved(lambda t: _within(t, n - 1), 1 - p) / math.sqrt(n)
 
 
 def hierarchical_bootstrap(values: Sequence[Sequence[float]], level: float = 0.95) -> tuple[float, float]:
-    """Percentile interval of the mean over seeds of the mean over clients: seeds are drawn again, then their clients.
+    """Return the percentile interval of the mean over seeds of the mean over clients, resampling seeds, then clients.
 
-    With one seed clients alone are drawn. With few seeds it is too narrow where trainings differ more than clients: of
-    3 seeds it covers 75 % there, of 10 it covers 90 %, where :func:`t_interval` covers 95 % of any number.
+    With one seed, only clients are resampled. With few seeds, the interval is too narrow if trainings vary more than
+    clients: in that case it covers 75 % with 3 seeds and 90 % with 10; :func:`t_interval` covers 95 % with any number.
 
     Parameters
     ----------
     values
-        For each seed one value per client, at least one.
+        One value per client, at least one, for each seed.
     """
     flat = np.concatenate([np.asarray(of_seed, dtype=np.float64) for of_seed in values])
     means = _drawn_weights(tuple(len(of_seed) for of_seed in values)) @ flat
@@ -108,12 +108,12 @@ def hierarchical_bootstrap(values: Sequence[Sequence[float]], level: float = 0.9
 
 
 RESAMPLES = 2000
-"""How often seeds and clients are drawn again."""
+"""Number of bootstrap resamples."""
 
 
 @lru_cache(maxsize=4)
 def _drawn_weights(sizes: tuple[int, ...]) -> NDArray[np.float64]:
-    """What each value counts in each resample, ``[RESAMPLES, Σ sizes]``: the same for all pairs of so many clients."""
+    """Return the weight of each value in each resample, ``[RESAMPLES, Σ sizes]``; it depends on ``sizes`` alone."""
     random, seeds = keyed_generator(0, "bootstrap"), len(sizes)
     picked = (random.random((RESAMPLES, seeds)) * seeds).astype(np.int64)
     weights = np.zeros((RESAMPLES, sum(sizes)))
@@ -126,14 +126,14 @@ def _drawn_weights(sizes: tuple[int, ...]) -> NDArray[np.float64]:
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and its standard error."""
+    """Return the mean and its standard error."""
     mean = math.fsum(values) / len(values)
     squares = math.fsum((value - mean) ** 2 for value in values)
     return mean, math.sqrt(squares / (len(values) - 1) / len(values))
 
 
 def _within(t: float, degrees: int) -> float:
-    """Probability that a variable of Student's distribution is between -t and t.
+    """Return the probability that a variable with Student's distribution is between -t and t.
 
     Source: M. Abramowitz, I. Stegun, Handbook of Mathematical Functions (1964), 26.7.3 and 26.7.4.
     """
@@ -148,7 +148,7 @@ def _within(t: float, degrees: int) -> float:
 
 
 def _solved(increasing: Callable[[float], float], value: float) -> float:
-    """Where a function that goes from 0 at 0 to 1 has a value, by bisection."""
+    """Return where an increasing function from 0 at 0 towards 1 has a value, by bisection."""
     low, high = 0.0, 1.0
     while increasing(high) < value:
         high *= 2
@@ -159,7 +159,7 @@ def _solved(increasing: Callable[[float], float], value: float) -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjust p-values so that all conclusions drawn at a level hold together at that level.
+    """Return p-values adjusted so that all conclusions at a level hold jointly at that level.
 
     The k-th smallest of m is multiplied by m − k + 1, and is never less than a smaller one's.
 
@@ -174,7 +174,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ranks from 1; equal values share their mean rank."""
+    """Return ranks from 1; equal values share their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     shared: NDArray[np.float64] = (2 * last - counts + 1) / 2
@@ -182,7 +182,7 @@ def mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _rank_sums(ranks: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Distribution of Σ ranks with a positive sign, when every sign is a fair coin: ``[Σ ranks + 1]``."""
+    """Return the distribution of Σ ranks with positive sign if every sign is a fair coin toss: ``[Σ ranks + 1]``."""
     distribution = np.zeros(int(ranks.sum()) + 1)
     distribution[0] = 1.0
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""What a run's files say of how far it is: a snapshot as of a federation that is asked, also where no process runs."""
+"""Status of a run from its files, in the form of a live federation's, even if no process runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHECKPOINT = re.compile(r"round-(\d+)\.safetensors")
 
 
 def newest_run(folder: Path) -> Path:
-    """Return the run in a folder, or below it, that was worked on last.
+    """Return the most recently changed run in a folder or below it.
 
     Raises
     ------
@@ -41,7 +41,7 @@ def newest_run(folder: Path) -> Path:
 
 
 class RunFiles:
-    """Reads what a run's files say, again and again: its journal only as far as it has grown."""
+    """Reader of a run's status that can be called repeatedly; it reads the journal incrementally."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class RunFiles:
         self._done = 0
 
     def activity(self) -> Activity:
-        """What the run's files say now; ``phase`` is one of ``running``, ``interrupted``, ``finished``.
+        """Return the status from the run's files; ``phase`` is ``running``, ``interrupted`` or ``finished``.
 
         Raises
         ------
@@ -104,7 +104,7 @@ class RunFiles:
         )
 
     def clients(self) -> list[RosterClient]:
-        """The clients of the roster, by id, as far as files know them."""
+        """Return the roster's clients sorted by id, with the information that files have."""
         self._read_journal()
         self._monitor.know(self._roster())
         roster = self._monitor.roster
@@ -116,7 +116,7 @@ class RunFiles:
         ]
 
     def _durable(self) -> tuple[int, float] | None:
-        """The last round that has a checkpoint, and when that was written."""
+        """Return the last round with a checkpoint, and when that was written."""
         found: list[tuple[int, float]] = []
         checkpoints = self._folder.checkpoints
         for path in checkpoints.iterdir() if checkpoints.is_dir() else ():
@@ -128,7 +128,7 @@ class RunFiles:
         return max(found, default=None)
 
     def _roster(self) -> Any:
-        """Entries of those in the roster: of an open federation as the journal tells, else of the partition."""
+        """Return the entries of the roster: from the journal in an open federation, else from the partition."""
         path = self._folder.path / "partition.json"
         manifest = None
         if path.exists():
@@ -146,12 +146,12 @@ class RunFiles:
         if not path.exists():
             return
         found = path.stat()
-        if found.st_ino != self._inode or found.st_size < self._end:  # another run, or it was cut on resume
+        if found.st_ino != self._inode or found.st_size < self._end:  # another run, or truncated on resume
             self._begin()
             self._inode = found.st_ino
         for line in self._folder.placed(NAME, start=self._end):
             if line.object is None:
-                return  # it is being written
+                return  # still being written
             self._take(attempt_of(line.object, self._folder))
             self._end = line.end
 
@@ -178,12 +178,12 @@ class RunFiles:
 
 
 class PublishedRun:
-    """Reads what a store has of a run, again and again.
+    """Reader of a published run's status that can be called repeatedly.
 
     Parameters
     ----------
     look
-        At the run's place.
+        Local mirror of the published run.
     """
 
     def __init__(self, look: Look) -> None:
@@ -191,14 +191,14 @@ class PublishedRun:
         self._files = RunFiles(look.folder)
 
     def activity(self) -> Activity:
-        """What was published last; ``phase`` is ``finished`` or ``published``.
+        """Return the status as last published; ``phase`` is ``finished`` or ``published``.
 
         Raises
         ------
         DataError
-            If there is no run, or something of it is damaged.
+            If there is no run, or it is damaged.
         StorageError, RefusedError
-            If the store fails, or refuses us.
+            If the store fails or denies access.
         """
         record = self._record()
         at, now = self._look.published_at(record), self._files.activity()
@@ -206,7 +206,7 @@ class PublishedRun:
         return replace(now, phase=phase, since=at, durable_round=record.round, durable_at=at)
 
     def clients(self) -> list[RosterClient]:
-        """The clients of the roster, by id; raises as :meth:`activity`."""
+        """Return the roster's clients sorted by id; raise as :meth:`activity`."""
         self._record()
         return self._files.clients()
 

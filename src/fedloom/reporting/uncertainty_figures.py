@@ -1,4 +1,4 @@
-"""Accuracy against confidence: the reliability diagram, and pictures of single clients."""
+"""Figures of accuracy against confidence: the reliability diagram, and single clients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fedloom.reporting.drawing import COLOURS, FULL, HALF, INK, LABELS, OTHER, a
 from fedloom.reporting.significance import mean_ranks
 
 PICTURED = 5
-"""Clients that are shown one by one, as many as in papers/003, Figure 3."""
+"""Number of clients shown individually, as in papers/003, Figure 3."""
 
 
 @as_svg
 def reliability(document: Mapping[str, Any]) -> Figure:
-    """Accuracy over confidence, bin by bin, and below it how many of the examples are in each bin.
+    """Draw accuracy over confidence by bin, with the share of examples in each bin below.
 
-    A calibrated predictor lies on the diagonal; below it, it is surer than it is right.
+    A calibrated predictor lies on the diagonal; an overconfident one lies below it.
 
     Parameters
     ----------
@@ -48,10 +48,11 @@ def reliability(document: Mapping[str, Any]) -> Figure:
 
 @as_svg
 def clients_over_training(document: Mapping[str, Any]) -> Figure:
-    """How confident some clients' models are, before training, early in it and after it (papers/003, Figure 3).
+    """Draw the confidence of some clients' models before, early in and after training (papers/003, Figure 3).
 
-    A row for each kept round, a column for each of five clients: those at the minimum, the quartiles and the maximum of
-    entropy after the last round. Bars are the client's test examples by confidence, the right ones in colour.
+    There is a row for each kept round, and a column for each of five clients: those at the minimum, the quartiles and
+    the maximum of entropy after the last round. Bars are the client's test examples by confidence, with correct
+    predictions in colour.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ def clients_over_training(document: Mapping[str, Any]) -> Figure:
 
 @as_svg
 def accuracy_by_uncertainty(document: Mapping[str, Any]) -> Figure:
-    """Every client after the last round: its accuracy over its entropy and over its mutual information.
+    """Draw each client's accuracy after the last round over its entropy and over its mutual information.
 
     Parameters
     ----------
@@ -112,21 +113,21 @@ def accuracy_by_uncertainty(document: Mapping[str, Any]) -> Figure:
 
 
 def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:
-    """Spearman's coefficient, ties at their mean rank; None for fewer than three values, or equal ones."""
+    """Return Spearman's coefficient, with mean ranks for ties; None for fewer than three values or constant ones."""
     if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
     return float(np.corrcoef(mean_ranks(a), mean_ranks(b))[0, 1])
 
 
 def _pictured(entropy: Sequence[float | None]) -> list[int]:
-    """Clients at the minimum, the quartiles and the maximum of entropy; all, where they are few. Ascending in it."""
+    """Return clients at the minimum, quartiles and maximum of entropy, or all if few, in ascending order of entropy."""
     known = sorted((value, i) for i, value in enumerate(entropy) if value is not None)
     places = np.unique(np.linspace(0, len(known) - 1, min(PICTURED, len(known))).round().astype(int))
     return [known[place][1] for place in places]
 
 
 def _groups(document: Mapping[str, Any]) -> dict[str, Sequence[Sequence[float]]]:
-    """What there is of ``seen``, ``unseen`` (own model) and ``global`` (the global model, all clients together)."""
+    """Return the available rows of ``seen`` and ``unseen`` (own model) and ``global`` (global model, all clients)."""
     personal, shared = document["personal"] or {}, document["global"] or {}
     found = {name: personal[name] for name in ("seen", "unseen") if personal.get(name)}
     parts = [np.asarray(rows, dtype=np.float64) for rows in shared.values() if rows]

@@ -1,1 +1,1 @@
-"""How a run is put together and carried out: a library, which the command line, pipelines and experiments use."""
+"""Library that assembles and runs experiments; the command line, pipelines and experiments use it."""

@@ -1,4 +1,4 @@
-"""Where the parts are put together: an experiment and a partition become the two sides of a federation."""
+"""Assembly of a federation's server and client sides from an experiment and a partition."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class Parts:
-    """What an experiment and a manifest decide."""
+    """Objects that follow from an experiment and a manifest."""
 
     experiment: Experiment
     manifest: Manifest
@@ -56,30 +56,32 @@ class Parts:
 
     @property
     def settings(self) -> Any:
-        """The algorithm's settings."""
+        """Settings of the algorithm."""
         return self.experiment.algorithm.settings
 
     def server_half(self) -> ServerHalf:
-        """A fresh server half: its initial state is keyed with the seed alone."""
+        """Return a new server half; its initial state depends on the seed alone."""
         return self.algorithm.server(self.settings, self.task, generator(self.experiment.seed, "init"))
 
     def client_half(self) -> ClientHalf:
-        """A client half."""
+        """Return a new client half."""
         return self.algorithm.client(self.settings, self.task)
 
     def after_steps(self) -> dict[int, ClientHalf]:
-        """Those of which a new client makes so many steps of its own, by ``evaluation.own_steps``."""
+        """Return a client half for each number of extra local steps in ``evaluation.own_steps``."""
         steps = self.experiment.evaluation.own_steps or ()
         return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.task) for k in steps}
 
 
 def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> Parts:
-    """Put an experiment and its manifest together; ``trained_on`` is what it was trained with, if that is another.
+    """Build the parts of an experiment from its manifest.
+
+    ``trained_on`` is the manifest that the run was trained with, if it is another.
 
     Raises
     ------
     ExperimentError
-        If the model does not fit the data, or the method the model.
+        If the model does not fit the data, or the method does not fit the model.
     """
     trained_on = manifest if trained_on is None else trained_on
     model = experiment.model.build(manifest.input_shape, manifest.classes, manifest.kind)
@@ -96,31 +98,31 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     )
     parts = Parts(experiment, manifest, find(experiment.algorithm.name), task)
     parts.algorithm.check_model(parts.settings, model)
-    parts.client_half()  # it refuses what it cannot work with, before anything is written
+    parts.client_half()  # raises on unsupported settings before anything is written
     return parts
 
 
 def for_newcomers(parts: Parts, clients: int | None = None) -> Parts:
-    """The same parts for clients that are none of the run's: an id of its roster is another client's.
+    """Return the parts for clients from outside the run, whose ids do not refer to the run's roster.
 
     Parameters
     ----------
     clients
-        How many the run has, where the manifest does not say.
+        Number of clients of the run, if the manifest does not state it.
     """
     known = parts.task.clients if clients is None else clients
     return dataclasses.replace(parts, task=dataclasses.replace(parts.task, clients=known, same_clients=False))
 
 
 def make_partition(experiment: Experiment) -> FederatedDataset:
-    """The experiment's partition, made now if it is not there, and whole.
+    """Return the experiment's partition; create it if it does not exist, and verify it.
 
     Raises
     ------
     DataError
         If the data set, or a part of the partition, is missing or damaged.
     ExperimentError
-        If the settings cannot be met with these data.
+        If the data cannot satisfy the settings.
     """
     dataset = make_data(_dealt(experiment), experiment.seed)
     _check_roster(experiment, dataset.manifest)
@@ -128,7 +130,7 @@ def make_partition(experiment: Experiment) -> FederatedDataset:
 
 
 def make_data(data: Data, seed: int) -> FederatedDataset:
-    """The partition of a section ``data``, made now if it is not there, and whole; raises as :func:`make_partition`."""
+    """Return the partition of a ``data`` section, created if needed and verified; raise as :func:`make_partition`."""
     folder = partition(
         data.opened(),
         data.partition,
@@ -143,21 +145,21 @@ def make_data(data: Data, seed: int) -> FederatedDataset:
 
 
 def open_partition(experiment: Experiment, where: str, *, verify: bool) -> FederatedDataset:
-    """A partition that was made before, and is the one that the experiment asks for.
+    """Open an existing partition and check that it matches the experiment.
 
     Parameters
     ----------
     where
         Its folder or URL.
     verify
-        Check the shards of a folder, and not just when a client is first served. Those of a store are checked then.
+        Check the shards of a folder now, not when a client is first served. Shards of a store are checked then.
 
     Raises
     ------
     DataError
-        If it is missing or damaged.
+        If the partition is missing or damaged.
     ExperimentError
-        If the experiment asks for another, or its settings cannot be met with these data.
+        If the partition does not match the experiment, or the data cannot satisfy its settings.
     """
     data = _dealt(experiment)
     dataset = FederatedDataset.open(where)
@@ -192,21 +194,21 @@ def open_own(
     observe: Sequence[Path] = (),
     normalization: Normalization | None = None,
 ) -> OwnDataset:
-    """Clients with data of their own, in the order of their ids.
+    """Open clients with data of their own, ordered by id.
 
     Parameters
     ----------
     data, observe
-        Folders of packed clients: of those that train, and of those that are measured alone.
+        Folders of packed clients: ``data`` for those that train, ``observe`` for those that are only evaluated.
     normalization
-        The one to use, of a run that was begun with others; None: that of these clients.
+        Normalization of a run that started with other clients; None: compute it from these clients.
 
     Raises
     ------
     DataError
-        If one is missing, damaged, or not what the experiment asks for.
+        If a folder is missing or damaged, or does not match the experiment.
     ExperimentError
-        If the experiment asks for no such clients, or for more than there are.
+        If the experiment has no ``data.own``, or needs more clients than there are.
     """
     if not isinstance(experiment.data, OwnData):
         raise ExperimentError(
@@ -224,14 +226,14 @@ def open_own(
 
 
 def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
-    """Refuse clients who do not bring what an experiment asks for, or who cannot train and are to.
+    """Raise unless the clients' data match the experiment and the method can train on them.
 
     Raises
     ------
     DataError
-        The folder, what was found and what is needed.
+        If a client's data do not match; names the folder, what was found and what is needed.
     ExperimentError
-        If the method cannot train with one.
+        If the method cannot train with a client.
     """
     clients.check(own)
     if experiment.model.build(own.input_shape, len(own.classes), own.kind).needs_labels:
@@ -240,12 +242,12 @@ def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
 
 
 def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> None:
-    """Refuse clients who are to train and with whose examples the method cannot.
+    """Raise if the method cannot train on some training client's examples.
 
     Raises
     ------
     ExperimentError
-        Who it is, what was found and what is allowed.
+        Names the client and the reason.
     """
     method = experiment.algorithm
     unfit: list[tuple[str, str]] = []
@@ -260,7 +262,7 @@ def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> Non
 
 
 def _dealt(experiment: Experiment) -> Data:
-    """What the experiment says of a data set that is dealt out."""
+    """Return the experiment's ``data`` section; raise if it is ``data.own``."""
     if isinstance(experiment.data, OwnData):
         raise ExperimentError(
             f"data.own needs the folders of packed clients: give them with {argument('packed')}.",
@@ -281,12 +283,12 @@ def _check_roster(experiment: Experiment, manifest: Manifest) -> None:
 
 
 def use_device(name: str, threads: int) -> torch.device:
-    """Set this process up to compute, deterministically.
+    """Set this process up for deterministic computation.
 
     Raises
     ------
     ExperimentError
-        If the device is not there.
+        If the device is not available.
     """
     torch.set_num_threads(threads)
     if name == "cuda":
@@ -294,7 +296,7 @@ def use_device(name: str, threads: int) -> torch.device:
             raise ExperimentError(
                 "runtime.device: found cuda, but this machine has no usable CUDA device; allowed here: cpu"
             )
-        # cuBLAS reads this when it is first used; without it its sums may differ from call to call.
+        # cuBLAS reads this on first use; without it, its sums may differ from call to call.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
@@ -304,7 +306,7 @@ def use_device(name: str, threads: int) -> torch.device:
 
 
 Conclude = Callable[[Predictors, Group], Message]
-"""What is done with the predictors that clients end up with."""
+"""Function applied to the clients' final predictors."""
 
 
 def client_side(
@@ -316,15 +318,15 @@ def client_side(
     *,
     secret: bytes | None = None,
 ) -> ClientSide:
-    """The clients' side of all conversations; by default predictors are measured.
+    """Return the client side of every conversation; by default it evaluates the predictors.
 
-    ``states`` is the folder or URL of the clients' states, which every worker of the run shares; ``secret`` the key of
-    noise that hides something from the aggregator, None in a simulation, whose noise is the seed's.
+    ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
+    the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
 
     Raises
     ------
     ExperimentError
-        If the method keeps client states and there is no folder for them.
+        If the method keeps client states and ``states`` is None.
     """
     half = parts.client_half()
     if half.stateful and states is None:
@@ -362,19 +364,19 @@ def in_process(
     *,
     secret: bytes | None = None,
 ) -> InProcess:
-    """Clients in this process, on the experiment's device; their states lie where the run has them."""
+    """Return clients in this process, on the experiment's device; their states stay where the run keeps them."""
     runtime = parts.experiment.runtime
     device = use_device(runtime.device, runtime.threads)
     return InProcess(client_side(parts, dataset, device, states_of(folder), conclude, secret=secret), DTYPE)
 
 
 def states_of(folder: RunFolder) -> str:
-    """Where the clients' states of a run are: in its folder, or where it is published.
+    """Return the folder or URL of a run's client states: its folder, or where it is published.
 
     Raises
     ------
     DataError
-        If ``published.json`` does not say where.
+        If ``published.json`` has no URL.
     """
     if folder.states.is_dir() or (published := folder.json_or_none("published.json")) is None:
         return str(folder.states)
@@ -384,9 +386,9 @@ def states_of(folder: RunFolder) -> str:
 
 
 def welcome(parts: Parts) -> str:
-    """What the aggregator tells workers: the shared part of the experiment, and which partition it is about.
+    """Return the welcome message for workers: the shared part of the experiment and the partition's fingerprint.
 
-    Clients with data of their own are told the normalization instead, null while it is not known.
+    Clients with data of their own get the normalization instead of the fingerprint; null until it is known.
     """
     about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
     if isinstance(parts.experiment.data, OwnData):
@@ -412,24 +414,24 @@ def loop(
     control: Control | None = None,
     keep_release: Keep | None = None,
 ) -> Loop:
-    """The round loop of an experiment; descriptors go to ``descriptors.json`` of the run's folder.
+    """Return the round loop of an experiment; it writes descriptors to ``descriptors.json`` in the run's folder.
 
     Parameters
     ----------
     keep_descriptors
-        False of a run that is only looked at: nothing is written to its folder.
+        False to read a run without writing to its folder.
     after
-        Is called with each round that has become durable, while the next ones are trained.
+        Called with each round that has become durable, while later rounds are trained.
     roster
-        Who takes part; None: those of the manifest, from the beginning to the end.
+        Participants; None: the manifest's clients throughout.
     upto, measure_last
-        Of a replay: the round to stop at (None: the experiment says), and whether it is evaluated.
+        For a replay: the round to stop at (None: as the experiment says), and whether to evaluate it.
     monitor
-        Is told what the loop does.
+        Receives the loop's activity.
     control
-        Who may have the rounds pause; None: nobody.
+        Lets an operator pause the rounds; None: no pauses.
     keep_release
-        Of a run that is published: stores what a client is about to tell in private.
+        For a published run: stores a client's private release before it is sent.
     """
     e = parts.experiment
     promised = parts.algorithm.privacy(parts.settings)
@@ -471,7 +473,7 @@ def loop(
 
 
 def _enough(until: Until | None) -> Callable[[int, Best], bool] | None:
-    """Whether an open federation has trained enough, by its best round so far."""
+    """Return a predicate of (round, best round) that ends an open federation; None without ``until``."""
     if until is None:
         return None
     least, rounds = until.at_least, until.not_better_for
@@ -479,7 +481,7 @@ def _enough(until: Until | None) -> Callable[[int, Best], bool] | None:
 
 
 def fingerprint(experiment: Experiment) -> dict[str, Any]:
-    """What the bits of a run depend on besides the experiment (docs/design.md, §4)."""
+    """Return everything besides the experiment that a run's bits depend on (docs/design.md, §4)."""
     return {
         "fedloom": fedloom.__version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""An HTTP server for a port without authentication: a bounded number of connections, each for a bounded time."""
+"""HTTP server for a port without authentication, with limits on the number and duration of connections."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
-"""Open connections; one more ends the oldest, so that idle ones keep nobody out."""
+"""Maximum number of open connections; one more closes the oldest, so idle ones lock nobody out."""
 
 CONNECTION_S = 10.0
-"""Seconds a connection may take from its start to the last byte of its answer."""
+"""Maximum duration of a connection, from accept to the last byte of the answer, in seconds."""
 
 PAUSE_S = 0.5
-"""Seconds without accepting after a connection could not be accepted, and between looks at old connections."""
+"""Pause after a failed accept, and interval between checks for old connections, in seconds."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -29,23 +29,23 @@ class _Handler(WSGIRequestHandler):
     """Handler that logs no requests."""
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: anybody can call."""
+        """Log nothing, because anybody can call."""
 
 
 class BoundedServer(ThreadingMixIn, WSGIServer):
-    """Thread per connection, for at most ``CONNECTIONS`` of them.
+    """HTTP server with a thread per connection and at most ``CONNECTIONS`` connections.
 
     Parameters
     ----------
     host, port
-        Where to listen; port 0 is any free one.
+        Address to listen on; port 0 picks a free port.
     application
         WSGI application.
 
     Raises
     ------
     OSError
-        If the port is taken or the address is not of this machine.
+        If the port is taken or the address is not one of this machine's.
     """
 
     daemon_threads = True
@@ -55,21 +55,21 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], found[0][4]
         self._lock = threading.Lock()
-        self._open: dict[socket.socket, float] = {}  # since when, oldest first
+        self._open: dict[socket.socket, float] = {}  # start times, oldest first
         super().__init__((str(address[0]), port), _Handler)
         self.set_app(application)
 
     def server_bind(self) -> None:
-        """Bind without looking up this machine's name, which may take long."""
+        """Bind without resolving this machine's name, which can be slow."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "fedloom", int(self.server_address[1])
         self.setup_environ()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, in place of the oldest if there are too many."""
+        """Accept a connection; close the oldest if there are too many."""
         try:
             accepted, peer = super().get_request()
-        except OSError as error:  # without descriptors the next try would fail at once, and so on without end
+        except OSError as error:  # when out of descriptors, an immediate retry would fail in a busy loop
             log.warning("a connection could not be accepted: %s", error)
             time.sleep(PAUSE_S)
             raise
@@ -81,14 +81,14 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
         return accepted, peer
 
     def service_actions(self) -> None:
-        """End the connections whose time is over."""
+        """Close connections older than ``CONNECTION_S``."""
         before = time.monotonic() - CONNECTION_S
         with self._lock:
             for each in [each for each, since in self._open.items() if since < before]:
                 self._end(each)
 
     def _end(self, connection: socket.socket) -> None:
-        """Let the thread of a connection read its end; it closes the socket."""
+        """Shut a connection down, so that its thread reads end-of-file and closes the socket."""
         del self._open[connection]
         try:
             connection.shutdown(socket.SHUT_RDWR)
@@ -96,11 +96,11 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
             log.debug("the peer was faster: %s", error)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection that has had its answer."""
+        """Close a connection that has been answered."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Note that a connection broke."""
+        """Log that a connection broke."""
         log.debug("a connection of %s broke", client_address, exc_info=True)

@@ -1,4 +1,4 @@
-"""The models of a run's clients, or of those of another partition, as modules of torch and as files."""
+"""Models of a run's clients, or of another partition's clients, as torch modules and as files."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def client_models(
     predictor: str = "personal",
     data: Sequence[Path] = (),
 ) -> dict[str, PersonalModel]:
-    """Return the models of a run's clients by id, each what its evaluation at this checkpoint measured.
+    """Return the models of a run's clients by id, as its evaluation measured them at this checkpoint.
 
     Parameters
     ----------
     clients
-        Ids, or names of owners; None: all of the run's, seen and unseen.
+        Ids or owner names; None: all clients of the run, seen and unseen.
     checkpoint
         ``last``, ``best`` or a round.
     predictor
-        Which of those that the method gives a client.
+        One of the predictors that the method gives a client.
     data
-        Folders of packed clients, of a run whose clients bring data of their own.
+        Folders of packed clients, for a run whose clients have data of their own.
 
     Raises
     ------
     DataError
         If there is no such run, checkpoint or client, or its data are missing or damaged.
     ExperimentError
-        If the method gives no such predictor.
+        If the method has no such predictor.
     QuorumError
         If a client got no model.
     """
@@ -67,7 +67,7 @@ def client_models(
 
 @dataclass(frozen=True)
 class Personalized:
-    """Whose models are saved, and who got none, with the reason."""
+    """Ids of the clients whose models were saved, and the reasons why the others got none."""
 
     saved: Sequence[str]
     lost: Mapping[str, str]
@@ -82,25 +82,25 @@ def personalize(
     data: Sequence[Path] = (),
     predictor: str = "personal",
 ) -> Personalized:
-    """Give clients, seen or never seen, their own models, and save each as ``ID.safetensors`` and ``ID.md``.
+    """Personalize models for seen or new clients and save each as ``ID.safetensors`` and ``ID.md``.
 
     Parameters
     ----------
     out
         A new folder.
     clients
-        Ids, separated by commas; None: all of the partition.
+        Comma-separated ids; None: all clients of the partition.
     partition, data
-        As of :func:`fedloom.runner.trained.evaluate`.
+        As in :func:`fedloom.runner.trained.evaluate`.
     predictor
-        Which of those that the method gives a client.
+        One of the predictors that the method gives a client.
 
     Raises
     ------
     ExperimentError
-        If ``out`` exists, ``checkpoint`` is none of last, best and a number, or the method gives no such predictor.
+        If ``out`` exists, ``checkpoint`` is not ``last``, ``best`` or a number, or the method has no such predictor.
     DataError
-        As of :func:`fedloom.runner.trained.restore`; and if the partition has no such client.
+        As in :func:`fedloom.runner.trained.restore`, or if the partition has no such client.
     """
     if out.exists():
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
@@ -127,8 +127,8 @@ def _give(
     chosen: Callable[[FederatedDataset], Sequence[str]],
     use: Callable[[str, PersonalModel], None],
 ) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Give the clients chosen their models; return who they are, and the reasons of those that got none."""
-    with torch_threads(1):  # put back what it is set to on the way
+    """Personalize the chosen clients; return their ids, and the reasons of those that got no model."""
+    with torch_threads(1):  # restores the thread count, which is changed inside
         parts, loop, dataset = restore(run, checkpoint, partition, data)
         wanted = chosen(dataset)
         for client in wanted:

@@ -1,4 +1,4 @@
-"""A run whose clients are in other processes: the aggregator that serves them, and the workers it has or waits for."""
+"""Aggregator and workers of a run whose clients are in other processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fedloom.trust.options import Protection
 
 @dataclass(frozen=True)
 class Serving:
-    """An aggregator that serves: itself, what it tells those who watch, and where it is."""
+    """Running aggregator, its progress publisher and its address."""
 
     server: Aggregator
     notices: Notices
@@ -56,42 +56,42 @@ def serving(
     metrics: str | None = None,
     stay: Callable[[], None] | None = None,
 ) -> Iterator[Serving]:
-    """Serve from before the first worker until those who watch have read how the run ended, and workers have, too.
+    """Run an aggregator until the block has ended and watchers and workers have learned how the run ended.
 
-    A run that was interrupted has not ended: whoever watches sees the connection break.
+    For an interrupted run, watchers see the connection break, since the run has not ended.
 
-    Workers are told that the run is over once the block has ended well. What fails before that, even after the last
-    round, is tried again by an aggregator that is started again, and it needs them to measure once more.
+    Workers learn that the run is over only after the block has ended well. If it fails, even after the last
+    round, a restarted aggregator retries, and it needs the workers to evaluate once more.
 
     Parameters
     ----------
     listen
         ``host:port``.
     protection, audit
-        Who is let in, and where that is written.
+        Access rules, and the audit log.
     incarnation
-        Of this process.
+        Id of this process's incarnation.
     grace_s
-        How long to wait for those who watch.
+        Seconds to wait for watchers.
     say
-        Shows a person a line, such as that clients have no worker.
+        Shows the user a line, e.g. that clients have no worker.
     lingers, resumed
-        Whether workers from elsewhere are waited for that have lost their connection, or that of an aggregator before.
+        Whether to wait for external workers that lost their connection, and whether the run is a resumed one.
     presence
-        Where it is written who is connected, of an open federation.
+        Record of connected clients, for an open federation.
     monitor
-        Is told what is done outside of the rounds, too.
+        Receives activity outside the rounds as well.
     control
-        What an operator may have it do.
+        Operations that an operator may request.
     models
-        Hands out models of the last durable round.
+        Serves models of the last durable round.
     health
-        ``host:port`` of a port for probes.
+        ``host:port`` for health probes.
     metrics
-        Of one for Prometheus.
+        ``host:port`` for Prometheus.
     stay
-        Waits, once the block has ended well, until we are told to go: meanwhile whoever comes is served the end, and
-        workers stay connected. None: we go.
+        Blocks after the block has ended well, until the process is told to exit. Meanwhile watchers see that the run
+        has finished, and workers stay connected. None: exit at once.
 
     Raises
     ------
@@ -162,29 +162,30 @@ def with_workers(
     wait_s: float,
     orphan_after_s: float | None,
 ) -> Iterator[None]:
-    """Training, with workers: those of this run, or those that come.
+    """Set up workers for training: the run's own, or external ones.
 
-    The run's own leave at the end of the block; those that came stay until :func:`serving` ends, unless it failed.
+    The run's own workers leave at the end of the block. External ones stay until :func:`serving` ends, unless the
+    block failed.
 
     Parameters
     ----------
     workers
-        Starts the run's own workers; it lacks the address and ``on_failure``. None: others come.
+        Starts the run's own workers; lacks the address and ``on_failure``. None: workers connect from elsewhere.
     wait_s
-        Seconds until every client must be served by workers that come. The run's own are waited for while they live.
+        Seconds until external workers must serve every client. The run's own are waited for while they live.
     orphan_after_s
-        Seconds without anyone watching after which the run stops; None: it need not be watched.
+        Seconds without a watcher after which the run stops; None: never.
 
     Raises
     ------
     QuorumError
         If clients are not served in time.
     WorkerLostError, DataError, ExperimentError, RefusedError
-        What became of the run's own workers, if it stopped for them.
+        The failure of the run's own workers, if they stopped the run.
     AbandonedError
-        If the run was stopped because nobody watches it.
+        If the run stopped because nobody watches it.
     InterruptedRun
-        If it was stopped while it waited for workers.
+        If the run was stopped while waiting for workers.
     """
 
     def abort() -> None:
@@ -198,8 +199,8 @@ def with_workers(
         with stop_request.when_unwatched(lambda: at.notices.unwatched_s, orphan_after_s):
             at.notices.tell("waiting", "waiting for workers")
             count = parts.experiment.runtime.workers if own is not None else 1
-            if parts.manifest.clients:  # of an open federation the roster waits
-                # Workers of our own may take their time while they live: one that is lost for good aborts the wait.
+            if parts.manifest.clients:  # in an open federation, the roster waits
+                # Our own workers may take as long as they live: one that is lost for good aborts the wait.
                 within_s = wait_s if own is None else threading.TIMEOUT_MAX
                 at.server.wait_for([entry.id for entry in parts.manifest.clients], within_s, workers=count)
             stop_request.training = True
@@ -207,7 +208,7 @@ def with_workers(
             yield
         finished = True
     except BaseException as error:
-        # The loop only sees that everything was lost; what really happened is the worker's failure.
+        # The loop only sees that everything was lost; the worker's failure is the cause.
         if own is not None and own.failure is not None:
             raise own.failure from error
         if stop_request.reason is not None and isinstance(error, InterruptedRun | QuorumError):

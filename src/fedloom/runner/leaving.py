@@ -1,4 +1,4 @@
-"""What leaves a client: what it is announced with, and what the messages of a method, and of evaluations, hold."""
+"""Inventory of the data that leave a client: announcements, and messages of methods and evaluations."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from fedloom.runner.worker import member_of
 
 @dataclass(frozen=True)
 class Leaving:
-    """One tensor that a client answers with.
+    """Tensor that a client sends in an answer.
 
     Attributes
     ----------
     message, field
-        Which message, and which field of it.
+        Name of the message, and of its field.
     quantity
-        What it means (``fedloom.messages.Quantity``).
+        Meaning of the tensor (``fedloom.messages.Quantity``).
     shape
-        Of one client's, in numbers, and in names where these are not known.
+        Shape for one client: sizes, or their names where the sizes are unknown.
     """
 
     message: str
@@ -41,18 +41,18 @@ class Leaving:
 
     @property
     def numbers(self) -> int | None:
-        """How many numbers it holds; None where that is not known."""
+        """Number of elements; None if unknown."""
         sizes = [size for size in self.shape if isinstance(size, int)]
         return math.prod(sizes) if len(sizes) == len(self.shape) else None
 
 
 def answers(algorithm: Algorithm, sizes: Mapping[str, int] | None = None) -> list[Leaving]:
-    """Return what a method's clients may answer with, in training and when they get their models.
+    """Return the tensors that a method's clients may send in training and personalization.
 
     Parameters
     ----------
     sizes
-        Numbers behind the names of shapes, of an experiment's server half; None: the names are kept.
+        Sizes by the names used in shapes, from an experiment's server half; None: keep the names.
     """
     known = sizes or {}
     return [
@@ -69,14 +69,14 @@ def answers(algorithm: Algorithm, sizes: Mapping[str, int] | None = None) -> lis
 
 
 def moments() -> list[Leaving]:
-    """Return what a client answers when it is asked, once, what its inputs are like."""
+    """Return the tensors that a client sends when asked, once, for the moments of its inputs."""
     return [
         Leaving(InputMoments.__name__, field.name, str(field.quantity), field.shape) for field in InputMoments.fields()
     ]
 
 
 def measures(predictors: int, classes: int) -> list[Leaving]:
-    """Return what a client answers an evaluation with."""
+    """Return the tensors that a client sends in an evaluation."""
     shapes = measured_shapes(predictors, classes)
     return [
         Leaving(Metrics.__name__, field.name, str(field.quantity), shapes[field.name]) for field in Metrics.fields()
@@ -89,9 +89,9 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Lea
     Raises
     ------
     ExperimentError
-        If the experiment deals out a data set.
+        If the experiment has no ``data.own``.
     DataError
-        If the clients do not bring what it asks for.
+        If the clients' data do not match the experiment.
     """
     if not isinstance(experiment.data, OwnData):
         raise ExperimentError(
@@ -109,12 +109,12 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Lea
 
 
 def announcements(clients: OwnClients, *, class_counts: bool) -> list[dict[str, Any]]:
-    """Return what the aggregator is told of each client when it comes."""
+    """Return each client's announcement to the aggregator."""
     return [asdict(member_of(clients, client, class_counts=class_counts)) for client in clients.cards]
 
 
 def is_measured(experiment: Experiment | None, clients: OwnClients) -> bool:
-    """Whether the aggregator may ask, once, what the inputs of these clients are like."""
+    """Return whether the aggregator may ask, once, for the moments of these clients' inputs."""
     if all(name in clients.observers or card.kind == "tokens" for name, card in clients.cards.items()):
         return False
     own = None if experiment is None else own_of(experiment)

@@ -1,4 +1,4 @@
-"""What a client has spent of its privacy, in a file of its own: the (ε, δ) of its requests add up."""
+"""File of a client's privacy budget; it accumulates the (ε, δ) of its requests."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from fedloom.words import parsed_json
 
 VERSION = 2
 KIND = "ledger"
-"""Of the file, as :mod:`fedloom.digests` names it."""
+"""Kind of the file in :mod:`fedloom.digests`."""
 
 
 class Ledger:
-    """A file with one JSON object for each request that has told something of the data it stands for.
+    """File with one JSON object per request that has released something about the client's data.
 
-    Its first line states the δ at which the total ε is taken: that of the first request, for all requests to come. So a
-    request with a larger δ of its own, and less noise, counts as more. It counts every request that names it, whatever
-    data, server and round the request was about: two sets of data may share examples. Any number of processes may use
-    it at once.
+    The first line states the δ at which the total ε is computed: that of the first request. A later request with a
+    larger δ, and less noise, therefore counts for more. The ledger counts every request that names it, whatever the
+    data, server and round, since two data sets may share examples. Any number of processes may use it concurrently.
 
     Parameters
     ----------
     path
-        The file; it is made, for its owner alone (0600), if it is not there. Its folder is.
+        Path of the file; created with mode 0600 if it does not exist. Its folder must exist.
     budget
-        The largest ε that all requests may come to, at the ledger's δ; None: any.
+        Maximum total ε at the ledger's δ; None: no limit.
     """
 
     def __init__(self, path: Path, budget: float | None = None) -> None:
@@ -42,18 +41,18 @@ class Ledger:
         self._budget = budget
 
     def spend(self, promise: Promise, **about: str) -> Promise:
-        """Write down a request that is about to tell something, and return its promise with the total.
+        """Record a request before it releases anything; return its promise with the new total.
 
-        It is on the disk when the call returns, so that a request that then fails has been counted.
+        The record is on disk when the call returns, so a request that fails later has been counted.
 
         Raises
         ------
         ExperimentError
-            If the total would exceed the budget; the file stays as it is.
+            If the total would exceed the budget; the file is left unchanged.
         DataError
             If the file is not a ledger of this version, or is damaged.
         StorageError
-            If it cannot be written.
+            If the file cannot be written.
         """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
@@ -99,7 +98,7 @@ class Ledger:
         return replace(promise, requests=len(before) + 1, total_epsilon=total, total_delta=delta)
 
     def _read(self, file: BinaryIO) -> tuple[float | None, list[float], str]:
-        """The ledger's δ, None if it is empty; z of each request before; and the digest of the last line."""
+        """Return the ledger's δ (None if empty), z of each earlier request, and the digest of the last line."""
         delta, multipliers, last = None, [], digests.beginning(KIND)
         for number, line in enumerate(file, 1):
             try:

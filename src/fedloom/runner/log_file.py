@@ -1,4 +1,4 @@
-"""The log of a process as a file of JSON lines."""
+"""Process log as a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedloom.storage.folder import open_to_append, storing
 
 @contextmanager
 def logged_to(path: Path) -> Iterator[None]:
-    """Write FedLoom's log to a file of JSON lines too.
+    """Write FedLoom's log to a file of JSON lines as well.
 
     Raises
     ------
     StorageError
-        If it cannot be written to.
+        If the file cannot be written.
     """
     with log_kept() as keep:
         keep(path)
@@ -30,14 +30,14 @@ def logged_to(path: Path) -> Iterator[None]:
 
 @contextmanager
 def log_kept(*, alone: bool = False) -> Iterator[Callable[[Path], None]]:
-    """Keep FedLoom's log until the block says which file it belongs in, as JSON lines; from then on, write it there.
+    """Buffer FedLoom's log until the block names its file; then write it there as JSON lines.
 
-    An aggregator listens before it has a folder: who joins meanwhile is in its log, too.
+    An aggregator listens before it has a folder; its log includes the clients that join meanwhile.
 
     Parameters
     ----------
     alone
-        Whether lines go, once there is a file, to it alone, unless they are shown as JSON lines.
+        Write lines to the file only, once there is one, unless the log is shown as JSON lines.
 
     Yields
     ------
@@ -46,7 +46,7 @@ def log_kept(*, alone: bool = False) -> Iterator[Callable[[Path], None]]:
     """
     logger = logging.getLogger("fedloom")
     propagated = logger.propagate
-    lines = MemoryHandler(sys.maxsize)  # without a target it keeps what it gets
+    lines = MemoryHandler(sys.maxsize)  # buffers while it has no target
     with ExitStack() as held:
 
         def keep(path: Path) -> None:
@@ -55,7 +55,7 @@ def log_kept(*, alone: bool = False) -> Iterator[Callable[[Path], None]]:
             written = logging.StreamHandler(file)
             written.setFormatter(JsonLines())
             lines.setTarget(written)
-            lines.capacity = 1  # each line at once
+            lines.capacity = 1  # flush every line
             lines.flush()
             logger.propagate = propagated and (not alone or structured())
 

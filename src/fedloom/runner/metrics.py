@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: what a federation is doing, as a port of its own tells it (docs/metrics.md).
+"""Prometheus metrics of a federation, served on their own port (docs/metrics.md).
 
-They are made of :class:`~fedloom.federation.activity.Activity` when somebody asks, so that they say what ``fedloom
-status`` says. Sums are of this process: Prometheus knows by itself when a counter begins anew.
+They are computed from :class:`~fedloom.federation.activity.Activity` on each scrape, so they agree with ``fedloom
+status``. Counters start at zero with each process; Prometheus detects such resets.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from fedloom.trust.options import Protection
 
 @contextmanager
 def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -> Iterator[None]:
-    """Serve metrics in the block, over HTTP and in a thread of their own.
+    """Serve metrics over HTTP, in a separate thread, for the duration of the block.
 
     Parameters
     ----------
     address
-        ``host:port``; None: nowhere.
+        ``host:port``; None: do not serve.
     families
-        Is called by any thread, with each scrape; one at which it raises is answered with 500.
+        Called from any thread on each scrape; if it raises, the answer is 500.
 
     Raises
     ------
     ExperimentError
-        If it is no address, the port is taken, the address cannot be bound, or what it takes is not installed.
+        If the address is invalid or cannot be bound, the port is taken, or prometheus-client is not installed.
     """
     if address is None:
         yield
@@ -73,7 +73,7 @@ def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -
 
 
 class _Collector:
-    """As ``prometheus_client`` knows them; nothing is known before somebody asks."""
+    """Collector for ``prometheus_client``; it describes nothing before the first scrape."""
 
     def __init__(self, families: Callable[[], Iterable[Any]]) -> None:
         self.collect = families
@@ -83,21 +83,21 @@ class _Collector:
 
 
 def certificate_end(protection: Protection) -> float | None:
-    """When a server's certificate ends, in seconds since 1970, as its file is now; None without one."""
+    """Return when the current server certificate expires, in seconds since 1970; None without one."""
     return None if protection.tls is None else protection.tls.value.pair.certificate.ends.timestamp()
 
 
 def federation_families(
     now: Activity, models: ServingLoad | None = None, certificate_end: float | None = None
 ) -> Iterator[Any]:
-    """Return an activity as families of metrics; what is not known is left out.
+    """Yield an activity as metric families; unknown values are left out.
 
     Parameters
     ----------
     models
-        How busy it is with handing out models, where it does.
+        Load of the model service, if there is one.
     certificate_end
-        Of the aggregator's certificate, in seconds since 1970; None without one.
+        Expiry of the aggregator's certificate, in seconds since 1970; None without one.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
@@ -150,12 +150,12 @@ def federation_families(
 
 
 def serving_families(load: ServingLoad, certificate_end: float | None = None) -> Iterator[Any]:
-    """Return how busy serving models is as families of metrics.
+    """Yield the load of the model service as metric families.
 
     Parameters
     ----------
     certificate_end
-        Of the server's certificate, in seconds since 1970; None where it is told already, or there is none.
+        Expiry of the server's certificate, in seconds since 1970; None if reported already, or without one.
     """
     from prometheus_client.core import GaugeMetricFamily
 

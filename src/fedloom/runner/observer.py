@@ -1,4 +1,4 @@
-"""Who is told how a run goes."""
+"""Callbacks for run progress."""
 
 from __future__ import annotations
 
@@ -11,74 +11,77 @@ if TYPE_CHECKING:
 
 
 class RunObserver:
-    """Is told how a run goes; override what you want to know. Calls come from the thread that runs the rounds.
+    """Callbacks for run progress; override the ones you need. They are called in the thread that runs the rounds.
 
-    A run that fails raises its error and calls nothing more than :meth:`ended`.
+    If a run fails, it raises its error, and the only further call is :meth:`ended`.
     """
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
-        """Everything fits: data, model, method and folder; the run begins, with so many clients, in a folder or URL."""
+        """Handle the start of a run with this many clients, in a folder or at a URL.
+
+        Data, model, method and folder have been checked by then.
+        """
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
-        """The aggregator listens at an address, ``host:port``.
+        """Handle the aggregator's start at an address, ``host:port``.
 
         Parameters
         ----------
         address
             Where workers connect.
         partition
-            Folder or URL of the partition that they serve.
+            Folder or URL of the partition that the workers serve.
         states
-            Folder or URL of the clients' states; None where workers need not be told.
+            Folder or URL of the clients' states; None if workers do not need it.
         """
 
     def resumed(self, round: int) -> None:
-        """Training goes on after this round."""
+        """Handle the resumption of training after this round."""
 
     def stopping(self, *, after_round: bool) -> None:
-        """The run was asked to stop, and does so after the round at hand, or at once."""
+        """Handle a stop request; the run stops after the current round, or at once."""
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """A round has ended; there are to be so many, None: no end."""
+        """Handle the end of a round; ``rounds`` is the planned number, None without end."""
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """An attempt came to nothing."""
+        """Handle a failed attempt at a round; ``attempts`` is the maximum."""
 
     def evaluating(self, round: int, done: int, clients: int) -> None:
-        """An evaluation has measured so many clients."""
+        """Handle evaluation progress: the number of clients measured so far."""
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl has been written."""
+        """Handle a new line of ``metrics.jsonl``."""
 
     def notice(self, text: str) -> None:
-        """Something that a person should know, in one line, such as that there is no report and why."""
+        """Handle a one-line message for the user, e.g. why there is no report."""
 
     def ended(self) -> None:
-        """The run has ended, well or not, after :meth:`started`."""
+        """Handle the end of a run that has called :meth:`started`, whether it succeeded or failed."""
 
 
 class Observers:
-    """Several who are told how the rounds go."""
+    """Observer that forwards every call to several others."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """A round has ended."""
+        """Forward the end of a round."""
         for observer in self._observers:
             observer.round_done(attempt, rounds)
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """An attempt came to nothing."""
+        """Forward a failed attempt."""
         for observer in self._observers:
             observer.attempt_failed(attempt, attempts)
 
     def evaluating(self, round: int, done: int, clients: int) -> None:
-        """An evaluation has measured so many clients."""
+        """Forward evaluation progress."""
         for observer in self._observers:
             observer.evaluating(round, done, clients)
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl has been written."""
+        """Forward a new line of ``metrics.jsonl``."""
         for observer in self._observers:
             observer.evaluated(line)

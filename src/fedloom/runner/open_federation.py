@@ -1,4 +1,4 @@
-"""An open federation: clients with data of their own, who come and go, and what an aggregator makes of that."""
+"""Open federations, in which clients with data of their own come and go, as the aggregator sees them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fedloom.transport.aggregator import Aggregator
 
 
 def own_of(experiment: Experiment) -> Own | None:
-    """What every client must bring; None where a data set is dealt out."""
+    """Return the requirements on every client's data; None without ``data.own``."""
     return experiment.data.own if isinstance(experiment.data, OwnData) else None
 
 
 def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
-    """The normalization, if it is given or nothing, or was measured when the run began; else None.
+    """Return the normalization if it is given, not needed, or was measured when the run began; else None.
 
     Raises
     ------
@@ -44,12 +44,12 @@ def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
 
 
 def open_manifest(experiment: Experiment, own: Own, found: Normalization | None) -> Manifest:
-    """A manifest without clients; without a normalization, too, while it is not known."""
+    """Return a manifest without clients, and without a normalization if it is not known yet."""
     return own_manifest(own, (), experiment.seed, Normalization((), ()) if found is None else found)
 
 
 def is_known(manifest: Manifest) -> bool:
-    """Whether a manifest has its normalization."""
+    """Return whether the manifest's normalization is known."""
     return manifest.kind == "tokens" or bool(manifest.normalization.mean)
 
 
@@ -63,17 +63,17 @@ def begun(
     say: Callable[[str], None],
     monitor: Monitor,
 ) -> tuple[Parts, OpenRoster]:
-    """Return the parts of an open federation, and its roster, once the normalization is known.
+    """Return the parts and the roster of an open federation once the normalization is known.
 
-    If it is not, it is measured on the clients that are there as soon as there are enough, told to the workers, and
-    kept in the run's manifest.
+    If it is unknown, measure it on the connected clients as soon as there are enough, send it to the workers, and
+    save it in the run's manifest.
 
     Raises
     ------
     QuorumError
-        If no client tells what it takes.
+        If no client sends the moments of its inputs.
     InterruptedRun
-        If the run is stopped meanwhile.
+        If the run is stopped while waiting.
     """
     federation = parts.experiment.federation
 
@@ -91,14 +91,14 @@ def begun(
 
 
 def _measured(server: Aggregator, own: Own, roster: OpenRoster, deadline_s: float) -> Normalization:
-    """Measure the normalization on the clients that are there; where all of them are silent, wait for others.
+    """Measure the normalization on the connected clients; if all of them are silent, wait for others.
 
     Raises
     ------
     QuorumError
-        If no client tells what it takes, though some answer.
+        If no client sends its moments, though some answer.
     InterruptedRun
-        If the run is stopped meanwhile.
+        If the run is stopped while waiting.
     """
     while True:
         roster.settle(0, evaluating=True)
@@ -113,14 +113,14 @@ def _measured(server: Aggregator, own: Own, roster: OpenRoster, deadline_s: floa
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a run with one experiment.
+    """Segment of a replayed run with one experiment.
 
     Attributes
     ----------
     upto
-        The round to stop at; None: the experiment says when.
+        Round to stop at; None: as the experiment says.
     measured
-        Whether that is evaluated.
+        Whether that round is evaluated.
     """
 
     parts: Parts
@@ -129,7 +129,7 @@ class Leg:
 
 
 def replayed(experiment: Experiment, replay: Replay, manifest: Manifest) -> list[Leg]:
-    """Return the legs of a federation whose experiment may have changed as it went on, to be replayed."""
+    """Return the segments to replay, one per experiment that the federation has had."""
     legs = []
     texts = [text for _, text in replay.experiments]
     for i, text in enumerate(texts):
@@ -139,24 +139,24 @@ def replayed(experiment: Experiment, replay: Replay, manifest: Manifest) -> list
             legs.append(Leg(parts, replay.rounds))
         elif replay.evaluation_begins(i + 1):
             legs.append(Leg(parts, replay.experiments[i + 1][0], measured=False))
-        else:  # it may have been stopped when an evaluation was due, which the next experiment did not want
+        else:  # it may have stopped before a due evaluation that the next experiment omits
             upto = replay.experiments[i + 1][0] - 1
             legs.append(Leg(parts, upto, measured=replay.evaluation(upto) is not None))
     return legs
 
 
 def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
-    """Refuse what cannot change between two rounds of an open federation.
+    """Raise if a setting changed that must stay the same on resume of an open federation.
 
     Parameters
     ----------
     old, new
-        The resolved experiments, without ``runtime`` and ``storage``.
+        Resolved experiments, without ``runtime`` and ``storage``.
 
     Raises
     ------
     ExperimentError
-        If the name, the seed, the model, the method, or the kind of data is another.
+        If the name, seed, model, method or data section differs.
     """
 
     def fixed(tree: dict[str, object]) -> dict[str, object]:
@@ -177,12 +177,12 @@ def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
 
 
 def check_begun_open(folder: RunFolder) -> None:
-    """Refuse to go on, as an open federation, with a run that was begun with packed folders at hand.
+    """Refuse to resume, as an open federation, a run that started with a fixed set of packed folders.
 
     Raises
     ------
     ExperimentError
-        If it was.
+        If the run started that way.
     """
     first = next(iter(folder.objects("journal.jsonl")), None)
     if first is not None and "experiment" not in first:
@@ -195,14 +195,14 @@ def check_begun_open(folder: RunFolder) -> None:
 
 
 def check_replay(replay: Replay, own: Own | None, listen: str | None) -> None:
-    """Refuse to replay an open federation as what it is not.
+    """Raise if the replay of an open federation is requested in an unsupported way.
 
     Raises
     ------
     ExperimentError
-        If the experiment deals out a data set, or workers would come.
+        If the experiment has no ``data.own``, or the run would listen for workers.
     DataError
-        If the journal has no round.
+        If the journal of an open federation has no round.
     """
     if listen is not None and (replay.is_open or own is not None):
         raise ExperimentError(

@@ -1,4 +1,4 @@
-"""How a run is carried out, as whoever starts it wants it."""
+"""Execution options of a run."""
 
 from __future__ import annotations
 
@@ -10,50 +10,49 @@ from fedloom.trust.options import ServerOptions
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is carried out; none of it changes a number.
+    """Execution options of a run; none of them changes a result.
 
     Attributes
     ----------
     out
-        The run's folder; None: one named after the experiment.
+        Folder of the run; None: named after the experiment.
     resume
-        Go on with what the folder holds, or with what is published.
+        Resume the run in the folder, or the published one.
     replay
-        A run whose journal is repeated.
+        Run whose journal is replayed.
     partition
-        Folder or URL of the partition; None: the experiment's is made here.
+        Folder or URL of the partition; None: create the experiment's partition here.
     data, observe
-        Folders of packed clients, where the experiment has ``data.own``: of those that train, and of those that are
-        measured alone.
+        Folders of packed clients, if the experiment has ``data.own``: ``data`` for those that train, ``observe`` for
+        those that are only evaluated.
     publish
-        URL to publish the run at; None: below ``storage``, where that is a store.
+        URL to publish the run at; None: below ``storage``, if that is a store.
     name
-        What the run is called there; None: as its folder.
+        Name of the published run; None: the folder's name.
     listen
-        ``host:port`` where workers may come; None: the run has workers of its own.
+        ``host:port`` to listen on for workers; None: the run starts its own workers.
     protection
-        How an aggregator that listens is protected; None: not at all, and only this machine is served.
+        Protection of a listening aggregator; None: none, and it serves this machine only.
     audit
-        Its audit log; None: ``logs/audit.jsonl`` of the run's folder.
+        Path of the audit log; None: ``logs/audit.jsonl`` in the run's folder.
     wait_s
-        Seconds until every client must be served by workers that come; workers of the run's own are waited for while
-        they live.
+        Seconds until external workers must serve every client; the run's own workers are waited for while they live.
     orphan_after_s
-        Seconds without a watcher after which the run stops; None: it need not be watched.
+        Seconds without a watcher after which the run stops; None: never.
     health
-        ``host:port`` of a port for probes: health in plaintext, and nothing else; None: none.
+        ``host:port`` for health probes in plaintext, and nothing else; None: none.
     metrics
-        ``host:port`` of a port for Prometheus; None: none.
+        ``host:port`` for Prometheus; None: none.
     stay
-        Serve the end of the run until SIGINT or SIGTERM, in place of ending with it.
+        Keep serving the end of the run until SIGINT or SIGTERM instead of exiting.
     finished_grace_s
-        Seconds to wait at the end until watchers have been told.
+        Seconds to wait at the end for watchers to read it.
     signals
-        SIGINT and SIGTERM stop the run after the round at hand; a second one, at once.
+        Stop after the current round on SIGINT or SIGTERM; a second signal stops at once.
     track
-        Trackers beside those of the experiment.
+        Trackers in addition to the experiment's.
     report
-        Write the report at the end; else ``fedloom report`` can, later.
+        Write the report at the end; otherwise ``fedloom report`` can write it later.
     """
 
     out: Path | None = None
@@ -79,6 +78,6 @@ class RunOptions:
 
     @property
     def serves(self) -> list[str]:
-        """How ``fedloom worker`` is told of the packed clients."""
+        """Options that give ``fedloom worker`` the packed clients."""
         given = [*(("--data", folder) for folder in self.data), *(("--observe", folder) for folder in self.observe)]
         return [word for option, folder in given for word in (option, str(folder))]

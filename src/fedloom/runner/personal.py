@@ -1,4 +1,4 @@
-"""A model of one's own, from a server of models, from a run's folder, or from where a run is published."""
+"""Personalized models from a model server, a run's folder, or a published run."""
 
 from __future__ import annotations
 
@@ -50,43 +50,42 @@ from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.trust.tokens import checked_token
 
 CLIENT = "newcomer"
-"""The id of a client that has not said another."""
+"""Client id used when the caller gives none."""
 
 DELTA = 1e-5
-"""δ where only ε is said."""
+"""Default δ where only ε is given."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked for.
+    """Request for a personalized model.
 
     Attributes
     ----------
     x, y
-        Examples and their labels, raw; or
+        Raw examples and their labels. Give either these or ``data``.
     data
-        a folder that ``fedloom data pack`` made.
+        Folder made by ``fedloom data pack``.
     client
-        The id by which random numbers are drawn; a packed folder has its own.
+        Id that keys the random numbers; a packed folder has its own.
     checkpoint
-        ``last``, ``best`` or a round; of a server, ``last`` is what it serves.
+        ``last``, ``best`` or a round; for a server, ``last`` is the round that it serves.
     predictor
-        Which of those that the method gives a client.
+        One of the predictors that the method gives a client.
     precision
-        How the server's numbers travel.
+        Precision in which the server's tensors are transferred.
     timeout_s
-        In which a server must answer.
+        Seconds within which a server must answer.
     epsilon, delta
-        (ε, δ) of the differential privacy that what the client says is to have; ε None is as the run was trained, inf
-        without noise.
+        (ε, δ) of differential privacy for the client's answer. ε None: as the run was trained; inf: no noise.
     clip
-        C of it; None: the run's.
+        Clipping bound C of the mechanism; None: the run's.
     ledger
-        File that counts what requests have spent of the data's privacy.
+        File that records the privacy spent on the data.
     budget
-        The largest ε that those in the ledger may come to, this one among them; None: any.
+        Maximum total ε of the requests in the ledger, including this one; None: no limit.
     """
 
     x: Any = None
@@ -106,7 +105,7 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class _Client:
-    """A client that has come with its data, and what it makes of a run's messages."""
+    """Client with its data, able to answer a run's messages."""
 
     parts: Parts
     about: About
@@ -118,7 +117,7 @@ class _Client:
 
     @property
     def promise(self) -> Promise | None:
-        """What is promised of what it says."""
+        """Privacy promise of the client's answer; None without noise."""
         promised = self.parts.algorithm.privacy(self.parts.settings)
         if promised is None or not promised.noise_multiplier:
             return None
@@ -127,19 +126,19 @@ class _Client:
         return Promise(gaussian_epsilon(z, delta), delta, promised.clip, z, examples)
 
     def spend(self, where: str, ledger: Ledger | None) -> Promise | None:
-        """What is promised, written to the ledger if there is one: before anything is told."""
+        """Return the privacy promise; record it in the ledger, if any, before anything is released."""
         promise = self.promise
         if ledger is None or promise is None:
             return promise
         return ledger.spend(promise, where=where, run=self.parts.experiment.name, client=self.id)
 
     def ledger(self, asked: Asked) -> Ledger | None:
-        """Where it is counted what this costs.
+        """Return the ledger of this request, if one was asked for.
 
         Raises
         ------
         ExperimentError
-            If there is nothing to count.
+            If a ledger was asked for, but the answer has no noise to account for.
         """
         if asked.ledger is None:
             return None
@@ -156,25 +155,25 @@ class _Client:
 
 
 def personal_model(where: str, asked: Asked, trust: ClientOptions | None = None) -> PersonalModel:
-    """Return a client's own model.
+    """Return a personalized model.
 
     Parameters
     ----------
     where
-        ``HOST:PORT`` of a server of models, a run's folder, or the URL where a run is published.
+        ``HOST:PORT`` of a model server, a run's folder, or the URL of a published run.
     trust
-        What a server is dialled with.
+        Credentials for the server.
 
     Raises
     ------
     DataError
-        If the data are not what the run was trained with, or there is no such run or round.
+        If the data do not match the run's, or there is no such run or round.
     ExperimentError
-        If what is asked for is not there.
+        If the request is invalid or the run cannot satisfy it.
     RefusedError
-        If the server does not let us in.
+        If the server refuses the connection.
     QuorumError
-        If there is no model in time.
+        If no model arrives in time.
     """
     if is_run(where):
         return _from_run(where, asked)
@@ -182,10 +181,10 @@ def personal_model(where: str, asked: Asked, trust: ClientOptions | None = None)
 
 
 async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | None = None) -> PersonalModel:
-    """Return a client's own model, as :func:`personal_model` does, and let others work meanwhile."""
+    """Return a personalized model like :func:`personal_model`, without blocking the event loop."""
     if is_run(where):
         return await asyncio.to_thread(_from_run, where, asked)
-    if not re.search(r":[0-9]+$", where):  # a folder, then, whose name is misspelt
+    if not re.search(r":[0-9]+$", where):  # probably a misspelled folder
         raise DataError(f"{where}: found no such folder; allowed: a run's folder, HOST:PORT or a URL")
     _check(asked)
     ends = time.monotonic() + asked.timeout_s
@@ -209,7 +208,7 @@ async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | 
             precision=asked.precision,
             round=None if asked.checkpoint == "last" else int(asked.checkpoint),
             timeout_s=max(0.001, ends - time.monotonic()),
-            # With noise, what is said counts once it is said, and would be said for nothing if the round is another.
+            # With noise, every answer spends privacy; it would be wasted if the server's round changed.
             early=client.promise is None,
         )
     finally:
@@ -218,7 +217,7 @@ async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | 
 
 
 def is_run(where: str) -> bool:
-    """Whether a run is meant, and no address: a folder that is there, or a URL."""
+    """Return whether ``where`` is a run (an existing folder or a URL) and not an address."""
     return is_url(where) or Path(where).is_dir()
 
 
@@ -241,11 +240,11 @@ def _check(asked: Asked) -> None:
     check_checkpoint(asked.checkpoint)
     check_privacy(asked)
     if asked.data is not None:
-        read_card(asked.data)  # a mistake that is here is not looked for in the network first
+        read_card(asked.data)  # report local errors before using the network
 
 
 def _client_of(about: About, asked: Asked) -> _Client:
-    """Put together what a client needs, from what a server says of its run."""
+    """Build the client from the server's description of its run."""
     algorithm = find_method(about)
     e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
     problem = Problem.from_json(about.problem)
@@ -257,12 +256,12 @@ def _client_of(about: About, asked: Asked) -> _Client:
 
 
 def check_privacy(asked: Asked) -> None:
-    """Refuse what is no (ε, δ) and no C.
+    """Raise unless ε, δ, C, ledger and budget form a valid request.
 
     Raises
     ------
     ExperimentError
-        What was found, and what is allowed.
+        Names the invalid argument, its value and what is allowed.
     """
     if asked.budget is not None:
         if asked.ledger is None:
@@ -299,9 +298,9 @@ def check_privacy(asked: Asked) -> None:
 
 
 def check_delta(asked: Asked, examples: int) -> None:
-    """Refuse a δ that is no promise for so many examples.
+    """Raise if δ is too large to protect this many examples.
 
-    Who publishes one of n examples, chosen at random, is (0, 1/n)-differentially private.
+    Publishing one of n examples, chosen at random, is (0, 1/n)-differentially private.
 
     Raises
     ------
@@ -320,12 +319,12 @@ def check_delta(asked: Asked, examples: int) -> None:
 
 
 def private(asked: Asked, parts: Parts) -> Parts:
-    """The same parts, for a client that says no more of its data than it is asked to.
+    """Return the parts for a client that limits what its answer reveals, as requested.
 
     Raises
     ------
     ExperimentError
-        If the method has no answer that noise could be added to, or nobody says C.
+        If the method has no answer to add noise to, or C is not given.
     """
     if asked.epsilon is None:
         return parts
@@ -347,12 +346,12 @@ def private(asked: Asked, parts: Parts) -> Parts:
 
 
 def find_method(about: About) -> Algorithm:
-    """Return the method of a run.
+    """Return a run's method.
 
     Raises
     ------
     RefusedError
-        If it is not installed here, in this version.
+        If it is not installed here in the run's version.
     """
     try:
         algorithm = find(about.algorithm)
@@ -380,26 +379,26 @@ def _data(asked: Asked, problem: Problem, e: Experiment) -> Newcomer:
 
 
 def _check_labels(asked: Asked, parts: Parts) -> None:
-    """Refuse labels that the method would not look at."""
+    """Raise on labels that the method would ignore."""
     if asked.y is not None and not parts.algorithm.labelled(parts.settings):
         raise DataError(f"y: found labels; allowed: none, {parts.algorithm.name} describes clients without them here")
 
 
 class Speaking:
-    """A client half in this process, that speaks with a server half elsewhere.
+    """Client half in this process that converses with a remote server half.
 
     Parameters
     ----------
     parts
-        Of the run, for newcomers.
+        Parts of the run, for clients from outside it.
     data
-        The client's, or those of several.
+        Data of one or more clients.
     client
-        Whose these are, of theirs.
+        Id of the client, among those in ``data``.
     once
-        An opening is answered, and no other: another answer would tell more of the data.
+        Answer a single opening message only; answering another would release more about the data.
     tell
-        Called once, before the first answer to a server; what it returns is in ``told``.
+        Called once, before the first answer to a server; its result is stored in ``told``.
     """
 
     told: Promise | None = None
@@ -432,19 +431,19 @@ class Speaking:
 
     @property
     def predictors(self) -> dict[str, Predictor]:
-        """What the conversation led to."""
+        """Predictors made in the conversation, by name."""
         assert self._made is not None
         return self._made
 
     def speak(self, round: int, exchange: int, message: Message) -> Message | None:
-        """Answer a message of the server; None when the predictors are there.
+        """Answer a message of the server; return None once the predictors are made.
 
         Raises
         ------
         DataError
-            If the client half can make nothing of it, or of the data.
+            If the client half cannot process the message or the data.
         QuorumError
-            If it would tell more than once what it is to tell once.
+            If it would release a second answer although ``once`` is set.
         """
         key = ConversationKey(round, 0, 0, "evaluate")
         if exchange == 0:
@@ -477,25 +476,25 @@ def _equal(a: Message, b: Message) -> bool:
 async def converse_for_all(
     where: str, run: str, dataset: FederatedDataset, trust: ClientOptions | None = None, timeout_s: float = 60.0
 ) -> tuple[list[dict[str, Predictor]], list[int]]:
-    """Ask a server for a model of each client of a partition; return each one's predictors, and of which round.
+    """Request a model for each client of a partition; return each client's predictors and round.
 
     Parameters
     ----------
     run
-        The name of the run that the server must have.
+        Name of the run that the server must serve.
     trust
-        What the server is dialled with.
+        Credentials for the server.
     timeout_s
-        In which each model must come.
+        Seconds within which each model must arrive.
 
     Raises
     ------
     DataError
-        If it serves another run, or nothing can be made of a client's data.
+        If it serves another run, or a client's data cannot be processed.
     RefusedError
-        If it does not let us in.
+        If it refuses the connection.
     QuorumError
-        If there is no model in time.
+        If no model arrives in time.
     """
     models = Models(where, Credentials(trust))
     made: list[dict[str, Predictor]] = []
@@ -523,25 +522,25 @@ async def converse_for_all(
 def evaluate_served(
     run: Path, where: str, partition: str | Path, trust: ClientOptions | None = None, timeout_s: float = 60.0
 ) -> CheckpointEvaluation:
-    """Measure what a server of models gives the clients of a partition, to whom they are all strangers.
+    """Evaluate the models that a server gives to a partition's clients, all of which are new to the run.
 
     Parameters
     ----------
     run
-        Folder of the run that is served, as far as it was published: what the data must be like is in it.
+        Folder of the served run, as far as it was published; it states the requirements on the data.
     where
         ``HOST:PORT``.
     trust, timeout_s
-        As of :func:`converse_for_all`.
+        As in :func:`converse_for_all`.
 
     Raises
     ------
     DataError
-        As of :func:`~fedloom.runner.trained.restore` and :func:`converse_for_all`.
+        As in :func:`~fedloom.runner.trained.restore` and :func:`converse_for_all`.
     RefusedError
-        If the server does not let us in.
+        If the server refuses the connection.
     QuorumError
-        If there is no model in time.
+        If no model arrives in time.
     """
     parts, loop, dataset = restore(run, "last", partition)
     made, rounds = asyncio.run(converse_for_all(where, parts.experiment.name, dataset, trust, timeout_s))
@@ -568,7 +567,7 @@ def evaluate_served(
 
 @contextmanager
 def torch_threads(threads: int) -> Iterator[None]:
-    """Compute with as many threads as the run does: bits depend on them."""
+    """Set torch's number of threads in the block to the run's, since the bits depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -601,7 +600,7 @@ def _made(
 
 
 def _from_run(where: str, asked: Asked) -> PersonalModel:
-    """A client's own model from a run's checkpoint: the conversation is held in this process, as in an evaluation."""
+    """Return a model from a run's checkpoint; the conversation runs in this process, as in an evaluation."""
     if asked.precision != "float32":
         raise ExperimentError(
             f"{argument('precision')} must be float32 where a run's folder is read (got {asked.precision}).",
@@ -632,7 +631,7 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
             loop = assemble.loop(
                 on_cpu(parts), carrier, folder, RunObserver(), threading.Event(), keep_descriptors=False
             )
-            served_round(about, parts.algorithm, loop.server, found)  # refuses a method with nothing for newcomers
+            served_round(about, parts.algorithm, loop.server, found)  # raises if the method has nothing for new clients
             loop.server.load(found.state)
             loop.round = found.round
             promise = client.spend(where, ledger)
@@ -646,14 +645,14 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
 
 
 def on_cpu(parts: Parts) -> Parts:
-    """The same parts, computed on a CPU, one client at a time."""
+    """Return the parts for computing on a CPU, one client at a time."""
     e = parts.experiment
     runtime = e.runtime.model_copy(update={"device": "cpu", "clients_at_once": 1})
     return dataclasses.replace(parts, experiment=e.model_copy(update={"runtime": runtime}))
 
 
 def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, also where an event loop runs already (a notebook's)."""
+    """Run a coroutine to its end, even if an event loop is already running (as in a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -699,14 +698,16 @@ def asked_for(
     budget: float | None = None,
     **unknown: Any,
 ) -> tuple[Asked, ClientOptions | None]:
-    """What :func:`fedloom.personalize` was asked for, and what it dials with: as given, else as the environment says.
+    """Return the request and the credentials for :func:`fedloom.personalize`.
+
+    The environment supplies the credentials that are not given.
 
     Raises
     ------
     ExperimentError
-        If there is no such keyword argument.
+        If a keyword argument is unknown.
     RefusedError
-        If a token is none.
+        If the token is malformed.
     """
     if unknown:
         allowed = ", ".join(asked_for.__kwdefaults__ or ())

@@ -1,4 +1,4 @@
-"""A client's model as what people use: a module of torch, a file of weights, an exported program, ONNX."""
+"""Personalized models as torch modules, safetensors files, exported programs and ONNX models."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from fedloom.storage.folder import write_atomically
 from fedloom.words import printable
 
 FORMATS = (".safetensors", ".pt2", ".onnx")
-"""What a model can be saved as, by the end of the file's name."""
+"""Suffixes of the supported file formats."""
 
 ONNX = "fedloom[onnx]"
 
 
 @dataclass(frozen=True)
 class Promise:
-    """(ε, δ)-differential privacy of one answer, towards whoever reads it.
+    """(ε, δ)-differential privacy of one answer, towards anyone who reads it.
 
     Attributes
     ----------
     epsilon, delta
-        How much. Each answer more costs as much again.
+        Privacy parameters of this answer; each further answer costs as much again.
     mechanism
-        By what: Gaussian noise on a mean over all of the client's training examples.
+        Gaussian noise on a mean over all of the client's training examples.
     neighbours
-        Data between which nobody can tell: as many examples, one of them another.
+        Neighbouring data sets: of equal size, differing in one example.
     clip, noise_multiplier, examples
         C, z and n: the noise of each coordinate has deviation z·2C/n.
     requests, total_epsilon, total_delta
-        How many requests the client's ledger counts, this one among them, their ε together, and the ledger's δ, at
-        which that is; None without a ledger.
+        Number of requests in the client's ledger, including this one; their total ε; and the ledger's δ, at which that
+        total holds. None without a ledger.
     """
 
     epsilon: float
@@ -59,24 +59,24 @@ class Promise:
 
 @dataclass(frozen=True)
 class Card:
-    """What a model is, and of what.
+    """Description of a personalized model.
 
     Attributes
     ----------
     run, round, digest
-        The run, the durable round of it, and sha256 of that round's checkpoint.
+        Run, its durable round, and sha256 of that round's checkpoint.
     algorithm, predictor
-        The method, and which of the predictors that it gives a client.
+        Method, and which of its predictors this is.
     model
-        The network's name.
+        Name of the network.
     client
-        Whose it is.
+        Id of the client.
     kind, input_shape, classes, normalization
-        What goes in: pixels from 0 to 255, features or tokens as they are; and what comes out, in this order.
+        Inputs (pixels from 0 to 255, or features or tokens as they are) and outputs, in the order of ``classes``.
     precision
-        How its numbers travelled: float32, or bfloat16, which rounds them.
+        Precision of the transfer: float32, or bfloat16, which rounds.
     privacy
-        What is promised of what the client said to get it; None: nothing.
+        Privacy promise of the client's answer; None: no promise.
     """
 
     run: str
@@ -95,14 +95,15 @@ class Card:
 
 
 class PersonalModel(nn.Module):
-    """A client's own model: raw inputs ``[b, *input_shape]``, a tensor or an array, in, probabilities ``[b, C]`` out.
+    """Personalized model that maps raw inputs ``[b, *input_shape]``, a tensor or an array, to probabilities ``[b, C]``.
 
-    Its ``state_dict`` has the names of the network. Parameters have no gradient; ``requires_grad_()`` gives them one.
+    Its ``state_dict`` uses the network's names. Parameters have ``requires_grad=False``; call ``requires_grad_()`` to
+    train them.
 
     Attributes
     ----------
     card
-        What it is, and of what.
+        Description of the model.
     """
 
     mean: Tensor
@@ -122,16 +123,16 @@ class PersonalModel(nn.Module):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """What the columns of the output are called."""
+        """Class names, in the order of the output's columns."""
         return self.card.classes
 
     def forward(self, x: Any) -> Tensor:
-        """Return probabilities of the classes, ``[b, *input_shape] -> [b, C]``; of a tensor, an array or a list.
+        """Return class probabilities, ``[b, *input_shape] -> [b, C]``, of a tensor, an array or a list.
 
         Raises
         ------
         DataError
-            If pixels are no integers: floats of a transform such as ``ToTensor`` would be divided by 255 again.
+            If pixels are not integers: floats from a transform such as ``ToTensor`` would be divided by 255 again.
         """
         if not isinstance(x, Tensor):
             x = torch.as_tensor(x, device=self.mean.device)
@@ -148,24 +149,23 @@ class PersonalModel(nn.Module):
 
     @property
     def example(self) -> Tensor:
-        """Two inputs of the right shape and type, of zeros."""
+        """Batch of two zero inputs of the right shape and type."""
         dtype = torch.float32 if self.card.kind == "features" else torch.uint8
         return torch.zeros(2, *self.card.input_shape, dtype=dtype)
 
     def save(self, path: str | Path) -> list[Path]:
-        """Save it, and return the files written.
+        """Save the model and return the files written.
 
         Parameters
         ----------
         path
-            ``NAME.safetensors``: the weights by name, and beside them ``NAME.md``, which says how they are used.
-            ``NAME.pt2``: a program of ``torch.export``, for any number of inputs. ``NAME.onnx``: for other runtimes.
-            None of them needs FedLoom.
+            ``NAME.safetensors``: the weights by name, with instructions for their use in ``NAME.md``. ``NAME.pt2``: a
+            ``torch.export`` program, for any batch size. ``NAME.onnx``: for other runtimes. None of them needs FedLoom.
 
         Raises
         ------
         ExperimentError
-            If the name ends otherwise, or the model cannot be exported.
+            If the suffix is not one of these, or the model cannot be exported.
         StorageError
             If the file cannot be written.
         """
@@ -179,16 +179,16 @@ class PersonalModel(nn.Module):
         return [path]
 
     def weights(self) -> bytes:
-        """The weights as a safetensors file, whose metadata says what :class:`Card` does."""
+        """Return the weights as a safetensors file with the :class:`Card` in its metadata."""
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         about = json.dumps({"version": 1, **asdict(self.card)}, sort_keys=True)
         return safetensors.torch.save(tensors, metadata={"fedloom": about})
 
     def exported(self) -> bytes:
-        """The model as a program of ``torch.export``."""
+        """Return the model as a program of ``torch.export``."""
         content = io.BytesIO()
         try:
-            with warnings.catch_warnings():  # of kernels that are channels-last, which it takes for parts of others
+            with warnings.catch_warnings():  # it mistakes channels-last kernels for views
                 warnings.simplefilter("ignore")
                 torch.export.save(self._program(), content)
         except Exception as error:
@@ -196,7 +196,7 @@ class PersonalModel(nn.Module):
         return content.getvalue()
 
     def onnx(self) -> bytes:
-        """The model for ONNX."""
+        """Return the model in the ONNX format."""
         try:
             import onnx  # noqa: F401
             import onnxscript  # noqa: F401
@@ -216,7 +216,7 @@ class PersonalModel(nn.Module):
         return torch.export.export(self, (self.example,), dynamic_shapes=({0: torch.export.Dim("b", min=1)},))
 
     def _readme(self, name: str) -> str:
-        """Five lines on how the weights are used."""
+        """Return a short text on how to use the weights."""
         c = self.card
         goes_in = {
             "pixels": "pixels 0 ... 255: x = (pixels / 255 - mean) / std, of each channel",
@@ -242,12 +242,12 @@ class PersonalModel(nn.Module):
 
 
 def check_format(path: Path) -> None:
-    """Refuse a name by whose end it is not known what to save.
+    """Raise if the suffix is not a supported format.
 
     Raises
     ------
     ExperimentError
-        If it has none of :data:`FORMATS`.
+        If the suffix is none of :data:`FORMATS`.
     """
     if path.suffix not in FORMATS:
         raise ExperimentError(f"the model's file: found {path}; allowed: a file that ends in {', '.join(FORMATS)}")
@@ -271,7 +271,7 @@ def _unexportable(what: str, error: Exception, others: str) -> ExperimentError:
 
 
 def card_of(problem: Problem, **others: Any) -> Card:
-    """Make a card of a run's problem, and the rest."""
+    """Return the card of a model, with the input and output description from the run's problem."""
     return Card(
         kind=problem.kind,
         input_shape=problem.input_shape,

@@ -1,4 +1,4 @@
-"""What a run finds, written to its folder: beside each evaluation, and at its end."""
+"""Results of a run, written to its folder at each evaluation and at the end."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 def what_else(e: Experiment, roster: Roster, folder: RunFolder, *, keep: bool) -> Extra:
-    """What a method's own records add to a line of ``metrics.jsonl``.
+    """Return a function that adds a method's own records to a line of ``metrics.jsonl``.
 
     Parameters
     ----------
     roster
-        Knows the class mixes of those who are measured.
+        Roster that knows the class proportions of the evaluated clients.
     keep
-        Write ``descriptors.json`` and ``uncertainty.json``, too.
+        Also write ``descriptors.json`` and ``uncertainty.json``.
     """
     mask = e.evaluation.label_mask
 
@@ -75,19 +75,19 @@ def what_else(e: Experiment, roster: Roster, folder: RunFolder, *, keep: bool) -
 
 
 def _earlier(folder: RunFolder, name: str, clients: Sequence[str]) -> dict[str, Any] | None:
-    """Return what a file of the run has so far, to be continued; None if there is none, or it is about other clients.
+    """Return the content of a run's file, to be extended; None if it is absent or about other clients.
 
     Raises
     ------
     DataError
-        If it is broken.
+        If it is damaged.
     """
     found = checked(folder, name) if (folder.path / name).exists() else None
     return found if found is not None and found["clients"]["ids"] == list(clients) else None
 
 
 def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
-    """Add a round to ``uncertainty.json``, of methods whose personal predictors are distributions over networks."""
+    """Add a round to ``uncertainty.json`` if the personal predictors are distributions over networks."""
     p = evaluation.predictors.index("personal")
     uncertainty = evaluation.uncertainty[:, p]
     if not bool(uncertainty[:, INFORMATION].any()):
@@ -104,12 +104,12 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
 
 
 def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
-    """Write what a run ends with: ``clients.csv`` and ``summary.json``, which is returned.
+    """Write ``clients.csv``, ``summary.json`` and the other final results; return the summary.
 
     Raises
     ------
     QuorumError
-        If the last evaluation asked clients and none of them could be measured: there are no results.
+        If the last evaluation asked clients and none of them could be measured, so that there are no results.
     """
     if len(final.clients) and not final.present.any():
         client, why = next(iter(run.unmeasured.items()), (final.clients[0], "no answer"))
@@ -158,10 +158,10 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
 
 
 def _privacy(parts: Parts, run: Loop) -> dict[str, Any]:
-    """Return what is promised of some of the clients' messages: to the one that told most, and to one that comes now.
+    """Return the privacy of the clients' messages: for the client that released most, and for a new one.
 
-    Counted is what was asked for, of clients that have left, too (:mod:`fedloom.federation.releases`). ``noise`` says
-    where the noise is from: the run's ``seed``, a simulation, or a ``secret`` of each worker.
+    Requested answers count, including those of clients that have left (:mod:`fedloom.federation.releases`). ``noise``
+    names the noise's source: the run's ``seed`` in a simulation, or a ``secret`` of each worker.
     """
     promised = parts.algorithm.privacy(parts.settings)
     if promised is None:
@@ -192,7 +192,10 @@ def _privacy(parts: Parts, run: Loop) -> dict[str, Any]:
 
 
 def _multiplier(times: Mapping[float, int]) -> float:
-    """The multiplier of one answer that tells as much as so many do together, by their own."""
+    """Return the noise multiplier of one answer that releases as much as all these together.
+
+    ``times`` maps noise multipliers to numbers of answers.
+    """
     if not all(times):
         return 0.0
     each = [z / math.sqrt(count) for z, count in times.items()]
@@ -200,7 +203,7 @@ def _multiplier(times: Mapping[float, int]) -> float:
 
 
 def _new_client(parts: Parts, run: Loop) -> dict[str, Any]:
-    """What it costs a client that has just come to get each predictor: SGD steps (mean over clients), tensor bytes."""
+    """Return a new client's cost for each predictor: SGD steps (mean over clients) and tensor bytes."""
     half = parts.client_half()
     entries = run.manifest.clients
     return {

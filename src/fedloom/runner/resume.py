@@ -1,4 +1,4 @@
-"""What a run may go on from: the checks of a folder, and of the partition a run was begun with."""
+"""Checks before a run is resumed."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ FREE_ON_RESUME = (
     ("federation", "attempts"),
     ("federation", "checkpoint_every_s"),
 )
-"""What may differ between a run and its resumption: none of it changes a number. That what is read at another path is
-the same, the partition shows (:func:`check_partition`). Where clients keep states, these do not follow to another
-``storage``: see :func:`check_states`."""
+"""Settings that may change on resume, since they do not affect results.
+
+:func:`check_partition` verifies that data read from another path are the same. Client states do not move to another
+``storage``; see :func:`check_states`.
+"""
 
 
 def check_folder(
     folder: RunFolder, e: Experiment, resume: bool, where: str | None = None, *, is_open: bool = False
 ) -> bool:
-    """Whether there is a run to resume.
+    """Return whether there is a run to resume.
 
     Parameters
     ----------
     where
-        The run's place as a person knows it; None: its folder.
+        Location of the run to show to the user; None: its folder.
     is_open
-        Whether it is an open federation, whose experiment may change as it goes on.
+        Whether it is an open federation, whose experiment may change on resume.
 
     Raises
     ------
     ExperimentError
-        If the folder is taken and not to be resumed, or holds another experiment, or more rounds than are asked for.
+        If the folder is in use and ``resume`` is false, or holds another experiment or more rounds than requested.
     """
     file = next((path for path in (folder.path, *folder.path.parents) if path.exists()), None)
     if file is not None and not file.is_dir():
@@ -88,7 +90,7 @@ def check_folder(
 
 
 def _enough_rounds(folder: RunFolder, e: Experiment, where: str | None) -> bool:
-    """True, unless more rounds have been done than are asked for."""
+    """Return True; raise if the run has done more rounds than requested."""
     done = max(Checkpoints(folder.checkpoints).rounds(), default=0)
     if e.federation.rounds is not None and e.federation.rounds < done:
         raise ExperimentError(
@@ -102,9 +104,9 @@ def _enough_rounds(folder: RunFolder, e: Experiment, where: str | None) -> bool:
 
 
 def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
-    """Return the summary of a run that has come to the end of its rounds; None of one that has not.
+    """Return the summary of a run that has completed its rounds; None if it has not.
 
-    None, too, if its results cannot be read: they are made anew from its last checkpoint.
+    Return None, too, if its results cannot be read: they are then recomputed from its last checkpoint.
 
     Raises
     ------
@@ -119,7 +121,7 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
         summary = folder.json("summary.json")
     except DataError:
         return None
-    # Resumed with more rounds, it has gone on.
+    # A run resumed with more rounds has continued past this end.
     went_on = any(isinstance(t := line.get("round"), int) and t > rounds for line in folder.objects("journal.jsonl"))
     if summary.get("rounds") != rounds or not isinstance(summary.get("name"), str) or went_on:
         return None
@@ -128,12 +130,12 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
 
 
 def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
-    """A resumed run goes on with the very examples it began with.
+    """Raise unless a resumed run uses the same partition as before.
 
     Raises
     ------
     DataError
-        If the partition on disk is another.
+        If the partition on disk is a different one.
     """
     before = folder.read("partition.json")
     if before is None:
@@ -148,20 +150,20 @@ def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
 
 
 def check_states(folder: RunFolder, url: str | None) -> None:
-    """The states that clients keep stay where they are: nothing copies them to another place.
+    """Raise if the run's client states are elsewhere, since nothing copies them.
 
     Parameters
     ----------
     url
-        Where the run is to be published; None: nowhere, and the clients' states are in its folder.
+        URL to publish the run at; None: it is not published, and client states are in its folder.
 
     Raises
     ------
     ExperimentError
-        If the run has kept them elsewhere.
+        If the run's client states are at another place.
     """
     if not folder.states.is_dir() and not (folder.path / "journal.jsonl").exists():
-        return  # no round has counted, so none of them is needed
+        return  # no round is complete, so no states are needed
     before = assemble.states_of(folder)
     now = str(folder.states) if url is None else f"{url}/states"
     if before != now:

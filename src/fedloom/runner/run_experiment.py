@@ -1,4 +1,4 @@
-"""One run, from its experiment to its report: what ``fedloom run`` and ``fedloom aggregator`` do."""
+"""Execution of a run from experiment to report, for ``fedloom run`` and ``fedloom aggregator``."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ log = logging.getLogger("fedloom.run")
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run ended with.
+    """Result of a run.
 
     Attributes
     ----------
     folder
-        Everything that was found (docs/evaluation.md).
+        Folder with all results (docs/evaluation.md).
     summary
-        Its ``summary.json``.
+        Content of ``summary.json``.
     report
-        Path or URL of the report; None without one.
+        Path or URL of the report; None if there is none.
     """
 
     folder: Path
@@ -87,16 +87,16 @@ def run_experiment(
     Parameters
     ----------
     experiment
-        What is run (:func:`fedloom.experiment.load`).
+        Experiment to run (:func:`fedloom.experiment.load`).
     options
-        How; by default in a folder named after the experiment, with workers as ``runtime`` says.
+        Execution options; by default, a folder named after the experiment, and workers as in ``runtime``.
     observer
-        Is told how the run goes.
+        Receives the run's progress.
 
     Raises
     ------
     FedloomError
-        Of the class of what went wrong (docs/exit-codes.md).
+        An error of the class that describes what went wrong (docs/exit-codes.md).
     """
     started = time.perf_counter()
     e, options = experiment, options or RunOptions()
@@ -106,7 +106,7 @@ def run_experiment(
     own = own_of(e)
     is_open = own is not None and options.listen is not None
     resume = check_folder(folder, e, options.resume, is_open=is_open)
-    # Workers of our own are let in by a token that nobody else has; others by what the options say.
+    # Our own workers authenticate with a token that nobody else has; external workers as the options say.
     token = make_token()
     protection = Protection(ServerOptions(token=token) if options.listen is None else options.protection)
     audit = Audit()
@@ -115,7 +115,7 @@ def run_experiment(
     if repeated is not None:
         check_replay(repeated, own, listen=options.listen)
         if e.federation.rounds and not repeated.is_open:
-            repeated.attempt(e.federation.rounds)  # a journal that is too short is said now, not at its end
+            repeated.attempt(e.federation.rounds)  # raise now, not at its end, if the journal is too short
     dataset = None if is_open else _dataset(e, options, own)
     if dataset is not None:
         manifest = dataset.manifest
@@ -127,7 +127,7 @@ def run_experiment(
     stateful = parts.client_half().stateful
 
     def check(found: RunFolder, where: str | None = None) -> None:
-        """Whether the run in a folder is one that this may go on with."""
+        """Raise unless the run in a folder can be resumed here."""
         if check_folder(found, e, options.resume, where, is_open=is_open):
             if dataset is not None:
                 check_partition(found, dataset)
@@ -147,10 +147,10 @@ def run_experiment(
                 resume = published.take_up(partial(check, where=url)) or resume
         before = finished(folder, e) if resume else None
         if own is not None and is_open and (known := known_normalization(own, folder)) is not None:
-            parts = assemble.make_parts(e, open_manifest(e, own, known))  # what was published may have told it
+            parts = assemble.make_parts(e, open_manifest(e, own, known))  # the published run may have it
 
         def prepare() -> None:
-            """Make the run's folder, once nothing but the work itself can fail."""
+            """Create the run's folder, once nothing but the work itself can fail."""
             if store is None or not options.resume:
                 held.enter_context(folder.held())
             folder.make(e.located().resolved_yaml())
@@ -168,14 +168,14 @@ def run_experiment(
                 control.keep(folder)
                 if (pause := control.paused) is not None:
                     observer.notice(f"paused by {pause.by}: `fedloom federation resume` has the rounds go on")
-            else:  # nobody could have it go on, and who starts it here wants that
+            else:  # no operator could resume it, and starting it here implies resuming
                 _remove(folder, CONTROL)
 
         monitor = Monitor(e.name, e.algorithm.name, e.federation.rounds, incarnation)
         held.enter_context(lines_about(monitor.about))
         stop_request = StopRequest(observer, monitor)
         control = Control(monitor, stop_request.operator) if options.listen is not None else None
-        # A folder in a pod is gone before anyone looks at it.
+        # The folder of a pod disappears before anyone can read it.
         kept = str(folder.path) if url is None or options.listen is None else url
         observer.started(e, len(parts.manifest.clients), kept)
         held.callback(observer.ended)
@@ -204,11 +204,11 @@ def run_experiment(
             if store is None:
                 held.enter_context(folder.held())
             made = Checkpoints(folder.checkpoints)
-            for durable in made.rounds()[-1:]:  # whoever asks, or watches metrics, learns of it as in the run itself
+            for durable in made.rounds()[-1:]:  # status and metrics show it as in the run itself
                 last = folder.last_evaluation()
                 monitor.resume(durable, None if last is None else last[0], made.written_at(durable))
             with serve(options.listen) if options.listen is not None else nullcontext() as at:
-                if at is not None:  # workers that have missed the end are told, too
+                if at is not None:  # tell workers that have missed the end
                     at.notices.tell("training", "finished before", round=e.federation.rounds)
                 observer.notice(f"finished before, after round {e.federation.rounds}")
                 reported = _complete(folder, published, url, options, observer)
@@ -279,15 +279,15 @@ def run_experiment(
                             tell("training", f"resuming after round {loop.round}", round=loop.round)
                     if leg is not legs[-1]:
                         loop.advance()
-                gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
+                gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
                 log.info("ready to train after %.2f s", time.perf_counter() - started)
                 try:
                     final = loop.run()
                 finally:
-                    gc.unfreeze()  # else nothing of this run is freed before the process ends, which may run many
-            if published is not None:  # another aggregator may still have asked clients, after this one took over
+                    gc.unfreeze()  # the process may run more experiments and must free this one's objects
+            if published is not None:  # the previous aggregator may have asked clients after this one took over
                 published.gather_releases()
-            _remove(folder, "report.html")  # beside a summary, a report is of the same end
+            _remove(folder, "report.html")  # a report must match the summary beside it
             if not loop.roster.fixed:
                 folder.write("partition.json", loop.manifest.to_json())
             summary = results.conclude(legs[-1].parts, loop, final, earlier_s + time.perf_counter() - started)
@@ -300,28 +300,28 @@ def run_experiment(
 
 
 def _models(folder: RunFolder, e: Experiment, audit: Audit) -> Personalization:
-    """Hands out models of the last durable round; costs nothing until somebody asks for one."""
+    """Return a service for models of the last durable round; it loads nothing before the first request."""
     limits = ServingLimits(threads=e.runtime.threads)
     return Personalization(DurableRounds(folder, patient=True), limits, audit, lazy=True)
 
 
 def check_roster(experiment: Experiment, options: RunOptions) -> None:
-    """Refuse a run with clients with whom its method cannot train, before anything else runs.
+    """Raise if the method cannot train on some client, before anything else runs.
 
-    The partition is looked at, and made if it must be, where the method would not take every client.
+    The partition is read, and created if necessary, only if the method does not accept every client.
 
     Raises
     ------
     ExperimentError
-        The first of the clients, what was found and what is allowed.
+        Names the first such client and the reason.
     """
     method = experiment.algorithm
-    if find(method.name).unfit(method.settings, 1, 1) is not None:  # the least that a client can have
+    if find(method.name).unfit(method.settings, 1, 1) is not None:  # the minimum that a client can have
         _dataset(experiment, options, own_of(experiment))
 
 
 def _dataset(e: Experiment, options: RunOptions, own: Own | None) -> FederatedDataset:
-    """The data of a run whose clients are all known."""
+    """Return the data of a run whose clients are all known."""
     if options.data or options.observe:
         if options.partition is not None:
             raise ExperimentError(
@@ -337,7 +337,7 @@ def _dataset(e: Experiment, options: RunOptions, own: Own | None) -> FederatedDa
 
 
 def _published_at(options: RunOptions, e: Experiment, folder: RunFolder) -> str | None:
-    """Where the run is to be published, if it is."""
+    """Return the URL to publish the run at; None if it is not published."""
     if options.publish is not None:
         if not is_url(options.publish):
             raise ExperimentError(
@@ -352,12 +352,12 @@ def _published_at(options: RunOptions, e: Experiment, folder: RunFolder) -> str 
 
 
 def _place(url: str, resume: bool) -> Store:
-    """The store to publish at, which is there, lets us in, and holds no run unless it is to be resumed.
+    """Return the store to publish at, after checking access and that it holds no run, unless resuming.
 
     Raises
     ------
     ExperimentError
-        If there is a run already.
+        If it holds a run already, and this is not a resume.
     StorageError, RefusedError
         If the store cannot be used.
     """
@@ -373,14 +373,14 @@ def _place(url: str, resume: bool) -> Store:
 
 @contextmanager
 def _own_hands(stop_request: StopRequest) -> Iterator[None]:
-    """Training in this process."""
+    """Train in this process."""
     stop_request.training = True
     yield
 
 
 @contextmanager
 def _logs_kept(published: Published | None) -> Iterator[None]:
-    """Publish the logs of a run that fails; whoever started it may have no other way to read them."""
+    """Publish the logs of a run that fails; its user may have no other way to read them."""
     try:
         yield
     except FedloomError as error:
@@ -408,10 +408,10 @@ def _remove(folder: RunFolder, name: str) -> None:
 def _complete(
     folder: RunFolder, published: Published | None, url: str | None, options: RunOptions, observer: RunObserver
 ) -> bool:
-    """Report and publish a run that has come to its end, if that is missing; whether there is a report."""
+    """Write and publish the report of a finished run if missing; return whether there is a report."""
     whole = published is None or published.finished
     reported = (folder.path / "report.html").exists()
-    if options.report and not (reported and whole):  # the figures, too, are published
+    if options.report and not (reported and whole):  # publishing includes the figures
         reported = _report(folder, observer)
     if published is not None and not whole:
         folder.write_json("published.json", {"url": url})
@@ -422,12 +422,12 @@ def _complete(
 
 
 def _report(folder: RunFolder, observer: RunObserver) -> bool:
-    """Write the report; whether there is one now."""
+    """Write the report; return whether there is one."""
     from fedloom.reporting.report import write_report
 
     try:
         write_report(folder.path)
-    except ExperimentError as error:  # what it needs is not installed, and the run is whole without
+    except ExperimentError as error:  # a dependency is missing; the run is complete without a report
         observer.notice(f"no report: {error}")
         return False
     return True

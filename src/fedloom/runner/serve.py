@@ -1,4 +1,4 @@
-"""Serving the models of a run: from its folder, or from where it is published."""
+"""Model service for a run, read from its folder or from where it is published."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection
 
 LOOK_S = 1.0
-"""How often it is looked for a first publication."""
+"""Seconds between checks for a first publication."""
 
 
 def about(parts: Parts) -> About:
-    """What a client has to know of a run to ask for its model."""
+    """Return the description of a run that a client needs to request a model."""
     manifest = parts.manifest
     problem = {
         "dataset": manifest.dataset,
@@ -48,18 +48,18 @@ def about(parts: Parts) -> About:
 
 
 class DurableRounds:
-    """Finds the checkpoint to serve in a run's folder, again and again (``transport.personalization.Load``).
+    """Checkpoint to serve from a run's folder, reread on each call (``transport.personalization.Load``).
 
     Parameters
     ----------
     folder
-        The run's; its experiment and partition are read when they are needed first.
+        Folder of the run; its experiment and partition are read on first use.
     checkpoint
         ``last``, ``best`` or a round.
     refresh
-        Brings the folder up to date before it is looked at.
+        Called to update the folder before each read.
     patient
-        While there is no checkpoint, there is nothing to serve yet; else that is an error.
+        Return None while there is no checkpoint, instead of raising.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class DurableRounds:
 
     @property
     def parts(self) -> Parts:
-        """What the run's experiment and partition decide; a client that asks is none of its clients.
+        """Parts of the run, for clients from outside it.
 
         Raises
         ------
         DataError
-            If they are missing or damaged.
+            If the experiment or the partition is missing or damaged.
         """
         if self._parts is None:
             e = experiments.of_run(self._folder.path)
@@ -97,16 +97,16 @@ class DurableRounds:
 
     @property
     def about(self) -> About:
-        """What a client has to know of the run."""
+        """Description of the run that a client needs."""
         return about(self.parts)
 
     def __call__(self, digest: str | None) -> ServedRound | None:
-        """Return what to serve in place of the round of this digest; None if there is nothing newer.
+        """Return the round to serve in place of the one with this digest; None if there is none newer.
 
         Raises
         ------
         DataError
-            If there is no such checkpoint, or it is damaged.
+            If the checkpoint does not exist or is damaged.
         """
         self._refresh()
         rounds = self._checkpoints.rounds()
@@ -121,17 +121,17 @@ class DurableRounds:
 
 
 def wait_nowhere(seconds: float) -> bool:
-    """Wait for nothing: who asks gets what there is now."""
+    """Return False at once, without waiting."""
     return False
 
 
 def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str], None]) -> Callable[[float], bool]:
-    """Make a wait for the first publication of a run: false once it took longer than this, or was told to stop.
+    """Return a function that waits for a run's first publication; it returns False after a timeout or on ``stop``.
 
     Parameters
     ----------
     say
-        Told once that it waits.
+        Receives one message when the wait begins.
     """
     end = time.monotonic() + seconds
     told = False
@@ -153,14 +153,14 @@ def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str]
 def run_folder(
     run: str, wait: Callable[[float], bool] = wait_nowhere
 ) -> Iterator[tuple[RunFolder, Callable[[], None]]]:
-    """A run's folder, and what brings it up to date: nothing, unless it is published elsewhere.
+    """Yield a run's folder, and a function that updates it if the run is published elsewhere.
 
     Parameters
     ----------
     run
-        The folder; or the URL where the run is published, which is copied to a temporary folder.
+        Folder of the run, or the URL of a published run, which is copied to a temporary folder.
     wait
-        While nothing is published at the URL: waits so many seconds, and says whether to look again.
+        Called with a number of seconds to wait while nothing is published; returns whether to check again.
 
     Raises
     ------
@@ -203,36 +203,36 @@ def serve(
     metrics: str | None = None,
     wait_s: float = 0.0,
 ) -> int:
-    """Serve the models of a run until told to stop; return how many were handed out.
+    """Serve a run's models until stopped; return the number of models handed out.
 
     Parameters
     ----------
     run
-        Folder or URL.
+        Folder of the run, or URL of a published run.
     listen
-        ``host:port``; port 0: any free one.
+        ``host:port``; port 0 picks a free port.
     checkpoint
         ``last``, ``best`` or a round.
     follow
-        Take over each newer round once it is durable.
+        Switch to each newer round once it is durable.
     audit
-        Where it is written who was let in, and given a model; None: in the logs of the run's folder, if there is one
-        here. Nowhere, unless everyone has to say who they are.
+        Path of the audit log; None: in the logs of the run's folder, if that is local. No audit log is kept
+        unless clients must authenticate.
     drain_s
-        How long conversations that are under way may go on when it is told to stop.
+        Seconds that open conversations may continue after a stop.
     started, say
-        Told the address; and lines for a person.
+        Receive the address, and messages for the user.
     health, metrics
-        ``host:port`` of ports for probes and for Prometheus; None: none.
+        ``host:port`` for health probes and for Prometheus; None: none.
     wait_s
-        How long to wait, where nothing is published at the URL yet.
+        Seconds to wait for a first publication at the URL.
 
     Raises
     ------
     DataError
-        If there is no run, no such checkpoint, or it is damaged.
+        If there is no run or no such checkpoint, or it is damaged.
     ExperimentError
-        If the method has no model for clients that it does not know, or the address cannot be served on.
+        If the method has no model for new clients, or the address cannot be bound.
     """
     protection, kept = protection or Protection(), Audit()
     limits = limits or ServingLimits()

@@ -1,4 +1,4 @@
-"""Runs side by side: a process each, with a share of the cores of its own, and none left behind."""
+"""Parallel runs: one process each, with its own share of the cores, none of which outlives the caller."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from fedloom.runner.stop_request import StopRequest
 from fedloom.words import counted
 
 LOOK_S = 0.05
-"""Seconds between looks at which processes have ended."""
+"""Seconds between checks for ended processes."""
 
 GRACE_S = 15.0
-"""Seconds that a process which is told to end at once has for it."""
+"""Seconds until a terminated process is killed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run to carry out: its name, the experiment, and how."""
+    """Run to execute: its name, experiment and options."""
 
     name: str
     experiment: Experiment
@@ -54,23 +54,23 @@ def run_side_by_side(
     *,
     signals: bool,
 ) -> None:
-    """Carry out runs as ``fedloom run``, so many at a time.
+    """Execute runs as ``fedloom run`` processes, at most ``parallel`` at a time.
 
-    A process leaves when its standard input ends, which the operating system sees to even if we are killed.
+    A process stops when its standard input closes, which happens even if this process is killed.
 
     Parameters
     ----------
     began, over
-        Called with the name of each run, when it begins; and when it is over, with why it failed, or None.
+        Called with the name of a run when it begins, and when it is over together with its error, or None.
     notice
-        Called before ``over`` with the name of a run and a line that a person should see: a tracker failed, say.
+        Called before ``over`` with the name of a run and a message for the user, e.g. that a tracker failed.
     signals
-        SIGINT and SIGTERM stop all runs after the rounds at hand; a second one, at once.
+        Stop all runs after their current round on SIGINT or SIGTERM; a second signal stops them at once.
 
     Raises
     ------
     InterruptedRun
-        If they were stopped: those under way can be resumed.
+        If the runs were stopped; those in progress can be resumed.
     """
     stop = StopRequest()
     waiting = list(reversed(jobs))
@@ -107,9 +107,9 @@ def run_side_by_side(
 
 
 def shares(parallel: int) -> list[set[int]]:
-    """The cores of each of so many processes: shares of those that we may use, which are apart while there are enough.
+    """Return the cores for each of ``parallel`` processes; the shares are disjoint while there are enough cores.
 
-    Empty where the operating system does not assign cores.
+    The sets are empty if the operating system does not support CPU affinity.
     """
     if not hasattr(os, "sched_getaffinity"):
         return [set()] * parallel
@@ -125,17 +125,17 @@ def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
     file = folder / f"{len(list(folder.glob('*.yaml')))}.yaml"
     told = file.with_suffix(".jsonl")
     file.write_text(job.experiment.resolved_yaml(), encoding="utf-8")
-    said = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it is closed when the run is over)
+    said = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed when the run is over)
     process = subprocess.Popen(
         command("run", str(file), "--until-eof", *_arguments(job.options)),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=said,
-        start_new_session=True,  # Ctrl-C reaches us alone
+        start_new_session=True,  # Ctrl-C reaches this process only
         env=environment(os.environ, told, getattr(job.experiment.model, "factory", None)),
     )
     if share := shares(parallel)[place]:
-        with suppress(ProcessLookupError):  # it has ended already, and says why
+        with suppress(ProcessLookupError):  # it has already ended and reports why
             os.sched_setaffinity(process.pid, share)
     return _Running(job, place, process, said, told)
 
@@ -156,7 +156,7 @@ def _leave(one: _Running) -> None:
 
 
 def _outcome(one: _Running) -> tuple[FedloomError | None, list[str]]:
-    """Return why a run failed, None if it is finished; and the notices that a person should see."""
+    """Return the error of a run (None if it finished) and its messages for the user."""
     _leave(one)
     with one.said as said:
         said.seek(0)
@@ -171,7 +171,7 @@ def _outcome(one: _Running) -> tuple[FedloomError | None, list[str]]:
 
 
 def _end(running: Sequence[_Running]) -> None:
-    """End what still runs, at once: it can be resumed from its last checkpoint."""
+    """Terminate the running processes at once; their runs can be resumed from the last checkpoint."""
     for one in running:
         _leave(one)
         one.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: by a signal, or because nobody watches it any more."""
+"""Requests to stop a run: by signal, by an operator, or because nobody watches it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ STOP_GRACE_S = 15.0
 
 
 class StopRequest:
-    """Ends a run after the round at hand; after a grace, or when asked again, at once.
+    """Request to stop a run after the current round; after a grace period, or a second request, at once.
 
     Parameters
     ----------
     observer
-        Is told when the run is asked to stop by a signal or an operator.
+        Receives requests by a signal or an operator.
     monitor
-        Is told that it is asked to stop, whoever asks.
+        Receives every request.
 
     Attributes
     ----------
     event
-        Set when the run is to end; the round loop looks at it.
+        Set when the run must end; the round loop checks it.
     reason
-        What the run then ends with, if not with an interruption.
+        Error that the run then raises, in place of an interruption.
     training
-        Whether there is a round at hand that is worth waiting for.
+        Whether a round is in progress that is worth waiting for.
     abort
-        Loses what the round loop waits for, so that it sees the event.
+        Makes the round loop's pending exchange fail, so that the loop sees the event.
     """
 
     def __init__(self, observer: RunObserver | None = None, monitor: Monitor | None = None) -> None:
@@ -47,27 +47,30 @@ class StopRequest:
         self._timers: list[threading.Timer] = []
 
     def ask(self, reason: FedloomError | None = None, *, grace_s: float | None = STOP_GRACE_S) -> None:
-        """Ask the run to stop; ``grace_s`` is how long it waits for the round at hand, None: until that has ended."""
+        """Ask the run to stop.
+
+        ``grace_s`` limits the wait for the current round; None: wait until it has ended.
+        """
         again = self.event.is_set()
         self.reason = self.reason or reason
         self.event.set()
         self._monitor.stopping()
         if self.training and not again and grace_s is None:
             return
-        # In a thread of its own: what a signal handler interrupts may hold what abort needs.
+        # In a separate thread: the code that a signal handler interrupts may hold a lock that abort needs.
         timer = threading.Timer((grace_s or 0.0) if self.training and not again else 0.0, lambda: self.abort())
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
     def operator(self, now: bool) -> None:
-        """Stop as an operator asks, who kills nothing: after the round at hand, however long it takes, or at once."""
+        """Stop as an operator asks: at once if ``now``, else after the current round, however long it takes."""
         self._observer.stopping(after_round=self.training and not now)
         self.ask(grace_s=0.0 if now else None)
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM stop the run; a second one ends it at once."""
+        """Stop the run on SIGINT or SIGTERM, and at once on a second signal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -89,15 +92,15 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def wait(self) -> None:
-        """Wait, when there is nothing left to stop, for SIGINT or SIGTERM."""
+        """Wait for SIGINT or SIGTERM, when there is nothing left to stop."""
         self.training, self.abort = False, lambda: None
         with self.signals():
-            while not self.event.wait(0.5):  # of a signal that another thread got, nobody is woken
+            while not self.event.wait(0.5):  # a signal handled in another thread does not wake this one
                 continue
 
     @contextmanager
     def when_unwatched(self, unwatched_s: Callable[[], float], after_s: float | None) -> Iterator[None]:
-        """Stop the run once nobody has watched it for so many seconds; None: nobody need watch."""
+        """Stop the run once nobody has watched it for this many seconds; None: never."""
         over = threading.Event()
 
         def look() -> None:

@@ -1,4 +1,4 @@
-"""One experiment at every point of a grid of settings and seeds, one run after another or several side by side."""
+"""Runs of one experiment over a grid of settings and seeds, sequential or parallel."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from fedloom.words import counted
 
 
 def complete(run: RunFolder, experiment: Experiment, report: bool = True) -> bool:
-    """Whether a run is finished, and has its report where one is wanted, or is published as a whole."""
+    """Return whether a run is finished and has its report, if one is wanted, or is fully published."""
     if finished(run, experiment) is None:
         return False
-    if (run.path / "published.json").exists():  # the report, too, is made before that
+    if (run.path / "published.json").exists():  # publishing finishes after the report
         return bool(run.json("published.json").get("finished", False))
     return not report or (run.path / "report.html").exists() or find_spec("matplotlib") is None
 
 
 class SweepObserver:
-    """Is told how a sweep goes; override what you want to know. Points are counted from 1."""
+    """Callbacks for sweep progress; override the ones you need. Points are counted from 1."""
 
     def begins(self, number: int, points: int, point: Point) -> RunObserver:
-        """A run begins; whoever is returned is told how it goes."""
+        """Handle the start of a run in this process; return its observer."""
         return RunObserver()
 
     def begins_beside(self, number: int, points: int, point: Point) -> None:
-        """A run begins in a process of its own, beside others."""
+        """Handle the start of a run in a separate process."""
 
     def done(self, number: int, points: int, point: Point) -> None:
-        """A run that began beside others is finished."""
+        """Handle the end of a successful run in a separate process."""
 
     def notice(self, number: int, points: int, point: Point, text: str) -> None:
-        """Something that a person should know of a run beside others, in one line."""
+        """Handle a one-line message for the user from a run in a separate process."""
 
     def finished_before(self, number: int, points: int, point: Point) -> None:
-        """A run was finished before, and is left as it is."""
+        """Handle a run that was already finished and is skipped."""
 
     def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
-        """A run failed, and the others go on."""
+        """Handle a failed run; the others continue."""
 
 
 def run_sweep(
@@ -62,21 +62,21 @@ def run_sweep(
     parallel: int = 1,
     ended: Callable[[Path], None] | None = None,
 ) -> None:
-    """Run every point that is not finished yet; one that fails does not keep the others from running.
+    """Run every point that is not finished yet; a failed run does not stop the others.
 
     Parameters
     ----------
     folder, options, parallel
-        As of :func:`run_points`.
+        As in :func:`run_points`.
     ended
-        Called with ``folder`` once all points have run and at least one has not failed.
+        Called with ``folder`` once all points have run, unless all of them failed.
 
     Raises
     ------
     ExperimentError
-        If a folder is taken, before anything runs.
+        If a folder is in use; raised before anything runs.
     FedloomError
-        If runs failed, once all have been tried: of the class of the first.
+        If runs failed, after all have been tried; of the class of the first failure.
     InterruptedRun
         If the sweep was stopped.
     """
@@ -97,23 +97,23 @@ def run_points(
     *,
     parallel: int = 1,
 ) -> dict[str, FedloomError]:
-    """Run every point that is not finished yet, and return why some failed, by the names of their folders.
+    """Run every point that is not finished yet; return the errors of failed runs by folder name.
 
     Parameters
     ----------
     folder
-        Has a folder for each point's run.
+        Folder that holds one folder per run.
     options
-        For each run; ``out``, ``name`` and ``replay`` are the sweep's own, ``publish`` is where all of it goes.
+        Options of each run; the sweep sets ``out``, ``name`` and ``replay``, and publishes below ``publish``.
     parallel
-        Runs at a time. Several have a process each, with a share of the cores of its own; their numbers are the same.
-        One by one, a run's failure is a result when it has trained and come to nothing (:class:`QuorumError`), and ends
-        the sweep else; side by side, no failure ends it.
+        Number of concurrent runs. If above 1, each has a process with its own share of the cores; the results are the
+        same, and no failure ends the sweep. If 1, a run that ends in :class:`QuorumError`, e.g. because it diverged,
+        counts as a result; any other failure ends the sweep.
 
     Raises
     ------
     ExperimentError
-        If a folder is taken, or a method cannot train with a point's clients, before anything runs.
+        If a folder is in use, or a method cannot train with a point's clients; raised before anything runs.
     InterruptedRun
         If the sweep was stopped.
     """
@@ -139,7 +139,7 @@ def run_points(
             f"{folder}: found a sweep there already",
             hint=f"go on with {argument('resume')}, or choose another folder with {argument('out')}",
         )
-    for point in points:  # all folders fit before anything runs
+    for point in points:  # check all folders before anything runs
         check_folder(RunFolder(folder / point.name), point.experiment, options.resume)
     left = []
     for number, point in enumerate(points, start=1):
@@ -164,12 +164,12 @@ def _one_by_one(
     for number, point in left:
         try:
             run_experiment(point.experiment, _of_point(options, folder, point), observer.begins(number, count, point))
-        except QuorumError as error:  # as after a step size that is too large: a result, too
+        except QuorumError as error:  # e.g. from too large a step size, which is a result too
             observer.failed(number, count, point, error)
             failures[point.name] = error
         except InterruptedRun as error:
             raise InterruptedRun(f"{error} (run {number} of {count}, {point.name}; {number - 1} done)") from error
-        gc.collect()  # what a run held is in cycles, whose turn would come after dozens of runs: gigabytes
+        gc.collect()  # a run's objects form cycles; uncollected, they would grow to gigabytes over dozens of runs
     return failures
 
 
@@ -206,7 +206,7 @@ def _side_by_side(
 
 
 def _of_point(options: RunOptions, folder: Path, point: Point) -> RunOptions:
-    """The options of one run of a sweep."""
+    """Return the options of one run of a sweep."""
     name = f"{folder.name}/{point.name}"
     publish, storage = options.publish, point.experiment.storage
     if publish is not None:

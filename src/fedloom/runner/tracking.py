@@ -1,4 +1,4 @@
-"""What a tracker is told, and how it is kept from a run."""
+"""Trackers of runs, and their isolation from the run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ GROUP = "fedloom.observers"
 log = logging.getLogger("fedloom.run")
 
 Tracker: TypeAlias = Callable[[Path], RunObserver]
-"""Makes the observer of a run, which is told how it goes; it is called with the run's folder."""
+"""Factory of a run's observer; called with the run's folder."""
 
 
 def find_trackers(names: Iterable[str]) -> dict[str, Tracker]:
-    """Return trackers by their names.
+    """Return trackers by name.
 
     Raises
     ------
     ExperimentError
-        If there is none of a name, or what it needs is not installed.
+        If there is no tracker of a name, or its dependencies are not installed.
     """
     known = {point.name: point for point in entries(GROUP)}
     found: dict[str, Tracker] = {}
@@ -56,16 +56,16 @@ def find_trackers(names: Iterable[str]) -> dict[str, Tracker]:
 
 
 class Tracked(RunObserver):
-    """Tells an observer and the trackers; a tracker that fails is left out from then on, and the run goes on.
+    """Observer that forwards to another observer and to trackers, and drops trackers that fail.
 
     Parameters
     ----------
     observer
-        Is told first, and of trackers that fail.
+        Called first, and told of trackers that fail.
     trackers
-        By name. They are made once the run has a folder, and then told that it has started.
+        Factories by name. Trackers are created, and told of the start, once the run has a folder.
     folder
-        The run's.
+        Folder of the run.
     """
 
     def __init__(self, observer: RunObserver, trackers: Mapping[str, Tracker], folder: Path) -> None:
@@ -76,50 +76,50 @@ class Tracked(RunObserver):
         self._begun: tuple[Experiment, int, str] | None = None
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
-        """Tell the observer; the trackers, later."""
+        """Notify the observer; trackers are notified later."""
         self._begun = experiment, clients, where
         self._observer.started(experiment, clients, where)
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
-        """Tell the observer."""
+        """Notify the observer."""
         self._observer.waiting_for_workers(address, partition, states)
 
     def stopping(self, *, after_round: bool) -> None:
-        """Tell the observer."""
+        """Notify the observer."""
         self._observer.stopping(after_round=after_round)
 
     def notice(self, text: str) -> None:
-        """Tell the observer, and the process that started this one."""
+        """Notify the observer and the parent process."""
         tell_notice(text)
         self._observer.notice(text)
 
     def resumed(self, round: int) -> None:
-        """Tell all."""
+        """Notify the observer and the trackers."""
         self._observer.resumed(round)
         self._tell(lambda tracker: tracker.resumed(round))
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Tell all."""
+        """Notify the observer and the trackers."""
         self._observer.round_done(attempt, rounds)
         self._tell(lambda tracker: tracker.round_done(attempt, rounds))
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """Tell all."""
+        """Notify the observer and the trackers."""
         self._observer.attempt_failed(attempt, attempts)
         self._tell(lambda tracker: tracker.attempt_failed(attempt, attempts))
 
     def evaluating(self, round: int, done: int, clients: int) -> None:
-        """Tell all."""
+        """Notify the observer and the trackers."""
         self._observer.evaluating(round, done, clients)
         self._tell(lambda tracker: tracker.evaluating(round, done, clients))
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Tell all; trackers get copies."""
+        """Notify the observer and the trackers; trackers get copies."""
         self._observer.evaluated(line)
         self._tell(lambda tracker: tracker.evaluated(copy.deepcopy(line)))
 
     def ended(self) -> None:
-        """Tell all that have been told that it started."""
+        """Notify the observer, and the trackers that have been told of the start."""
         self._waiting.clear()
         self._tell(lambda tracker: tracker.ended())
         self._observer.ended()
@@ -148,23 +148,23 @@ class Tracked(RunObserver):
 
 
 class NumberTracker(RunObserver, ABC):
-    """A tracker of numbers by round: those of each round's training, and those of each evaluation."""
+    """Tracker that receives numbers by round, from training and from evaluations."""
 
     @abstractmethod
     def add(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Take numbers of a round, by names such as ``train/loss`` and ``seen/accuracy_mean``."""
+        """Record numbers of a round, by names such as ``train/loss`` and ``seen/accuracy_mean``."""
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Take the numbers of a round's training."""
+        """Record the numbers of a round's training."""
         self.add(attempt.round, of_attempt(attempt))
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Take the numbers of an evaluation."""
+        """Record the numbers of an evaluation."""
         self.add(line["round"], of_line(line))
 
 
 def of_attempt(attempt: Any) -> dict[str, float]:
-    """Numbers of a round: ``train/loss`` and other statistics, seconds, bytes."""
+    """Return the numbers of a round: ``train/loss`` and other statistics, seconds, bytes."""
     found = {f"train/{name}": float(value) for name, value in attempt.statistics.items()}
     found["round/seconds"] = attempt.seconds
     found |= {f"round/{name}_s": seconds for name, seconds in attempt.phases.items()}
@@ -175,7 +175,7 @@ def of_attempt(attempt: Any) -> dict[str, float]:
 
 
 def of_line(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers of an evaluation, as ``seen/accuracy_mean``, but those of the round's training."""
+    """Return the numbers of an evaluation, named like ``seen/accuracy_mean``, without those of training."""
     found: dict[str, float] = {}
     for name, value in line.items():
         if name == "train" and not prefix:
@@ -188,7 +188,7 @@ def of_line(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def of_settings(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted key."""
+    """Return settings by dotted key."""
     found: dict[str, Any] = {}
     for name, item in value.items():
         found |= of_settings(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {f"{prefix}{name}": item}

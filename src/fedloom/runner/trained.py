@@ -1,4 +1,4 @@
-"""The model of a run, finished or not: opened, and measured again."""
+"""Evaluation of a run's saved model, whether the run is finished or not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fedloom.words import counted
 
 @dataclass(frozen=True)
 class CheckpointEvaluation:
-    """What an evaluation of a checkpoint found, and of what."""
+    """Result of evaluating a checkpoint."""
 
     statistics: dict[str, Any]
     evaluation: Evaluation
@@ -43,20 +43,20 @@ class CheckpointEvaluation:
 def evaluate(
     run: Path, checkpoint: str = "last", partition: str | Path | None = None, data: Sequence[Path] = ()
 ) -> CheckpointEvaluation:
-    """Measure a checkpoint of a run on the run's clients, or on those of another partition, who are all unseen.
+    """Evaluate a run's checkpoint on its own clients, or on another partition's, all of whom are unseen.
 
     Parameters
     ----------
     data
-        Folders of packed clients, of a run whose clients bring data of their own; those that trained are seen.
+        Folders of packed clients, for a run whose clients have data of their own; those that trained are seen.
 
     Raises
     ------
     ExperimentError
-        If ``checkpoint`` is none of last, best and a number.
+        If ``checkpoint`` is not ``last``, ``best`` or a number.
     DataError
-        If the folder is not that of a run, has no such checkpoint, or the partition is of another kind of data,
-        incomplete or damaged.
+        If the folder is not a run or has no such checkpoint, or the partition has another kind of data, is
+        incomplete, or is damaged.
     QuorumError
         If clients could not be measured.
     """
@@ -73,19 +73,19 @@ def found_of(
     evaluation: Evaluation,
     extra: Mapping[str, Any],
 ) -> CheckpointEvaluation:
-    """Return the statistics of an evaluation of a partition's clients, and ``extra``.
+    """Return the statistics of an evaluation of a partition's clients, together with ``extra``.
 
     Raises
     ------
     QuorumError
         If clients could not be measured.
     """
-    if not evaluation.present.all():  # statistics of the others would be taken for those of all
+    if not evaluation.present.all():  # statistics of a subset would pass for those of all clients
         missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
         named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         everyone = counted(len(evaluation.clients), "client")
         raise QuorumError(f"{len(missing)} of {everyone} could not be measured: {named}")
-    if not parts.task.same_clients:  # whatever their partition calls them, this training never saw them
+    if not parts.task.same_clients:  # this run never saw them, whatever their partition says
         evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
     statistics = {
         "name": parts.experiment.name,
@@ -105,10 +105,10 @@ def found_of(
 
 
 def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[str, Any] | None:
-    """What of the examples of another partition's clients the seen clients of a run were trained on.
+    """Return how many of another partition's examples the run's seen clients were trained on.
 
-    Known from the reserve that both partitions keep back, or else by a look at all examples. None: not known, since the
-    run's partition is not in the data root.
+    This is derived from the reserve that both partitions hold back, or else by comparing all examples. None: unknown,
+    because the run's partition is not in the data root.
 
     Raises
     ------
@@ -129,15 +129,15 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
 def restore(
     run: Path, checkpoint: str = "last", partition: str | Path | None = None, data: Sequence[Path] = ()
 ) -> tuple[Parts, Loop, FederatedDataset]:
-    """Return a run's server at a checkpoint, with clients in this process, and their data.
+    """Return a run's parts, its loop at a checkpoint with clients in this process, and their data.
 
     Raises
     ------
     ExperimentError
-        If ``checkpoint`` is none of last, best and a number.
+        If ``checkpoint`` is not ``last``, ``best`` or a number.
     DataError
-        If the folder is not that of a run, has no such checkpoint, or the partition is of another kind of data,
-        incomplete or damaged.
+        If the folder is not a run or has no such checkpoint, or the partition has another kind of data, is
+        incomplete, or is damaged.
     """
     which = check_checkpoint(checkpoint)
     folder = RunFolder.open(run)
@@ -149,9 +149,9 @@ def restore(
         found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
         if found != needed:
             raise DataError(f"{dataset.folder}: {what} is {found}, the run was trained with {needed}")
-    if partition is not None and not is_url(partition):  # a store's shards are checked as they come
+    if partition is not None and not is_url(partition):  # a store's shards are checked as they are fetched
         dataset.verify()
-    # The models have learned inputs as the training partition normalizes them.
+    # The models were trained on inputs normalized as in the training partition.
     manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
     dataset = dataset.described_by(manifest)
     if partition is None and isinstance(e.data, Data) and manifest.fingerprint != trained_on.fingerprint:
@@ -174,18 +174,18 @@ def restore(
     check_fits(loaded, loop.server.state, parts.algorithm.name, parts.algorithm.version)
     loop.server.load(loaded.state)
     loop.round = loaded.round
-    if parts.task.same_clients:  # a client of another partition is another client, whatever its name
+    if parts.task.same_clients:  # clients of another partition are different clients, even under the same id
         loop.journal = Journal.read(folder, loop.round)
     return parts, loop, dataset
 
 
 def check_checkpoint(checkpoint: str) -> str | int:
-    """Return which checkpoint is meant: ``last``, ``best`` or a round.
+    """Return the checkpoint to load: ``last``, ``best`` or a round number.
 
     Raises
     ------
     ExperimentError
-        If it is none of these.
+        If ``checkpoint`` is none of these.
     """
     if checkpoint in ("last", "best"):
         return checkpoint
@@ -202,7 +202,7 @@ def check_checkpoint(checkpoint: str) -> str | int:
 def _clients_of(
     folder: RunFolder, e: Experiment, trained_on: Manifest, partition: str | Path | None, data: Sequence[Path]
 ) -> FederatedDataset:
-    """Whose models are asked for: the run's clients, those of another partition, or packed ones."""
+    """Return the data of the clients to evaluate: the run's own, another partition's, or packed ones."""
     if isinstance(e.data, OwnData):
         if partition is not None or not data:
             instead = "" if partition is None else f", not {argument('partition')}"
@@ -226,7 +226,7 @@ def _clients_of(
         )
     if partition is not None:
         return FederatedDataset.open(partition)
-    # It needs neither the source, which may be elsewhere by now, nor to be made again as this version would.
+    # The stored partition needs neither its source, which may have moved, nor the version of FedLoom that made it.
     folder_of_run = find_partition(trained_on, e.data.root)
     if folder_of_run is None:
         return assemble.make_partition(e)

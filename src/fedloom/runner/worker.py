@@ -1,4 +1,4 @@
-"""A worker: a process that serves clients of a partition to an aggregator until the run is over."""
+"""Worker process that serves a partition's clients to an aggregator until the run is over."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ from fedloom.words import DEEPEST, parsed_json, printable, shortened
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker serves, and how.
+    """Options of a worker.
 
     Attributes
     ----------
     partition
-        Folder or URL of the partition; None: ``data`` and ``observe`` say whose data are served.
+        Folder or URL of the partition; None: serve the clients of ``data`` and ``observe``.
     clients, part
-        As of :func:`select_clients`.
+        As in :func:`select_clients`.
     device
-        What it computes on.
+        Device to compute on.
     threads
-        Torch threads; the aggregator must use as many.
+        Torch threads; must equal the aggregator's.
     clients_at_once
-        Clients vectorized together on a GPU.
+        Number of clients vectorized together on a GPU.
     reconnect_s
-        Seconds to go on dialling an aggregator that is gone; infinite: for ever.
+        Seconds to keep reconnecting to a lost aggregator; inf: forever.
     bandwidth
-        How much of our line we take; None: all that there is.
+        Bandwidth limit of this worker; None: no limit.
     states
         Folder or URL of the clients' states, for methods that keep any.
     data, observe
-        Folders of packed clients: of those that train, and of those that are measured alone.
+        Folders of packed clients: ``data`` for those that train, ``observe`` for those that are only evaluated.
     class_counts
-        Tell the aggregator how many training examples of each class the packed clients have.
+        Send the aggregator the number of training examples of each class for the packed clients.
     verify
-        Check the shards before serving, of a folder or of clients whom nobody else serves.
+        Check shards before serving: those of a folder, or of clients that no other worker serves.
     trust
-        What the aggregator is dialled with; None: in plaintext, as nobody.
+        Credentials for the aggregator; None: plaintext without authentication.
     """
 
     partition: str | None
@@ -77,25 +77,25 @@ class WorkerOptions:
 
 
 class Worker:
-    """Serves clients to an aggregator. Making it checks everything that can be checked before it dials.
+    """Worker that serves clients to an aggregator. The constructor checks everything that needs no connection.
 
     Parameters
     ----------
     aggregator
         ``host:port``.
     name
-        Of this worker; unique in the run.
+        Name of this worker; unique in the run.
     options
-        What it serves, and how.
+        Options of the worker.
 
     Raises
     ------
     ExperimentError
-        If an option is not allowed.
+        If an option is invalid.
     RefusedError
-        If its certificate is not valid now.
+        If the worker's certificate is not currently valid.
     DataError
-        If the partition, or a shard of it, is missing or damaged.
+        If the clients' data are missing or damaged.
     """
 
     def __init__(self, aggregator: str, name: str, options: WorkerOptions) -> None:
@@ -111,7 +111,7 @@ class Worker:
         self._options = options
         self._serves = serves(options)
         self._device = assemble.use_device(options.device, options.threads)
-        # A partition was dealt by somebody who has all data: there noise is the seed's, as in one process.
+        # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = os.urandom(32) if isinstance(self._serves, Brought) else None
         self._introduction = Introduction(
             worker=name,
@@ -122,18 +122,18 @@ class Worker:
         )
 
     def serve(self, stop: threading.Event) -> bool:
-        """Serve until the run is over, or ``stop`` is set; return whether it is over.
+        """Serve until the run is over or ``stop`` is set; return whether the run is over.
 
         Raises
         ------
         DataError
-            If the aggregator's partition is another.
+            If the clients' data do not match the aggregator's run.
         RefusedError
             If the aggregator refuses the worker.
         AbandonedError
-            If the aggregator is gone for too long.
+            If the aggregator is unreachable for too long.
         """
-        gc.freeze()  # what imports made is never garbage, and walking it would cost each collection
+        gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
         return serve(
             self._aggregator,
             self._introduction,
@@ -160,12 +160,12 @@ class Worker:
 
 
 def _told(text: str) -> dict[str, Any]:
-    """Return what an aggregator tells of its run.
+    """Return the aggregator's description of its run.
 
     Raises
     ------
     RefusedError
-        If it cannot be read.
+        If it cannot be parsed.
     """
     try:
         told = parsed_json(text, DEEPEST)
@@ -178,7 +178,7 @@ def _told(text: str) -> dict[str, Any]:
 
 
 class Dealt:
-    """Clients of a partition that the aggregator has, too.
+    """Clients of a partition that the aggregator also has.
 
     Raises
     ------
@@ -193,17 +193,17 @@ class Dealt:
         self.clients = select_clients(everyone, options.clients, options.part)
         for client in self.clients:
             self._dataset.manifest.entry(client)
-        # Of a store, only shards that nobody else serves are fetched now; others when their client comes here.
+        # Of a store, fetch now only shards that no other worker serves; the others follow when their clients come here.
         if options.verify and (self.clients != everyone or not is_url(where)):
             self._dataset.verify(self.clients)
 
     def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
-        """Return their data, if the aggregator's partition is this one.
+        """Return the clients' data if the aggregator has the same partition.
 
         Raises
         ------
         DataError
-            If it is another.
+            If the aggregator has another partition, or none.
         """
         found = self._dataset.manifest.fingerprint
         if "partition" not in told:
@@ -228,7 +228,7 @@ class Brought:
     Raises
     ------
     DataError
-        If a folder, or the shard in it, is missing or damaged.
+        If a folder or its shard is missing or damaged.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -246,16 +246,16 @@ class Brought:
                 read_own_shard(self._packed.folders[client], self._packed.cards[client])
 
     def members(self, class_counts: bool) -> list[Member]:
-        """Return what the aggregator is told of them."""
+        """Return the clients' announcements to the aggregator."""
         return [member_of(self._packed, client, class_counts=class_counts) for client in self.clients]
 
     def measuring(self, shared: Experiment) -> MeasuringSession:
-        """Return what answers while the aggregator asks what all clients' inputs are like.
+        """Return a session that answers while the aggregator measures the clients' inputs.
 
         Raises
         ------
         DataError
-            If they are not what the experiment asks for, or it asks for a partition.
+            If the data do not match the experiment, or it requires a partition.
         """
         self._check(shared)
         return MeasuringSession({client: self._packed.cards[client] for client in self.clients})
@@ -271,12 +271,12 @@ class Brought:
         return shared.data.own
 
     def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
-        """Return their data, if they are what the experiment asks for.
+        """Return the clients' data if they match the experiment.
 
         Raises
         ------
         DataError
-            If they are not, or it asks for a partition.
+            If they do not, or the experiment requires a partition.
         """
         own = self._check(shared)
         normalization = Normalization(*(tuple(told["normalization"][key]) for key in ("mean", "std")))
@@ -284,7 +284,7 @@ class Brought:
 
 
 def member_of(packed: OwnClients, client: str, *, class_counts: bool) -> Member:
-    """Return what an aggregator is told of a packed client when it comes."""
+    """Return a packed client's announcement to the aggregator."""
     card = packed.cards[client]
     counts = card.class_counts["train"] if class_counts and card.labelled else ()
     observer = client in packed.observers
@@ -292,14 +292,14 @@ def member_of(packed: OwnClients, client: str, *, class_counts: bool) -> Member:
 
 
 def serves(options: WorkerOptions) -> Dealt | Brought:
-    """Return whose data a worker serves.
+    """Return the clients that a worker serves.
 
     Raises
     ------
     ExperimentError
-        If it is told of a partition and of packed clients, or of neither.
+        If both a partition and packed clients are given, or neither.
     DataError
-        If they are missing or damaged.
+        If the data are missing or damaged.
     """
     brought = bool(options.data or options.observe)
     if brought == (options.partition is not None):
@@ -311,21 +311,21 @@ def serves(options: WorkerOptions) -> Dealt | Brought:
 
 
 def select_clients(everyone: Sequence[str], clients: str | None, part: str | None = None) -> list[str]:
-    """Return the clients that a worker is to serve.
+    """Return the ids of the clients that a worker serves.
 
     Parameters
     ----------
     everyone
-        Ids of all clients of the partition, in its order.
+        Ids of all clients, in the partition's order.
     clients
-        Ids, separated by commas.
+        Comma-separated ids.
     part
-        ``I/N``: the I-th, from 0, of N blocks of equal size (to one), in order.
+        ``I/N``: the I-th (from 0) of N consecutive blocks whose sizes differ by at most one.
 
     Raises
     ------
     ExperimentError
-        If both are given, ``part`` is none, or ``clients`` names nobody.
+        If both are given, ``part`` is invalid, or ``clients`` is empty.
     """
     if clients is not None:
         if part is not None:

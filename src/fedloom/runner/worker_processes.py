@@ -1,4 +1,4 @@
-"""The worker processes of ``fedloom run``: started, watched, restarted, and never left behind."""
+"""Worker processes of ``fedloom run``: start, supervision, restart and cleanup."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ log = logging.getLogger("fedloom.workers")
 
 RESTARTS = 2
 FINAL = (ExperimentError, DataError, RefusedError)
-"""Failures that a restart would only repeat, where the worker has told them; its exit code alone proves nothing."""
+"""Errors, reported by a worker, that a restart would only repeat. An exit code alone proves nothing."""
 
 
 class Workers:
-    """``fedloom worker`` processes on this machine.
+    """Supervisor of ``fedloom worker`` processes on this machine.
 
-    A worker leaves when its standard input ends, which the operating system sees to even if we are killed.
+    A worker stops when its standard input closes, which happens even if this process is killed.
 
     Parameters
     ----------
     runtime
-        How many, and what they use.
+        Number of workers, and their resources.
     serves
-        Options of ``fedloom worker`` that say whose data they serve.
+        Options that tell ``fedloom worker`` which clients to serve.
     states
         Folder or URL of the clients' states.
     logs
-        Folder for what they say.
+        Folder for their logs.
     token
-        Lets them in; it is in their environment, which no other user of the machine can read.
+        Authenticates the workers; passed in their environment, which other users of the machine cannot read.
     address
-        The aggregator's.
+        Address of the aggregator.
     factory
-        Makes the clients' model, where that is a module of the user's own: these workers may call it.
+        Factory of the clients' model, if that is the user's own module; these workers may call it.
     on_failure
-        Called once, in another thread, when a worker is lost for good; ``failure`` says why.
+        Called once, in another thread, when a worker is lost for good; ``failure`` holds the error.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Workers:
     ) -> None:
         self.failure: FedloomError | None = None
         self._address = address
-        others = {*FILES.values(), TOKEN}  # what the environment says of another aggregator is not for ours
+        others = {*FILES.values(), TOKEN}  # credentials in the environment are for another aggregator
         self._environment = {name: value for name, value in os.environ.items() if name not in others}
         self._environment[TOKEN] = token.get_secret_value()
         if factory is not None:
@@ -92,17 +92,17 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids, by worker."""
+        """Process ids of the workers."""
         with self._lock:
             return [process.pid for process in self._processes.values()]
 
     def dismiss(self) -> None:
-        """From now on a worker that ends is not missed: the run is over."""
+        """Stop restarting workers, because the run is over."""
         with self._lock:
             self._stopping.set()
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """End all workers; those that do not leave in time are killed."""
+        """Stop all workers; kill those that do not exit within ``grace_s``."""
         self.dismiss()
         with self._lock:
             processes = list(self._processes.values())
@@ -128,7 +128,7 @@ class Workers:
         folder = Path(self._temporary.name)
         self._told[i] = folder / f"{name}-{len(list(folder.iterdir()))}.jsonl"
         self._told[i].touch()
-        # A session of its own, so that Ctrl-C reaches us alone and the round at hand can end.
+        # A separate session, so that Ctrl-C reaches this process only and the current round can end.
         with storing(said := self._logs / f"{name}.stderr"):
             descriptor = open_to_append(said)
         with os.fdopen(descriptor, "ab") as stderr:

@@ -1,1 +1,1 @@
-"""Trackers: where a run's numbers go beside its folder, by the entry point ``fedloom.observers`` (docs/tracking.md)."""
+"""Trackers, which send a run's numbers elsewhere, by entry point ``fedloom.observers`` (docs/tracking.md)."""

@@ -1,4 +1,4 @@
-"""``tracking.csv`` in the run's folder: a line for each number, ``round,name,value``."""
+"""CSV tracker: ``tracking.csv`` in the run's folder, with a line ``round,name,value`` per number."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ HEAD = ("round", "name", "value")
 
 
 class CSV(NumberTracker):
-    """Appends to ``tracking.csv``; rounds that run again after a resume are written anew.
+    """Tracker that appends to ``tracking.csv``; after a resume, repeated rounds replace their earlier lines.
 
     Parameters
     ----------
     folder
-        The run's.
+        Folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,13 +28,13 @@ class CSV(NumberTracker):
             self._write("w", [HEAD])
 
     def resumed(self, round: int) -> None:
-        """Take out what comes after this round."""
+        """Remove the lines of later rounds."""
         with self._path.open(newline="", encoding="utf-8") as file:
             rows = [row for row in csv.reader(file) if len(row) == len(HEAD)]
         self._write("w", [HEAD, *(row for row in rows[1:] if int(row[0]) <= round)])
 
     def add(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Write them."""
+        """Append the numbers."""
         self._write("a", [(round, name, repr(value)) for name, value in numbers.items()])
 
     def _write(self, mode: str, rows: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""MLflow: where ``MLFLOW_TRACKING_URI`` says, in the experiment ``MLFLOW_EXPERIMENT_NAME``, or ``fedloom``."""
+"""MLflow tracker: logs to ``MLFLOW_TRACKING_URI``, experiment ``MLFLOW_EXPERIMENT_NAME`` or ``fedloom``."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from fedloom.experiment import Experiment
 
 NAME = "mlflow.txt"
-"""Holds the id that MLflow gave the run, so that a resumed one goes on there."""
+"""File with the run's MLflow id, so that a resumed run continues there."""
 
 LONGEST = 500
-"""Characters of a parameter's value."""
+"""Maximum length of a parameter's value, in characters."""
 
 MOST = 100
-"""Parameters in one call."""
+"""Maximum number of parameters per call."""
 
 
 class MLflow(NumberTracker):
-    """Logs settings as parameters and numbers as metrics by round.
+    """Tracker that logs settings as parameters, and numbers as metrics by round.
 
     Parameters
     ----------
     folder
-        The run's.
+        Folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         beside = os.open(folder.parent, os.O_RDONLY)
-        try:  # MLflow makes the tables of a new database, which two runs of a sweep cannot do at once
+        try:  # MLflow creates a new database's tables; two runs of a sweep must not do so at once
             with suppress(OSError):  # some network file systems do not lock folders
                 fcntl.flock(beside, fcntl.LOCK_EX)
             self._client = MlflowClient()
@@ -50,7 +50,7 @@ class MLflow(NumberTracker):
         self._run = ""
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
-        """Begin a run there, or go on with that of before."""
+        """Start an MLflow run, or continue the earlier one."""
         kept = self._folder / NAME
         if kept.exists():
             self._run = kept.read_text(encoding="utf-8").strip()
@@ -60,7 +60,7 @@ class MLflow(NumberTracker):
         found = self._client.get_experiment_by_name(name)
         try:
             number = found.experiment_id if found is not None else self._client.create_experiment(name)
-        except MlflowException:  # another run has made it meanwhile
+        except MlflowException:  # another run has just created it
             number = self._client.get_experiment_by_name(name).experiment_id
         self._run = self._client.create_run(
             number, run_name=self._folder.name, tags={"fedloom.folder": where}
@@ -72,11 +72,11 @@ class MLflow(NumberTracker):
         kept.write_text(f"{self._run}\n", encoding="utf-8")
 
     def ended(self) -> None:
-        """End the run there."""
+        """End the MLflow run."""
         done = (self._folder / "summary.json").exists()
         self._client.set_terminated(self._run, "FINISHED" if done else "KILLED")
 
     def add(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Write them."""
+        """Log the numbers."""
         now = int(time.time() * 1000)
         self._client.log_batch(self._run, metrics=[Metric(name, value, now, round) for name, value in numbers.items()])

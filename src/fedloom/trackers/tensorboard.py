@@ -1,4 +1,4 @@
-"""TensorBoard: ``tensorboard --logdir runs`` shows all runs below a folder."""
+"""TensorBoard tracker; ``tensorboard --logdir runs`` shows all runs in a folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(NumberTracker):
-    """Writes to ``tensorboard/`` in the run's folder; rounds that run again after a resume replace those of before.
+    """Tracker that writes to ``tensorboard/`` in the run's folder; repeated rounds replace earlier ones.
 
     Parameters
     ----------
     folder
-        The run's.
+        Folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,23 +28,23 @@ class TensorBoard(NumberTracker):
         self._writer: Any = None
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
-        """Note the experiment, where it is not noted yet."""
+        """Write the experiment, unless it has been written before."""
         if not self._folder.exists():
             text = experiment.resolved_yaml().replace("\n", "\n    ")
             self._open(None).add_text("experiment", f"    {text}", 0)
 
     def resumed(self, round: int) -> None:
-        """Have what comes after this round hidden."""
+        """Hide later rounds."""
         self.ended()
         self._open(round + 1)
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Write the numbers of an evaluation, to be seen at once."""
+        """Write an evaluation's numbers and flush them."""
         super().evaluated(line)
         self._writer.flush()
 
     def ended(self) -> None:
-        """Close the file."""
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -55,7 +55,7 @@ class TensorBoard(NumberTracker):
         return self._writer
 
     def add(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Write them."""
+        """Write the numbers."""
         writer = self._open(None)
         for name, value in numbers.items():
             writer.add_scalar(name, value, round)

@@ -1,4 +1,4 @@
-"""Weights & Biases, offline unless ``WANDB_MODE`` says otherwise: ``wandb sync RUN/wandb/offline-run-*`` sends it."""
+"""Weights & Biases tracker, offline unless ``WANDB_MODE`` is set; ``wandb sync RUN/wandb/offline-run-*`` uploads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 class WandB(NumberTracker):
-    """Logs settings and numbers to ``wandb/`` in the run's folder; ``WANDB_PROJECT`` names the project.
+    """Tracker that logs to ``wandb/`` in the run's folder; ``WANDB_PROJECT`` names the project.
 
     Parameters
     ----------
     folder
-        The run's.
+        Folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,7 +29,7 @@ class WandB(NumberTracker):
         self._run: Any = None
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
-        """Begin a run there."""
+        """Start a W&B run."""
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "fedloom"),
             name=self._folder.name,
@@ -43,9 +43,9 @@ class WandB(NumberTracker):
         self._run.define_metric("*", step_metric="round")
 
     def ended(self) -> None:
-        """End the run there."""
+        """End the W&B run."""
         self._run.finish()
 
     def add(self, round: int, numbers: Mapping[str, float]) -> None:
-        """Write them."""
+        """Log the numbers."""
         self._run.log({"round": round, **numbers})
