@@ -33,6 +33,7 @@ from common import MIB, describe, machine, percentile, resident_bytes, table, wr
 from echo import CLASSES, ECHO, INSTANT_PEFLL, federation, names
 
 from fedloom.data.federated import ClientEntry, Manifest, Normalization
+from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.federation.cohort import Attempting, Rules
 from fedloom.federation.journal import Attempt
@@ -47,7 +48,7 @@ def made_up_manifest(clients: int) -> Manifest:
     counts = dict.fromkeys(("train", "validation", "test"), (10,) * CLASSES)
     entries = tuple(ClientEntry(name, True, 100, 100, 100, counts, "0" * 64) for name in names(clients))
     return Manifest(
-        version=2,
+        version=VERSION,
         dataset="made-up",
         classes=CLASSES,
         class_names=tuple(str(c) for c in range(CLASSES)),

@@ -40,7 +40,7 @@ import fedloom
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import Descriptor, PeFLLServer, PersonalizedModel
 from fedloom.data.folders import data_root
-from fedloom.data.manifest import ClientEntry, Manifest, Normalization
+from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.federation.checkpoint import Checkpoint, Checkpoints
 from fedloom.federation.folder import RunFolder
 from fedloom.runner import assemble
@@ -75,7 +75,7 @@ def make_run(folder: Path) -> tuple[PeFLLServer, int]:
     """Create a run's folder with an untrained checkpoint; return its server half and the descriptors' length."""
     counts = dict.fromkeys(("train", "validation", "test"), (6,) * CLASSES)
     manifest = Manifest(
-        version=2,
+        version=VERSION,
         dataset="fashion-mnist",
         classes=CLASSES,
         class_names=tuple(f"class {c}" for c in range(CLASSES)),

@@ -116,7 +116,7 @@ def test_the_workers_of_a_run_are_let_in_by_a_token_that_nobody_else_has(
             2,
             ("--listen", "0.0.0.0", "--tls-certificate", "--insecure"),
         ),
-        (("aggregator", "{e}", "--tls-key", "absent"), {}, 2, ("--tls-key", "--tls-certificate")),
+        (("aggregator", "{e}", "--tls-key", "absent"), {}, 2, ("--tls-certificate", "--tls-key")),
         (("aggregator", "{e}", "--tokens", "absent"), {}, 2, ("absent", "no such file")),
         (("aggregator", "{e}"), {"FEDLOOM_TOKEN": "secret"}, 4, ("FEDLOOM_TOKEN", "6 characters")),
         (

@@ -113,7 +113,7 @@ def test_a_summary_has_the_unseen_clients_by_steps(tmp_path: Path) -> None:
     assert [line["steps"] for line in summary["own_steps"]] == [0, 2]
     assert summary["own_steps"][1]["unseen"] == summary["unseen"]  # by as many steps as it is trained with
     untrained = summary["own_steps"][0]["unseen"]
-    assert untrained["accuracy_mean"] != summary["unseen"]["accuracy_mean"]
+    assert untrained["loss_mean"] != summary["unseen"]["loss_mean"]
     none = on_vowels(tmp_path / "none", {"name": "local", "local": {"steps": 2}}, rounds=0)
     assert conclude(_parts((none.folder.path / "experiment.yaml").read_text(), none.manifest), none, none.run(), 1.0)[
         "own_steps"

@@ -22,6 +22,7 @@ from facts import tells
 from torch import nn
 
 import fedloom
+from fedloom import digests
 from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack import PackSettings, pack
@@ -439,9 +440,10 @@ def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
     shard["train_y"] = np.full(len(shard["train_y"]), 0.7, dtype=np.float32)
     content = safetensors.numpy.save(shard)
     (tmp_path / "out" / "shard.safetensors").write_bytes(content)
-    card = json.loads((tmp_path / "out" / "client.json").read_text())
+    path = tmp_path / "out" / "client.json"
+    card = json.loads(digests.unsealed(path.name, path.read_bytes()))
     card["sha256"] = hashlib.sha256(content).hexdigest()
-    (tmp_path / "out" / "client.json").write_text(json.dumps(card))
+    path.write_text(digests.sealed(path.name, json.dumps(card)))
     own = Own(kind="features", input_shape=(1,), classes=("0", "1"))
     clients = OwnClients.open([tmp_path / "out"])
     dataset = OwnDataset(clients, own_manifest(own, clients.entries, 1, clients.measured(own)))

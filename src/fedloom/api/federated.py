@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.api.frames import pandas
 from fedloom.errors import DataError, ExperimentError
+from fedloom.home import expanded
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -202,7 +203,7 @@ class Federated:
 
     @classmethod
     def _at(cls, path: Path, root: str | Path | None, settings: Mapping[str, Any]) -> Federated:
-        home = {} if root is None else {"root": str(Path(root).expanduser().absolute())}
+        home = {} if root is None else {"root": str(expanded(root).absolute())}
         return cls({"dataset": "arrays", "source": {"path": str(path.absolute())}, **home, **settings})
 
     def model_dump(self, mode: str = "json") -> dict[str, Any]:

@@ -14,6 +14,7 @@ from fedloom import digests
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.validation_errors import SET, KeyPath, dotted, shown
 from fedloom.experiment.yaml_reader import as_yaml, parse
+from fedloom.home import expanded
 from fedloom.models.factories import is_permitted, permit_factory
 from fedloom.storage import is_url, open_store
 from fedloom.storage.folder import read_file
@@ -173,7 +174,7 @@ def _take_paths(value: dict[str, Any], recorded: Path) -> None:
             return
         path, before = new.get(key), old.get(key)
         if isinstance(path, str) and isinstance(before, str):
-            place = Path(path).expanduser()
+            place = expanded(path)
             new[key] = path if place.is_absolute() or place.exists() else before
 
 

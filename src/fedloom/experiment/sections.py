@@ -62,7 +62,7 @@ def _folder(text: str) -> str:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute())
+    return str(expanded(path).absolute())
 
 
 def _place(text: str) -> str:
