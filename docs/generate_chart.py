@@ -11,9 +11,9 @@ import yaml
 CHART = Path(__file__).parents[1] / "charts" / "fedloom"
 HEAD = """# Values of the fedloom chart
 
-The chart installs a long-running federation: an aggregator, its workers, and monitoring. To install, upgrade or remove it,
-see [docs/chart.md](../../docs/chart.md). Allowed values are in `values.schema.json`. `ci/` has an example file of values
-for each kind of installation.
+The chart installs a long-running federation: an aggregator, its workers, and monitoring. To install, upgrade or remove
+it, see [docs/chart.md](../../docs/chart.md). Allowed values are in `values.schema.json`. `ci/` has an example file of
+values for each kind of installation.
 
 This page is generated from `values.yaml` (`make docs`).
 
