@@ -1,16 +1,16 @@
-# The images of docs/images.md: docker buildx bake [TARGET...]
+# FedLoom's images (docs/images.md): docker buildx bake [TARGET...]
 
-# Where images are pushed to, with a slash at the end.
+# Registry prefix of the images, with a trailing slash.
 variable "REGISTRY" {
   default = ""
 }
 
-# Tag and label of the images: the version of pyproject.toml.
+# Version tag and label, as in pyproject.toml.
 variable "VERSION" {
   default = "0.1.0"
 }
 
-# Label of the images: the commit they are made from.
+# Revision label: the commit that the images are built from.
 variable "REVISION" {
   default = "unknown"
 }

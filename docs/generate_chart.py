@@ -1,4 +1,4 @@
-"""Write ``charts/fedloom/README.md`` from the values of the chart and the comments in front of them."""
+"""Write ``charts/fedloom/README.md`` from the chart's values and their comments."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 import yaml
 
 CHART = Path(__file__).parents[1] / "charts" / "fedloom"
-HEAD = """# The chart fedloom
+HEAD = """# Values of the fedloom chart
 
-A federation that lives for months: its aggregator, its workers, and what watches it. How to install,
-upgrade and remove it: [docs/chart.md](../../docs/chart.md). What is allowed: `values.schema.json`. A file of values for
-each kind of installation: `ci/`.
+The chart installs a long-running federation: an aggregator, its workers, and monitoring. To install, upgrade or remove
+it, see [docs/chart.md](../../docs/chart.md). Allowed values are in `values.schema.json`. `ci/` has an example file of
+values for each kind of installation.
 
-This page is made from `values.yaml` (`make docs`).
+This page is generated from `values.yaml` (`make docs`).
 
-| key | default | what |
+| key | default | description |
 |---|---|---|
 """
 
 
 def readme(values: Path = CHART / "values.yaml") -> str:
-    """Return the page."""
+    """Return the text of the page."""
     text = values.read_text()
     rows = [f"| `{key}` | {default} | {comment} |" for key, default, comment in documented(text)]
     return HEAD + "\n".join(rows) + "\n"
 
 
 def documented(text: str) -> list[tuple[str, str, str]]:
-    """Return key, default as JSON, and comment of every value that has one, in order.
+    """Return the key, the default as JSON, and the comment of every documented value, in order.
 
     Raises
     ------
@@ -52,7 +52,7 @@ def documented(text: str) -> list[tuple[str, str, str]]:
             elif isinstance(inside, dict) and inside:
                 walk(below, name, inside)
             else:
-                raise ValueError(f"{'.'.join(name)}: no comment in front of it")
+                raise ValueError(f"{'.'.join(name)}: add a `# --` comment before it")
 
     walk(yaml.compose(text), (), yaml.safe_load(text))
     return found

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds images, with docker buildx or with buildah, whichever is there (make images):
-#   images/build.sh [TARGET...]    worker, aggregator, components, worker-cuda; without, the first three
-# REGISTRY, VERSION, REVISION, BASE, TORCH_INDEX and TORCH_VERSION are as in docs/images.md; PUSH=1 pushes what is built.
+# Build images with docker buildx or, if it is not available, with buildah (make images):
+#   images/build.sh [TARGET...]    worker, aggregator, components, worker-cuda; default: the first three
+# docs/images.md describes REGISTRY, VERSION, REVISION, BASE, TORCH_INDEX and TORCH_VERSION. PUSH=1 pushes the images.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -21,11 +21,11 @@ if docker buildx version >/dev/null 2>&1 && docker info >/dev/null 2>&1; then
   exec docker buildx bake "$@"
 fi
 command -v buildah >/dev/null || {
-  echo "make images: found neither docker with buildx, whose daemon answers, nor buildah; allowed: one of them" >&2
+  echo "make images: docker buildx with a running daemon, or buildah, is required, and neither was found." >&2
   echo "  Debian: apt-get install buildah" >&2
   exit 1
 }
-# Needs no rights of a container engine, and so works in a container, too.
+# Needs no privileges of a container engine, so it also works inside a container.
 export BUILDAH_ISOLATION="${BUILDAH_ISOLATION:-chroot}"
 digest() { find "$@" -type f ! -name '*.pyc' -exec sha256sum {} + | LC_ALL=C sort | sha256sum | cut -c1-16; }
 tools=$(digest pyproject.toml images/constraints.txt images/uv.txt images/install.sh images/slim.py)

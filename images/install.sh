@@ -1,14 +1,14 @@
 #!/bin/sh
-# Installs into an image's /opt/venv while it is built, in the versions of constraints.txt and no others:
-#   install.sh needs EXTRA...              what FedLoom needs with these extras, without FedLoom
-#   install.sh only [OPTION...] PACKAGE...  these packages, without what they need
-#   install.sh wheel DIR                   nothing: makes FedLoom's wheel from the current folder
-#   install.sh slim MODULE...              nothing: takes out what is not read, and compiles these modules (slim.py)
+# Install packages into /opt/venv during an image build, only in the versions of constraints.txt:
+#   install.sh needs EXTRA...              install FedLoom's dependencies with these extras, without FedLoom
+#   install.sh only [OPTION...] PACKAGE...  install these packages without their dependencies
+#   install.sh wheel DIR                   build FedLoom's wheel from the current folder
+#   install.sh slim MODULE...              remove unused files and compile these modules (slim.py)
 set -eu
 
 tools=$(dirname "$0")
 export UV_CACHE_DIR=/var/cache/uv UV_LINK_MODE=copy UV_PYTHON_DOWNLOADS=never VIRTUAL_ENV=/opt/venv
-# Certificates of the base image, so that one with a company's own works.
+# Use the base image's CA certificates, so that a base image with a company's CA works.
 export UV_SYSTEM_CERTS=1
 
 command=$1

@@ -1,8 +1,8 @@
-"""Takes out of an image's packages what no process of FedLoom reads, while the image is built (docs/images.md).
+"""Remove files that FedLoom never reads from an image's packages, during the image build (docs/images.md).
 
-``python slim.py MODULE...`` removes from the folder of packages headers, tests, type stubs, torch's own programs, and
-symbols that only a linker or a debugger reads. Then it compiles the modules named and all that they import: nothing can
-be compiled at run time, since the root file system is read-only. FedLoom itself is compiled whole.
+``python slim.py MODULE...`` removes headers, tests, type stubs, torch's programs, and symbols for linkers and debuggers
+from the installed packages. Then it compiles the given modules and everything they import, because nothing can be
+compiled at run time on a read-only root file system. All of FedLoom is compiled.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 FOLDERS = (
     "torch/include", "torch/share", "torch/test", "**/tests", "sympy/**/benchmarks", "Crypto/SelfTest",
 )  # fmt: skip
-"""Of packages, whole."""
+"""Folders to remove."""
 FILES = ("**/*.pyi", "**/*.pyx", "**/*.pxd", "torch/bin/*")
 KEPT = ("torch/bin/torch_shm_manager",)
-"""Torch does not start without it."""
+"""Files to keep: torch does not start without them."""
 
 WORTH = 2**18
-"""Bytes of symbols below which a library stays as it is."""
+"""Minimum size of removable symbols, in bytes; libraries with fewer are left unchanged."""
 
 HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 PROGRAM_HEADER = struct.Struct("<IIQQQQQQ")
 
 
 def removed(site: Path) -> None:
-    """Remove folders and files that are not read."""
+    """Remove the folders and files that are never read."""
     for pattern in FOLDERS:
         for folder in [path for path in site.glob(pattern) if path.is_dir()]:
             shutil.rmtree(folder, ignore_errors=True)
@@ -42,11 +42,11 @@ def removed(site: Path) -> None:
 
 
 def without_symbols(library: Path) -> None:
-    """Cut off what comes after the last byte that is loaded: sections for linkers and debuggers, such as ``.symtab``.
+    """Truncate a library after its last loaded byte, removing sections such as ``.symtab``.
 
-    The names by which libraries find each other's functions (``.dynsym``) are loaded, and stay.
+    The dynamic symbols (``.dynsym``), by which libraries find each other's functions, are loaded and therefore kept.
     """
-    with library.open("rb") as file:  # not for writing: that alone would copy it into this layer
+    with library.open("rb") as file:  # read-only: opening it for writing would copy it into this layer
         head = file.read(HEADER.size)
         if len(head) < HEADER.size or head[:6] != b"\x7fELF\x02\x01":  # 64 bits, little-endian
             return
@@ -55,16 +55,16 @@ def without_symbols(library: Path) -> None:
         file.seek(programs)
         parts = [PROGRAM_HEADER.unpack(file.read(PROGRAM_HEADER.size)) for _ in range(entries)]
     end = max(programs + entries * PROGRAM_HEADER.size, *(part[2] + part[5] for part in parts))  # offset and size
-    if sections < end or library.stat().st_size - end < WORTH:  # no table of sections: cut already
+    if sections < end or library.stat().st_size - end < WORTH:  # already truncated, or too few symbols
         return
-    fields[6], fields[12], fields[13] = 0, 0, 0  # the table of sections: where, how many, which one names them
+    fields[6], fields[12], fields[13] = 0, 0, 0  # section table: offset, count, index of the names
     with library.open("r+b") as file:
         file.write(HEADER.pack(*fields))
         file.truncate(end)
 
 
 def main() -> None:
-    """Slim the packages beside this interpreter, and compile the modules named in the arguments."""
+    """Slim this interpreter's packages and compile the modules given as arguments."""
     site = Path(sysconfig.get_path("purelib"))
     removed(site)
     for library in site.glob("**/*.so*"):

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A Kubernetes of containers on this machine, and the end-to-end tests on it (docs/e2e.md): kind.sh up|test|down
+# Start a local Kubernetes cluster in containers and run the end-to-end tests on it (docs/e2e.md): kind.sh up|test|down
 set -eu
 cd "$(dirname "$0")/../.."
 
@@ -32,7 +32,7 @@ up() {
   docker buildx bake --load --set "components.tags=$IMAGE" components
   kind load docker-image "$IMAGE" --name "$NAME"
   apply kubectl create namespace "$NAMESPACE"
-  # Every pod here has to stand the strictest of the pod security standards.
+  # Enforce the strictest pod security standard on every pod.
   kubectl label --overwrite namespace "$NAMESPACE" pod-security.kubernetes.io/enforce=restricted
   kubectl config set-context --current --namespace "$NAMESPACE"
   apply kubectl create secret generic fedloom-storage \

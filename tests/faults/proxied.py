@@ -17,6 +17,8 @@ from faults.proxy import Proxy, Weather
 from faults.table import Fault, Tried
 
 CALM = Weather()
+SECTIONS = {"ended there": "TLS termination", "passed on": "TLS passthrough"}
+"""Suffixes of the headings in docs/networks.md, by ``how``."""
 
 
 def behind(place: Place, random: Random, how: str, weather: Weather = CALM, restarts: int = 0) -> Tried:
@@ -45,7 +47,7 @@ def behind(place: Place, random: Random, how: str, weather: Weather = CALM, rest
             for ending in ("crt", "key"):
                 shutil.copy(run.members / f"aggregator.{ending}", folder / f"fl.{ending}")
             changes = {"shutdown_timeout 30s": "shutdown_timeout 200ms"} if kind == "nginx" else None
-            proxies.append(ReverseProxy(f"{kind}, TLS {how}", folder, run.listen, changes))
+            proxies.append(ReverseProxy(f"{kind}, {SECTIONS[how]}", folder, run.listen, changes))
             stack.callback(proxies[0].end)
             lines.append(stack.enter_context(closing(Proxy(proxies[0].address, weather, Random(random.random())))))
             return lines[0].address

@@ -25,7 +25,7 @@ from fedloom.trust.options import ClientOptions, Credentials, Protection, Server
 from fedloom.trust.tokens import add_token
 
 CLIENTS = ("a-1", "a-2", "b-1")
-ENDED, PASSED = "TLS ended there", "TLS passed on"
+ENDED, PASSED = "TLS termination", "TLS passthrough"
 PLAIN = {"443 ssl": "443", "ssl_certificate     fl.crt;": "", "ssl_certificate_key fl.key;": ""}
 """Changes of nginx's file by which it speaks plaintext."""
 
@@ -118,10 +118,10 @@ def test_workers_are_more_than_the_streams_of_one_connection(way, section: str) 
 
 
 IDLE = {
-    "nginx, TLS ended there": ("client_body_timeout ", "grpc_read_timeout ", "grpc_send_timeout "),
-    "nginx, TLS passed on": ("proxy_timeout ",),
-    "Envoy, TLS ended there": ("stream_idle_timeout: ",),
-    "Envoy, TLS passed on": ("idle_timeout: ",),
+    "nginx, TLS termination": ("client_body_timeout ", "grpc_read_timeout ", "grpc_send_timeout "),
+    "nginx, TLS passthrough": ("proxy_timeout ",),
+    "Envoy, TLS termination": ("stream_idle_timeout: ",),
+    "Envoy, TLS passthrough": ("idle_timeout: ",),
 }
 """What allows a stream to be idle, for 60 seconds as the page has it."""
 
@@ -191,7 +191,7 @@ def test_a_worker_that_vanishes_behind_a_proxy_is_noticed(way, monkeypatch: pyte
     """The proxy answers the aggregator's pings, whoever is gone on its other side."""
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(stream, "SILENCE_S", 1.5)
-    there = way("nginx, TLS ended there")
+    there = way("nginx, TLS termination")
     with closing(Proxy(there.proxy.address)) as line:
         there.worker("gone", address=line.address)
         there.aggregator.wait_for(CLIENTS, 20)

@@ -1,4 +1,4 @@
-{{/* Names: at most 40 characters, so that every suffix fits into 63. */}}
+{{/* Name of the release, at most 40 characters, so that every suffix fits into 63. */}}
 {{- define "fedloom.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
@@ -8,7 +8,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* What selects the pods of a component: never anything that another version of the chart would change. */}}
+{{/* Selector of a component's pods. It must never change between chart versions. */}}
 {{- define "fedloom.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -27,7 +27,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
-{{/* Labels of a pod: no versions, so that another one of the chart restarts nothing by itself. (dict ... "own" .Values.workers) */}}
+{{/* Labels of a pod, without versions, so that a new chart version alone restarts nothing: (dict ... "own" .Values.workers). */}}
 {{- define "fedloom.podLabels" -}}
 {{ include "fedloom.selector" . }}
 app.kubernetes.io/part-of: fedloom
@@ -36,7 +36,7 @@ app.kubernetes.io/part-of: fedloom
 {{- end }}
 {{- end }}
 
-{{/* The head of an object: (dict "root" . "component" "x" "name" "y" "annotations" (dict)). */}}
+{{/* Metadata of an object: (dict "root" . "component" "x" "name" "y" "annotations" (dict)). */}}
 {{- define "fedloom.metadata" -}}
 metadata:
   name: {{ .name }}
@@ -50,7 +50,7 @@ metadata:
   {{- end }}
 {{- end }}
 
-{{/* An image: a digest goes before a tag, and what is its own before what is common. A digest is of one repository. */}}
+{{/* Image reference. A digest takes precedence over a tag, and a component's own image over the common one. A digest applies to its repository only. */}}
 {{- define "fedloom.image" -}}
 {{- $common := .root.Values.image -}}
 {{- $own := default (dict) .own -}}
@@ -82,7 +82,7 @@ seccompProfile:
   type: RuntimeDefault
 {{- end }}
 
-{{/* What every pod of ours has: no token, no rights, no environment of neighbours. */}}
+{{/* Settings of every pod: no service account token and no service environment variables. */}}
 {{- define "fedloom.podBasics" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -99,7 +99,7 @@ securityContext:
   {{- include "fedloom.podSecurityContext" . | nindent 2 }}
 {{- end }}
 
-{{/* Where a component may run: (dict "root" . "component" "workers" "own" .Values.workers). */}}
+{{/* Scheduling of a component: (dict "root" . "component" "workers" "own" .Values.workers). */}}
 {{- define "fedloom.placing" -}}
 {{- with .own.nodeSelector }}
 nodeSelector:
@@ -131,7 +131,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* The run's name in the store, and where it is published. */}}
+{{/* URLs of the store, the run and the partition, and the endpoint of the store. */}}
 {{- define "fedloom.storageUrl" -}}
 {{- if .Values.storage.url -}}{{ trimSuffix "/" .Values.storage.url }}
 {{- else if .Values.seaweedfs.enabled -}}s3://{{ .Values.seaweedfs.bucket }}/{{ include "fedloom.fullname" . }}
@@ -150,7 +150,7 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end }}
 
-{{/* Environment: home, log, and how to reach the store with these credentials. (dict "root" . "secret" "name") */}}
+{{/* Environment: home, log format, and the store with its credentials: (dict "root" . "secret" "name"). */}}
 {{- define "fedloom.env" -}}
 - name: HOME
   value: /work
@@ -176,7 +176,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* Where the aggregator sends its numbers; what trackers are told besides is `aggregator.extraEnv`. */}}
+{{/* Trackers of the aggregator. Their own settings are in `aggregator.extraEnv`. */}}
 {{- define "fedloom.trackingEnv" -}}
 {{- with .Values.tracking }}
 - name: FEDLOOM_TRACK
@@ -184,7 +184,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* Environment of who takes part in rounds, where they are traced. */}}
+{{/* Environment of the aggregator and of workers if tracing is enabled. */}}
 {{- define "fedloom.tracingEnv" -}}
 {{- if .Values.tracing.enabled }}
 - name: FEDLOOM_TRACING
@@ -200,7 +200,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end }}
 
-{{/* Whether peers say who they are, and whether what we serve is protected. */}}
+{{/* Protection: "true" with mutual TLS, with authenticated clients, and if TLS or authentication is missing, respectively. */}}
 {{- define "fedloom.mutual" -}}
 {{- if and (ne .Values.tls.mode "none") .Values.tls.mutual }}true{{ end -}}
 {{- end }}
@@ -211,7 +211,7 @@ topologySpreadConstraints:
 {{- if or (eq .Values.tls.mode "none") (not (include "fedloom.known" .)) }}true{{ end -}}
 {{- end }}
 
-{{/* Environment that names files of TLS in a folder. (dict "root" . "folder" "/etc/fedloom/tls" "certificate" true "ca" true) */}}
+{{/* Environment with the paths of TLS files: (dict "root" . "folder" "/etc/fedloom/tls" "certificate" true "ca" true). */}}
 {{- define "fedloom.tlsEnv" -}}
 {{- $keys := include "fedloom.tlsKeys" .root | fromYaml }}
 {{- if .certificate }}
@@ -233,7 +233,7 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end }}
 
-{{/* Secrets of TLS: of the aggregator, and of those of the chart's pods that dial it. */}}
+{{/* TLS Secrets of the aggregator, of model serving, and of the chart's pods that connect to them. */}}
 {{- define "fedloom.serverSecret" -}}
 {{- if eq .Values.tls.mode "secret" -}}{{ .Values.tls.secret.name }}{{- else -}}{{ include "fedloom.fullname" . }}-aggregator-tls{{- end -}}
 {{- end }}
@@ -248,7 +248,7 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end }}
 
-{{/* The items of a client's Secret: without a certificate of its own, the authorities alone. */}}
+{{/* Volume with a client's TLS Secret: without mutual TLS, only the CA certificates. */}}
 {{- define "fedloom.clientTlsVolume" -}}
 {{- $keys := include "fedloom.tlsKeys" .root | fromYaml }}
 - name: tls
@@ -261,7 +261,7 @@ topologySpreadConstraints:
     {{- end }}
 {{- end }}
 
-{{/* Names under which a Service is dialled within the cluster. */}}
+{{/* DNS names of a Service within the cluster. */}}
 {{- define "fedloom.clusterNames" -}}
 - {{ .name }}
 - {{ .name }}.{{ .root.Release.Namespace }}
@@ -269,12 +269,12 @@ topologySpreadConstraints:
 - {{ .name }}.{{ .root.Release.Namespace }}.svc.cluster.local
 {{- end }}
 
-{{/* Whether identities of the chart's own pods are certificates that it has made. */}}
+{{/* "true" if the chart's own pods are identified by certificates that the chart requests. */}}
 {{- define "fedloom.ownCertificates" -}}
 {{- if and (eq .Values.tls.mode "certManager") (include "fedloom.mutual" .) }}true{{ end -}}
 {{- end }}
 
-{{/* The token that `helm test` shows: the workers' only without a certificate of its own, beside which it would be a second identity. */}}
+{{/* Token of `helm test`. It falls back to the workers' token only if the test has no certificate of its own, because both together would be two identities. */}}
 {{- define "fedloom.testToken" -}}
 {{- $own := or (include "fedloom.ownCertificates" .) (and (include "fedloom.mutual" .) .Values.test.tls.existingSecret) -}}
 {{- if .Values.test.token.existingSecret -}}{{ toYaml .Values.test.token }}
@@ -282,7 +282,7 @@ topologySpreadConstraints:
 {{- end -}}
 {{- end }}
 
-{{/* Whether `helm test` has what it needs to be let in, and to know whom it asks. */}}
+{{/* "true" if `helm test` has the credentials it needs, and the CA certificates to verify the aggregator. */}}
 {{- define "fedloom.tested" -}}
 {{- $secret := or .Values.test.tls.existingSecret .Values.workers.tls.existingSecret -}}
 {{- if include "fedloom.mutual" . -}}
@@ -291,7 +291,7 @@ topologySpreadConstraints:
 {{- else if or (include "fedloom.testToken" .) (not .Values.auth.tokens.existingSecret) }}true{{ end -}}
 {{- end }}
 
-{{/* What a member's command shows, and whom it believes: (dict "root" . "gateway" true) where it dials a gateway, which ends TLS that the aggregator does not speak. */}}
+{{/* TLS and token options of a member's command: (dict "root" . "gateway" true) if it connects through a gateway, which may terminate TLS. */}}
 {{- define "fedloom.memberOptions" -}}
 {{- $tls := or .gateway (ne .root.Values.tls.mode "none") -}}
 {{- if $tls }}--tls-ca ca.crt {{ end -}}
@@ -299,12 +299,12 @@ topologySpreadConstraints:
 {{- if .root.Values.auth.tokens.existingSecret }}--token-file NAME.token {{ if not $tls }}--insecure {{ end }}{{ end -}}
 {{- end }}
 
-{{/* The claim of the state. */}}
+{{/* Name of the state's PersistentVolumeClaim. */}}
 {{- define "fedloom.claim" -}}
 {{- default (printf "%s-state" (include "fedloom.fullname" .)) .Values.state.persistentVolumeClaim.existingClaim -}}
 {{- end }}
 
-{{/* The table of identities, with those of the chart's own pods. */}}
+{{/* Identity file, with the identities of the chart's own pods. */}}
 {{- define "fedloom.identities" -}}
 {{- $own := list }}
 {{- if include "fedloom.ownCertificates" . }}

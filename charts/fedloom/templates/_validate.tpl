@@ -1,8 +1,8 @@
-{{/* What the schema cannot say: each mistake with its key, what was found, and what is allowed. */}}
+{{/* Checks that the schema cannot express. Each error names its key and what to do. */}}
 {{- define "fedloom.validate" -}}
 {{- $v := .Values }}
 {{- $wrong := list }}
-{{- /* Keys that other charts have, and this one has not. */}}
+{{- /* Keys that are common in other charts but do not exist here. */}}
 {{- $other := dict
   "replicaCount" "an aggregator is one; of workers it is workers.replicas"
   "persistence" "see state"
