@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import json
 import logging
 import os
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -431,7 +431,7 @@ def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
     import hashlib
 
     from fedloom.data.federated import OwnDataset
-    from fedloom.data.own import Own, OwnClients, own_manifest
+    from fedloom.data.own import Own, OwnClients, own_manifest, read_card
 
     table(np.arange(N) % 2).to_csv(tmp_path / "t.csv", index=False)
     pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(id="a"))
@@ -439,9 +439,8 @@ def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
     shard["train_y"] = np.full(len(shard["train_y"]), 0.7, dtype=np.float32)
     content = safetensors.numpy.save(shard)
     (tmp_path / "out" / "shard.safetensors").write_bytes(content)
-    card = json.loads((tmp_path / "out" / "client.json").read_text())
-    card["sha256"] = hashlib.sha256(content).hexdigest()
-    (tmp_path / "out" / "client.json").write_text(json.dumps(card))
+    card = replace(read_card(tmp_path / "out"), sha256=hashlib.sha256(content).hexdigest())
+    (tmp_path / "out" / "client.json").write_text(card.to_json())
     own = Own(kind="features", input_shape=(1,), classes=("0", "1"))
     clients = OwnClients.open([tmp_path / "out"])
     dataset = OwnDataset(clients, own_manifest(own, clients.entries, 1, clients.measured(own)))
