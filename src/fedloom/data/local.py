@@ -58,9 +58,6 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
 }
 """By data set, and by the end of a file's name; a folder has none."""
 
-KEYS = {name: f"data.source.{name}" for name in ("label", "split", "client")}
-"""What messages call the columns, where an experiment names them."""
-
 READ = 2
 """Version of the rules by which sources are read: with another one they are read again."""
 
@@ -164,7 +161,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
         tell_notes(str(path), kept["notes"])
         return found
     mistakes = Mistakes(str(path))
-    request = Request(None, True, files.label, files.split, files.resize, files.client, KEYS)
+    request = Request(None, True, files.label, files.split, files.resize, files.client, "data.source.")
     try:
         examples = reader(path, request, mistakes, lambda what, done, total: None)
         mistakes.refuse()
@@ -339,7 +336,7 @@ def of_frame(frame: DataFrame, label: str, client: str | None, root: Path | str 
     DataError
         If anything is wrong with it: all mistakes, each kind counted.
     """
-    request = Request(None, True, label, None, False, client, {"label": "label", "client": "client"})
+    request = Request(None, True, label, None, False, client, keys="")
     return keep_in_memory(read_frame(frame, request, Mistakes("the frame")), "the frame", root)
 
 

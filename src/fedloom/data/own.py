@@ -29,7 +29,7 @@ from fedloom.data.manifest import (
 from fedloom.errors import DataError, argument
 from fedloom.settings import Settings
 from fedloom.storage.folder import read_file
-from fedloom.words import composed, counted
+from fedloom.words import composed, counted, named_twice
 
 CARD = "client.json"
 SHARD = "shard.safetensors"
@@ -77,9 +77,7 @@ class Own(Settings):
             )
         if not self.classes:
             raise ValueError("classes: found none; allowed: at least one name")
-        names = [composed(name) for name in self.classes]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
+        if (twice := named_twice(self.classes)) is not None:
             raise ValueError(f"classes: found {twice!r} twice; allowed: each once")
         if self.kind == "tokens" and len(self.classes) > 256:
             raise ValueError(f"classes: found {len(self.classes)}; allowed: at most 256, since a token is one byte")

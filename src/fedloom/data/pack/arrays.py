@@ -56,7 +56,7 @@ def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) ->
     needed = [f"{prefix}{name}" for prefix in prefixes for name in wanted]
     missing = [name for name in needed if name not in arrays]
     if missing:
-        without = f", or x alone with {request.words['unlabelled']}" if "unlabelled" in request.words else ""
+        without = "" if request.keys is not None else f", or x alone with {argument('unlabelled')}"
         raise DataError(
             f"{path}: it holds the arrays {', '.join(sorted(arrays)) or '(none)'}, and no {', '.join(missing)}; it "
             f"must hold x and y, or train_x, train_y and so on{without}"

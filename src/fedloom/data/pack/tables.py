@@ -110,14 +110,15 @@ def begin(
     if twice is not None:
         raise DataError(f"{source}: two columns are called {twice!r}; each column needs a name of its own")
 
-    def column(name: str, option: str) -> int:
+    def column(name: str, key: str) -> int:
         if name not in header:
-            raise DataError(f"{source}: there is no column {name!r} ({option}); the columns are {listed(header)}")
+            asked = key if "." in key else request.called(key)
+            raise DataError(f"{source}: there is no column {name!r} ({asked}); the columns are {listed(header)}")
         return header.index(name)
 
-    label = column(request.label, request.words["label"]) if request.labelled else None
-    split = None if request.split is None else column(request.split, request.words["split"])
-    client = None if request.client is None else column(request.client, request.words["client"])
+    label = column(request.label, "label") if request.labelled else None
+    split = None if request.split is None else column(request.split, "split")
+    client = None if request.client is None else column(request.client, "client")
     chosen = (label, split, client)
     notes: list[str] = []
     if own is not None and own.features is not None:
