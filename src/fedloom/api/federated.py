@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.api.frames import pandas
 from fedloom.errors import DataError, ExperimentError
+from fedloom.words import composed, named_twice
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -89,7 +90,11 @@ class Federated:
                 if not isinstance(given, Sequence) or len(given) != 2:
                     raise DataError(f"client {name}: found a {type(given).__name__}; allowed: (x, y), or a dict")
                 given = dict(zip("xy", given, strict=True))
-            parts.append((name, {key: _array(value, f"client {name}: {key}") for key, value in given.items()}))
+            parts.append(
+                (composed(name.strip()), {key: _array(value, f"client {name}: {key}") for key, value in given.items()})
+            )
+        if (twice := named_twice([name for name, _ in parts])) is not None:
+            raise DataError(f"clients: the name {twice!r} is there twice; each client needs a name of its own")
         return cls._kept(parts, classes, root, {"partition": NATURAL, **settings})
 
     @classmethod
@@ -144,7 +149,7 @@ class Federated:
             told.append((what, notes))
         made = cls._kept([(None, arrays)], classes, root, {"partition": partition, **settings})
         for what, of_one in told:
-            tell_notes(f"{what} ({Path(made.model_dump()['source']['path']).name})", of_one)
+            tell_notes([f"{what} ({Path(made.section['source']['path']).name}): {note}" for note in of_one])
         return made
 
     @classmethod
@@ -218,6 +223,7 @@ class Federated:
         """
         from pydantic import ValidationError
 
+        from fedloom.data.local import tell_notes
         from fedloom.experiment.loading import plain
         from fedloom.experiment.sections import Data
         from fedloom.experiment.validation_errors import explain, listing
@@ -229,6 +235,7 @@ class Federated:
         except ValidationError as error:
             mistakes = explain(error, Data.model_json_schema(), section)
             raise ExperimentError(listing("data", mistakes, {})) from None
+        tell_notes(data.opened().notes)
         return make_data(data, seed)
 
     def __repr__(self) -> str:

@@ -192,6 +192,8 @@ class Source:
         Whether it has no files: a partition scheme draws its examples, and says their shape.
     at
         The folder of its files, where that is another than its name says: of a data set of one's own.
+    notes
+        What was done to the examples that their owner should know: of a data set of one's own.
     """
 
     name: str
@@ -207,6 +209,7 @@ class Source:
     own: OwnFiles | None = None
     synthetic: bool = False
     at: Path | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def classes(self) -> int:
