@@ -82,6 +82,8 @@ class Federated:
         if not isinstance(clients, Mapping) or not clients:
             found = "none" if not clients else f"a {type(clients).__name__}"
             raise DataError(f"clients: found {found}; allowed: a dict of (x, y) by client")
+        from fedloom.data.values import as_array
+
         parts = []
         for name, given in clients.items():
             if not isinstance(name, str) or not name.strip():
@@ -91,7 +93,10 @@ class Federated:
                     raise DataError(f"client {name}: found a {type(given).__name__}; allowed: (x, y), or a dict")
                 given = dict(zip("xy", given, strict=True))
             parts.append(
-                (composed(name.strip()), {key: _array(value, f"client {name}: {key}") for key, value in given.items()})
+                (
+                    composed(name.strip()),
+                    {key: as_array(value, f"client {name}: {key}") for key, value in given.items()},
+                )
             )
         if (twice := named_twice([name for name, _ in parts])) is not None:
             raise DataError(f"clients: the name {twice!r} is there twice; each client needs a name of its own")
@@ -250,24 +255,3 @@ def _partition(scheme: Mapping[str, Any]) -> dict[str, Any]:
             f"scheme: found {scheme!r}; allowed: a mapping, such as {{'scheme': 'iid', 'clients': 20}}"
         )
     return dict(scheme)
-
-
-def _array(value: Any, what: str) -> Any:
-    """Anything like an array as one of numpy's."""
-    import numpy as np
-
-    if hasattr(value, "detach"):  # a tensor
-        value = value.detach().cpu()
-        if value.is_floating_point():
-            value = value.double()  # numpy lacks some of its types
-    if np.ma.is_masked(value):
-        raise DataError(f"{what}: values of the masked array are missing; give an array without a mask")
-    try:
-        found = np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{what}: found no array ({str(error).splitlines()[0]}); allowed: rows of one length"
-        ) from error
-    if found.dtype == object and not all(isinstance(item, str) for item in found.reshape(-1).tolist()):
-        raise DataError(f"{what}: found an array of objects; allowed: numbers, or names of classes")
-    return found

@@ -51,7 +51,7 @@ def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) ->
     """
     tell("reading arrays", 0, None)
     stored = _npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
-    arrays = {name: _with_channels(array) if name.endswith("x") else array for name, array in stored.items()}
+    arrays = {name: with_channels(array) if name.endswith("x") else array for name, array in stored.items()}
     there = [place for place, split in enumerate(SPLITS) if f"{split}_x" in arrays]
     given = "x" not in arrays and {0, 2} <= set(there)
     prefixes = [f"{SPLITS[place]}_" for place in there] if given else [""]
@@ -168,7 +168,7 @@ def examples_of(
                 raise DataError(
                     f"{whose}{prefix}y: found {found}; allowed: {list(x.shape[:1])}, as many as {prefix}x has examples"
                 )
-            x = _with_channels(x)
+            x = with_channels(x)
             if not ((x.ndim == 4 and x.dtype == np.uint8) or (x.ndim == 2 and x.dtype.kind in "iufb")):
                 raise DataError(
                     f"{whose}{prefix}x: found {x.dtype} of shape {list(x.shape)}; allowed: numbers [n, features], or "
@@ -304,7 +304,7 @@ def _form(x: NDArray[Any], own: Own | None, path: Path) -> tuple[Kind, tuple[int
     )
 
 
-def _with_channels(x: NDArray[Any]) -> NDArray[Any]:
+def with_channels(x: NDArray[Any]) -> NDArray[Any]:
     """Return inputs with an axis for channels: gray images may lack one."""
     return x[:, None] if x.ndim == 3 and x.dtype == np.uint8 else x
 
