@@ -372,6 +372,7 @@ def test_many_mistakes_of_a_kind_are_counted_and_the_first_named(tmp_path: Path)
         (b"u,v,label,\n1,2,no,\n", ("column 4 of 4",)),
         (b'u,v,w,label\n1,2,3,no\n1,2,"3,no\n', ("no CSV", "line")),
         (b"u,v,w,label\n", ("0 examples",)),
+        (b"u,v,w,label\n" + b"1" * 200_000 + b",2,3,no\n", ("no CSV", "line 1:", "131072")),
     ],
 )
 def test_a_csv_file_that_is_none(content: bytes, facts: tuple[object, ...], tmp_path: Path) -> None:

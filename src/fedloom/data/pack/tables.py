@@ -181,6 +181,7 @@ def read_csv(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Ex
         reader = csv.reader(file, strict=True)
         try:
             header = [name.strip() for name in next(reader, [])]
+            line = reader.line_num
             _check_header(header, mistakes.source)
             table, notes = begin(header, request, mistakes, "line")
             for row in reader:
