@@ -37,6 +37,16 @@ def composed(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
 
+def named_twice(names: Sequence[str]) -> str | None:
+    """Return the first name that is there twice, in whichever Unicode forms; None if all are different."""
+    seen: set[str] = set()
+    for name in map(composed, names):
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
 def shortened(text: str, most: int = 60) -> str:
     """Return a text as part of one line, truncated to ``most`` characters."""
     line = " ".join(text.split())

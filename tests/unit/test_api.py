@@ -118,6 +118,17 @@ def test_figures_are_matplotlibs(run: fedloom.Run, tmp_path: Path) -> None:
         run.figure("nothing")
 
 
+def test_figures_are_drawn_again_when_a_file_changes_and_keeps_its_size(run: fedloom.Run, tmp_path: Path) -> None:
+    folder = shutil.copytree(run.folder, tmp_path / "run")
+    copy = fedloom.load(folder)
+    before = copy.figure(copy.figures[0])
+    assert copy.figure(copy.figures[0]) is before
+    again = (folder / "metrics.jsonl").read_bytes()
+    (folder / "other").write_bytes(again)
+    (folder / "other").rename(folder / "metrics.jsonl")
+    assert copy.figure(copy.figures[0]) is not before
+
+
 def test_the_same_experiment_however_it_is_said(vowels: dict[str, Any], tmp_path: Path) -> None:
     import yaml
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from pydantic import ValidationError
 
+import fedloom
+from fedloom.data.federated import FederatedDataset
 from fedloom.data.own import Own, OwnClients
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
@@ -78,6 +80,12 @@ def as_other_user() -> Iterator[None]:
         yield
     finally:
         os.seteuid(0)
+
+
+def opened(source: Path, root: Path, client: str | None = None) -> FederatedDataset:
+    dealt = {"scheme": "iid", "clients": 2} if client is None else {"scheme": "natural"}
+    section = {"dataset": "folder", "root": str(root), "source": {"path": str(source), "client": client}}
+    return fedloom.Federated({**section, "partition": dealt, "unseen_fraction": 0.0}).open()
 
 
 def refusal(source: Path) -> str:
@@ -398,3 +406,78 @@ def test_notes_reach_the_caller_in_python(tmp_path: Path, caplog: pytest.LogCapt
     told = [record.getMessage() for record in caplog.records if record.name == "fedloom.data"]
     assert len(told) == 1
     assert tells(told[0], source, "1 image converted from L to RGB")
+
+
+def test_notes_are_told_of_each_use_in_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = folder(tmp_path / "pictures", 6, 6, 3, each=20)
+    Image.fromarray(pixels(6, 6)).save(source / "cat" / "0.png")
+    data = {
+        "dataset": "folder",
+        "root": str(tmp_path / "data"),
+        "source": {"path": str(source)},
+        "partition": {"scheme": "iid", "clients": 3},
+    }
+    uses: list[Callable[[], object]] = [
+        lambda: fedloom.run(TASK, data=data, out=tmp_path / "a", progress=False),
+        lambda: fedloom.run(TASK, data=data, out=tmp_path / "b", progress=False),
+        fedloom.Federated(data).open,
+        fedloom.Federated(data).open,
+    ]
+    for use in uses:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "fedloom.data"):
+            use()
+        told = [record.getMessage() for record in caplog.records if record.name == "fedloom.data"]
+        assert sum(tells(line, source, "1 image converted from L to RGB") for line in told) == 1
+
+
+# --- folders of splits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("train", "test"), ("Train", "TEST", "Val")])
+def test_folders_of_splits_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        folder(tmp_path / "pictures" / name, 6, 6, 3, each=30)
+    manifest = opened(tmp_path / "pictures", tmp_path).manifest
+    assert manifest.class_names == ("cat", "dog")
+    assert 50 <= sum(entry.test for entry in manifest.clients) <= 60  # of 60; a fifth of all would be fewer
+
+
+def test_training_examples_alone_are_refused(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        folder(tmp_path / "pictures" / name, 6, 6, 3, each=10)
+    with pytest.raises(DataError) as error:
+        opened(tmp_path / "pictures", tmp_path)
+    assert tells(str(error.value), "40 examples", "testing")
+
+
+def test_folders_of_splits_beside_others_are_refused(tmp_path: Path) -> None:
+    for name in ("train", "test", "more"):
+        folder(tmp_path / "pictures" / name, 6, 6, 3, each=10)
+    with pytest.raises(DataError) as error:
+        opened(tmp_path / "pictures", tmp_path)
+    assert tells(str(error.value), "test, train", "more")
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    folder(tmp_path / "pictures", 6, 6, 3, classes=("bus", "train"), each=30)
+    assert opened(tmp_path / "pictures", tmp_path).manifest.class_names == ("bus", "train")
+
+
+def test_an_image_beside_the_folders_of_splits_is_refused(tmp_path: Path) -> None:
+    for name in ("train", "val", "test"):
+        folder(tmp_path / "pictures" / name, 6, 6, 3, each=10)
+    Image.fromarray(pixels(6, 6, 3)).save(tmp_path / "pictures" / "stray.png")
+    with pytest.raises(DataError) as error:
+        pack(tmp_path / "pictures", tmp_path / "out", PackSettings(id="a", request=Request(None, labelled=False)))
+    assert tells(str(error.value), "folders of splits, in 1 place: stray.png")
+
+
+def test_classes_and_owners_without_an_image_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for owner in ("ann", "bob"):
+        folder(tmp_path / "pictures" / owner, 6, 6, 3, each=10)
+    (tmp_path / "pictures" / "ann" / "cow").mkdir()
+    (tmp_path / "pictures" / "eve" / "cat").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "fedloom.data"):
+        opened(tmp_path / "pictures", tmp_path, client="folder")
+    assert sum(tells(record.getMessage(), "without an image", "ann/cow, eve") for record in caplog.records) == 1

@@ -63,7 +63,7 @@ def first(given: Any) -> tuple[np.ndarray, tuple[str, ...]]:
         (lambda: torch.zeros((2, 1, 4, 5), dtype=torch.uint8), ("[2, 1, 4, 5]",)),
         (lambda: torch.zeros((1, 0, 5)), ("[1, 0, 5]",)),
         (lambda: np.array([["a", "b"]]), ("<U1",)),
-        (lambda: torch.zeros((1, 4, 5), dtype=torch.bfloat16), ("numpy",)),
+        (lambda: torch.full((1, 4, 5), 100 / 255, dtype=torch.bfloat16), ("0.392578", "255")),
         (lambda: {"pixels": 1}, ("[]",)),
         (lambda: None, ("[]",)),
     ],

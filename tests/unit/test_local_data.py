@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,11 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
         ({"a": (X, Y), "b": (X[:, :2], Y)}, None, ("client b: x", "[2]", "[3]")),
         ({"a": (X, Y)}, ("p", "q"), ("unknown label", "0 to 1", "2 places", "client a: y[2]: 2")),
         ({"a": (X, Y - 1)}, ("p", "q", "r"), ("unknown label", "0 to 2", "2 places", "client a: y[0]: -1")),
-        ({"a": (X, Y), "b": (X, np.array([0, 1, 2, 0, 255, 2]))}, "pqr", ("0 to 2", "1 place", "client b: y[4]: 255")),
+        (
+            {"a": (X, Y), "b": (X, np.array([0, 1, 2, 0, 255, 2]))},
+            list("pqr"),
+            ("0 to 2", "1 place", "client b: y[4]: 255"),
+        ),
         (
             {"a": (np.where(np.arange(18).reshape(6, 3) == 7, np.nan, X), Y)},
             None,
@@ -117,12 +122,53 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
         ({"a": {"train_x": X, "train_y": Y}}, None, ("client a", "train_x", "test_x")),
         ({"a": (X[:0], Y[:0])}, None, ("0 examples",)),
         ({"a": (np.zeros((6, 8, 8, 3), np.uint8), Y)}, None, ("client a: x", "[8, 8, 3]", "transpose(0, 3, 1, 2)")),
+        ({"a": (X, Y), "b": (X[:0], Y[:0])}, None, ("client b", "0 examples")),
+        ({"a": (X, Y), "a ": (X, Y)}, None, ("clients", "'a'", "twice")),
+        ({"caf\u00e9": (X, Y), "cafe\u0301": (X, Y)}, None, ("clients", "'caf\u00e9'", "twice")),
+        ({"a": {"x": X, "y": Y, "val_x": X, "val_y": Y}}, None, ("client a", "val_x, val_y", "validation_x")),
+        ({"a": (np.array(3.0), np.array(1))}, None, ("client a: x", "[]")),
+        ({"a": (X, Y)}, "pqr", ("classes", "'pqr'", "list")),
+        ({"a": (X, Y)}, 3, ("classes", "3", "list")),
+        ({"a": (X, Y)}, [], ("classes", "empty")),
+        ({"a": (X, Y)}, ["p", "q", "p"], ("classes", "'p'", "twice")),
+        ({"a": (X, Y)}, ["p", "caf\u00e9", "cafe\u0301"], ("classes", "'caf\u00e9'", "twice")),
+        ({"a": (X, Y)}, ["p", None, "q"], ("classes", "None")),
+        ({"a": (X, Y)}, [("p", "q"), ("r",), ("s",)], ("classes", "tuple")),
     ],
 )
 def test_bad_arrays_are_named(clients: Any, classes: Any, said: tuple[str, ...], tmp_path: Path) -> None:
     with refused(DataError, *said):
         fedloom.Federated.from_arrays(clients, classes=classes, root=tmp_path)
     assert not list(tmp_path.glob("datasets/arrays-*"))
+
+
+def test_names_of_classes_are_those_of_labels(tmp_path: Path) -> None:
+    for classes in ([5, 6, 7], np.array([5, 6, 7]), ["5 ", "6", "7"]):
+        data = fedloom.Federated.from_arrays(
+            {"a": (np.tile(X, (9, 1)) + np.arange(54)[:, None], np.tile(Y, 9))}, classes=classes, root=tmp_path
+        )
+        assert data.open().manifest.class_names == ("5", "6", "7")
+
+
+def test_arrays_of_a_file_and_in_memory_are_the_same_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Gray images without an axis for channels, and train and test alone; what is not used is told."""
+    x, y = RNG.integers(0, 256, (60, 4, 4), dtype=np.uint8), np.arange(60) % 2
+    given = {"train_x": x[:48], "train_y": y[:48], "test_x": x[48:], "test_y": y[48:]}
+    np.savez(tmp_path / "t.npz", **given, ids=np.arange(60))
+    dealt = {"scheme": "iid", "clients": 2}
+    with caplog.at_level(logging.WARNING, "fedloom.data"):
+        file = fedloom.Federated(
+            {
+                "dataset": "arrays",
+                "root": str(tmp_path),
+                "source": {"path": str(tmp_path / "t.npz")},
+                "partition": dealt,
+            }
+        ).open()
+    assert sum(tells(record.getMessage(), "t.npz", "ignored", "ids") for record in caplog.records) == 1
+    memory = fedloom.Federated.from_arrays({"a": given}, partition=dealt, root=tmp_path).open()
+    assert file.manifest.input_shape == (1, 4, 4)
+    assert [entry.sha256 for entry in file.manifest.clients] == [entry.sha256 for entry in memory.manifest.clients]
 
 
 @pytest.mark.parametrize("section", ["mnist", None, [("dataset", "mnist")]])

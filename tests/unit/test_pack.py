@@ -366,17 +366,30 @@ def test_many_mistakes_of_a_kind_are_counted_and_the_first_named(tmp_path: Path)
         (b"1,2,3,0\n1,2,3,1\n", ("numbers in the first line",)),
         (b"u;v;w;label\n1;2;3;no\n", ("u;v;w;label", "commas")),
         (b"u,v,u,label\n", ("'u'",)),
-        (b"u,v,w,class\n", ("'label'", "--label", "--unlabelled", "u, v, w, class")),
+        (b"u,v,w,class\n", ("'label'", "(label;", "unlabelled", "u, v, w, class")),
         (b"u,v,label\n1,2,no\n", (2, "data.own.input_shape [3]", 3)),
         (b"u,v,w,label\n" + 59 * b"1,2,3,no\n" + b"1,2,\xff,no\n", ("UTF-8", "line 61")),
         (b"u,v,label,\n1,2,no,\n", ("column 4 of 4",)),
         (b'u,v,w,label\n1,2,3,no\n1,2,"3,no\n', ("no CSV", "line")),
         (b"u,v,w,label\n", ("0 examples",)),
+        (b"u,v,w,label\n" + b"1" * 200_000 + b",2,3,no\n", ("no CSV", "line 1:", "131072")),
     ],
 )
 def test_a_csv_file_that_is_none(content: bytes, facts: tuple[object, ...], tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(content)
     assert tells(refusal(tmp_path / "t.csv", TABLE), "t.csv", *facts)
+
+
+def test_the_command_line_is_told_of_options(tmp_path: Path, fedloom: Callable[..., tuple[int, str, str]]) -> None:
+    (tmp_path / "t.csv").write_text("u,v,class\n1,2,no\n")
+    packed = ("data", "pack", str(tmp_path / "t.csv"), "--out", str(tmp_path / "out"))
+    for more, facts in (
+        ((), ("'label'", "--label", "--unlabelled")),
+        (("--label", "class", "--split", "part"), ("'part'", "--split")),
+    ):
+        code, _, said = fedloom(*packed, *more)
+        assert code == ExitCode.DATA
+        assert tells(said, *facts, "u, v, class")
 
 
 def test_a_byte_order_mark_spaces_and_quotes_are_taken_as_they_are_meant(tmp_path: Path) -> None:

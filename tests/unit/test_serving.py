@@ -428,7 +428,7 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
         ({"x": torch.full((5, 9), float("nan"))}, "x: found nan"),
         ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "found 10,000,000 examples; allowed: from 1 to 1,000,000"),
         ({"x": torch.zeros(0, 9)}, "found 0 examples"),
-        ({"x": "abc"}, "x: found"),
+        ({"x": "abc"}, "x: .*<U3"),
         ({"y": torch.full((5,), 11)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: 11"),
         ({"y": torch.zeros(4)}, r"y: found shape \[4\]"),
         ({"y": torch.full((5,), 0.7)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: '0.69"),
@@ -458,7 +458,7 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
         (torch.full((2, 1, 4, 4), 256), "x: found pixels from 256 to 256; allowed: from 0 to 255"),
         (torch.full((2, 1, 4, 4), -1), "x: found pixels from -1 to -1; allowed: from 0 to 255"),
         (torch.zeros(2, 1, 4, 4), "x: found torch.float32; allowed for pixels: whole numbers from 0 to 255"),
-        (torch.zeros(2, 4, 4, dtype=torch.uint8), "x: found shape [2, 4, 4]; allowed: [n, 1, 4, 4]"),
+        (torch.zeros(2, 4, 5, dtype=torch.uint8), "x: found shape [2, 1, 4, 5]; allowed: [n, 1, 4, 4]"),
     ],
 )
 def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import json
 import logging
 import os
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from facts import tells
 from torch import nn
 
 import fedloom
-from fedloom import digests
 from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.own import Own, OwnClients
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.sources.base import FetchFailed
@@ -432,7 +432,7 @@ def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
     import hashlib
 
     from fedloom.data.federated import OwnDataset
-    from fedloom.data.own import Own, OwnClients, own_manifest
+    from fedloom.data.own import own_manifest, read_card
 
     table(np.arange(N) % 2).to_csv(tmp_path / "t.csv", index=False)
     pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(id="a"))
@@ -440,10 +440,8 @@ def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
     shard["train_y"] = np.full(len(shard["train_y"]), 0.7, dtype=np.float32)
     content = safetensors.numpy.save(shard)
     (tmp_path / "out" / "shard.safetensors").write_bytes(content)
-    path = tmp_path / "out" / "client.json"
-    card = json.loads(digests.unsealed(path.name, path.read_bytes()))
-    card["sha256"] = hashlib.sha256(content).hexdigest()
-    path.write_text(digests.sealed(path.name, json.dumps(card)))
+    card = replace(read_card(tmp_path / "out"), sha256=hashlib.sha256(content).hexdigest())
+    (tmp_path / "out" / "client.json").write_text(card.to_json())
     own = Own(kind="features", input_shape=(1,), classes=("0", "1"))
     clients = OwnClients.open([tmp_path / "out"])
     dataset = OwnDataset(clients, own_manifest(own, clients.entries, 1, clients.measured(own)))
@@ -491,3 +489,74 @@ def test_numbers_of_other_types_are_refused() -> None:
     for values_, kind in ((np.array(["1"]), "<U1"), (np.array([1j]), "complex128"), (np.array([None]), "object")):
         with pytest.raises(ValueError, match=kind):
             numbers(values_)
+
+
+WANTED = Wanted("values", "features", (2,), ("a", "caf\u00e9"), Normalization((0.0, 0.0), (1.0, 1.0)))
+FOUR = np.arange(8.0).reshape(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "facts"),
+    [
+        (np.ma.masked_greater(FOUR, 4), [0, 1, 0, 1], ("x", "mask")),
+        (FOUR, np.ma.masked_equal([0, 1, 0, 1], 1), ("y", "mask")),
+        (torch.tensor(FOUR).to_sparse(), [0, 1, 0, 1], ("x", "Tensor")),
+        (FOUR.astype(str), [0, 1, 0, 1], ("x",)),
+        ([[1.0, 2.0], [3.0]], [0, 1], ("x", "one length")),
+        (FOUR, [[0], [0, 1], [0], [1]], ("y", "one length")),
+    ],
+)
+def test_what_is_no_array_is_refused_in_training_and_by_newcomers(
+    x: Any, y: Any, facts: tuple[str, ...], tmp_path: Path
+) -> None:
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: Newcomer.from_arrays("me", x, y, WANTED),
+        lambda: fedloom.Federated.from_arrays({"me": (x, y)}, root=tmp_path),
+    )
+    for use in uses:
+        with pytest.raises(DataError) as error:
+            use()
+        assert tells(str(error.value), *facts)
+
+
+def test_missing_labels_are_named_in_training_and_by_newcomers(tmp_path: Path) -> None:
+    y = np.array(["a", None, "caf\u00e9", None], dtype=object)
+    for use, place in (
+        (lambda: Newcomer.from_arrays("me", FOUR, y, WANTED), "y[1]"),
+        (lambda: fedloom.Federated.from_arrays({"me": (FOUR, y)}, root=tmp_path), "client me: y[1]"),
+    ):
+        with pytest.raises(DataError) as error:
+            use()
+        assert tells(str(error.value), "label missing", "2 places", place)
+
+
+def test_names_are_found_in_both_unicode_forms(tmp_path: Path) -> None:
+    """Columns of a table, the features that an experiment names, and a newcomer's labels."""
+    composed, apart = "caf\u00e9", "cafe\u0301"
+    frame = pandas.DataFrame({apart: np.arange(60.0), apart + "s": ["a", apart] * 30})
+    own = Own(kind="features", input_shape=(1,), classes=("a", composed), features=(composed,))
+    for name, write in (("t.csv", frame.to_csv), ("t.parquet", frame.to_parquet)):
+        write(tmp_path / name, index=False)
+        out = tmp_path / f"out {name}"
+        pack(tmp_path / name, out, PackSettings(id="a", request=Request(own, label=composed + "s")))
+        OwnClients.open([out]).check(own)
+    data = fedloom.Federated.from_frame(frame, label=composed + "s", scheme=DEALT, root=tmp_path)
+    assert data.open().manifest.class_names == ("a", composed)
+    for y in ([apart, "a", apart, "a"], np.array([composed, "a"] * 2)):
+        found = Newcomer.from_arrays("me", FOUR, y, WANTED).client("me").train.y
+        assert found is not None
+        assert found.tolist() == [1, 0, 1, 0]
+    twice = pandas.DataFrame({composed: np.arange(60.0), apart: np.arange(60.0), "label": ["a", "b"] * 30})
+    with pytest.raises(DataError) as error:
+        fedloom.Federated.from_frame(twice, label="label", scheme=DEALT, root=tmp_path)
+    assert tells(str(error.value), "two columns", repr(composed))
+
+
+def test_gray_images_of_a_newcomer_need_no_axis_for_channels() -> None:
+    wanted = Wanted("values", "pixels", (1, 5, 5), ("a", "b"), Normalization((0.0,), (1.0,)))
+    assert Newcomer.from_arrays("me", np.zeros((4, 5, 5), np.uint8), None, wanted).client("me").train.x.shape == (
+        4,
+        1,
+        5,
+        5,
+    )

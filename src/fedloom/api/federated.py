@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.api.frames import pandas
 from fedloom.errors import DataError, ExperimentError
 from fedloom.home import expanded
+from fedloom.words import composed, named_twice
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -83,6 +84,8 @@ class Federated:
         if not isinstance(clients, Mapping) or not clients:
             found = "none" if not clients else f"a {type(clients).__name__}"
             raise DataError(f"clients: found {found}; allowed: a dict of (x, y) by client")
+        from fedloom.data.values import as_array
+
         parts = []
         for name, given in clients.items():
             if not isinstance(name, str) or not name.strip():
@@ -91,7 +94,14 @@ class Federated:
                 if not isinstance(given, Sequence) or len(given) != 2:
                     raise DataError(f"client {name}: found a {type(given).__name__}; allowed: (x, y), or a dict")
                 given = dict(zip("xy", given, strict=True))
-            parts.append((name, {key: _array(value, f"client {name}: {key}") for key, value in given.items()}))
+            parts.append(
+                (
+                    composed(name.strip()),
+                    {key: as_array(value, f"client {name}: {key}") for key, value in given.items()},
+                )
+            )
+        if (twice := named_twice([name for name, _ in parts])) is not None:
+            raise DataError(f"clients: the name {twice!r} is there twice; each client needs a name of its own")
         return cls._kept(parts, classes, root, {"partition": NATURAL, **settings})
 
     @classmethod
@@ -146,7 +156,7 @@ class Federated:
             told.append((what, notes))
         made = cls._kept([(None, arrays)], classes, root, {"partition": partition, **settings})
         for what, of_one in told:
-            tell_notes(f"{what} ({Path(made.model_dump()['source']['path']).name})", of_one)
+            tell_notes([f"{what} ({Path(made.section['source']['path']).name}): {note}" for note in of_one])
         return made
 
     @classmethod
@@ -220,6 +230,7 @@ class Federated:
         """
         from pydantic import ValidationError
 
+        from fedloom.data.local import tell_notes
         from fedloom.experiment.loading import plain
         from fedloom.experiment.sections import Data
         from fedloom.experiment.validation_errors import explain, listing
@@ -231,6 +242,7 @@ class Federated:
         except ValidationError as error:
             mistakes = explain(error, Data.model_json_schema(), section)
             raise ExperimentError(listing("data", mistakes, {})) from None
+        tell_notes(data.opened().notes)
         return make_data(data, seed)
 
     def __repr__(self) -> str:
@@ -245,24 +257,3 @@ def _partition(scheme: Mapping[str, Any]) -> dict[str, Any]:
             f"scheme: found {scheme!r}; allowed: a mapping, such as {{'scheme': 'iid', 'clients': 20}}"
         )
     return dict(scheme)
-
-
-def _array(value: Any, what: str) -> Any:
-    """Return any array-like value as a numpy array."""
-    import numpy as np
-
-    if hasattr(value, "detach"):  # a tensor
-        value = value.detach().cpu()
-        if value.is_floating_point():
-            value = value.double()  # numpy lacks some of torch's types
-    if np.ma.is_masked(value):
-        raise DataError(f"{what}: values of the masked array are missing; give an array without a mask")
-    try:
-        found = np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{what}: found no array ({str(error).splitlines()[0]}); allowed: rows of one length"
-        ) from error
-    if found.dtype == object and not all(isinstance(item, str) for item in found.reshape(-1).tolist()):
-        raise DataError(f"{what}: found an array of objects; allowed: numbers, or names of classes")
-    return found

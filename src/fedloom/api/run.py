@@ -47,7 +47,7 @@ class Run:
         from fedloom.storage import is_url, open_store
 
         self.where = str(where)
-        self._figures: tuple[int, dict[str, Figure]] | None = None
+        self._figures: tuple[list[tuple[int, ...]], dict[str, Figure]] | None = None
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if is_url(where):
             from fedloom.federation.published import Published
@@ -160,12 +160,11 @@ class Run:
         return figure
 
     def _drawn(self) -> dict[str, Figure]:
-        from fedloom.reporting.report import figures
+        from fedloom.reporting.report import FILES, figures
 
-        metrics = self.folder / "metrics.jsonl"
-        written = metrics.stat().st_size if metrics.exists() else 0
-        if self._figures is None or self._figures[0] != written:  # a run in progress gets new ones
-            self._figures = written, figures(self.folder)
+        stamps = [_stamp(self.folder / name) for name in sorted({name for names in FILES.values() for name in names})]
+        if self._figures is None or self._figures[0] != stamps:  # a run that goes on has others
+            self._figures = stamps, figures(self.folder)
         return self._figures[1]
 
     @overload  # one id is a sequence of texts, too
@@ -381,3 +380,12 @@ class Comparison:
                 tags = ("<b>", "</b>") if any(cell.mark == "best" for cell in row) else ("", "")
                 found += ["<tr>", *(f"<td>{tags[0]}{escape(cell.text)}{tags[1]}</td>" for cell in row), "</tr>"]
         return f"<table>{''.join(found)}</table>"
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return what changes whenever a file is written; nothing while it is not there."""
+    try:
+        about = path.stat()
+    except FileNotFoundError:
+        return ()
+    return about.st_ino, about.st_size, about.st_mtime_ns

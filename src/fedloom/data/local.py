@@ -58,9 +58,6 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
 }
 """Readers by data set and file extension; a folder has no extension."""
 
-KEYS = {name: f"data.source.{name}" for name in ("label", "split", "client")}
-"""Names of the columns in messages, where an experiment names them."""
-
 READ = 2
 """Version of the reading rules; sources read under another version are read again."""
 
@@ -75,7 +72,7 @@ class LocalFiles(Settings):
 
     path: str = Field(
         min_length=1,
-        description="The folder of images, CLASS/NAME.png, or with train/, validation/ and test/ above; the .csv or "
+        description="The folder of images, CLASS/NAME.png, or with train/ and test/ above; the .csv or "
         ".parquet file; or the .npz or .safetensors file with x and y. A relative path starts from the current folder; "
         "a run records it as an absolute one.",
     )
@@ -93,7 +90,6 @@ class LocalFiles(Settings):
 
 
 log = logging.getLogger("fedloom.data")
-_told: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -160,11 +156,9 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or the kept data set is gone
         kept = parsed_json(record.read_bytes())
-        found = _source(home, kept["name"])
-        tell_notes(str(path), kept["notes"])
-        return found
+        return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
     mistakes = Mistakes(str(path))
-    request = Request(None, True, files.label, files.split, files.resize, files.client, KEYS)
+    request = Request(None, True, files.label, files.split, files.resize, files.client, "data.source.")
     try:
         examples = reader(path, request, mistakes, lambda what, done, total: None)
         mistakes.refuse()
@@ -178,16 +172,13 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     with naming_owner(record):
         record.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(record, json.dumps({"name": name, "notes": examples.notes}).encode())
-    tell_notes(str(path), examples.notes)
-    return _source(home, name)
+    return _source(home, name, tuple(f"{path}: {note}" for note in examples.notes))
 
 
-def tell_notes(where: str, notes: Sequence[str]) -> None:
-    """Log notes on changes to examples that their owner should know; each note once per process."""
+def tell_notes(notes: Sequence[str]) -> None:
+    """Log what was done to examples that their owner should know."""
     for note in notes:
-        if (where, note) not in _told:
-            _told.add((where, note))
-            log.warning("%s: %s", where, note)
+        log.warning("%s", note)
 
 
 def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
@@ -240,8 +231,8 @@ def _named_by(content: bytes) -> str:
     return f"-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def _source(home: Path, name: str) -> Source:
-    """Return the source for a stored data set."""
+def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Source:
+    """The source that a kept data set is."""
     card = Card.read(home / name / CARD)
 
     def read(contents: Mapping[str, bytes]) -> Official:
@@ -263,6 +254,7 @@ def _source(home: Path, name: str) -> Source:
         read=read,
         kind=card.kind,
         at=home / name,
+        notes=notes,
     )
 
 
@@ -339,12 +331,12 @@ def of_frame(frame: DataFrame, label: str, client: str | None, root: Path | str 
     DataError
         If the frame is invalid; lists all errors, with a count of each kind.
     """
-    request = Request(None, True, label, None, False, client, {"label": "label", "client": "client"})
+    request = Request(None, True, label, None, False, client, keys="")
     return keep_in_memory(read_frame(frame, request, Mistakes("the frame")), "the frame", root)
 
 
 def keep_in_memory(examples: Examples, where: str, root: Path | str | None) -> Path:
     """Store in-memory examples, log the notes on them, and return their folder."""
     folder = data_root(root) / "datasets" / keep("arrays", examples, where, root)
-    tell_notes(f"{where} ({folder.name})", examples.notes)
+    tell_notes([f"{where} ({folder.name}): {note}" for note in examples.notes])
     return folder

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalize
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind, Manifest, Normalization
-from fedloom.data.own import AGAIN, check_features, read_card, read_own_shard
-from fedloom.data.pack.arrays import numbered
+from fedloom.data.own import AGAIN, check_features, is_same, read_card, read_own_shard
+from fedloom.data.pack.arrays import numbered, with_channels
 from fedloom.data.pack.examples import Mistakes
 from fedloom.data.problem import Problem
-from fedloom.data.values import Rounding, numbers
+from fedloom.data.values import Rounding, as_array, numbers
 from fedloom.errors import DataError
 from fedloom.words import composed
 
@@ -112,11 +113,14 @@ class Newcomer(FederatedDataset):
             If the data do not meet the requirements.
         """
         columns = None if (names := getattr(x, "columns", None)) is None else tuple(map(str, names))
-        if columns is not None and wanted.features is not None and columns != wanted.features:
+        if columns is not None and wanted.features is not None and not is_same(columns, wanted.features):
             raise DataError(
                 f"x: the columns are {', '.join(columns)}; they must be {', '.join(wanted.features)}, in this order"
             )
-        return cls(client, _tensor(x, "x"), None if y is None else _positions(y, wanted), wanted)
+        inputs = as_array(x, "x")
+        if wanted.kind == "pixels":
+            inputs = with_channels(inputs)
+        return cls(client, _tensor(inputs, "x"), None if y is None else _positions(as_array(y, "y"), wanted), wanted)
 
     @classmethod
     def from_folder(cls, folder: Path, wanted: Wanted) -> Newcomer:
@@ -238,22 +242,18 @@ def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
     return kept
 
 
-def _positions(y: Any, wanted: Wanted) -> Tensor:
-    """Return labels as positions in the run's classes; labels may be class names.
+def _positions(y: NDArray[Any], wanted: Wanted) -> Tensor:
+    """Return labels as positions in the run's classes; they may be the names of these.
 
     Raises
     ------
     DataError
         If a label is neither a position nor a class name.
     """
-    try:
-        values = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
-    except (TypeError, ValueError):
-        raise DataError("y: it is no array of labels; give one whole number or name for each example") from None
-    if values.ndim != 1 or not wanted.class_names:
-        return _tensor(y, "y")  # rejects it
+    if y.ndim != 1 or not wanted.class_names:
+        return _tensor(y, "y")  # refused for that
     mistakes = Mistakes("y", outcome="")
-    found, _ = numbered([values], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", mistakes)
+    found, _ = numbered([y], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", mistakes)
     mistakes.refuse()
     return torch.from_numpy(found)
 
@@ -264,12 +264,10 @@ def _range(values: Tensor) -> tuple[int, int]:
     return int(array.min()), int(array.max())
 
 
-def _tensor(values: Any, what: str) -> Tensor:
-    if isinstance(values, Tensor):
-        return values.detach().cpu()
+def _tensor(array: NDArray[Any], what: str) -> Tensor:
+    array = np.ascontiguousarray(array)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch knows the machine's own order alone
     try:
-        array = np.ascontiguousarray(values)
-        array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch supports only the machine's byte order
         return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{what}: found {type(values).__name__}; allowed: numbers, in an array or a list") from error
+    except TypeError as error:
+        raise DataError(f"{what}: values of type {array.dtype} are not numbers; give an array of numbers") from error

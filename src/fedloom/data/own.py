@@ -29,7 +29,7 @@ from fedloom.data.manifest import (
 from fedloom.errors import DataError, argument
 from fedloom.settings import Settings
 from fedloom.storage.folder import read_file
-from fedloom.words import composed, counted
+from fedloom.words import composed, counted, named_twice
 
 CARD = "client.json"
 SHARD = "shard.safetensors"
@@ -77,16 +77,14 @@ class Own(Settings):
             )
         if not self.classes:
             raise ValueError("classes: found none; allowed: at least one name")
-        names = [composed(name) for name in self.classes]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
+        if (twice := named_twice(self.classes)) is not None:
             raise ValueError(f"classes: found {twice!r} twice; allowed: each once")
         if self.kind == "tokens" and len(self.classes) > 256:
             raise ValueError(f"classes: found {len(self.classes)}; allowed: at most 256, since a token is one byte")
         if self.features is not None:
             if self.kind != "features":
                 raise ValueError(f"features: found names with kind: {self.kind}; allowed: null, or kind: features")
-            if len(set(self.features)) != shape[0] or len(self.features) != shape[0]:
+            if named_twice(self.features) is not None or len(self.features) != shape[0]:
                 raise ValueError(f"features: found {list(self.features)}; allowed: {shape[0]} different names")
         if isinstance(self.normalization, Given):
             self._check_given(self.normalization)
@@ -301,7 +299,7 @@ class OwnClients:
         first_folder, first, _ = next(iter(ordered.values()))
         for folder, card, _ in ordered.values():
             for what in ("kind", "input_shape", "classes"):
-                if _plain(getattr(card, what)) != _plain(getattr(first, what)):
+                if not is_same(getattr(card, what), getattr(first, what)):
                     raise DataError(
                         f"{folder}: {what} is {_shown(getattr(card, what))}, of {first_folder} "
                         f"{_shown(getattr(first, what))}; allowed: one kind of data",
@@ -324,7 +322,7 @@ class OwnClients:
         for name, card in self.cards.items():
             for what in ("kind", "input_shape", "classes"):
                 found, needed = getattr(card, what), getattr(own, what)
-                if _plain(found) != _plain(needed):
+                if not is_same(found, needed):
                     raise DataError(
                         f"{self.folders[name]}: {what} is {_shown(found)}; allowed by data.own.{what}: "
                         f"{_shown(needed)}",
@@ -373,7 +371,7 @@ def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | Non
     DataError
         Names the folder, the columns found and those needed.
     """
-    if needed is not None and card.features is not None and card.features != needed:
+    if needed is not None and card.features is not None and not is_same(card.features, needed):
         raise DataError(
             f"{folder}: features is {_shown(card.features)}; allowed by data.own.features: {_shown(needed)}", hint=AGAIN
         )
@@ -449,9 +447,11 @@ def _packed(given: Path) -> list[Path]:
     return inside
 
 
-def _plain(value: object) -> object:
-    """Return a value in a form for comparison: class names in one Unicode form."""
-    return tuple(composed(str(item)) for item in value) if isinstance(value, tuple) else value
+def is_same(one: object, other: object) -> bool:
+    """Return whether two values of a card are equal, their names in whichever Unicode form."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return [composed(str(item)) for item in one] == [composed(str(item)) for item in other]
+    return one == other
 
 
 def _shown(value: object) -> str:

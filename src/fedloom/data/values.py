@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.errors import DataError
 from fedloom.words import composed
 
 EXACT = 2**53
@@ -50,6 +51,36 @@ def number(text: str) -> float | None:
 def whole(text: str) -> bool:
     """Return True if a text is an integer in digits."""
     return text.strip().lstrip("+-").isdecimal()
+
+
+def as_array(value: Any, what: str) -> NDArray[Any]:
+    """Return a tensor, or anything else that numpy takes for an array.
+
+    Parameters
+    ----------
+    what
+        What to call it in errors.
+
+    Raises
+    ------
+    DataError
+        If it is none, or values of it are masked.
+    """
+    if np.ma.is_masked(value):
+        raise DataError(f"{what}: values of the masked array are missing; give an array without a mask")
+    try:
+        if not hasattr(value, "detach"):
+            return np.asarray(value)
+        tensor = value.detach().cpu()
+        if "bfloat16" in str(tensor.dtype):  # which numpy lacks
+            tensor = tensor.double()
+        found: NDArray[Any] = tensor.numpy()
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{what}: a {type(value).__name__} that numpy cannot hold ({str(error).splitlines()[0]}); give plain "
+            "values, in rows of one length"
+        ) from error
+    return found
 
 
 def numbers(values: NDArray[Any]) -> NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedloom.algorithms.base import find
+from fedloom.data.local import tell_notes
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
@@ -35,6 +36,7 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
                 key, text = "data.source", str(error)
             refuse(key, text)
             return found
+        tell_notes(source.notes)
         classes, kind = source.classes, source.kind
         # The scheme ``means`` sets the shape of its examples.
         shape = (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from fedloom.data.pack.examples import (
     notes_of_classes,
     positions,
 )
-from fedloom.data.values import are_numbers, found_classes, numbers
+from fedloom.data.values import are_numbers, found_classes, label_text, numbers
 from fedloom.errors import DataError, argument
+from fedloom.words import named_twice
 
 VALUES = 2**22
 """Numbers processed at once, unless one example has more."""
@@ -49,14 +50,16 @@ def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) ->
         If the file has another format, or an array is missing or has an unsupported shape or type.
     """
     tell("reading arrays", 0, None)
-    arrays = _npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
-    given = "x" not in arrays and all(f"{split}_x" in arrays for split in SPLITS)
-    prefixes = [f"{split}_" for split in SPLITS] if given else [""]
+    stored = _npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
+    arrays = {name: with_channels(array) if name.endswith("x") else array for name, array in stored.items()}
+    there = [place for place, split in enumerate(SPLITS) if f"{split}_x" in arrays]
+    given = "x" not in arrays and {0, 2} <= set(there)
+    prefixes = [f"{SPLITS[place]}_" for place in there] if given else [""]
     wanted = ["x", *(["y"] if request.labelled else []), *([] if request.client is None else [request.client])]
     needed = [f"{prefix}{name}" for prefix in prefixes for name in wanted]
     missing = [name for name in needed if name not in arrays]
     if missing:
-        without = f", or x alone with {request.words['unlabelled']}" if "unlabelled" in request.words else ""
+        without = "" if request.keys is not None else f", or x alone with {argument('unlabelled')}"
         raise DataError(
             f"{path}: it holds the arrays {', '.join(sorted(arrays)) or '(none)'}, and no {', '.join(missing)}; it "
             f"must hold x and y, or train_x, train_y and so on{without}"
@@ -81,7 +84,7 @@ def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) ->
     if request.labelled:
         parts = [_labels_of(arrays, prefix, size, path) for prefix, size in zip(prefixes, sizes, strict=True)]
         y, classes = numbered(parts, own_classes, kind, where, mistakes)
-    split = np.repeat(np.arange(3), sizes).astype(np.int64) if given else None
+    split = np.repeat(np.array(there, dtype=np.int64), sizes) if given else None
     owners = None
     if request.client is not None:
         owners = _owners(
@@ -92,6 +95,8 @@ def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) ->
         )
     x, notes = batches.joined()
     notes += notes_of_classes(classes) if own_classes is None else ()
+    unused = sorted(name for name in arrays if name not in needed)
+    notes += (f"arrays ignored: {listed(unused)}",) if unused else ()
     return Examples(kind, classes, x, y, split, where, notes=notes, owners=owners)
 
 
@@ -133,6 +138,7 @@ def examples_of(
         If the arrays are invalid; names the owner, the array, the value found and the values allowed.
     """
     mistakes, form = Mistakes("the arrays"), None
+    names = None if classes is None else _given_classes(classes)
     xs: list[tuple[str, NDArray[Any]]] = []
     ys: list[NDArray[Any]] = []
     splits: list[int | None] = []
@@ -147,15 +153,22 @@ def examples_of(
         if not {split for _, split in pairs} >= {0, 2} and pairs != [("", None)]:
             found = ", ".join(arrays) or "nothing"
             raise DataError(f"{whose}found {found}; allowed: x and y, or train_x, train_y, test_x and test_y")
+        known = {f"{prefix}{name}" for prefix, _ in pairs for name in "xy"}
+        if foreign := [name for name in arrays if name not in known]:
+            raise DataError(
+                f"{whose}{', '.join(foreign)} would not be used beside {', '.join(sorted(known))}; the names are x and "
+                "y, or train_x, train_y, validation_x, validation_y, test_x and test_y"
+            )
+        if all(arrays[f"{prefix}x"].shape[:1] == (0,) for prefix, _ in pairs):
+            raise DataError(f"{whose}there are 0 examples; leave such a client out")
         for prefix, split in pairs:
             x, y = arrays[f"{prefix}x"], arrays.get(f"{prefix}y")
-            if y is None or y.shape != (len(x),):
+            if y is None or y.shape != x.shape[:1]:
                 found = "none" if y is None else f"shape {list(y.shape)}"
                 raise DataError(
-                    f"{whose}{prefix}y: found {found}; allowed: [{len(x)}], as many as {prefix}x has examples"
+                    f"{whose}{prefix}y: found {found}; allowed: {list(x.shape[:1])}, as many as {prefix}x has examples"
                 )
-            if x.ndim == 3 and x.dtype == np.uint8:
-                x = x[:, None]  # greyscale images
+            x = with_channels(x)
             if not ((x.ndim == 4 and x.dtype == np.uint8) or (x.ndim == 2 and x.dtype.kind in "iufb")):
                 raise DataError(
                     f"{whose}{prefix}x: found {x.dtype} of shape {list(x.shape)}; allowed: numbers [n, features], or "
@@ -187,7 +200,7 @@ def examples_of(
         part = int(np.searchsorted(starts, i, side="right")) - 1
         return f"{xs[part][0].removesuffix('x')}y[{i - starts[part]}]"
 
-    y, names = numbered(ys, None if classes is None else tuple(classes), kind, where, mistakes, in_order=True)
+    y, names = numbered(ys, names, kind, where, mistakes, in_order=True)
     inputs, notes = batches.joined()
     mistakes.refuse()
     return Examples(
@@ -202,6 +215,32 @@ def examples_of(
         if owners[0] is None
         else tuple(str(o) for o, size in zip(owners, sizes, strict=True) for _ in range(size)),
     )
+
+
+def _given_classes(classes: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the classes as labels have them.
+
+    Raises
+    ------
+    DataError
+        If they are no list of different names.
+    """
+    if isinstance(classes, str) or not isinstance(classes, Iterable):
+        raise DataError(f"classes: {classes!r:.80} is not a list; give the names of the classes, in order")
+    names: list[str] = []
+    for given in classes:
+        try:
+            name = label_text(given)
+        except ValueError as error:
+            raise DataError(f"classes: {error}; give a name for each class") from None
+        if name is None:
+            raise DataError(f"classes: {given!r} stands for a missing label; give a name for each class")
+        names.append(name)
+    if not names:
+        raise DataError("classes: the list is empty; give the names of the classes, or leave it out")
+    if (twice := named_twice(names)) is not None:
+        raise DataError(f"classes: {twice!r} is there twice; each class needs a name of its own")
+    return tuple(names)
 
 
 def numbered(
@@ -260,10 +299,14 @@ def _form(x: NDArray[Any], own: Own | None, path: Path) -> tuple[Kind, tuple[int
     if x.ndim == 2:
         return "features", (int(x.shape[1]),)
     raise DataError(
-        f"{path}: x is {x.dtype} of shape {list(x.shape)}; without {argument('experiment')} it must be [n, "
-        "features], or uint8 "
-        "of shape [n, channels, height, width]."
+        f"{path}: x is {x.dtype} of shape {list(x.shape)}; without {argument('experiment')} it must be numbers [n, "
+        "features], or uint8 of shape [n, height, width] or [n, channels, height, width]."
     )
+
+
+def with_channels(x: NDArray[Any]) -> NDArray[Any]:
+    """Return inputs with an axis for channels: gray images may lack one."""
+    return x[:, None] if x.ndim == 3 and x.dtype == np.uint8 else x
 
 
 def _check_channels(x: NDArray[Any], what: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -23,21 +23,13 @@ from fedloom.data.values import (
     measured,
     plain_numbers,
 )
-from fedloom.errors import DataError
+from fedloom.errors import DataError, argument
 from fedloom.words import composed, counted, shortened
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 
 Tell: TypeAlias = Callable[[str, float, float | None], None]
 """Progress callback: the current step, amount done, and total (None if unknown)."""
-
-OPTIONS: Mapping[str, str] = {
-    "label": "--label COLUMN (or --unlabelled, without labels)",
-    "split": "--split",
-    "client": "client",
-    "unlabelled": "--unlabelled",
-}
-"""Names in ``fedloom data pack`` of the columns, and of data without labels."""
 
 SHOWN = 5
 """Maximum places named for each kind of error."""
@@ -96,10 +88,10 @@ class Request:
     resize
         True if images of another size are resized.
     client
-        Name of the column or array with the owner of each example; for a folder of images, ``folder`` for its
-        outermost folders. None: all examples have one owner.
-    words
-        Names in messages for ``label``, ``split``, ``client`` and ``unlabelled``: options, keys, or arguments.
+        Name of the column, or array, that says whose each example is; of a folder of images, ``folder`` for its
+        outermost folders. None: they are all of one.
+    keys
+        Prefix of the keys, or arguments, that name the columns (``data.source.``); None: those of packing do.
     """
 
     own: Own | None
@@ -108,7 +100,14 @@ class Request:
     split: str | None = None
     resize: bool = False
     client: str | None = None
-    words: Mapping[str, str] = field(default_factory=lambda: OPTIONS)
+    keys: str | None = None
+
+    def called(self, name: str) -> str:
+        """Return what messages call ``label``, ``split`` or ``client``."""
+        if self.keys is not None:
+            return f"{self.keys}{name}"
+        without = f"; {argument('unlabelled')} if there are no labels" if name == "label" else ""
+        return f"{argument(name)}{without}"
 
 
 @dataclass
@@ -247,7 +246,6 @@ def positions(
     classes
         Classes of the experiment; None: the distinct labels.
     """
-    labels = [label and composed(label) for label in labels]
     if classes is None:
         classes = _classes_of(labels, where, mistakes)
     place = {composed(name): i for i, name in enumerate(classes)}

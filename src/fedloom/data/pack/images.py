@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +53,8 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
         steps = tuple(map(composed, name.parts))
         label = steps[depth] if len(steps) > depth + 1 else None
         try:
+            if given and len(steps) == 1:
+                raise UnfitImage("an image outside of the folders of splits", "")
             _check_place(path, label, request, known)
             taken.add(*read_picture(path))
         except UnfitImage as unfit:
@@ -59,11 +62,12 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
             continue
         labels.append(label or "")
         owners.append(steps[depth - 1] if request.client is not None else "")
-        splits.append(SPLIT_NAMES[steps[0]] if given else 0)
+        splits.append(SPLIT_NAMES[steps[0].lower()] if given else 0)
         kept.append(path)
     mistakes.refuse()
     if not kept:
         raise DataError(f"{folder}: found no image; expected CLASS/NAME.png and the like below it")
+    empty = [] if not request.labelled else [str(path.relative_to(folder)) for path in _empty(folder, depth, kept)]
     classes = own.classes if own is not None else found_classes(labels) if request.labelled else ()
     place = {composed(name): i for i, name in enumerate(classes)}
     x = taken.joined()
@@ -74,9 +78,19 @@ def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) 
         y=np.array([place[label] for label in labels], dtype=np.int64) if request.labelled else None,
         split=np.array(splits, dtype=np.int64) if given else None,
         where=lambda i: str(kept[i]),
-        notes=taken.notes(),
+        notes=(*taken.notes(), *([f"folders without an image, left out: {listed(empty)}"] if empty else [])),
         owners=None if request.client is None else tuple(owners),
     )
+
+
+def _empty(folder: Path, depth: int, kept: Sequence[Path]) -> Iterator[Path]:
+    """Yield the folders of classes, ``depth`` below a folder, and those above them, from which no image was kept."""
+    full = {above for path in kept for above in path.parents}
+    for name in folders_in(folder):
+        if folder / name not in full:
+            yield folder / name
+        elif depth:
+            yield from _empty(folder / name, depth - 1, kept)
 
 
 def _check_request(folder: Path, request: Request) -> None:
@@ -182,6 +196,24 @@ class _Taken:
 
 
 def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
-    """Return True if the folders are named for splits rather than classes."""
-    names = set(folders_in(folder))
-    return not names & set(classes) and {SPLIT_NAMES.get(name) for name in names} == {0, 1, 2}
+    """Return whether the folders are those of splits, and not of classes.
+
+    One called ``test`` or ``train`` may be a class among others; training and held-out examples beside each other are
+    splits.
+
+    Raises
+    ------
+    DataError
+        If some are splits, and others are not.
+    """
+    names = folders_in(folder)
+    if set(map(composed, names)) & set(map(composed, classes)):
+        return False
+    splits = [name for name in names if name.lower() in SPLIT_NAMES]
+    if len(splits) < len(names) and {0} < {SPLIT_NAMES[name.lower()] for name in splits}:
+        others = listed([name for name in names if name not in splits])
+        raise DataError(
+            f"{folder}: {', '.join(splits)} are folders of splits, and {others} are not; move the others elsewhere, or "
+            "into a split"
+        )
+    return bool(names) and len(splits) == len(names)

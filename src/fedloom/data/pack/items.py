@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.pack.pixels import PALETTES, UnfitImage, check_depth, check_frames, orientation
+from fedloom.data.values import as_array
 from fedloom.errors import DataError
 from fedloom.words import counted
 
@@ -110,7 +111,7 @@ def _pixels(image: Any, where: str) -> tuple[NDArray[np.uint8], tuple[str, ...]]
     if pillow is not None and isinstance(image, pillow.Image):
         values, notes = _of_pillow(image, where)
         return (values[:, :, None] if values.ndim == 2 else values).transpose(2, 0, 1), notes
-    values = _shaped(_array(image, where, "an image"), hasattr(image, "detach"), where)
+    values = _shaped(as_array(image, where), hasattr(image, "detach"), where)
     if values.dtype.kind == "b":
         return values.astype(np.uint8) * np.uint8(255), ("of booleans became 0 and 255",)
     if values.dtype.kind == "f":
@@ -189,7 +190,7 @@ def _unscaled(values: NDArray[Any], where: str) -> NDArray[np.uint8]:
 def _label(label: Any, where: str) -> int | str:
     """Return a label: a whole number, or a name."""
     allowed = "a label must be one whole number, or one name"
-    values = _array(label, where, "a label")
+    values = as_array(label, f"{where}: the label")
     if values.size != 1:
         raise DataError(f"{where}: has {values.size} labels; {allowed}")
     value = values.reshape(-1)[0]
@@ -198,14 +199,3 @@ def _label(label: Any, where: str) -> int | str:
     if values.dtype.kind not in "iuf" or not abs(value) <= np.iinfo(np.int32).max or value != int(value):
         raise DataError(f"{where}: has the label {value!r:.80}; {allowed}")
     return int(value)
-
-
-def _array(value: Any, where: str, what: str) -> NDArray[Any]:
-    """Return a tensor, an array or a number as an array."""
-    try:
-        return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{where}: has {what} of type {type(value).__name__} that numpy cannot hold "
-            f"({str(error).splitlines()[0]}); give an array of plain numbers"
-        ) from error

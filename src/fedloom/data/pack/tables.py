@@ -29,6 +29,7 @@ from fedloom.data.pack.examples import (
 )
 from fedloom.data.values import EXACT, TRUTHS, number, whole
 from fedloom.errors import DataError
+from fedloom.words import composed, named_twice
 
 ROWS = 4096
 """Rows processed at once."""
@@ -106,18 +107,19 @@ def begin(
         If a column is missing, occurs twice or has no name, or the number of columns does not fit the input shape.
     """
     own, source = request.own, mistakes.source
-    twice = next((name for name in header if name and header.count(name) > 1), None)
-    if twice is not None:
+    names = [composed(name) for name in header]
+    if (twice := named_twice([name for name in names if name])) is not None:
         raise DataError(f"{source}: two columns are called {twice!r}; each column needs a name of its own")
 
-    def column(name: str, option: str) -> int:
-        if name not in header:
-            raise DataError(f"{source}: there is no column {name!r} ({option}); the columns are {listed(header)}")
-        return header.index(name)
+    def column(name: str, key: str) -> int:
+        if composed(name) not in names:
+            asked = key if "." in key else request.called(key)
+            raise DataError(f"{source}: there is no column {name!r} ({asked}); the columns are {listed(header)}")
+        return names.index(composed(name))
 
-    label = column(request.label, request.words["label"]) if request.labelled else None
-    split = None if request.split is None else column(request.split, request.words["split"])
-    client = None if request.client is None else column(request.client, request.words["client"])
+    label = column(request.label, "label") if request.labelled else None
+    split = None if request.split is None else column(request.split, "split")
+    client = None if request.client is None else column(request.client, "client")
     chosen = (label, split, client)
     notes: list[str] = []
     if own is not None and own.features is not None:
@@ -127,8 +129,8 @@ def begin(
     else:
         rows = _index(header, [i for i in range(len(header)) if i not in chosen], index, source)
         inputs = tuple(i for i in range(len(header)) if i not in (*chosen, *rows))
-        names = [repr(header[i]) if header[i] else "the first, without a name" for i in rows]
-        notes += [f"columns left out, as an index that numbers the rows: {listed(names)}"] if rows else []
+        left_out = [repr(header[i]) if header[i] else "the first, without a name" for i in rows]
+        notes += [f"columns left out, as an index that numbers the rows: {listed(left_out)}"] if rows else []
     kind: Kind = "features"
     classes = 0
     if own is not None:
@@ -179,6 +181,7 @@ def read_csv(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Ex
         reader = csv.reader(file, strict=True)
         try:
             header = [name.strip() for name in next(reader, [])]
+            line = reader.line_num
             _check_header(header, mistakes.source)
             table, notes = begin(header, request, mistakes, "line")
             for row in reader:

@@ -192,7 +192,9 @@ class Source:
     synthetic
         True if there are no files: a partition scheme draws the examples and sets their shape.
     at
-        Folder of the files where it does not follow from the name: that of a local data set.
+        The folder of its files, where that is another than its name says: of a data set of one's own.
+    notes
+        What was done to the examples that their owner should know: of a data set of one's own.
     """
 
     name: str
@@ -208,6 +210,7 @@ class Source:
     own: OwnFiles | None = None
     synthetic: bool = False
     at: Path | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def classes(self) -> int:
