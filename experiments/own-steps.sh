@@ -78,7 +78,7 @@ for data in ${*:-vowel fashion-mnist mnist fashion-mnist-lenet cifar10 writers};
         vowel)
             file=vowel rounds=150 alone="batch_size: 8, momentum: 0.0"
             steps="epochs: 2, $alone" pefll="embedding: {network: mlp}, $server"
-            measured "$data" 1-3 4-9 "0.03,0.1,0.3,0.6,1.2" "0.03,0.1,0.3,0.6,1.2,2.4"
+            measured "$data" 1-3 4-9 "0.001,0.003,0.01,0.03,0.1,0.3,0.6,1.2,2.4" "0.03,0.1,0.3,0.6,1.2,2.4"
             ;;
         writers)
             file=qmnist-writers rounds=60 alone="batch_size: 16, clip: 50.0"

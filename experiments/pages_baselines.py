@@ -214,6 +214,8 @@ def _seen_and_unseen(runs: Runs, regime: str) -> Iterator[str]:
         "global_unseen_mean": "unseen",
     }
     tested = {name: of_seeds(runs, regime, "test", name) for name in REGIMES[regime].methods}
+    if not any(map(_masked, tested.values())):
+        columns = {of: head for of, head in columns.items() if not of.endswith("_masked")}
     columns = {of: head for of, head in columns.items() if any(of in lines[0].values for lines in tested.values())}
     printed = ("paper: seen", "unseen") if regime == "cifar10" else ()
     rows: list[tuple[float, Sequence[str]]] = []
