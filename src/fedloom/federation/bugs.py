@@ -2,7 +2,8 @@
 
 A client is lost for what is its own: a :class:`~fedloom.errors.FedloomError` (its data or its state cannot be used),
 and numbers that overflow or are singular. So is one for which the client half calls ``Group.lose``. Any other exception
-is a bug. In one process it is raised where it is, at once; a worker logs its traceback, and tells its class and line.
+is a bug. In one process it is raised where it is, at once; a worker logs its traceback, and tells the aggregator its
+class and line.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ import numpy as np
 import torch
 
 from fedloom.errors import FedloomError, raised_at
-
-BUG = "bug: "
-"""How the reason begins for which a worker lost a client by a bug."""
 
 _SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # torch lists it nowhere
 _OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
@@ -40,4 +38,4 @@ def told(error: Exception) -> str:
     text = str(error).splitlines()
     if isinstance(error, FloatingPointError | FedloomError) and text:
         return text[0][:300]
-    return f"{BUG if is_bug(error) else ''}{type(error).__name__} ({place(error)})"
+    return f"{type(error).__name__} ({place(error)})"

@@ -69,13 +69,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Lost:
-    """A row that gave no valid answer, and why (one line: quantity and cause).
+    """A row that gave no valid answer.
 
-    ``bug`` is the exception, where that says nothing of the client (``federation.bugs``); it never travels.
+    Attributes
+    ----------
+    reason
+        One line: quantity and cause.
+    is_bug
+        True if the cause says nothing of the client (``federation.bugs``).
     """
 
     reason: str
-    bug: Exception | None = field(default=None, compare=False)
+    is_bug: bool = False
 
 
 class MissingConversation(Exception):

@@ -426,7 +426,7 @@ class Loop:
             raise error
         _log.error("the server half of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
         what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
-        return f"{what} ({place(error)})"
+        return f"{what} ({place(error)}), whose traceback is in the log of the aggregator"
 
     def _judge(self, client: str, answer: Message) -> str | None:
         """What makes no sense in a client's answer."""

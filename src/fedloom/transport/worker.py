@@ -166,7 +166,7 @@ class _Book:
     """What has been received of a conversation, and answered in the last exchange of each row."""
 
     exchanges: dict[int, int] = field(default_factory=dict)
-    answers: dict[int, tuple[str, Encoded | str]] = field(default_factory=dict)
+    answers: dict[int, tuple[str, Encoded | Lost]] = field(default_factory=dict)
     """Of rows: the client, and its answer, or why there is none."""
 
 
@@ -422,7 +422,7 @@ class _Connection:
         To wake the stream's thread costs as much as a small answer: those of the next millisecond go with it, or all
         that there are when :meth:`flush` is called.
         """
-        self._replies.append((request, row, client, answer.reason if isinstance(answer, Lost) else encode(answer)))
+        self._replies.append((request, row, client, answer if isinstance(answer, Lost) else encode(answer)))
         if not self._gathering:
             self._gathering = True
             self._post(self._gather)
@@ -527,9 +527,8 @@ class _Connection:
             if isinstance(answer, Encoded):
                 found.append((row, client, answer))
                 continue
-            lost = wire.RowLost(
-                conversation=key_to_wire(key), exchange=exchange, row=row, reason=answer[:REASON_CHARACTERS]
-            )
+            at, reason = key_to_wire(key), answer.reason[:REASON_CHARACTERS]
+            lost = wire.RowLost(conversation=at, exchange=exchange, row=row, reason=reason, bug=answer.is_bug)
             self._put(key, iter((serialize(wire.WorkerPart(row_lost=lost)),)))
         for those in together([answer for _, _, answer in found]):
             numbers, clients, answers = zip(*found[those.start : those.stop], strict=True)
