@@ -224,6 +224,13 @@ def argument(name: str) -> str:
     return f"\x02{name}\x03"
 
 
+NEW_RUN = f"start a new run in another folder ({argument('out')})"
+"""What to do where a run cannot go on."""
+
+GO_ON = f"fix the cause and go on with {argument('resume')}; with other settings, {NEW_RUN}"
+"""What to do about a run that stopped for a cause that somebody can remove."""
+
+
 @contextmanager
 def arguments_as_options() -> Iterator[None]:
     """Let errors that are raised in the block spell arguments as options: the front end is a command line."""

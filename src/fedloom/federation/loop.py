@@ -18,7 +18,7 @@ from torch import Tensor
 from fedloom import tracing
 from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, Statistics
 from fedloom.data.federated import Manifest
-from fedloom.errors import DataError, FedloomError, InterruptedRun, QuorumError, argument
+from fedloom.errors import GO_ON, DataError, FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
@@ -35,7 +35,7 @@ from fedloom.federation.releases import Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
 from fedloom.federation.states import Versions
-from fedloom.federation.validation import absurd, is_finite, learning_rates
+from fedloom.federation.validation import absurd, is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
 from fedloom.words import REASON_CHARACTERS, counted, printable
 
@@ -485,7 +485,7 @@ class Loop:
             before = dict(self.server.state)
             try:
                 statistics = self.server.train_round(session)
-                check_finite(before, self.server.state, {"client_steps": statistics["client_steps"]} | statistics)
+                self._check_finite(before, {"client_steps": statistics["client_steps"]} | statistics)
                 attempt.statistics = statistics
             except (TooFewReplies, FloatingPointError) as error:
                 attempt.outcome = str(error)
@@ -512,8 +512,7 @@ class Loop:
             self._check_stop()
         raise QuorumError(
             f"{attempt.outcome} (round {t} failed {counted(self.schedule.attempts, 'time')})",
-            hint=f"fix the cause and go on with {argument('resume')}; with other settings, run anew, elsewhere with "
-            f"{argument('out')}",
+            hint=GO_ON,
         )
 
     def _evaluation_due(self) -> bool:
@@ -564,7 +563,7 @@ class Loop:
             return
         self.server.settle()
         try:
-            check_finite({}, self.server.state, {})
+            self._check_finite({}, {})
         except FloatingPointError as error:  # of a method that changes it in place
             raise QuorumError(
                 f"{error}: round {self.round} is not kept", hint=f"go on with {argument('resume')}"
@@ -574,6 +573,24 @@ class Loop:
         )
         self._durable = (self.round, self.best)
         self._saved_at = time.monotonic()
+
+    def _check_finite(self, before: Mapping[str, Tensor], statistics: Statistics) -> None:
+        """Look at what a round made of the server's state, which was ``before``, and at what it reports.
+
+        Raises
+        ------
+        FloatingPointError
+            If a tensor that it put into the state is not finite, or one of the statistics; with the keys to lower.
+        """
+        lower = to_lower(learning_rates(self.server.settings, also=("max_norm",)))
+        for name, value in statistics.items():
+            if not math.isfinite(value):
+                raise FloatingPointError(f"training diverged: {name} of this round's statistics is {value}{lower}")
+        for name, tensor in self.server.state.items():
+            if tensor is not before.get(name) and tensor.is_floating_point() and not is_finite(tensor):
+                raise FloatingPointError(
+                    f"training diverged: {name} of the server's state is not finite after this round{lower}"
+                )
 
     def _check_stop(self) -> None:
         if self.stop.is_set():
@@ -599,22 +616,6 @@ class Loop:
     def training_seconds(self) -> float:
         """Wall time of all training rounds so far, failed attempts included."""
         return self.journal.costs.seconds
-
-
-def check_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], statistics: Statistics) -> None:
-    """Look at what a round made of the server's state, and at what it reports.
-
-    Raises
-    ------
-    FloatingPointError
-        If a tensor that it put into the state is not finite, or one of the statistics.
-    """
-    for name, value in statistics.items():
-        if not math.isfinite(value):
-            raise FloatingPointError(f"{name} of this round's statistics is {value}")
-    for name, tensor in after.items():
-        if tensor is not before.get(name) and tensor.is_floating_point() and not is_finite(tensor):
-            raise FloatingPointError(f"{name} of the server's state is not finite after this round")
 
 
 def vocabulary(algorithm: Algorithm) -> dict[str, type[Message]]:
