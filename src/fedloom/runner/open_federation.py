@@ -189,7 +189,7 @@ def check_begun_open(folder: RunFolder) -> None:
         raise ExperimentError(
             f"{argument('resume')}: {folder.path} is a run whose clients were all known, which an aggregator cannot "
             "resume.",
-            hint=f"choose another folder with {argument('out')}, or go on with `fedloom run --data ...`",
+            hint=f"choose another folder ({argument('out')}), or go on with `fedloom run --data ...`",
             key="resume",
         )
 

@@ -137,7 +137,7 @@ def run_points(
     if not options.resume and folder.is_dir() and any(folder.iterdir()):
         raise ExperimentError(
             f"{folder}: found a sweep there already",
-            hint=f"go on with {argument('resume')}, or choose another folder with {argument('out')}",
+            hint=f"go on with {argument('resume')}, or choose another folder ({argument('out')})",
         )
     for point in points:  # all folders fit before anything runs
         check_folder(RunFolder(folder / point.name), point.experiment, options.resume)
