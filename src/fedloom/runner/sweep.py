@@ -124,9 +124,8 @@ def run_points(
         )
     if parallel > 1 and any(str(getattr(p.experiment.model, "factory", "")).startswith(MEMORY) for p in points):
         raise ExperimentError(
-            f"{argument('parallel')} is {parallel}, but only this process has the module in memory: leave it at 1, "
-            "or give "
-            "a model.factory that every process can import.",
+            f"{argument('parallel')} is {parallel}, but only this process has the module in memory: leave it at 1, or "
+            "give a model.factory that every process can import.",
             key="parallel",
             found=parallel,
         )
