@@ -123,7 +123,7 @@ class _Trial:
         if not torch.equal(first, call(self.x)):
             raise ExperimentError(
                 f"{self.what} gives other outputs {mode} after it was called with other inputs first: it keeps "
-                "something of them, which each process would find in other data. Compute it from the inputs at each call"
+                "something of them, which each process finds in other data. Compute it from the inputs at each call"
             )
         if not _near(alone, first[1:2]):
             raise ExperimentError(

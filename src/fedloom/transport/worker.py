@@ -368,7 +368,7 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._run_name = ""
-        self._replies: deque[tuple[_Request, int, str, Encoded | str]] = deque()  # on their way between the threads
+        self._replies: deque[tuple[_Request, int, str, Encoded | Lost]] = deque()  # on their way between the threads
         self._gathering = False  # the loop knows that there are some
         self._books: dict[ConversationKey, _Book] = {}  # belongs to the event loop, as the outbox does
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
