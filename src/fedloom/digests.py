@@ -14,12 +14,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.errors import argument
+from fedloom.errors import NEW_RUN
 
-RESTORE = (
-    "restore the file from a copy, or from where the run is published; or start a new run with another "
-    f"{argument('out')}"
-)
+RESTORE = f"restore the file from a copy, or from where the run is published; or {NEW_RUN}"
 """Advice for a damaged file."""
 
 VERSION = 1

@@ -224,6 +224,13 @@ def argument(name: str) -> str:
     return f"\x02{name}\x03"
 
 
+NEW_RUN = f"start a new run in another folder ({argument('out')})"
+"""Advice for a run that cannot continue."""
+
+GO_ON = f"fix the cause and go on with {argument('resume')}; with other settings, {NEW_RUN}"
+"""Advice for a run that stopped for a cause that can be fixed."""
+
+
 @contextmanager
 def arguments_as_options() -> Iterator[None]:
     """Spell arguments as command-line options in errors raised within the block."""

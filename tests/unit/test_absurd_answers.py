@@ -324,8 +324,18 @@ def test_training_that_diverges_to_finite_values_is_told_with_the_bound_and_the_
     f.run()
     (loss,) = f.loop.journal.attempts[0].conversations[0].lost
     assert loss.client == LIAR
-    assert tells(loss.reason, "diverged", "Update.delta_theta", "1e+13", "±1e+12", "algorithm.local.lr (now 0.01)")
+    facts = "2 local steps", "Update.delta_theta", "1e+13", "±1e+12", "algorithm.local.lr (now 0.01)"
+    assert tells(loss.reason, "diverged", *facts), loss.reason
     assert "server_lr" in loss.reason
+
+
+def test_a_state_that_is_not_finite_is_told_with_the_keys_to_lower(tmp_path: Path) -> None:
+    settings = FedAvgSettings(local=LocalSGD(steps=2, batch_size=2), server_lr=1e305, max_norm=1e9)
+    algorithm = lying(FEDAVG, changed(delta_theta=1e11))
+    f = federation(tmp_path, algorithm, settings, task(), clients([4, 5, 6]), rounds=1)
+    with pytest.raises(QuorumError) as error:
+        f.run()
+    assert tells(str(error.value), "theta", "algorithm.server_lr (now 1e+305)", "algorithm.max_norm (now 1e+09)")
 
 
 def test_learning_rates_of_a_method_are_named_by_their_keys() -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from fedloom import errors
+from fedloom.digests import RESTORE
 from fedloom.errors import FAILURES, ExperimentError, FedloomError, argument, arguments_as_options, from_json, spelled
 from fedloom.processes import TELL_PARENT, Told, listen_to_parent, tell_failure, tell_notice
+from fedloom.reporting.runs import RESUME
 
 SOURCE = Path(errors.__file__).parent
 
@@ -30,6 +32,13 @@ def test_python_reads_arguments_and_the_command_line_options() -> None:
         assert spelled(f"with {argument('timeout_s')}") == "with --timeout"
     assert str(error) == "--tls-ca needs --data\n  go on with --resume: `fedloom run --out DIR`"  # wherever it is shown
     assert spelled(f"with {argument('timeout_s')}") == "with timeout_s"
+
+
+@pytest.mark.parametrize("text", [errors.NEW_RUN, errors.GO_ON, RESTORE, RESUME])
+def test_hints_for_runs_have_words_for_python(text: str) -> None:
+    assert "--" not in spelled(text)
+    with arguments_as_options():
+        assert "--" in spelled(text)
 
 
 @pytest.mark.parametrize("kind", FAILURES.values())

@@ -294,6 +294,15 @@ class Remembers(Small):
         return logits
 
 
+class FirstSeen(Small):
+    """Centres inputs by the first that this process has seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "centre"):
+            self.centre = x.detach().mean(0)
+        return super().forward(x - self.centre)
+
+
 class ByTheBatch(Small):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if self.training else x - x.mean(0))
@@ -325,6 +334,7 @@ class Squeezes(Small):
         (Counts, ("Counts", "calls", "evaluation.batch_size")),
         (Owns, ("Owns", "numbers")),
         (Remembers, ("Remembers", "same inputs", "kept")),
+        (FirstSeen, ("FirstSeen", "training mode", "other inputs first")),
         (ByTheBatch, ("ByTheBatch", "evaluation mode", "evaluation.batch_size")),
         (Undefined, ("Undefined", "NaN")),
         (Squeezes, ("Squeezes", "[2]", "[1, 2]")),

@@ -2,8 +2,8 @@
 
 A client is lost by its own errors: a :class:`~fedloom.errors.FedloomError` (its data or its state cannot be used), and
 numbers that overflow or are singular. A client is also lost if the client half calls ``Group.lose`` for it. Any other
-exception is a bug. In process it is raised at once where it occurs; a worker logs its traceback and reports its class
-and line.
+exception is a bug. In process it is raised at once where it occurs; a worker logs its traceback and tells the
+aggregator its class and line.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ import numpy as np
 import torch
 
 from fedloom.errors import FedloomError, raised_at
-
-BUG = "bug: "
-"""Prefix of the reason when a worker loses a client by a bug."""
 
 _SINGULAR = (torch.linalg.LinAlgError, np.linalg.LinAlgError)  # type: ignore[attr-defined]  # not exported by torch
 _OF_A_CLIENT = (FedloomError, FloatingPointError, OverflowError, *_SINGULAR)
@@ -41,4 +38,4 @@ def told(error: Exception) -> str:
     text = str(error).splitlines()
     if isinstance(error, FloatingPointError | FedloomError) and text:
         return text[0][:300]
-    return f"{BUG if is_bug(error) else ''}{type(error).__name__} ({place(error)})"
+    return f"{type(error).__name__} ({place(error)})"

@@ -68,13 +68,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Lost:
-    """A row without a valid answer, and why (one line: quantity and cause).
+    """A row without a valid answer.
 
-    ``bug`` is the exception if the client did not cause it (``federation.bugs``); it is never sent.
+    Attributes
+    ----------
+    reason
+        One line: quantity and cause.
+    is_bug
+        True if the client did not cause it (``federation.bugs``).
     """
 
     reason: str
-    bug: Exception | None = field(default=None, compare=False)
+    is_bug: bool = False
 
 
 class MissingConversation(Exception):

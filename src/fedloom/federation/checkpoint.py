@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedloom.errors import DataError, argument, as_storage_error
+from fedloom.errors import NEW_RUN, DataError, argument, as_storage_error
 from fedloom.federation import tensor_file
 from fedloom.storage.folder import read_file, write_atomically
 
@@ -152,9 +152,7 @@ class Checkpoints:
         """
         rounds = self.rounds()
         if not rounds:
-            raise DataError(
-                f"{self._folder}: no checkpoint", hint=f"restore them, or run anew, elsewhere with {argument('out')}"
-            )
+            raise DataError(f"{self._folder}: no checkpoint", hint=f"restore them, or {NEW_RUN}")
         if which == "last":
             return self._read(rounds[-1])
         if which == "best":
@@ -209,7 +207,7 @@ class Checkpoints:
         others = [other for other in self.rounds() if other != round]
         older = [other for other in others if other < round]
         if not others:
-            return f"it is the only one: restore it from a copy, or run anew, elsewhere with {argument('out')}"
+            return f"it is the only one: restore it from a copy, or {NEW_RUN}"
         kept = ", ".join(str(other) for other in others)
         use = f"restore it from a copy, or use another with {argument('checkpoint')}: {kept}"
         return use + (f"; remove the file to go on from round {older[-1]} with {argument('resume')}" if older else "")

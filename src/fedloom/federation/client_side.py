@@ -105,6 +105,8 @@ class ClientSide:
         self._start_afresh = start_afresh
         self._secret = secret
         self._open: dict[ConversationKey, dict[int, _Open]] = {}
+        self.raises_bugs = False
+        """True to raise a bug where it is, where nobody else would see it; else it is logged, and loses the client."""
 
     def answer(
         self,
@@ -214,11 +216,13 @@ class ClientSide:
                     self._forget(client, version)
         except (RefusedError, StorageError):  # raised by the store
             raise
-        except Exception as error:  # lose the client; the carrier raises a bug
+        except Exception as error:  # lose the client, not the worker
             if len(rows) > 1:  # serve the other clients of the group one by one
                 for i, row in enumerate(rows):
                     self._start(key, (row,), clients[i : i + 1], message, position, versions[i : i + 1])
                 return
+            if self.raises_bugs and is_bug(error):
+                raise
             names = ", ".join(clients)
             about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": 0}
             # Our own sentences need no traceback; their cause is logged only here (:meth:`_loaded`).
@@ -332,8 +336,8 @@ class ClientSide:
             opened.answers = [Lost(lost[i]) if i in lost else reply.select([i]) for i in range(g)]
         except (RefusedError, StorageError):  # raised by the store
             raise
-        except Exception as error:  # lose the client; the carrier raises a bug
-            if not alone:
+        except Exception as error:
+            if not alone or (self.raises_bugs and is_bug(error)):
                 raise
             said = not isinstance(error, FedloomError)  # our own sentences need no traceback
             names = ", ".join(c.id for c in opened.group.clients)
@@ -384,7 +388,7 @@ def _ended() -> Conversation:
 
 
 def _lost(error: Exception) -> Lost:
-    return Lost(told(error), error if is_bug(error) else None)
+    return Lost(told(error), is_bug(error))
 
 
 def _to(client: ClientData, device: torch.device) -> ClientData:

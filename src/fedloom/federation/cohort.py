@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedloom import tracing
 from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
-from fedloom.federation.bugs import BUG
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
 from fedloom.federation.randomness import generator
@@ -80,6 +79,7 @@ class CarriedCohort:
         self._at = 0
         self._alive = list(range(len(clients)))
         self._record = ConversationRecord(list(clients))
+        self._bugs: dict[int, str] = {}  # of rows, of which somebody tells that a bug lost them
         self.failure: Exception | None = None
         """Error raised by the carrier, which neither the method nor the clients' answers caused."""
         attempt.conversations.append(self._record)
@@ -135,7 +135,10 @@ class CarriedCohort:
                     f"stopped in the middle of round {self.key.round}; go on with {argument('resume')}"
                 )
             for row, reply in zip(call.rows, received, strict=True):
-                if isinstance(reply, Lost):
+                if isinstance(reply, Lost) and reply.is_bug:
+                    self._bugs[row] = printable(reply.reason, REASON_CHARACTERS)
+                    self._lose(row, f"bug: {reply.reason}")
+                elif isinstance(reply, Lost):
                     self._lose(row, reply.reason)
                 elif (absurd := self._rules.judge(self.clients[row], reply)) is not None:
                     self._refuse(row, absurd)
@@ -160,10 +163,10 @@ class CarriedCohort:
     def _why_lost(self) -> str:
         """Return why the last client was lost, as often all share one reason; or that all failed by a bug."""
         lost = [loss for loss in self._record.lost if loss.exchange == self._at - 1]
-        if lost and not self._alive and all(loss.reason.startswith(BUG) for loss in lost):
+        if lost and not self._alive and all(loss.row in self._bugs for loss in lost):
             return (
                 f"{counted(len(lost), 'client')} failed by a bug in the method or the model, not by their data: "
-                f"{lost[-1].reason.removeprefix(BUG)}, whose traceback is in the log of their worker; "
+                f"{self._bugs[lost[-1].row]}, whose traceback is in the log of their worker; "
             )
         return "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
 

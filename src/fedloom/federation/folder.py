@@ -155,7 +155,7 @@ class RunFolder:
             except BlockingIOError:
                 raise ExperimentError(
                     f"{self.path}: found another process at work on this run, allowed: one at a time",
-                    hint=f"wait until it has ended, or choose another folder with {argument('out')}",
+                    hint=f"wait until it has ended, or choose another folder ({argument('out')})",
                 ) from None
             yield
         finally:

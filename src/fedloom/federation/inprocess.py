@@ -18,6 +18,7 @@ class InProcess:
 
     def __init__(self, client_side: ClientSide, dtype: torch.dtype) -> None:
         self._client_side = client_side
+        client_side.raises_bugs = True
         self._dtype = dtype
         self.traffic = Traffic()
         self.refusals = Refusals()
@@ -35,8 +36,6 @@ class InProcess:
         for row, answer in self._client_side.answer(
             call.key, call.exchange, call.rows, call.clients, call.message, call.states
         ):
-            if isinstance(answer, Lost) and answer.bug is not None:
-                raise answer.bug
             wrong = None if isinstance(answer, Lost) else fault(answer, call.shapes, self._dtype)
             if wrong is not None:
                 self.refusals.count("invalid reply")

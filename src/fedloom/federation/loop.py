@@ -18,7 +18,7 @@ from torch import Tensor
 from fedloom import tracing
 from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, Statistics
 from fedloom.data.federated import Manifest
-from fedloom.errors import DataError, FedloomError, InterruptedRun, QuorumError, argument
+from fedloom.errors import GO_ON, DataError, FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
@@ -35,7 +35,7 @@ from fedloom.federation.releases import Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
 from fedloom.federation.states import Versions
-from fedloom.federation.validation import absurd, is_finite, learning_rates
+from fedloom.federation.validation import absurd, is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
 from fedloom.words import REASON_CHARACTERS, counted, printable
 
@@ -432,7 +432,7 @@ class Loop:
             raise error
         _log.error("the server half of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
         what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
-        return f"{what} ({place(error)})"
+        return f"{what} ({place(error)}), whose traceback is in the log of the aggregator"
 
     def _judge(self, client: str, answer: Message) -> str | None:
         """Return why the values of a client's answer are implausible; None if they are plausible."""
@@ -491,7 +491,7 @@ class Loop:
             before = dict(self.server.state)
             try:
                 statistics = self.server.train_round(session)
-                check_finite(before, self.server.state, {"client_steps": statistics["client_steps"]} | statistics)
+                self._check_finite(before, {"client_steps": statistics["client_steps"]} | statistics)
                 attempt.statistics = statistics
             except (TooFewReplies, FloatingPointError) as error:
                 attempt.outcome = str(error)
@@ -518,8 +518,7 @@ class Loop:
             self._check_stop()
         raise QuorumError(
             f"{attempt.outcome} (round {t} failed {counted(self.schedule.attempts, 'time')})",
-            hint=f"fix the cause and go on with {argument('resume')}; with other settings, run anew, elsewhere with "
-            f"{argument('out')}",
+            hint=GO_ON,
         )
 
     def _evaluation_due(self) -> bool:
@@ -570,7 +569,7 @@ class Loop:
             return
         self.server.settle()
         try:
-            check_finite({}, self.server.state, {})
+            self._check_finite({}, {})
         except FloatingPointError as error:  # possible in a method that changes the state in place
             raise QuorumError(
                 f"{error}: round {self.round} is not kept", hint=f"go on with {argument('resume')}"
@@ -580,6 +579,24 @@ class Loop:
         )
         self._durable = (self.round, self.best)
         self._saved_at = time.monotonic()
+
+    def _check_finite(self, before: Mapping[str, Tensor], statistics: Statistics) -> None:
+        """Look at what a round made of the server's state, which was ``before``, and at what it reports.
+
+        Raises
+        ------
+        FloatingPointError
+            If a tensor that it put into the state is not finite, or one of the statistics; with the keys to lower.
+        """
+        lower = to_lower(learning_rates(self.server.settings, also=("max_norm",)))
+        for name, value in statistics.items():
+            if not math.isfinite(value):
+                raise FloatingPointError(f"training diverged: {name} of this round's statistics is {value}{lower}")
+        for name, tensor in self.server.state.items():
+            if tensor is not before.get(name) and tensor.is_floating_point() and not is_finite(tensor):
+                raise FloatingPointError(
+                    f"training diverged: {name} of the server's state is not finite after this round{lower}"
+                )
 
     def _check_stop(self) -> None:
         if self.stop.is_set():
@@ -605,22 +622,6 @@ class Loop:
     def training_seconds(self) -> float:
         """Return the wall time of all training rounds so far in seconds, including failed attempts."""
         return self.journal.costs.seconds
-
-
-def check_finite(before: Mapping[str, Tensor], after: Mapping[str, Tensor], statistics: Statistics) -> None:
-    """Check that a round left only finite numbers in the server's state and its statistics.
-
-    Raises
-    ------
-    FloatingPointError
-        If a tensor that the round put into the state, or one of the statistics, is not finite.
-    """
-    for name, value in statistics.items():
-        if not math.isfinite(value):
-            raise FloatingPointError(f"{name} of this round's statistics is {value}")
-    for name, tensor in after.items():
-        if tensor is not before.get(name) and tensor.is_floating_point() and not is_finite(tensor):
-            raise FloatingPointError(f"{name} of the server's state is not finite after this round")
 
 
 def vocabulary(algorithm: Algorithm) -> dict[str, type[Message]]:

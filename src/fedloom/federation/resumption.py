@@ -8,7 +8,7 @@ from typing import Any
 
 from fedloom import digests
 from fedloom.digests import RESTORE
-from fedloom.errors import DataError, argument
+from fedloom.errors import NEW_RUN, DataError
 from fedloom.evaluation.summary import line_score
 from fedloom.federation.checkpoint import Checkpoint, Checkpoints
 from fedloom.federation.folder import METRICS, RELEASES, RunFolder
@@ -49,7 +49,7 @@ class Resumption:
             if folder.has("summary.json"):
                 raise DataError(
                     f"{folder.path / 'checkpoints'}: found none, of a run that has come to its end",
-                    hint=f"restore them, or start a new run with another {argument('out')}",
+                    hint=f"restore them, or {NEW_RUN}",
                 )
             return None
         checkpoint = checkpoints.load("last")

@@ -8,7 +8,7 @@ refuses values that a quantity cannot have (:func:`absurd`), whatever the carrie
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,16 +96,22 @@ def non_finite(message: Message) -> str | None:
     return None
 
 
-def learning_rates(settings: BaseModel, where: str = "algorithm") -> dict[str, float]:
-    """Return the learning rates of a method by their keys, which are to be lowered when training diverges."""
+def learning_rates(settings: BaseModel, *, also: Collection[str] = (), where: str = "algorithm") -> dict[str, float]:
+    """Return the learning rates of a method by their keys, and the numbers named in ``also``."""
     found: dict[str, float] = {}
     for name in type(settings).model_fields:
         value, key = getattr(settings, name), f"{where}.{name}"
         if isinstance(value, BaseModel):
-            found |= learning_rates(value, key)
-        elif (name == "lr" or name.endswith("_lr")) and isinstance(value, float):
+            found |= learning_rates(value, also=also, where=key)
+        elif (name == "lr" or name.endswith("_lr") or name in also) and isinstance(value, float):
             found[key] = value
     return found
+
+
+def to_lower(rates: Mapping[str, float]) -> str:
+    """Return the end of a sentence about training that diverged: ``; lower algorithm.lr (now 1)``, empty of none."""
+    lower = " or ".join(f"{key} (now {rate:g})" for key, rate in rates.items())
+    return f"; lower {lower}" if lower else ""
 
 
 def absurd(message: Message, limits: Mapping[str, float], rates: Mapping[str, float] | None = None) -> str | None:
@@ -133,8 +139,9 @@ def absurd(message: Message, limits: Mapping[str, float], rates: Mapping[str, fl
             where = f"{type(message).__name__}.{field.name} ({field.quantity}) has values from {low:g} to {high:g}"
             if field.quantity is Quantity.COUNT or rates is None:
                 return f"{where}, allowed: {allowed}"
-            lower = " or ".join(f"{key} (now {rate:g})" for key, rate in rates.items())
-            return f"training diverged: {where}, beyond ±{limit:g}" + (f"; lower {lower}" if lower else "")
+            steps = getattr(message, "steps", None)
+            when = "" if steps is None else f" in {steps.sum().item():g} local steps"
+            return f"training diverged{when}: {where}, beyond ±{limit:g}{to_lower(rates)}"
         if field.quantity is not Quantity.COUNT and field.name in limits:
             norm, largest = float(tensor.norm()), limits[field.name]
             if not norm <= largest:

@@ -118,6 +118,13 @@ class _Trial:
                 "nothing kept from one call to the next"
             )
         self._check_attributes_kept(function.module, before, mode)
+        function = ModuleFunction(copied(self.module).train(training))
+        call(self.x / 2 + 0.25 if self.x.is_floating_point() else 1 - self.x)
+        if not torch.equal(first, call(self.x)):
+            raise ExperimentError(
+                f"{self.what} gives other outputs {mode} after it was called with other inputs first: it keeps "
+                "something of them, which each process finds in other data. Compute it from the inputs at each call"
+            )
         if not _near(alone, first[1:2]):
             raise ExperimentError(
                 f"{self.what} gives other outputs for an input alone than for the same input beside others {mode}, so "

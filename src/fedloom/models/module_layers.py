@@ -124,7 +124,7 @@ def _why_not(key: str, value: Any) -> str:
     if isinstance(value, Tensor):
         return (
             f"its {key} was computed from parameters when the module was made, so that training would not change it. "
-            "Compute it in `forward`, or by torch.nn.utils.parametrizations (weight_norm, spectral_norm)"
+            "Compute it in `forward`, or by torch.nn.utils.parametrizations.weight_norm"
         )
     return (
         f"its attribute {key} ({type(value).__name__}) cannot be copied, and each thread trains a copy of the module. "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.experiment.yaml_reader import parse
 from fedloom.federation.folder import EXPERIMENT, RunFolder
 from fedloom.reporting.inputs import OF_BROKEN_FILES, check_compared
@@ -26,7 +26,7 @@ APART = ("name", "seed", "runtime.", "storage", "tracking", "data.root")
 SECTIONS = ("name", "seed", "data", "model", "algorithm", "federation")
 """Required keys of a run's experiment."""
 MILLION = 10**6
-RESUME = "go on with it: fedloom run ... --resume"
+RESUME = f"go on with it: run it again with {argument('resume')}"
 
 
 class GroupStatistics(NamedTuple):
@@ -146,10 +146,7 @@ def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     for path in map(Path, paths):
         if (path / EXPERIMENT).is_file():
             if not (path / "summary.json").exists():
-                raise DataError(
-                    f"{path}: has no summary.json, the run is not finished",
-                    hint="go on with it: fedloom run ... --resume",
-                )
+                raise DataError(f"{path}: has no summary.json, the run is not finished", hint=RESUME)
             found.setdefault(path.resolve(), path)
             continue
         below = sorted(path.iterdir(), key=_naturally) if path.is_dir() else []

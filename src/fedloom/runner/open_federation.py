@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fedloom import experiment as experiments
 from fedloom.data.manifest import Manifest, Normalization
 from fedloom.data.own import Given, Own, normalization, own_manifest
-from fedloom.errors import DataError, ExperimentError, QuorumError, argument
+from fedloom.errors import NEW_RUN, DataError, ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.activity import Monitor
 from fedloom.federation.folder import RunFolder
@@ -172,7 +172,7 @@ def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
     if changed:
         raise ExperimentError(
             f"{argument('resume')}: these settings cannot change on resume:\n  " + "\n  ".join(changed),
-            hint=f"resume with the same, or begin another run, elsewhere with {argument('out')}",
+            hint=f"resume with the same, or {NEW_RUN}",
         )
 
 
@@ -189,7 +189,7 @@ def check_begun_open(folder: RunFolder) -> None:
         raise ExperimentError(
             f"{argument('resume')}: {folder.path} is a run whose clients were all known, which an aggregator cannot "
             "resume.",
-            hint=f"choose another folder with {argument('out')}, or go on with `fedloom run --data ...`",
+            hint=f"choose another folder ({argument('out')}), or go on with `fedloom run --data ...`",
             key="resume",
         )
 

@@ -428,6 +428,7 @@ class Speaking:
             states=NoStates(),
             secret=os.urandom(32),
         )
+        self._side.raises_bugs = True
 
     @property
     def predictors(self) -> dict[str, Predictor]:
@@ -460,7 +461,7 @@ class Speaking:
         with torch_threads(self._threads):
             _, answer = next(iter(self._side.answer(key, exchange, [0], [self._id], message)))
         if isinstance(answer, Lost):
-            raise answer.bug or DataError(answer.reason)
+            raise DataError(answer.reason)
         return None if isinstance(answer, Metrics) else answer
 
     def _conclude(self, predictors: Predictors, group: Group) -> Message:

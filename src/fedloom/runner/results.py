@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedloom.digests import RESTORE
-from fedloom.errors import DataError, QuorumError, argument
+from fedloom.errors import GO_ON, DataError, QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.summary import (
     LATE,
@@ -116,8 +116,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
         everyone = counted(len(final.clients), "client")
         raise QuorumError(
             f"None of {everyone} could be measured after round {run.round}. {client}: {why}",
-            hint=f"fix the cause and go on with {argument('resume')}; with other settings, start a new run in another "
-            f"folder with {argument('out')}",
+            hint=GO_ON,
         )
     e = parts.experiment
     folder = run.folder

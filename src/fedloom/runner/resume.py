@@ -7,7 +7,7 @@ from typing import Any
 
 from fedloom import experiment as experiments
 from fedloom.data.federated import FederatedDataset, Manifest
-from fedloom.errors import DataError, ExperimentError, argument
+from fedloom.errors import NEW_RUN, DataError, ExperimentError, argument
 from fedloom.experiment import Experiment
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.folder import RunFolder
@@ -65,7 +65,7 @@ def check_folder(
     if not resume:
         raise ExperimentError(
             f"{folder.path}: found a run there already",
-            hint=f"go on with {argument('resume')}, or choose another folder with {argument('out')}",
+            hint=f"go on with {argument('resume')}, or choose another folder ({argument('out')})",
         )
     old = experiments.of_run(folder.path).located().model_dump(mode="json")
     new = e.located().model_dump(mode="json")
@@ -81,7 +81,7 @@ def check_folder(
         return _enough_rounds(folder, e, where)
     changed = list(_differences(old, new))
     if changed:
-        other = f"folder with {argument('out')}" if where is None else f"place with {argument('publish')}"
+        other = f"folder ({argument('out')})" if where is None else f"place ({argument('publish')})"
         raise ExperimentError(
             f"{argument('resume')}: {where or folder.path} holds another experiment:\n  " + "\n  ".join(changed[:10]),
             hint=f"resume with the same settings, or choose another {other}",
@@ -145,7 +145,7 @@ def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
         raise DataError(
             f"{argument('resume')}: the run was begun with partition {begun_with[:12]}, {dataset.folder} is now "
             f"{dataset.manifest.fingerprint[:12]}",
-            hint=f"resume with the same FedLoom and data, or begin anew with {argument('out')}",
+            hint=f"resume with the same FedLoom and data, or {NEW_RUN}",
         )
 
 
@@ -171,7 +171,7 @@ def check_states(folder: RunFolder, url: str | None) -> None:
             f"{argument('resume')}: the run keeps its clients' states in {before}, where they must stay, and would "
             "go on "
             f"with {now}.",
-            hint=f"resume with the same `storage` and {argument('publish')}, or begin anew with {argument('out')}",
+            hint=f"resume with the same `storage` and {argument('publish')}, or {NEW_RUN}",
         )
 
 

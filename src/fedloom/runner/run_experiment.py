@@ -366,7 +366,7 @@ def _place(url: str, resume: bool) -> Store:
     if not resume and any(store.entries("published/")):
         raise ExperimentError(
             f"{url}: found a run there already",
-            hint=f"go on with {argument('resume')}, or choose another place with {argument('publish')}",
+            hint=f"go on with {argument('resume')}, or choose another place ({argument('publish')})",
         )
     return store
 

@@ -124,9 +124,8 @@ def run_points(
         )
     if parallel > 1 and any(str(getattr(p.experiment.model, "factory", "")).startswith(MEMORY) for p in points):
         raise ExperimentError(
-            f"{argument('parallel')} is {parallel}, but only this process has the module in memory: leave it at 1, "
-            "or give "
-            "a model.factory that every process can import.",
+            f"{argument('parallel')} is {parallel}, but only this process has the module in memory: leave it at 1, or "
+            "give a model.factory that every process can import.",
             key="parallel",
             found=parallel,
         )
@@ -137,7 +136,7 @@ def run_points(
     if not options.resume and folder.is_dir() and any(folder.iterdir()):
         raise ExperimentError(
             f"{folder}: found a sweep there already",
-            hint=f"go on with {argument('resume')}, or choose another folder with {argument('out')}",
+            hint=f"go on with {argument('resume')}, or choose another folder ({argument('out')})",
         )
     for point in points:  # check all folders before anything runs
         check_folder(RunFolder(folder / point.name), point.experiment, options.resume)

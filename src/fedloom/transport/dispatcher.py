@@ -737,9 +737,8 @@ class Dispatcher:
             return
         if self._let_go(exchange, row, link):
             return  # the other stream will settle the row
-        self._settle(
-            link, exchange, row, Lost(printable(lost.reason, REASON_CHARACTERS) or "the worker gave no reason")
-        )
+        reason = printable(lost.reason, REASON_CHARACTERS) or "the worker gave no reason"
+        self._settle(link, exchange, row, Lost(reason, is_bug=lost.bug))
 
 
 def _one(part: wire.AggregatorPart) -> Iterator[Pieces]:

@@ -166,7 +166,7 @@ class _Book:
     """Exchanges received in a conversation, and the answers to the last exchange of each row."""
 
     exchanges: dict[int, int] = field(default_factory=dict)
-    answers: dict[int, tuple[str, Encoded | str]] = field(default_factory=dict)
+    answers: dict[int, tuple[str, Encoded | Lost]] = field(default_factory=dict)
     """By row: the client, and its answer or the reason why there is none."""
 
 
@@ -368,7 +368,7 @@ class _Connection:
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
         self._run_name = ""
-        self._replies: deque[tuple[_Request, int, str, Encoded | str]] = deque()  # in transit between the threads
+        self._replies: deque[tuple[_Request, int, str, Encoded | Lost]] = deque()  # in transit between the threads
         self._gathering = False  # the loop knows that there are replies to send
         self._books: dict[ConversationKey, _Book] = {}  # owned by the event loop, like the outbox
         self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
@@ -422,7 +422,7 @@ class _Connection:
         Waking the stream's thread costs as much as a small answer, so answers of the next ``GATHER_S`` are sent
         together; :meth:`flush` sends all that are ready.
         """
-        self._replies.append((request, row, client, answer.reason if isinstance(answer, Lost) else encode(answer)))
+        self._replies.append((request, row, client, answer if isinstance(answer, Lost) else encode(answer)))
         if not self._gathering:
             self._gathering = True
             self._post(self._gather)
@@ -528,9 +528,8 @@ class _Connection:
             if isinstance(answer, Encoded):
                 found.append((row, client, answer))
                 continue
-            lost = wire.RowLost(
-                conversation=key_to_wire(key), exchange=exchange, row=row, reason=answer[:REASON_CHARACTERS]
-            )
+            at, reason = key_to_wire(key), answer.reason[:REASON_CHARACTERS]
+            lost = wire.RowLost(conversation=at, exchange=exchange, row=row, reason=reason, bug=answer.is_bug)
             self._put(key, iter((serialize(wire.WorkerPart(row_lost=lost)),)))
         for those in together([answer for _, _, answer in found]):
             numbers, clients, answers = zip(*found[those.start : those.stop], strict=True)

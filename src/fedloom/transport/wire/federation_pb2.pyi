@@ -291,16 +291,18 @@ class Again(_message.Message):
     def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowLost(_message.Message):
-    __slots__ = ("conversation", "exchange", "row", "reason")
+    __slots__ = ("conversation", "exchange", "row", "reason", "bug")
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    BUG_FIELD_NUMBER: _ClassVar[int]
     conversation: ConversationKey
     exchange: int
     row: int
     reason: str
-    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., row: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    bug: bool
+    def __init__(self, conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., exchange: _Optional[int] = ..., row: _Optional[int] = ..., reason: _Optional[str] = ..., bug: bool = ...) -> None: ...
 
 class TransferRefused(_message.Message):
     __slots__ = ("transfer", "reason")
