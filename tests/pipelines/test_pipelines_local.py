@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 FEDAVG = "algorithm={name: fedavg, local: {steps: 5, batch_size: 16, lr: 0.02}, personalize_steps: 5}"
-TIMES = {"duration_s", "client_steps_per_s"}
+TIMES = {"duration_s", "client_steps_per_s", "digest"}
 
 
 def summary(run: Path) -> dict[str, Any]:
