@@ -20,6 +20,7 @@ from fedloom.experiment import from_shared_json
 from fedloom.federation import tensor_file
 from fedloom.federation.folder import RunFolder
 from fedloom.runner.ledger import Ledger
+from fedloom.runner.personal_model import Promise
 from fedloom.runner.worker import _told
 from fedloom.transport.newcomer import _found
 from fedloom.transport.progress import STATES, from_wire
@@ -88,8 +89,8 @@ def test_json_that_is_nested_too_deeply_is_refused(reader: str, text: str, tmp_p
 
 def test_a_nested_line_of_a_ledger_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_text(DEEP + "\n")
-    with pytest.raises(DataError) as caught, (tmp_path / "ledger").open("rb") as file:
-        list(Ledger(tmp_path / "ledger", None)._multipliers(file))
+    with pytest.raises(DataError) as caught:
+        Ledger(tmp_path / "ledger").spend(Promise(1.0, 1e-5, 1.0, 4.0, 10), about="x")
     assert tells(str(caught.value), "line 1")
 
 
