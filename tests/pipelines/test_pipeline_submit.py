@@ -366,6 +366,8 @@ def recorded(error: FedloomError) -> str:
         (recorded(QuorumError("federate: few")), QuorumError, "few"),
         (f"{FAILURE_MARK}not JSON", QuorumError, "kubectl describe pods"),
         (f'{FAILURE_MARK}{{"class": "KeyError"}}', QuorumError, "kubectl describe pods"),
+        (f"{FAILURE_MARK}{'[' * 100_000}", QuorumError, "kubectl describe pods"),
+        (recorded(QuorumError("few")).replace('"few"', "5"), QuorumError, "kubectl describe pods"),
         ("", QuorumError, "kubectl describe pods -n kubeflow -l pipeline/runid="),
     ],
 )
@@ -378,6 +380,15 @@ def test_the_outcome_is_the_exit_codes(
     assert next(iter(api.runs)) in found
     assert said in found
     assert "federate" in found or "plan" in found
+
+
+@pytest.mark.parametrize("fault", [{"status": 403}, {"status": 404}, {"status": 500}, {"drop": "before"}])
+def test_a_log_that_cannot_be_read_hides_no_failure(
+    api: KubeflowApi, fedloom: Callable[..., Result], fault: dict[str, Any]
+) -> None:
+    api.script = [("FAILED", [("federate", "FAILED", recorded(RefusedError("no")))])]
+    api.faults = [Fault("GET /apis/v1alpha1/.*/log", **fault)]
+    assert "kubectl describe pods" in failed(fedloom("--host", api.host, "--wait"), QuorumError)
 
 
 def test_a_component_that_fails_leaves_the_record_that_waiting_reads(capfd: pytest.CaptureFixture[str]) -> None:

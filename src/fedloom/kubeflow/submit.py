@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 import time
@@ -25,6 +24,7 @@ from fedloom.errors import (
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
 from fedloom.kubeflow.steps import FAILURE_MARK
+from fedloom.words import parsed_json
 
 POLL_S = 5.0
 PATIENCE_S = 300.0
@@ -294,7 +294,7 @@ def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[Fed
             for line in kubeflow.log(run, f"{workflow}-{template}-{number}").splitlines():
                 if line.startswith(FAILURE_MARK):
                     with suppress(ValueError, KeyError, TypeError):
-                        yield from_json(json.loads(line.removeprefix(FAILURE_MARK)))
+                        yield from_json(parsed_json(line.removeprefix(FAILURE_MARK)))
 
 
 def stop(kubeflow: Kubeflow, run: str) -> bool:
