@@ -1054,8 +1054,10 @@ def test_an_identity_announces_as_many_clients_as_it_may_over_all_its_workers(fe
         each.leave()
 
 
-def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation) -> None:
-    table = 'version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["*"]}\n'
+@pytest.mark.parametrize(
+    "table", ['version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["*"]}\n', None]
+)
+def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation, table: str | None) -> None:
     token = add_token(federation.tokens, "m")[0].get_secret_value()
     aggregator = federation.start(table, mutual=False, tokens=True, presence=Presence(), classes=2, clients=())
     ghosts = announcing(federation, "ghosts", [f"g-{i}" for i in range(5_000)], token)
