@@ -394,7 +394,7 @@ def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_
     federation: Federation, *, refuses: bool
 ) -> None:
     """Two members answer, and a cohort has room for five."""
-    changed = ("rounds=6", "deadline_s=1", "min_clients=2", "clients_per_round=5")
+    changed = ("rounds=6", "deadline_s=1", "min_clients=2", "clients_per_round=5", "absent_after_s=20")
     settings = [word for each in changed for word in ("--set", f"federation.{each}")]
     aggregator = federation.aggregator(*settings, "--set", "evaluation.every=3", environment={"OMP_NUM_THREADS": "1"})
     ghosts = [f"ghost-{i:03d}" for i in range(300)]
@@ -431,7 +431,7 @@ class Silent:
                 while True:
                     part = self._joined.next()
                     asked = part.begin.envelope
-                    if self._refuses and asked.conversation.purpose in ("train", "evaluate"):
+                    if self._refuses and asked.rows:
                         lost = {"conversation": asked.conversation, "exchange": asked.exchange, "reason": "no"}
                         for row in asked.rows:
                             self._joined.part(wire.WorkerPart(row_lost=wire.RowLost(row=row, **lost)))
