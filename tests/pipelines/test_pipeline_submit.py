@@ -382,6 +382,17 @@ def test_the_outcome_is_the_exit_codes(
     assert "federate" in found or "plan" in found
 
 
+def test_an_attempt_that_was_repeated_with_success_is_not_why_a_run_failed(
+    api: KubeflowApi, fedloom: Callable[..., Result]
+) -> None:
+    lost, few = recorded(StorageError("fetch: no network")), recorded(QuorumError("federate: few"))
+    fetched = [("fetch", "FAILED", lost), ("fetch(1)", "SUCCEEDED", "")]
+    api.script = [("FAILED", [*fetched, ("federate", "FAILED", few)])]
+    assert "federate: few" in failed(fedloom("--host", api.host, "--wait"), QuorumError)
+    api.script = [("FAILED", [("fetch", "FAILED", lost)])]
+    assert "fetch: no network" in failed(fedloom("--host", api.host, "--wait"), StorageError)
+
+
 @pytest.mark.parametrize("fault", [{"status": 403}, {"status": 404}, {"status": 500}, {"drop": "before"}])
 def test_a_log_that_cannot_be_read_hides_no_failure(
     api: KubeflowApi, fedloom: Callable[..., Result], fault: dict[str, Any]

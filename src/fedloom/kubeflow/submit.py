@@ -269,11 +269,19 @@ def _author_task(display_name: str) -> tuple[str | None, int | None]:
 
 def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError:
     """Return why a run failed: as its tasks recorded it in what they printed, else as far as Kubeflow tells."""
-    first = next(_records(kubeflow, run, nodes), None)
-    if first is not None:
+    ends: dict[str, set[str]] = {}  # of each task, without its attempts
+    for node in nodes:
+        name, attempt = _author_task(node.display_name or "")
+        if name is not None and attempt is None:
+            ends.setdefault(name, set()).add(node.state)
+    failed = [name for name, states in ends.items() if "FAILED" in states]
+    records = list(_records(kubeflow, run, nodes))
+    # A task that was tried again, and succeeded, has left records, too.
+    last = [record for record in records if "SUCCEEDED" not in ends.get(record.message.partition(": ")[0], ())]
+    if records:
+        first = (last or records)[0]
         return type(first)(str(first), hint=f"its log: {kubeflow.link(run)}")
-    failed = (_author_task(node.display_name or "")[0] for node in nodes if node.state == "FAILED")
-    names = ", ".join(dict.fromkeys(filter(None, failed))) or "the run"
+    names = ", ".join(failed) or "the run"
     return QuorumError(
         f"{names} failed, and left no record of why (an image, a service account or a quota that is missing, no "
         f"memory, or a deadline)",
