@@ -203,9 +203,11 @@ def from_json(value: Mapping[str, Any]) -> FedloomError:
 
     Raises
     ------
-    KeyError
-        If the value does not encode an error.
+    KeyError, TypeError
+        If it is not such a description.
     """
+    if not (isinstance(value["message"], str) and isinstance(value["hint"], str | None)):
+        raise TypeError("message and hint must be text")
     kinds = {kind.__name__: kind for kind in FAILURES.values()}
     fields = {name: value[name] for name in ("hint", "key", "found", "allowed")}
     return kinds[value["class"]](value["message"], **fields)

@@ -64,10 +64,13 @@ def parsed_json(text: str | bytes, deepest: int | None = None) -> Any:
     Raises
     ------
     ValueError
-        If the text is not JSON, is nested too deeply, or has a number that is not finite.
+        If it is none, nested too deeply, or has a number that is not finite; or, from a peer, half of a character
+        (``\\ud800``), which no terminal can show.
     """
     try:
         value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        if deepest is not None:
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("lists and objects nested too deeply") from None
     level: list[Any] = [value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import subprocess
@@ -202,6 +203,23 @@ def test_a_connection_that_dawdles_ends(monkeypatch: pytest.MonkeyPatch) -> None
         with socket.create_connection(("127.0.0.1", port), timeout=10) as slow:
             until(lambda: ended(slow))
         assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("line", [b"x-a: " + b"a" * 65_000, b"x-a: b"], ids=["long lines", "many lines"])
+def test_a_request_with_large_headers_is_refused_before_it_is_read(line: bytes) -> None:
+    """The standard library reads a hundred headers of 64 KiB: 460 MB for sixteen connections."""
+    port = free_port()
+    with (
+        metrics_served(f"127.0.0.1:{port}", lambda: ()),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as peer,
+    ):
+        peer.sendall(b"GET /metrics HTTP/1.1\r\n")
+        with contextlib.suppress(OSError):  # the server closes the connection meanwhile
+            for _ in range(bounded_http.REQUEST_BYTES // len(line) + 1):
+                peer.sendall(line + b"\r\n")
+        assert peer.recv(1 << 10).split()[1] == b"431"
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as scraped:
+            assert scraped.status == 200
 
 
 def ended(connection: socket.socket) -> bool:

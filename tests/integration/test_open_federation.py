@@ -389,10 +389,34 @@ def test_a_member_whose_clients_stay_silent_ends_no_run_and_stops_it_for_no_long
     equal_to_the_replay(federation, tmp_path / "replay")
 
 
-class Silent:
-    """A worker of the given clients that joins, comes back when it is told to, and answers nothing."""
+@pytest.mark.parametrize("refuses", [False, True], ids=["silent", "refusing"])
+def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_no_run(
+    federation: Federation, *, refuses: bool
+) -> None:
+    """Two members answer, and a cohort has room for five."""
+    changed = ("rounds=6", "deadline_s=1", "min_clients=2", "clients_per_round=5", "absent_after_s=20")
+    settings = [word for each in changed for word in ("--set", f"federation.{each}")]
+    aggregator = federation.aggregator(*settings, "--set", "evaluation.every=3", environment={"OMP_NUM_THREADS": "1"})
+    ghosts = [f"ghost-{i:03d}" for i in range(300)]
+    told = wire.Announced(train=10, validation=2, test=3, labelled=True)
+    until(lambda: (federation.run / "logs" / "aggregator.jsonl").exists(), "the run's folder")
+    with contextlib.closing(Silent(federation.address, ghosts, [told] * len(ghosts), refuses=refuses)):
+        began = time.monotonic()
+        workers = [federation.worker(i, name=f"honest-{i}") for i in range(2)]
+        ended(aggregator, 0)
+        assert time.monotonic() - began < 60
+    for worker in workers:
+        ended(worker, 0)
+    assert "ghost-299" in federation.told("joined")
 
-    def __init__(self, address: str, clients: list[str], announced: list[wire.Announced]) -> None:
+
+class Silent:
+    """A worker of the given clients that joins, comes back when it is told to, and answers nothing, or refuses."""
+
+    def __init__(
+        self, address: str, clients: list[str], announced: list[wire.Announced], *, refuses: bool = False
+    ) -> None:
+        self._refuses = refuses
         self._over = threading.Event()
         self._joined: Hostile | None = None
         self._thread = threading.Thread(target=self._hold, args=(address, clients, announced))
@@ -405,7 +429,12 @@ class Silent:
             with contextlib.suppress(grpc.RpcError, StopIteration):
                 self._joined.join()
                 while True:
-                    self._joined.next()
+                    part = self._joined.next()
+                    asked = part.begin.envelope
+                    if self._refuses and asked.rows:
+                        lost = {"conversation": asked.conversation, "exchange": asked.exchange, "reason": "no"}
+                        for row in asked.rows:
+                            self._joined.part(wire.WorkerPart(row_lost=wire.RowLost(row=row, **lost)))
             self._joined.leave()
 
     def close(self) -> None:

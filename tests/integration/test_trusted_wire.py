@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from transport_support import Hostile, Proxy, Worker, expected, make_aggregator, start_call, step_call, until
 
 import fedloom
+from fedloom.cluster.progress_client import ProgressClient
 from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, QuorumError, RefusedError
 from fedloom.federation.activity import Monitor
@@ -41,7 +42,7 @@ from fedloom.trust.audit import Audit
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.files import Reread
 from fedloom.trust.identities import Role, read_identities
-from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.trust.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.trust.tokens import add_token, make_token, revoke_tokens
 
 CLIENTS = ("a-1", "a-2", "b-1")
@@ -595,6 +596,29 @@ def test_a_token_that_stays_unknown_ends_a_worker_after_reconnect_and_a_revoked_
     assert ended(federation.worker(stranger, name="stranger", reconnect_s=60)).exit_code == ExitCode.REFUSED
 
 
+def test_a_launcher_watches_again_when_its_token_is_known_again(
+    federation: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aggregator that nobody watches ends (``cluster.orphan_after_s``)."""
+    table = "version: 1\nidentities:\n  - {name: x, token: x, roles: [watch]}\n"
+    federation.start(table, mutual=False, tokens=True, notices=Notices("run-1", 1, 1))
+    federation.member(None, token="x")
+    known = federation.tokens.read_text()
+    monkeypatch.setenv(FILES["ca"], str(federation.ca / "ca.crt"))
+    monkeypatch.setenv(FILES["token_file"], str(federation.folder / "x.token"))
+    add_token(federation.folder / "others.json", "y")
+    said: list[str] = []
+    launcher = ProgressClient(federation.address, said.append)
+    with launcher.following():
+        until(lambda: launcher.latest is not None)
+        replace(federation.tokens, (federation.folder / "others.json").read_text())
+        until(lambda: len(federation.events("refused")) > 1)
+        launcher.latest = None
+        replace(federation.tokens, known)
+        until(lambda: launcher.latest is not None)
+    assert len([line for line in said if "not known" in line]) == 2  # when it was put out, and when it came again
+
+
 def test_who_is_revoked_is_put_out_though_somebody_else_was_refused_since(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1030,8 +1054,10 @@ def test_an_identity_announces_as_many_clients_as_it_may_over_all_its_workers(fe
         each.leave()
 
 
-def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation) -> None:
-    table = 'version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["*"]}\n'
+@pytest.mark.parametrize(
+    "table", ['version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["*"]}\n', None]
+)
+def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation, table: str | None) -> None:
     token = add_token(federation.tokens, "m")[0].get_secret_value()
     aggregator = federation.start(table, mutual=False, tokens=True, presence=Presence(), classes=2, clients=())
     ghosts = announcing(federation, "ghosts", [f"g-{i}" for i in range(5_000)], token)

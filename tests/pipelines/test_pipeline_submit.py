@@ -366,6 +366,8 @@ def recorded(error: FedloomError) -> str:
         (recorded(QuorumError("federate: few")), QuorumError, "few"),
         (f"{FAILURE_MARK}not JSON", QuorumError, "kubectl describe pods"),
         (f'{FAILURE_MARK}{{"class": "KeyError"}}', QuorumError, "kubectl describe pods"),
+        (f"{FAILURE_MARK}{'[' * 100_000}", QuorumError, "kubectl describe pods"),
+        (recorded(QuorumError("few")).replace('"few"', "5"), QuorumError, "kubectl describe pods"),
         ("", QuorumError, "kubectl describe pods -n kubeflow -l pipeline/runid="),
     ],
 )
@@ -378,6 +380,26 @@ def test_the_outcome_is_the_exit_codes(
     assert next(iter(api.runs)) in found
     assert said in found
     assert "federate" in found or "plan" in found
+
+
+def test_an_attempt_that_was_repeated_with_success_is_not_why_a_run_failed(
+    api: KubeflowApi, fedloom: Callable[..., Result]
+) -> None:
+    lost, few = recorded(StorageError("fetch: no network")), recorded(QuorumError("federate: few"))
+    fetched = [("fetch", "FAILED", lost), ("fetch(1)", "SUCCEEDED", "")]
+    api.script = [("FAILED", [*fetched, ("federate", "FAILED", few)])]
+    assert "federate: few" in failed(fedloom("--host", api.host, "--wait"), QuorumError)
+    api.script = [("FAILED", [("fetch", "FAILED", lost)])]
+    assert "fetch: no network" in failed(fedloom("--host", api.host, "--wait"), StorageError)
+
+
+@pytest.mark.parametrize("fault", [{"status": 403}, {"status": 404}, {"status": 500}, {"drop": "before"}])
+def test_a_log_that_cannot_be_read_hides_no_failure(
+    api: KubeflowApi, fedloom: Callable[..., Result], fault: dict[str, Any]
+) -> None:
+    api.script = [("FAILED", [("federate", "FAILED", recorded(RefusedError("no")))])]
+    api.faults = [Fault("GET /apis/v1alpha1/.*/log", **fault)]
+    assert "kubectl describe pods" in failed(fedloom("--host", api.host, "--wait"), QuorumError)
 
 
 def test_a_component_that_fails_leaves_the_record_that_waiting_reads(capfd: pytest.CaptureFixture[str]) -> None:

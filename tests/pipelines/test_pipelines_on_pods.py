@@ -53,7 +53,7 @@ def run(name: str, out: Path, path: Path, storage: str, cluster: dict[str, Any],
 
 
 def numbers(run: Path) -> dict[str, Any]:
-    """A summary without the times and the digest over them, and without bytes on the wire, which one process has none of."""
+    """Return a summary without times, the digest over them, and bytes on the wire, which one process has none of."""
     found = json.loads((run / "summary.json").read_text())
     for key in ("duration_s", "client_steps_per_s", "digest"):
         found.pop(key)

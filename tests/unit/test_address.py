@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fedloom.cli.run import aggregator
 from fedloom.cli.worker import worker
 from fedloom.errors import ExperimentError
-from fedloom.transport.address import split_address
+from fedloom.transport.address import dialable, split_address
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,13 @@ from fedloom.transport.address import split_address
 )
 def test_addresses(text: str, host: str, port: int) -> None:
     assert split_address(text, what="--listen", lowest=1) == (host, port)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "[0::0]", "[::0.0.0.0]"])
+def test_nobody_is_told_to_dial_every_address(host: str) -> None:
+    assert dialable(f"{host}:7733") == "HOST:7733"
+    for address in ("127.0.0.1:7733", "fl.team-a.svc:7733", "[::1]:7733", "[fe80::1%eth0]:7733"):
+        assert dialable(address) == address
 
 
 @pytest.mark.parametrize(

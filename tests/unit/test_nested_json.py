@@ -115,6 +115,16 @@ def test_depth_of_a_peers_json_is_bounded() -> None:
         parsed_json(nested(DEEPEST + 1), DEEPEST)
 
 
+@pytest.mark.parametrize("text", ['{"experiment": "\\ud800"}', '{"\\uDFFF": "{}"}', '["\\ud83d", "\\ude00"]'])
+def test_half_a_character_is_refused_in_words_that_can_be_shown(text: str) -> None:
+    assert parsed_json('["\\ud83d\\ude00"]', DEEPEST) == ["\U0001f600"]
+    with pytest.raises(ValueError, match="surrogates"):
+        parsed_json(text, DEEPEST)
+    with pytest.raises(RefusedError) as caught:
+        _told(text)
+    assert str(caught.value).encode()
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+
 import pytest
 import torch
 
@@ -24,14 +28,14 @@ def silence() -> Silence:
     return silence
 
 
-def drawn(silence: Silence, size: int, *, heard_first: bool = False) -> set[str]:
-    return set(silence.prefer(EVERYONE, size, heard_first=heard_first))
+def drawn(silence: Silence, least: int, roster: Sequence[str] = EVERYONE) -> set[str]:
+    return set(chain.from_iterable(silence.groups(roster, least)))
 
 
 def test_everyone_is_drawn_from_while_nobody_was_silent(silence: Silence) -> None:
-    assert silence.prefer(EVERYONE, 3, heard_first=False) is EVERYONE
+    assert silence.groups(EVERYONE, 3) == [EVERYONE]
     silence.end(EVERYONE, (), 1.0)
-    assert silence.prefer(EVERYONE, 3, heard_first=False) is EVERYONE
+    assert silence.groups(EVERYONE, 3) == [EVERYONE]
     assert silence.waited_s == 0.0
 
 
@@ -53,10 +57,10 @@ def test_the_other_workers_of_an_owner_that_was_silent_come_after_other_owners(s
     silence.join(["g-x"], "another of mallory's", "mallory")
     silence.end((), GHOSTS[:1], 5.0)
     assert "g-x" not in silence.silent
-    assert set(silence.prefer((*EVERYONE, "g-x"), 3, heard_first=False)) == set(HONEST)
-    assert set(silence.prefer((*EVERYONE, "g-x"), 4, heard_first=False)) == {*HONEST, "g-x"}
+    assert drawn(silence, 3, (*EVERYONE, "g-x")) == set(HONEST)
+    assert drawn(silence, 4, (*EVERYONE, "g-x")) == {*HONEST, "g-x"}
     silence.end(["g-x"], (), 1.0)
-    assert set(silence.prefer((*EVERYONE, "g-x"), 3, heard_first=False)) == {*HONEST, "g-x"}
+    assert drawn(silence, 3, (*EVERYONE, "g-x")) == {*HONEST, "g-x"}
 
 
 def test_after_a_silent_attempt_those_who_answered_come_first_though_others_gave_signs_of_life(
@@ -65,10 +69,24 @@ def test_after_a_silent_attempt_those_who_answered_come_first_though_others_gave
     silence.end(HONEST, (), 1.0)
     silence.end((), GHOSTS[:3], 5.0)
     silence.sign(GHOSTS, "ghosts", "mallory")
-    assert drawn(silence, 3) == set(EVERYONE)
-    assert drawn(silence, 3, heard_first=True) == set(HONEST)
-    silence.end(GHOSTS[:1], (), 1.0)
-    assert drawn(silence, 3, heard_first=True) == {*HONEST, GHOSTS[0]}
+    assert silence.groups(EVERYONE, 3) == [EVERYONE]
+    assert drawn_after(silence, 3, GHOSTS[:3]) == [set(HONEST)]
+    assert drawn_after(silence, 4, GHOSTS[:3]) == [set(HONEST), set(GHOSTS)]
+
+
+def test_owners_of_clients_that_an_attempt_has_lost_come_last_in_the_next_one_though_they_said_something(
+    silence: Silence,
+) -> None:
+    silence.end(EVERYONE, (), 1.0)
+    assert drawn_after(silence, 3, GHOSTS[:3]) == [set(HONEST)]
+    assert silence.groups(EVERYONE, 3) == [EVERYONE]
+    silence.leave(HONEST[:1])
+    silence.join(HONEST[:1], "worker of h-1", "owner of h-1")
+    assert drawn_after(silence, 3, GHOSTS[:3]) == [set(HONEST[1:]), set(HONEST[:1])]  # who has answered is first
+
+
+def drawn_after(silence: Silence, least: int, lost: Sequence[str]) -> list[set[str]]:
+    return [set(group) for group in silence.groups(EVERYONE, least, lost) if group]
 
 
 def test_who_joins_again_is_new(silence: Silence) -> None:
@@ -102,15 +120,16 @@ def cohort_of(silence: Silence | None, **how: object) -> tuple[str, ...]:
     """The cohort of five of round 7, as the loop draws it."""
     sizes = dict.fromkeys(EVERYONE, 1)
     rules = Rules(3, 5, 1.0, 1, {}, None, lambda client, answer: None)  # type: ignore[arg-type]
-    prefer = None if silence is None else lambda roster, size: silence.prefer(roster, size, heard_first=False)
-    session = Attempting(Attempt(7, 1), "train", EVERYONE, sizes, None, rules, None, None, prefer)  # type: ignore[arg-type]
+    groups = None if silence is None else partial(silence.groups, least=1)
+    session = Attempting(Attempt(7, 1), "train", EVERYONE, sizes, None, rules, None, None, groups)  # type: ignore[arg-type]
     return session.sample(**how).clients  # type: ignore[arg-type]
 
 
 def test_a_draw_is_what_it_was_where_everybody_answers(silence: Silence) -> None:
     assert cohort_of(silence) == cohort_of(None)
     silence.end((), GHOSTS[:1], 5.0)
-    assert set(cohort_of(silence, size=3)) == set(HONEST)
+    assert cohort_of(silence) == cohort_of(silence, size=3) == HONEST  # which leaves no room to others
+    assert set(cohort_of(silence, size=2)) < set(HONEST)
     weights = torch.ones(len(EVERYONE), dtype=torch.float64)
     assert cohort_of(silence, weights=weights) == cohort_of(None, weights=weights)
     assert cohort_of(silence, always=GHOSTS[:1]) == cohort_of(None, always=GHOSTS[:1])

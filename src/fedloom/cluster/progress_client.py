@@ -75,20 +75,25 @@ class ProgressClient:
             self._stopping.set()
 
     def _follow(self) -> None:
+        refused = ""  # why, as far as that has been said
         while not self._stopping.is_set():
             try:
                 for progress in follow(self._address, connect_s=CONNECT_S, credentials=launchers_credentials()):
                     if self._stopping.is_set():
                         return
-                    self._heard_at, self._doubted = time.monotonic(), False
+                    self._heard_at, self._doubted, refused = time.monotonic(), False, ""
                     self._tell(progress)
                     self.latest = progress
                 if self.latest is not None and self.latest.state == "finished":
                     return
-            except (RefusedError, ExperimentError) as error:
+            except ExperimentError as error:  # of the environment, which stays as it is
                 self._say(f"progress is not shown: {error}{self._warning()}")
                 return
-            except ConnectionError as error:  # not started yet, or about to be replaced
+            except RefusedError as error:  # perhaps until a file of tokens or identities has been refreshed
+                if str(error) != refused:
+                    refused = str(error)
+                    self._say(f"progress is not shown for now: {error}{self._warning()}")
+            except ConnectionError as error:  # not there yet, or about to be replaced
                 if not self._doubted and time.monotonic() - self._heard_at > self._doubt_after_s:
                     self._doubted = True
                     self._say(f"no progress is shown: {error}{self._warning()}")

@@ -257,9 +257,9 @@ class Attempting:
         rules: Rules,
         helper: ThreadPoolExecutor,
         planned: Attempt | None = None,
-        prefer: Callable[[Sequence[str], int], Sequence[str]] | None = None,
+        groups: Callable[[Sequence[str]], list[Sequence[str]]] | None = None,
     ) -> None:
-        self._prefer = prefer
+        self._groups = groups
         self.number = attempt.round
         self.attempt = attempt
         self._purpose = purpose
@@ -281,8 +281,8 @@ class Attempting:
     ) -> CarriedCohort:
         """Draw a cohort from the roster.
 
-        Previous answers matter only in an open federation with silent clients, and only to a uniform draw
-        (:meth:`fedloom.federation.silence.Silence.prefer`).
+        In an open federation a uniform draw prefers clients that answer, and is smaller where the others would take
+        their place (:meth:`fedloom.federation.silence.Silence.groups`).
 
         Parameters
         ----------
@@ -304,10 +304,7 @@ class Attempting:
             If ``always`` is combined with ``weights`` or ``replace``.
         """
         size = self._rules.clients_per_round if size is None else size
-        roster = self._roster
-        if self._prefer is not None and weights is None and not replace and not always:
-            roster = tuple(self._prefer(roster, size))
-        n = len(roster)
+        n = len(self._roster)
         if size > n and not replace:
             raise ExperimentError(
                 f"cohort of {counted(size, 'client')}: found a roster of {n}, allowed: at most as many"
@@ -321,11 +318,14 @@ class Attempting:
             members = {*always, *(others[i] for i in order.tolist())}
             return self.hold([client for client in self._roster if client in members])
         if weights is None and not replace:
-            drawn = torch.randperm(n, generator=random)[:size]
-        else:
-            chances = torch.ones(n, dtype=torch.float64) if weights is None else weights.double()
-            drawn = torch.multinomial(chances, size, replacement=replace, generator=random)
-        return self.hold([roster[i] for i in sorted(drawn.tolist())])
+            drawn: set[str] = set()
+            for group in [self._roster] if self._groups is None else self._groups(self._roster):
+                order = torch.randperm(len(group), generator=random)[: size - len(drawn)]
+                drawn.update(group[i] for i in order.tolist())
+            return self.hold([client for client in self._roster if client in drawn])
+        chances = torch.ones(n, dtype=torch.float64) if weights is None else weights.double()
+        rows = torch.multinomial(chances, size, replacement=replace, generator=random)
+        return self.hold([self._roster[i] for i in sorted(rows.tolist())])
 
     def everyone(self) -> CarriedCohort:
         """Return the whole roster as one cohort."""

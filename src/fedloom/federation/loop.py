@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -462,15 +462,15 @@ class Loop:
             attempt, purpose, self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
         )
 
-    def _training(self, attempt: Attempt, planned: Attempt | None, heard_first: bool) -> Attempting:
-        """Return one attempt at a round, with the training clients that are connected."""
-        roster, rules, prefer = self.manifest.roster, self._rules, None
+    def _training(self, attempt: Attempt, planned: Attempt | None, lost: Collection[str]) -> Attempting:
+        """Return one attempt at a round, with the training clients that are connected; ``lost`` by earlier attempts."""
+        roster, rules, groups = self.manifest.roster, self._rules, None
         if not self.roster.fixed:
             here = set(self.roster.here())
             roster = tuple(client for client in roster if client in here)
             rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
-            prefer = partial(self.carrier.silence.prefer, heard_first=heard_first)
-        return Attempting(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned, prefer)
+            groups = partial(self.carrier.silence.groups, least=rules.min_replies, lost=lost)
+        return Attempting(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned, groups)
 
     # --- one round ----------------------------------------------------------------------------------------------------
 
@@ -479,7 +479,7 @@ class Loop:
         t = self.round + 1
         planned = self.replay.attempt(t) if self.replay is not None else None
         first = planned.attempt if planned is not None else 1
-        waited_s = self.carrier.silence.waited_s
+        lost: set[str] = set()
         for number in range(first, first + self.schedule.attempts):
             attempt = Attempt(t, number)
             self._settle(attempt)
@@ -487,7 +487,7 @@ class Loop:
             started = time.perf_counter()
             up, down = self.carrier.traffic.up, self.carrier.traffic.down
             refused = dict(self.carrier.refusals.counts)
-            session = self._training(attempt, planned, self.carrier.silence.waited_s > waited_s)
+            session = self._training(attempt, planned, lost)
             before = dict(self.server.state)
             try:
                 statistics = self.server.train_round(session)
@@ -514,6 +514,7 @@ class Loop:
                 self.round = t
                 self.observer.round_done(attempt, self.schedule.rounds)
                 return
+            lost.update(attempt.losses)
             self.observer.attempt_failed(attempt, self.schedule.attempts)
             self._check_stop()
         raise QuorumError(

@@ -11,6 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 PATIENCE = 3
 """Deadlines that one evaluation waits for silent clients before asking only those that have answered before."""
 
+UNRELIABLE = 2
+"""Rank of clients from which on they are drawn only if there are too few others."""
+
 NO_SIGN = "it let an earlier deadline pass, and has given no sign of life since"
 NEVER_ANSWERED = f"it has never answered, and this evaluation has waited for {PATIENCE} deadlines"
 
@@ -80,32 +83,40 @@ class Silence:
         with self._lock:
             return frozenset(self._silent)
 
-    def prefer(self, roster: Sequence[str], size: int, *, heard_first: bool) -> Sequence[str]:
-        """Return the clients of a roster, in its order, that a cohort is drawn from: at least ``size`` if possible.
+    def groups(self, roster: Sequence[str], least: int, lost: Collection[str] = ()) -> list[Sequence[str]]:
+        """Return groups of a roster, in its order, that a cohort is filled from, one group after the other.
 
-        This is the whole roster while no client is silent. Otherwise silent clients come last, and before them those of
-        an owner whose clients were all silent in their last exchange.
+        One group of everyone, while nobody is silent or lost. Otherwise silent clients, and those of an owner whose
+        clients have all been silent in their last exchange, are in a group only if the others are fewer than ``least``:
+        a cohort that is smaller is better than one in which they take the place of others.
 
         Parameters
         ----------
-        heard_first
-            Rank clients that have never answered after those that have; for the attempt after one with silent clients.
+        least
+            Clients that must answer.
+        lost
+            Clients that earlier attempts at this round have lost. Their owners come last, as if they were silent, and
+            clients that have answered before come first.
         """
         with self._lock:
-            if not heard_first and not self._owing and self._silent.isdisjoint(roster):
-                return roster
-            ranks = {client: self._rank(client, heard_first) for client in roster}
-        for worst in sorted(set(ranks.values())):
-            chosen = [client for client in roster if ranks[client] <= worst]
-            if len(chosen) >= size:
-                return chosen
-        return roster
+            if not lost and not self._owing and self._silent.isdisjoint(roster):
+                return [roster]
+            owing = self._owing | {self._places[client][1] for client in lost if client in self._places}
+            by_rank: list[list[str]] = [[] for _ in range(4)]
+            for client in roster:
+                by_rank[self._rank(client, owing, lost)].append(client)
+        found: list[Sequence[str]] = []
+        for rank, group in enumerate(by_rank):
+            if rank < UNRELIABLE or sum(map(len, found)) < least:
+                found.append(group)
+        return found
 
-    def _rank(self, client: str, heard_first: bool) -> int:
+    def _rank(self, client: str, owing: Collection[str], lost: Collection[str]) -> int:
         if client in self._silent:
-            return 4
-        owes = client in self._places and self._places[client][1] in self._owing
-        return 2 * owes + (heard_first and client not in self._heard)
+            return UNRELIABLE + 1
+        if client in self._places and self._places[client][1] in owing:
+            return UNRELIABLE
+        return 1 if lost and (client in lost or client not in self._heard) else 0
 
     def skipped(self, clients: Sequence[str], waited_s: float, deadline_s: float) -> dict[str, str]:
         """Return the clients that an evaluation skips, each with the reason.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,8 @@ from urllib.parse import urlsplit
 
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError, argument
 from fedloom.words import parsed_json
+
+log = logging.getLogger("fedloom.kubeflow")
 
 TIMEOUT_S = (8, 60)
 """Timeouts in seconds: to connect, and for a response."""
@@ -294,11 +297,14 @@ class Kubeflow:
         return self._ask(f"look at the run {run}", self._runs.run_service_get_run, run)
 
     def log(self, run: str, pod: str) -> str:
-        """Return the output of a run's pod, even after the pod is gone; empty if there is no such pod or log.
+        """Return what a pod of a run has printed, also after it is gone; empty where we cannot read that.
 
         The endpoint is not in the generated client: Kubeflow streams logs outside of its gRPC gateway.
         """
+        from urllib3.exceptions import HTTPError
+
         path = "/apis/v1alpha1/runs/{run}/nodes/{pod}/log"
+        end = b""  # of the log, where a failure is recorded
         try:
             answer = self._ask(
                 f"read the log of {pod}",
@@ -309,11 +315,10 @@ class Kubeflow:
                 auth_settings=["Bearer"],
                 _preload_content=False,
             )
-        except ExperimentError:
-            return ""
-        end = b""  # end of the log, where a failure is recorded
-        for piece in answer.stream(LOG_BYTES):
-            end = (end + piece)[-LOG_BYTES:]
+            for piece in answer.stream(LOG_BYTES):
+                end = (end + piece)[-LOG_BYTES:]
+        except (FedloomError, HTTPError) as error:  # a run's failure is told all the same
+            log.debug("the log of %s cannot be read: %s", pod, error)
         return end.decode(errors="replace")
 
     def terminate(self, run: str) -> None:

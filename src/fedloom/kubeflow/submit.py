@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 import time
@@ -25,6 +24,7 @@ from fedloom.errors import (
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
 from fedloom.kubeflow.steps import FAILURE_MARK
+from fedloom.words import parsed_json
 
 POLL_S = 5.0
 PATIENCE_S = 300.0
@@ -268,12 +268,20 @@ def _author_task(display_name: str) -> tuple[str | None, int | None]:
 
 
 def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError:
-    """Return the error of a failed run: as recorded in its tasks' output, else what Kubeflow reports."""
-    first = next(_records(kubeflow, run, nodes), None)
-    if first is not None:
+    """Return why a run failed: as its tasks recorded it in what they printed, else as far as Kubeflow tells."""
+    ends: dict[str, set[str]] = {}  # of each task, without its attempts
+    for node in nodes:
+        name, attempt = _author_task(node.display_name or "")
+        if name is not None and attempt is None:
+            ends.setdefault(name, set()).add(node.state)
+    failed = [name for name, states in ends.items() if "FAILED" in states]
+    records = list(_records(kubeflow, run, nodes))
+    # A task that was tried again, and succeeded, has left records, too.
+    last = [record for record in records if "SUCCEEDED" not in ends.get(record.message.partition(": ")[0], ())]
+    if records:
+        first = (last or records)[0]
         return type(first)(str(first), hint=f"its log: {kubeflow.link(run)}")
-    failed = (_author_task(node.display_name or "")[0] for node in nodes if node.state == "FAILED")
-    names = ", ".join(dict.fromkeys(filter(None, failed))) or "the run"
+    names = ", ".join(failed) or "the run"
     return QuorumError(
         f"{names} failed, and left no record of why (an image, a service account or a quota that is missing, no "
         f"memory, or a deadline)",
@@ -294,7 +302,7 @@ def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[Fed
             for line in kubeflow.log(run, f"{workflow}-{template}-{number}").splitlines():
                 if line.startswith(FAILURE_MARK):
                     with suppress(ValueError, KeyError, TypeError):
-                        yield from_json(json.loads(line.removeprefix(FAILURE_MARK)))
+                        yield from_json(parsed_json(line.removeprefix(FAILURE_MARK)))
 
 
 def stop(kubeflow: Kubeflow, run: str) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from http.client import LineTooLong
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
@@ -19,14 +21,37 @@ CONNECTIONS = 16
 CONNECTION_S = 10.0
 """Maximum duration of a connection, from accept to the last byte of the answer, in seconds."""
 
+REQUEST_BYTES = 1 << 14
+"""Largest request with its headers; the standard library takes in six megabytes of each connection."""
+
 PAUSE_S = 0.5
 """Pause after a failed accept, and interval between checks for old connections, in seconds."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
+class _Request(io.BufferedReader):
+    """Peer input, of which ``REQUEST_BYTES`` are read."""
+
+    _left = REQUEST_BYTES
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """Return the next line; the handler answers the error that is raised after too many bytes with 431."""
+        most = self._left + 1
+        line = super().readline(most if size is None or size < 0 else min(size, most))
+        self._left -= len(line)
+        if self._left < 0:
+            raise LineTooLong("request")
+        return line
+
+
 class _Handler(WSGIRequestHandler):
-    """Handler that logs no requests."""
+    """Handler that reads a bounded request, and logs none."""
+
+    def setup(self) -> None:
+        """Bound what is read of the connection."""
+        super().setup()
+        self.rfile = _Request(self.connection.makefile("rb", buffering=0))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing, because anybody can call."""

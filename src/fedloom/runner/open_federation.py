@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from fedloom.federation.activity import Monitor
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.measuring import measured_normalization
-from fedloom.federation.roster import OpenRoster, Presence
+from fedloom.federation.roster import POLL_S, OpenRoster, Presence
 from fedloom.runner import assemble
 from fedloom.runner.assemble import Parts
 from fedloom.transport.aggregator import Aggregator
@@ -83,32 +85,46 @@ def begun(
 
     if not is_known(parts.manifest):
         roster = roster_of(parts.manifest)
-        found = _measured(server, own, roster, federation.deadline_s)
+        found = _measured(server, own, roster, presence, federation.deadline_s, federation.absent_after_s)
         parts = assemble.make_parts(parts.experiment, open_manifest(parts.experiment, own, found))
         folder.write("partition.json", parts.manifest.to_json())
         server.go_on_as(uuid.uuid4().hex, assemble.welcome(parts))
     return parts, roster_of(parts.manifest)
 
 
-def _measured(server: Aggregator, own: Own, roster: OpenRoster, deadline_s: float) -> Normalization:
-    """Measure the normalization on the connected clients; if all of them are silent, wait for others.
+def _measured(
+    server: Aggregator, own: Own, roster: OpenRoster, presence: Presence, deadline_s: float, patience_s: float
+) -> Normalization:
+    """Measure the normalization on the clients that are there.
+
+    Where all of them are silent, wait for others; where they answer, and none tells its sums, wait for others for
+    ``patience_s``.
 
     Raises
     ------
     QuorumError
-        If no client sends its moments, though some answer.
+        If nobody else has come by then.
     InterruptedRun
         If the run is stopped while waiting.
     """
+    refused: set[str] = set()
+    over_at = math.inf
     while True:
         roster.settle(0, evaluating=True)
-        silent, waited_s = server.silence.silent, server.silence.waited_s
-        clients = [entry for entry in roster.manifest.clients if entry.seen and entry.id not in silent]
-        try:
-            return measured_normalization(server, own, {entry.id: entry.train for entry in clients}, deadline_s)
-        except QuorumError:
-            if server.silence.waited_s == waited_s or not server.silence.silent.issuperset(e.id for e in clients):
-                raise
+        apart = refused | server.silence.silent
+        clients = {entry.id: entry.train for entry in roster.manifest.clients if entry.seen and entry.id not in apart}
+        if clients:
+            try:
+                return measured_normalization(server, own, clients, deadline_s)
+            except QuorumError as error:
+                failure = error
+            if answered := clients.keys() - server.silence.silent:
+                refused |= answered
+                over_at = time.monotonic() + patience_s
+        elif time.monotonic() < over_at:
+            presence.wait(POLL_S)
+        else:
+            raise failure
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ from fedloom.runner.tracking import Tracked, find_trackers
 from fedloom.runner.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
+from fedloom.transport.address import dialable
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.personalization import Personalization, ServingLimits
 from fedloom.trust.audit import Audit
@@ -229,7 +230,7 @@ def run_experiment(
                 carrier, told, tell = at.server, Observers(observer, at.notices), at.notices.tell
                 workers = None
                 if dataset is None:
-                    observer.notice(f"waiting for: fedloom worker --aggregator {at.address} --data DIR")
+                    observer.notice(f"waiting for: fedloom worker --aggregator {dialable(at.address)} --data DIR")
                 elif options.listen is None:
                     where = options.partition or str(dataset.folder)
                     whose = options.serves or ["--partition", where]
@@ -238,7 +239,8 @@ def run_experiment(
                     workers = partial(Workers, e.runtime, whose, states, folder.logs, token, factory)
                 else:
                     kept_at = assemble.states_of(folder) if stateful and url is not None else None
-                    observer.waiting_for_workers(at.address, options.partition or str(dataset.folder), kept_at)
+                    where = options.partition or str(dataset.folder)
+                    observer.waiting_for_workers(dialable(at.address), where, kept_at)
                 hands = with_workers(at, parts, workers, stop_request, options.wait_s, options.orphan_after_s)
             signals = stop_request.signals() if options.signals else nullcontext()
             with _logs_kept(published), signals, hands:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_address
 
 from fedloom.errors import ExperimentError
 
@@ -33,6 +33,16 @@ def split_address(text: str, *, what: str, lowest: int) -> tuple[str, int]:
             f"{what}: found {text}; allowed: HOST:PORT, port {lowest} to {HIGHEST_PORT}, an IPv6 address in brackets"
         )
     return found[1], int(found["port"])
+
+
+def dialable(address: str) -> str:
+    """Return an address that is served on as others dial it: with HOST in place of all of this machine's addresses."""
+    host, port = split_address(address, what="the address", lowest=0)
+    try:
+        everywhere = ip_address(host.strip("[]")).is_unspecified
+    except ValueError:  # a name
+        everywhere = False
+    return f"HOST:{port}" if everywhere else address
 
 
 def _is_v6(text: str | None) -> bool:

@@ -643,7 +643,7 @@ class Aggregator:
         elsewhere = f", and {others} through other workers" if others else ""
         return (
             f"may announce {counted(identity.max_clients, 'client')} at one time, and announces "
-            f"{len(hello.clients)}{elsewhere}: raise its max_clients in the table of identities"
+            f"{len(hello.clients)}{elsewhere}: raise its max_clients in a table of identities"
         )
 
     def _training(self, hello: wire.Hello) -> set[str]:

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from fedloom.trust.credentials import Certificate, validity
 from fedloom.trust.files import Reread
-from fedloom.trust.identities import Action, Identity, Role, read_identities
+from fedloom.trust.identities import MAX_CLIENTS, Action, Identity, Role, read_identities
 from fedloom.trust.tokens import Token, Tokens, keep_token, read_tokens, token_id
 
 
@@ -203,7 +203,7 @@ class Access:
         if self._table is not None:
             return self._table.value.find(names, None if token is None else token.name)
         name = token.name if token is not None else min(names, default=None)
-        return [] if name is None else [Identity(name, SHARED.roles, SHARED.clients)]
+        return [] if name is None else [Identity(name, SHARED.roles, SHARED.clients, MAX_CLIENTS)]
 
 
 def _require(identity: Identity, action: Action) -> None:
