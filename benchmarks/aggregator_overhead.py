@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/aggregator_overhead.py [--json FILE]
     .venv/bin/python benchmarks/aggregator_overhead.py --tls [--json FILE]
 
-A round is FedLoom's own (``Attempting`` with a ``ServerHalf``, over ``Aggregator`` to worker processes, and a line of
-the journal): sampling, batching, encoding, frames, checksums, validation, decoding, stacking. Each client gets its own
-model and answers with as many bytes (``echo.py``). The bare stream (``bare.py``) moves the same bytes to as many
-processes and back. Both take turns, so that both see the same machine; the figure is the median of their ratios.
+A round is FedLoom's own (``RoundAttempt`` with a ``ServerAlgorithm``, over ``Aggregator`` to worker processes, and a
+line of the journal): sampling, batching, encoding, frames, checksums, validation, decoding, stacking. Each client gets
+its own model and answers with as many bytes (``echo.py``). The bare stream (``bare.py``) moves the same bytes to as
+many processes and back. Both take turns, so that both see the same machine; the figure is the median of their ratios.
 The ratio of CPU time, summed over all processes of each, depends less on other work on the machine.
 
 With ``--tls``, rounds over mutual TLS take turns with rounds in plaintext instead, and the bytes of their sockets are
@@ -34,7 +34,7 @@ from bare import IN_TURN, PIPELINED, Bare
 from common import MIB, cpu_s, descendants, describe, machine, socket_bytes, spread, table, write_json
 from echo import ECHO, EchoServer, federation, names
 
-from fedloom.federation.cohort import Attempting, Rules
+from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Attempt, Journal
 from fedloom.federation.validation import absurd
@@ -60,7 +60,7 @@ class Rounds:
         self._roster = names(clients)
         self._sizes = dict.fromkeys(self._roster, 100)
         self._aggregator = aggregator
-        self._rules = Rules(
+        self._rules = RoundConfig(
             1, cohort, 60.0, cohort, answer_shapes(ECHO.messages, self._server.sizes), threading.Event(), judge
         )
         self._helper = ThreadPoolExecutor(1)
@@ -70,7 +70,7 @@ class Rounds:
         """Run one round; return its seconds, without the check that the echo is right."""
         attempt = Attempt(number, 1)
         started = time.perf_counter()
-        session = Attempting(attempt, "train", self._roster, self._sizes, self._aggregator, self._rules, self._helper)
+        session = RoundAttempt(attempt, "train", self._roster, self._sizes, self._aggregator, self._rules, self._helper)
         try:
             attempt.statistics = self._server.train_round(session)
         finally:

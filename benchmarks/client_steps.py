@@ -32,7 +32,7 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import Call, Lost
 from fedloom.federation.client_side import ClientSide
-from fedloom.federation.cohort import Attempting, Rules
+from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt
 from fedloom.federation.loop import vocabulary
@@ -142,13 +142,13 @@ def visit(case: Case, steps: int) -> float:
             1,
             StoredStates(open_store(states)) if half.stateful else None,
         )
-        rules = Rules(
+        rules = RoundConfig(
             1, 1, 60.0, 1, answer_shapes(algorithm.messages, server.sizes), threading.Event(),
-            lambda client, answer: absurd(answer, server.limits(EXAMPLES)),
+            lambda client, answer: absurd(answer, server.update_bounds(EXAMPLES)),
             (lambda ids: tuple(Versions(None, frozenset(), 0) for _ in ids)) if half.stateful else None,
         )  # fmt: skip
         carrier = Timed(held, torch.float32)
-        session = Attempting(Attempt(1, 1), "train", (client.id,), {client.id: EXAMPLES}, carrier, rules, helper)
+        session = RoundAttempt(Attempt(1, 1), "train", (client.id,), {client.id: EXAMPLES}, carrier, rules, helper)
         server.train_round(session)
         session.close()
     return carrier.seconds

@@ -23,20 +23,20 @@ from torch import Tensor
 
 from fedloom.algorithms.base import (
     Algorithm,
-    ClientHalf,
+    ClientAlgorithm,
+    ClientGroup,
     Cohort,
     Conversation,
-    Group,
     Round,
-    ServerHalf,
+    ServerAlgorithm,
     Statistics,
     Task,
     conversation,
 )
 from fedloom.algorithms.pefll import (
     PEFLL,
-    DescribeYourself,
     Descriptor,
+    DescriptorRequest,
     DescriptorSettings,
     PeFLLServer,
     PeFLLSettings,
@@ -71,7 +71,7 @@ class Update(Message):
     delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "d")  # [c, d]
 
 
-class EchoServer(ServerHalf):
+class EchoServer(ServerAlgorithm):
     """Server half that sends each client its row of θ [c, d] and receives as much: PeFLL's second exchange."""
 
     def __init__(self, theta: Tensor) -> None:
@@ -90,21 +90,21 @@ class EchoServer(ServerHalf):
         return cohort.send(Model(self.state["theta"][: len(cohort.clients)]), Update)
 
 
-class EchoClient(ClientHalf):
+class EchoClient(ClientAlgorithm):
     """Client half that answers at once."""
 
     @conversation
-    def train(self, clients: Group, opening: Model) -> Conversation:
+    def train(self, clients: ClientGroup, opening: Model) -> Conversation:
         """Return the model unchanged."""
         yield Update(opening.theta)
         return None
 
 
-class InstantClient(ClientHalf):
+class InstantClient(ClientAlgorithm):
     """Algorithm 1 of papers/001 for a client that knows its descriptor."""
 
     @conversation
-    def personalize(self, clients: Group, opening: DescribeYourself) -> Conversation:
+    def personalize(self, clients: ClientGroup, opening: DescriptorRequest) -> Conversation:
         """Run lines 2-6."""
         model: PersonalizedModel = yield Descriptor(torch.full((len(clients), DESCRIPTOR_SIZE), 0.1))
         return predictors_of(LENET, personal=model.theta)
@@ -182,7 +182,7 @@ def _without_data(client: str) -> ClientData:
     return ClientData(client, nothing, nothing, nothing, 2)
 
 
-def _nothing_measured(predictors: Predictors, clients: Group) -> Message:
+def _nothing_measured(predictors: Predictors, clients: ClientGroup) -> Message:
     return nothing_measured(len(predictors), 1, CLASSES)
 
 

@@ -49,7 +49,7 @@ seed: {seed}
 data:
   dataset: fashion-mnist
   partition: {{scheme: classes, clients: {clients}, classes_per_client: 5, train_per_client: 800, test_per_client: 500}}
-  unseen_fraction: 0.0
+  held_out_fraction: 0.0
 model: {{name: lenet}}
 algorithm:
   name: fedavg
@@ -251,7 +251,7 @@ class Flower:
 
         return self._run(start, "Flower's deployment")
 
-    def lasting(self) -> dict[str, Any]:
+    def with_steps(self) -> dict[str, Any]:
         """Run ``start_server``, and a process with ``start_client`` per client."""
         address = f"127.0.0.1:{_free_port()}"
 
@@ -361,7 +361,7 @@ def main() -> None:
         ways = {
             "fedloom": lambda: fedloom_run(experiment, folder, options.timeout),
             "deployment": flower.deployment,
-            "lasting": flower.lasting,
+            "lasting": flower.with_steps,
             "simulation": flower.simulation,
         }
         for _ in range(options.repetitions):

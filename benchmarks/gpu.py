@@ -34,12 +34,12 @@ import torch.nn.functional as F
 from common import describe, machine, table
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, Group, Task, find
+from fedloom.algorithms.base import Algorithm, ClientGroup, Task, find
 from fedloom.algorithms.client import LocalSGD, train
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.client_side import ClientSide
-from fedloom.federation.cohort import Attempting, Rules
+from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt
 from fedloom.federation.loop import vocabulary
@@ -105,9 +105,9 @@ def clients(model: FlatModel, count: int, dtype: torch.dtype, device: torch.devi
     return found
 
 
-def group(members: Sequence[ClientData]) -> Group:
+def group(members: Sequence[ClientData]) -> ClientGroup:
     """Return a group as a worker makes it."""
-    return Group(members, lambda client, purpose: generator(1, purpose, client, 1))
+    return ClientGroup(members, lambda client, purpose: generator(1, purpose, client, 1))
 
 
 def starts(model: FlatModel, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -188,12 +188,14 @@ def one_round(
             StoredStates(open_store(states)) if half.stateful else None,
         )
         sizes = {name: len(client.train) for name, client in there.items()}
-        rules = Rules(
+        rules = RoundConfig(
             1, count, 60.0, count, answer_shapes(algorithm.messages, server.sizes), threading.Event(),
-            lambda client, answer: absurd(answer, server.limits(sizes[client])),
+            lambda client, answer: absurd(answer, server.update_bounds(sizes[client])),
             (lambda ids: tuple(Versions(None, frozenset(), 0) for _ in ids)) if half.stateful else None,
         )  # fmt: skip
-        session = Attempting(Attempt(1, 1), "train", tuple(there), sizes, InProcess(held, torch.float32), rules, helper)
+        session = RoundAttempt(
+            Attempt(1, 1), "train", tuple(there), sizes, InProcess(held, torch.float32), rules, helper
+        )
         server.train_round(session)
         session.close()
         server.settle()

@@ -129,7 +129,7 @@ class Task:
         from fedloom import Federated
 
         federated = Federated.from_arrays(
-            clients_of(name), root=self._folder / "data", validation_fraction=1e-6, unseen_fraction=0.0
+            clients_of(name), root=self._folder / "data", validation_fraction=1e-6, held_out_fraction=0.0
         )
         dataset = federated.open(self._settings.seed)
         clients = [dataset.client(entry.id) for entry in dataset.manifest.clients]

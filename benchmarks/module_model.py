@@ -21,7 +21,7 @@ import torch
 from common import describe, machine, write_json
 from local_training import BareLeNet
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, train
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.lenet import LeNet
@@ -46,7 +46,7 @@ def main() -> None:
     random = torch.Generator().manual_seed(0)
     x, y = torch.randn(640, 1, 28, 28, generator=random), torch.randint(10, (640,), generator=random)
     data = ClientData("client", Split(x, y), Split(x, y), Split(x, y), 10)
-    group = Group([data], lambda client, purpose: torch.Generator().manual_seed(1))
+    group = ClientGroup([data], lambda client, purpose: torch.Generator().manual_seed(1))
     theta = models["built in"].init(torch.Generator().manual_seed(2))[None]
     settings = LocalSGD(steps=STEPS, lr=0.005)
     seconds: dict[str, list[float]] = {name: [] for name in models}

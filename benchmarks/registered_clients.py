@@ -35,7 +35,7 @@ from echo import CLASSES, ECHO, INSTANT_PEFLL, federation, names
 from fedloom.data.federated import ClientEntry, Manifest, Normalization
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import shapes as measured_shapes
-from fedloom.federation.cohort import Attempting, Rules
+from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.journal import Attempt
 from fedloom.messages import Metrics, answer_shapes
 from fedloom.transport.aggregator import Aggregator
@@ -56,7 +56,7 @@ def made_up_manifest(clients: int) -> Manifest:
         kind="pixels",
         scheme={"scheme": "none"},
         seed=1,
-        unseen_fraction=0.0,
+        held_out_fraction=0.0,
         validation_fraction=0.0,
         normalization=Normalization((0.5,), (0.5,)),
         source_sha256={},
@@ -108,9 +108,9 @@ def measure(clients: int, seconds: float) -> dict[str, float]:
     return figures
 
 
-def _session(aggregator: Aggregator, roster: Any, sizes: Any, shapes: Any, number: int) -> Attempting:
-    rules = Rules(1, 20, 60.0, 1, shapes, threading.Event(), judge)
-    return Attempting(Attempt(number, 0), "evaluate", roster, sizes, aggregator, rules, _HELPER)
+def _session(aggregator: Aggregator, roster: Any, sizes: Any, shapes: Any, number: int) -> RoundAttempt:
+    rules = RoundConfig(1, 20, 60.0, 1, shapes, threading.Event(), judge)
+    return RoundAttempt(Attempt(number, 0), "evaluate", roster, sizes, aggregator, rules, _HELPER)
 
 
 _HELPER = ThreadPoolExecutor(1)

@@ -32,7 +32,7 @@ name: resume
 data:
   dataset: fashion-mnist
   partition: {{scheme: classes, clients: 10, classes_per_client: 2, train_per_client: 20, test_per_client: 10}}
-  unseen_fraction: 0.0
+  held_out_fraction: 0.0
 model: {{name: {model}}}
 algorithm: {algorithm}
 federation: {{rounds: 1, clients_per_round: 2, checkpoint_every_s: 3600}}

@@ -85,7 +85,7 @@ class Federation:
                         loss=torch.ones(1, 1, dtype=torch.float64),
                     )
                 ),
-                "MakeItYours": _template(nothing_measured(1, 2, CLASSES)),
+                "PersonalizeRequest": _template(nothing_measured(1, 2, CLASSES)),
             },
         }
         (folder / "peers.json").write_text(json.dumps(told))
@@ -167,7 +167,7 @@ def _experiment(clients: int, cohort: int) -> dict[str, Any]:
         "data": {"own": own},
         "model": {"name": "logistic"},
         "algorithm": {"name": "fedavg", "local": {"steps": 1}},
-        "federation": {**federation, "absent_after_s": 300, "checkpoint_every_s": 2},
+        "federation": {**federation, "heartbeat_timeout_s": 300, "checkpoint_every_s": 2},
         "evaluation": {"every": 1_000_000, "cohort": 1000},
     }
 

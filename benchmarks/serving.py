@@ -83,7 +83,7 @@ def make_run(folder: Path) -> tuple[PeFLLServer, int]:
         kind="pixels",
         scheme={"scheme": "none"},
         seed=1,
-        unseen_fraction=0.0,
+        held_out_fraction=0.0,
         validation_fraction=0.0,
         normalization=Normalization((0.5,), (0.5,)),
         source_sha256={},
@@ -270,7 +270,7 @@ def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
 def cold_bytes(address: str) -> dict[str, float]:
     """Return the bytes received by a client without the opening (cold), and by one that has it (warm)."""
     from fedloom.federation.loop import vocabulary
-    from fedloom.runner.personal import Asked, Speaking, _client_of
+    from fedloom.runner.personal import PersonalizationClient, PersonalizationRequest, _client_of
     from fedloom.transport.newcomer import Memory
 
     async def ask() -> dict[str, float]:
@@ -279,9 +279,9 @@ def cold_bytes(address: str) -> dict[str, float]:
         try:
             about = (await models.describe(60)).about
             x = torch.randint(256, (32, 1, 28, 28), dtype=torch.uint8)
-            client = _client_of(about, Asked(x, torch.arange(32) % CLASSES))
+            client = _client_of(about, PersonalizationRequest(x, torch.arange(32) % CLASSES))
             for which in ("cold", "warm"):
-                speaking, started = Speaking(client.parts, client.data, client.id), time.perf_counter()
+                speaking, started = PersonalizationClient(client.parts, client.data, client.id), time.perf_counter()
                 words = vocabulary(client.parts.algorithm)
                 answered = await models.converse(about, client.id, words, speaking.speak)
                 found |= {f"{which}_down": answered.down, f"{which}_up": answered.up}

@@ -125,7 +125,7 @@ def publications(store: Store, folder: Path, repetitions: int) -> tuple[float, f
         run.append("journal.jsonl", {"round": t, "about": "x" * 2000})
         times.append(seconds(lambda t=t: published.publish(t)))  # type: ignore[misc]
     again = Published(RunFolder(folder / "again"), store, "second")
-    return statistics.median(times[2:]), seconds(again.take_up)
+    return statistics.median(times[2:]), seconds(again.restore)
 
 
 def main() -> None:

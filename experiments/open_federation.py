@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from pages_open_federation import FOUND, of_one
 
 from fedloom.data import sources
-from fedloom.data.sources import Official
+from fedloom.data.sources import RawDataset
 from fedloom.federation.folder import RunFolder
 from fedloom.trust.certificates import make_ca, make_certificate
 
@@ -101,7 +101,7 @@ def experiment_of(name: str, classes: Sequence[str], rounds: int) -> dict[str, A
             "rounds": rounds,
             "clients_per_round": 6,
             "min_clients": 3,
-            "absent_after_s": 15.0,
+            "heartbeat_timeout_s": 15.0,
             "deadline_s": 10.0,
             "checkpoint_every_s": 1.0,
         },
@@ -112,7 +112,7 @@ def experiment_of(name: str, classes: Sequence[str], rounds: int) -> dict[str, A
 # --- members' data ----------------------------------------------------------------------------------------------------
 
 
-def owners(official: Official) -> list[tuple[NDArray[Any], NDArray[np.int64]]]:
+def owners(official: RawDataset) -> list[tuple[NDArray[Any], NDArray[np.int64]]]:
     """Return inputs and labels of the owners with the most examples."""
     pools = (official.train, official.test)
     x, y, whose = (

@@ -14,7 +14,7 @@ train() { # DATASET FOLDER ROUNDS SEED [SETTING...]
     file="experiments/pefll-$1.yaml" out="$2" rounds="$3" seed="$4"
     shift 4
     .venv/bin/fedloom run "$file" --out "$out" --resume --no-report --set "seed=$seed" \
-        --set "runtime.workers=$workers" --set data.unseen_fraction=0.2 --set evaluation.every=100 \
+        --set "runtime.workers=$workers" --set data.held_out_fraction=0.2 --set evaluation.every=100 \
         --set "federation.rounds=$rounds" "$@"
 }
 

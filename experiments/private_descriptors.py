@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.pefll import private
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.evaluation.measure import nothing_measured
@@ -30,7 +30,7 @@ from fedloom.federation.randomness import generator
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.runner import assemble
-from fedloom.runner.assemble import Parts
+from fedloom.runner.assemble import RunContext
 from fedloom.runner.trained import restore
 from fedloom.storage.folder import write_atomically
 from fedloom.theory.privacy import noise_multiplier
@@ -57,11 +57,13 @@ class Fewer:
         return dataclasses.replace(c, train=Split(c.train.x[kept], c.train.y[kept]))
 
 
-def accuracies(parts: Parts, loop: Loop, dataset: Any, clients: Sequence[str], split: str, seed: int) -> list[float]:
+def accuracies(
+    parts: RunContext, loop: Loop, dataset: Any, clients: Sequence[str], split: str, seed: int
+) -> list[float]:
     """Return the accuracy of each client's model, in percent, with a seed's noise."""
     found: dict[str, float] = {}
 
-    def keep(predictors: Predictors, group: Group) -> Message:
+    def keep(predictors: Predictors, group: ClientGroup) -> Message:
         for named, c in zip(predictors, group.clients, strict=True):
             data: Split = getattr(c, split)
             assert data.y is not None
@@ -77,7 +79,7 @@ def accuracies(parts: Parts, loop: Loop, dataset: Any, clients: Sequence[str], s
     return [found[name] for name in clients]
 
 
-def with_privacy(parts: Parts, clip: float, epsilon: float) -> Parts:
+def with_privacy(parts: RunContext, clip: float, epsilon: float) -> RunContext:
     """Return the parts of the run with clients whose descriptors have this (ε, δ)."""
     settings = private(parts.settings, clip, noise_multiplier(epsilon, DELTA), DELTA)
     choice = parts.experiment.algorithm.model_copy(update={"settings": settings})
@@ -115,7 +117,7 @@ def main() -> None:
             for epsilon in (None, *EPSILONS):
                 made = parts if epsilon is None else with_privacy(parts, given.clip, epsilon)
 
-                def one(seed: int, made: Parts = made, fewer: Fewer = fewer) -> list[float]:
+                def one(seed: int, made: RunContext = made, fewer: Fewer = fewer) -> list[float]:
                     return accuracies(made, loop, fewer, new, "test", seed)
 
                 cost = draws(math.inf if epsilon is None else epsilon, one)

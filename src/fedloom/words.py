@@ -17,7 +17,7 @@ REASON_CHARACTERS = 300
 """Maximum length of an untrusted reason, in characters."""
 
 
-def counted(count: int, noun: str, plural: str | None = None) -> str:
+def pluralize(count: int, noun: str, plural: str | None = None) -> str:
     """Return a count with its noun, in the plural unless it is one: ``1 model``, ``2,000 models``, ``3 classes``."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 

@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import ClientHalf, Conversation, Group, find
+from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation, find
 from fedloom.data.federated import FederatedDataset
 from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost, Refusals, Traffic
@@ -26,7 +26,7 @@ from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
 from fedloom.messages import Message
 from fedloom.runner import assemble
-from fedloom.runner.assemble import Parts
+from fedloom.runner.assemble import RunContext
 
 TINY: dict[str, dict[str, Any]] = {
     "pefll": {
@@ -144,7 +144,7 @@ class Quiet:
 class Federation:
     """One method on the tiny data, ready to be run any number of times."""
 
-    parts: Parts
+    parts: RunContext
     dataset: FederatedDataset
     tmp: Path
 
@@ -159,7 +159,7 @@ class Federation:
                 tree[section] = value
         return dataclasses.replace(self, parts=_parts(self.tmp, tree, self.dataset))
 
-    def carrier(self, name: str, change: Callable[[ClientHalf], Any] = lambda half: half) -> InProcess:
+    def carrier(self, name: str, change: Callable[[ClientAlgorithm], Any] = lambda half: half) -> InProcess:
         """A fresh in-process carrier for the run in folder ``name``; ``change`` may wrap the clients' half."""
         algorithm = self.parts.algorithm
         changed = dataclasses.replace(algorithm, client=lambda *known: change(algorithm.client(*known)))
@@ -235,7 +235,7 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
             "dataset": "tiny",
             "root": str(root),
             "partition": {"scheme": "classes", "clients": 8, "classes_per_client": 2, "shares": [0.8, 0.2]},
-            "unseen_fraction": 0.25,
+            "held_out_fraction": 0.25,
         },
         "model": {"name": "mlp", "hidden": [4]},
         "algorithm": {"name": algorithm, **settings},
@@ -256,7 +256,7 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
     return Federation(assemble.make_parts(e, dataset.manifest), dataset, tmp)
 
 
-def _parts(tmp: Path, tree: dict[str, Any], dataset: FederatedDataset) -> Parts:
+def _parts(tmp: Path, tree: dict[str, Any], dataset: FederatedDataset) -> RunContext:
     path = tmp / "changed.yaml"
     path.write_text(yaml.safe_dump(tree))
     return assemble.make_parts(experiments.load(path), dataset.manifest)
@@ -357,17 +357,17 @@ class Spread:
 class Poisoned:
     """A client half whose answers hold a NaN for one client at one exchange of one kind of conversation."""
 
-    def __init__(self, half: ClientHalf, opening: type[Message], client: str, exchange: int) -> None:
+    def __init__(self, half: ClientAlgorithm, opening: type[Message], client: str, exchange: int) -> None:
         self.predictors, self.stateful = half.predictors, half.stateful
         self._half = half
         self._opening = opening
         self._client = client
         self._exchange = exchange
 
-    def open(self, clients: Group, opening: Message) -> Conversation:
+    def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         return self._poison(clients, opening, self._half.open(clients, opening))
 
-    def _poison(self, clients: Group, opening: Message, honest: Conversation) -> Conversation:
+    def _poison(self, clients: ClientGroup, opening: Message, honest: Conversation) -> Conversation:
         told, exchange = None, 0
         while True:
             try:
@@ -388,11 +388,11 @@ class Huge:
     measure, are 0.
     """
 
-    def __init__(self, half: ClientHalf) -> None:
+    def __init__(self, half: ClientAlgorithm) -> None:
         self.predictors, self.stateful = half.predictors, half.stateful
         self._half = half
 
-    def open(self, clients: Group, opening: Message) -> Conversation:
+    def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         honest, told = self._half.open(clients, opening), None
         while True:
             try:

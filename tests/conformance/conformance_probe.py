@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fedloom.algorithms.base import (
     Algorithm,
-    ClientHalf,
+    ClientAlgorithm,
+    ClientGroup,
     Cohort,
     Conversation,
-    Group,
     Round,
-    ServerHalf,
+    ServerAlgorithm,
     Statistics,
     Task,
     conversation,
@@ -42,7 +42,7 @@ class Show(Message):
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 
 
-class Server(ServerHalf):
+class Server(ServerAlgorithm):
     """Two conversations in a round, of two exchanges and one; a part of its update waits for the next round."""
 
     def __init__(self, settings: Settings, task: Task, generator: torch.Generator) -> None:
@@ -79,16 +79,16 @@ class Server(ServerHalf):
         return cohort.send(Show(self.state["theta"] + self.state["late"]))
 
 
-class Client(ClientHalf):
+class Client(ClientAlgorithm):
     """Remembers a vector, to which every round that counts it adds."""
 
     stateful = True
 
     @conversation
-    def train(self, clients: Group, opening: Begin) -> Conversation:
+    def train(self, clients: ClientGroup, opening: Begin) -> Conversation:
         """Answers as often as it is asked, from what it remembers, what it draws and what it is told."""
         theta = opening.theta.expand(len(clients), -1)
-        remembered = clients.recall("memory", torch.zeros_like(theta))
+        remembered = clients.load_state("memory", torch.zeros_like(theta))
         steps = torch.tensor([[float(len(client.train))] for client in clients.clients], dtype=torch.float64)
         pushed: Tensor | float = 0.0
         while True:
@@ -97,15 +97,15 @@ class Client(ClientHalf):
             )
             change = 0.1 * (drawn - theta) + 0.3 * remembered + pushed
             remembered = 0.5 * remembered + change
-            clients.keep(memory=remembered)
+            clients.save_state(memory=remembered)
             told: GoOn = yield Moved(change, steps)
             pushed = told.push
 
     @conversation
-    def personalize(self, clients: Group, opening: Show) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: Show) -> Predictors:
         """The shared vector and what the client remembers."""
         theta = opening.theta.expand(len(clients), -1)
-        remembered = clients.recall("memory", torch.zeros_like(theta))
+        remembered = clients.load_state("memory", torch.zeros_like(theta))
         return predictors_of(self.task.model, personal=theta + remembered)
 
 

@@ -26,7 +26,7 @@ EXPERIMENT: dict[str, Any] = {
             "scheme": "classes", "clients": 12, "classes_per_client": 2, "shares": [0.7, 0.3],
             "train_per_client": 40, "test_per_client": 20,
         },
-        "unseen_fraction": 0.25,
+        "held_out_fraction": 0.25,
     },
     "model": {"name": "mlp", "hidden": [16]},
     # Keeps a state of every client between rounds: a worker that takes a client over has to find it.

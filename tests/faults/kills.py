@@ -53,7 +53,7 @@ class Kept:
         """The published run, as an aggregator elsewhere would find it."""
         found = self._place.new()
         found.mkdir()
-        Published(RunFolder(found), open_store(url, self._place.environment), "onlooker").take_up()
+        Published(RunFolder(found), open_store(url, self._place.environment), "onlooker").restore()
         return found
 
 

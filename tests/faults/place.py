@@ -95,7 +95,7 @@ class Place:
                     "scheme": "classes", "clients": 8, "classes_per_client": 2, "shares": [0.8, 0.2],
                     "train_per_client": 12, "test_per_client": 4,
                 },
-                "unseen_fraction": 0.25,
+                "held_out_fraction": 0.25,
             },
             "model": {"name": "mlp", "hidden": [4]},
             "algorithm": {"name": name, **TINY.get(method, {})},

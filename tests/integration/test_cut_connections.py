@@ -25,7 +25,7 @@ EXPERIMENT: dict[str, Any] = {
     "data": {
         "dataset": "tiny",
         "partition": {"scheme": "classes", "clients": 8, "classes_per_client": 2, "shares": [0.8, 0.2]},
-        "unseen_fraction": 0.25,
+        "held_out_fraction": 0.25,
     },
     "model": {"name": "mlp", "hidden": [4]},
     "algorithm": {

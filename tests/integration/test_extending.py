@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "docs" / "examples"
 EXPERIMENT = """\
 name: mine
-data: {dataset: people, root: DATA, partition: {scheme: natural}, unseen_fraction: 0.2, validation_fraction: 0.33}
+data: {dataset: people, root: DATA, partition: {scheme: natural}, held_out_fraction: 0.2, validation_fraction: 0.33}
 model: {name: tanh, hidden: 16}
 algorithm: {name: fedsgd, lr: 0.3}
 federation: {rounds: 60, clients_per_round: 6}

@@ -27,7 +27,7 @@ from forked import Popen
 
 from fedloom.data import sources
 from fedloom.data.sources import fetchers
-from fedloom.data.sources.base import Official, Owners, OwnFiles, Pool, Progress, Source, SourceFile
+from fedloom.data.sources.base import Owners, OwnFiles, Pool, Progress, RawDataset, Source, SourceFile
 from fedloom.data.sources.fetchers import Copy, DebianPackage, Download, DownloadArchive, NpmPackage, SourcePackage
 from fedloom.errors import DataError, ExitCode
 
@@ -447,11 +447,11 @@ def test_a_source_that_needs_another(
     content = bytes(range(240))
     file = SourceFile("owners", 240, hashlib.sha256(content).hexdigest())
 
-    def read(contents: dict[str, bytes]) -> Official:
+    def read(contents: dict[str, bytes]) -> RawDataset:
         tiny = tiny_source().read(contents)
         owners = np.frombuffer(contents["owners"], dtype=np.uint8).astype(np.int64)
         names = tuple(map(str, range(240)))
-        return Official(
+        return RawDataset(
             Pool(tiny.train.inputs, tiny.train.labels, owners),
             Pool(tiny.test.inputs, tiny.test.labels, owners[:60]),
             Owners(names, divided=False),
@@ -486,7 +486,7 @@ def own_source(tiny_source: MakeSource, official: bool) -> Source:
     def names(folder: Path) -> tuple[str, ...]:
         return tuple(sorted(f"own/{path.name}" for path in (folder / "own").glob("*ubyte")))
 
-    def read(contents: dict[str, bytes]) -> Official:
+    def read(contents: dict[str, bytes]) -> RawDataset:
         return tiny_source().read({name.removeprefix("own/"): contents[name] for name in contents})
 
     own = OwnFiles("own/*ubyte, which you made", names)
@@ -535,7 +535,7 @@ def test_files_of_the_users_own_may_lie_in_folders_of_folders(
         (tmp_path / "given" / name).parent.mkdir(parents=True)
         (tmp_path / "given" / name).write_bytes(content)
 
-    def read(contents: Mapping[str, bytes]) -> Official:
+    def read(contents: Mapping[str, bytes]) -> RawDataset:
         return tiny_source().read({Path(name).name: contents[name] for name in contents})
 
     own = OwnFiles("own/*/*ubyte", lambda folder: tuple(there))

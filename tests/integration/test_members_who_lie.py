@@ -15,7 +15,7 @@ from transport_support import Hostile, Sum, make_aggregator, until
 from fedloom.data.own import Own
 from fedloom.errors import QuorumError
 from fedloom.federation.measuring import VOCABULARY, InputMoments, measured_normalization
-from fedloom.federation.roster import Presence
+from fedloom.federation.roster import AvailableClients
 from fedloom.transport.wire import federation_pb2 as wire
 
 OWN = Own(kind="pixels", input_shape=(1, 2, 2), classes=("x", "y"))
@@ -25,7 +25,7 @@ HONEST = {"train": 10, "validation": 2, "test": 3, "labelled": True, "class_coun
 @pytest.fixture
 def aggregator() -> Iterator[Any]:
     """Of an open federation, with a member who is honest and has client ``anna``."""
-    presence = Presence()
+    presence = AvailableClients()
     aggregator = make_aggregator(presence=presence, classes=2, clients=(), vocabulary={"Sum": Sum, **VOCABULARY})
     address = aggregator.start("127.0.0.1:0")
     joined: list[Hostile] = []

@@ -17,7 +17,7 @@ from transport_support import Proxy, Worker, make_aggregator, until
 
 from fedloom.errors import RefusedError
 from fedloom.federation.journal import Attempt
-from fedloom.transport.notices import Notices
+from fedloom.transport.notices import ProgressPublisher
 from fedloom.transport.progress import Progress, follow, from_wire
 from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
@@ -59,12 +59,12 @@ class Watcher:
 
 
 @pytest.fixture
-def notices() -> Notices:
-    return Notices("run-1", 7, len(CLIENTS))
+def notices() -> ProgressPublisher:
+    return ProgressPublisher("run-1", 7, len(CLIENTS))
 
 
 @pytest.fixture
-def address(notices: Notices) -> Iterator[str]:
+def address(notices: ProgressPublisher) -> Iterator[str]:
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     yield aggregator.start("127.0.0.1:0")
     aggregator.stop()
@@ -74,7 +74,7 @@ def line(round: int) -> dict[str, object]:
     return {"round": round, "seen": {"accuracy_pooled": 0.5}, "unseen": None, "text": "ü"}
 
 
-def test_a_run_is_told_from_its_workers_to_its_end(notices: Notices, address: str) -> None:
+def test_a_run_is_told_from_its_workers_to_its_end(notices: ProgressPublisher, address: str) -> None:
     watcher = Watcher(address)
     notices.tell("waiting", "waiting for workers")
     (*_, waiting) = watcher.until(message="waiting for workers")
@@ -101,7 +101,7 @@ def test_a_run_is_told_from_its_workers_to_its_end(notices: Notices, address: st
 
 
 def test_rounds_in_quick_succession_are_told_at_once_and_no_evaluation_is_left_out(
-    notices: Notices, address: str
+    notices: ProgressPublisher, address: str
 ) -> None:
     watcher = Watcher(address)
     watcher.until(state="waiting")
@@ -116,7 +116,9 @@ def test_rounds_in_quick_succession_are_told_at_once_and_no_evaluation_is_left_o
     assert watcher.ended() is None
 
 
-def test_who_comes_late_is_told_the_newest_evaluation_and_how_it_ended(notices: Notices, address: str) -> None:
+def test_who_comes_late_is_told_the_newest_evaluation_and_how_it_ended(
+    notices: ProgressPublisher, address: str
+) -> None:
     for round in (1, 2):
         notices.evaluated(line(round))
     notices.tell("failed", "the disk is full")
@@ -125,7 +127,7 @@ def test_who_comes_late_is_told_the_newest_evaluation_and_how_it_ended(notices: 
     assert (told[-1].state, told[-1].message) == ("failed", "the disk is full")
 
 
-def test_a_stream_that_breaks_is_a_connection_error(notices: Notices, address: str) -> None:
+def test_a_stream_that_breaks_is_a_connection_error(notices: ProgressPublisher, address: str) -> None:
     proxy = Proxy(address)
     watcher = Watcher(proxy.address)
     watcher.until(state="waiting")
@@ -134,7 +136,7 @@ def test_a_stream_that_breaks_is_a_connection_error(notices: Notices, address: s
     proxy.close()
 
 
-def test_an_aggregator_that_stops_before_the_end_is_a_connection_error(notices: Notices) -> None:
+def test_an_aggregator_that_stops_before_the_end_is_a_connection_error(notices: ProgressPublisher) -> None:
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     watcher = Watcher(aggregator.start("127.0.0.1:0"))
     watcher.until(state="waiting")
@@ -162,7 +164,7 @@ def test_a_state_of_another_version_is_refused() -> None:
         from_wire(wire.Progress.FromString(wire.Progress(state=99).SerializeToString()))
 
 
-def test_who_watches_and_for_how_long_nobody_has(notices: Notices, address: str) -> None:
+def test_who_watches_and_for_how_long_nobody_has(notices: ProgressPublisher, address: str) -> None:
     until(lambda: notices.unwatched_s > 0.05)
     watcher = Watcher(address)
     watcher.until(state="waiting")
@@ -180,7 +182,7 @@ def test_who_watches_and_for_how_long_nobody_has(notices: Notices, address: str)
     until(lambda: notices.unwatched_s > 0)
 
 
-def test_the_end_waits_for_those_who_watch_but_not_for_ever(notices: Notices, address: str) -> None:
+def test_the_end_waits_for_those_who_watch_but_not_for_ever(notices: ProgressPublisher, address: str) -> None:
     started = time.monotonic()
     notices.read_within(60)
     assert time.monotonic() - started < 30  # nobody watches
@@ -194,7 +196,7 @@ def test_the_end_waits_for_those_who_watch_but_not_for_ever(notices: Notices, ad
     assert time.monotonic() - started < 30
 
 
-def test_workers_that_come_after_the_end_are_let_go(notices: Notices) -> None:
+def test_workers_that_come_after_the_end_are_let_go(notices: ProgressPublisher) -> None:
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     address = aggregator.start("127.0.0.1:0")
     early = Worker(address, "early", CLIENTS)
@@ -227,7 +229,7 @@ for progress in follow(sys.argv[1], connect_s=60):
 
 @pytest.mark.slow
 @pytest.mark.exhaustive  # half a minute of waiting
-def test_a_worker_and_a_watcher_that_vanish_without_a_word_are_noticed(notices: Notices) -> None:
+def test_a_worker_and_a_watcher_that_vanish_without_a_word_are_noticed(notices: ProgressPublisher) -> None:
     """A stopped process answers no pings, as a machine that is cut off: 20 s to the ping, 10 s for its answer."""
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     address = aggregator.start("127.0.0.1:0")

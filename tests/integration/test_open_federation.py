@@ -50,7 +50,7 @@ data: {{own: {{kind: features, input_shape: [9], classes: [{", ".join(CLASS_NAME
 model: {{name: mlp, hidden: [6]}}
 algorithm: {{name: fedavg, local: {{steps: 2, lr: 0.1}}}}
 federation:
-  {{rounds: null, clients_per_round: 3, min_clients: 2, absent_after_s: 0.5, deadline_s: 3, checkpoint_every_s: 0}}
+  {{rounds: null, clients_per_round: 3, min_clients: 2, heartbeat_timeout_s: 0.5, deadline_s: 3, checkpoint_every_s: 0}}
 evaluation: {{every: 20, cohort: 2}}
 runtime: {{workers: 0}}
 """
@@ -394,7 +394,7 @@ def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_
     federation: Federation, *, refuses: bool
 ) -> None:
     """Two members answer, and a cohort has room for five."""
-    changed = ("rounds=6", "deadline_s=1", "min_clients=2", "clients_per_round=5", "absent_after_s=20")
+    changed = ("rounds=6", "deadline_s=1", "min_clients=2", "clients_per_round=5", "heartbeat_timeout_s=20")
     settings = [word for each in changed for word in ("--set", f"federation.{each}")]
     aggregator = federation.aggregator(*settings, "--set", "evaluation.every=3", environment={"OMP_NUM_THREADS": "1"})
     ghosts = [f"ghost-{i:03d}" for i in range(300)]

@@ -209,7 +209,7 @@ def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(exper
     ("override", "facts"),
     [
         ("data.dataset=mnist", ("data.dataset", "own", "dataset and partition")),
-        ("data.unseen_fraction=0.2", ("data.unseen_fraction", "own")),
+        ("data.held_out_fraction=0.2", ("data.held_out_fraction", "own")),
         ("data.own.kind=sound", ("data.own.kind", '"sound"', "pixels, features, tokens")),
         ("data.own.kind=pixels", ("data.own.input_shape", "[9]", "[channels, height, width]")),
         ("data.own.input_shape=[0]", ("data.own.input_shape", "[0]", "at least 1")),

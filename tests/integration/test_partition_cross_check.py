@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.assignment import PartitionSettings, assign_examples
 from fedloom.data.schemes import ClassesScheme, DirichletScheme, MixScheme
-from fedloom.data.sources import Official, Pool
+from fedloom.data.sources import Pool, RawDataset
 
 partitioners = pytest.importorskip("flwr_datasets.partitioner", reason="flwr-datasets is not installed")
 
@@ -39,7 +39,7 @@ def theirs(partitioner: Any) -> NDArray[np.int64]:
 def ours(scheme: MixScheme, seed: int = 1) -> NDArray[np.int64]:
     """The same from FedLoom: the train splits."""
     pool = Pool(np.zeros((len(LABELS), 1, 1, 1), dtype=np.uint8), LABELS)
-    dealt = assign_examples(Official(pool, pool), CLASSES, PartitionSettings(scheme, seed, 0.0, 0.01))
+    dealt = assign_examples(RawDataset(pool, pool), CLASSES, PartitionSettings(scheme, seed, 0.0, 0.01))
     return np.stack([np.bincount(LABELS[hand], minlength=CLASSES) for hand in dealt.examples["train"]])
 
 

@@ -18,7 +18,7 @@ from fedloom.federation.carrier import Lost
 from fedloom.transport import stream
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import Refusal
-from fedloom.transport.notices import Notices
+from fedloom.transport.notices import ProgressPublisher
 from fedloom.transport.progress import follow
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
@@ -48,7 +48,7 @@ class Way:
             token.write_text(add_token(folder / "tokens.json", "north")[0].get_secret_value())
             protection = ServerOptions(tokens=folder / "tokens.json")
             self.credentials = Credentials(ClientOptions(None if plain else ca / "ca.crt", token_file=token))
-        self.notices = Notices("run-1", 1, len(CLIENTS))
+        self.notices = ProgressPublisher("run-1", 1, len(CLIENTS))
         self.aggregator: Aggregator = make_aggregator(protection=Protection(protection), notices=self.notices)
         self._stack = stack
         target = self.aggregator.start("127.0.0.1:0")

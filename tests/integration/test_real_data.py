@@ -19,7 +19,7 @@ from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.partition import partition
 from fedloom.data.reserve import Reserve
 from fedloom.data.schemes import ClassesScheme, DirichletScheme
-from fedloom.data.sources import Official
+from fedloom.data.sources import RawDataset
 from fedloom.errors import DataError
 
 pytestmark = pytest.mark.data
@@ -45,7 +45,7 @@ def test_the_published_numbers(root: Path) -> None:
     assert official.train.inputs.std() / 255 == pytest.approx(0.3530, abs=5e-5)
 
 
-def had(name: str, root: Path | None = None, copy_from: Path | None = None) -> Official:
+def had(name: str, root: Path | None = None, copy_from: Path | None = None) -> RawDataset:
     """A real data set, in the data root of this machine; skips where it cannot be had."""
     source = sources.find(name)
     try:
@@ -122,7 +122,7 @@ def test_the_protocol_of_the_papers(root: Path) -> None:
         "fashion-mnist",
         ClassesScheme(clients=100, classes_per_client=2),
         seed=1,
-        unseen_fraction=0.1,
+        held_out_fraction=0.1,
         validation_fraction=1 / 6,
         root=root,
     )
@@ -139,7 +139,7 @@ def test_the_protocol_of_the_papers(root: Path) -> None:
 def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Path) -> None:
     def made(seed: int, reserve: Reserve | None, clients: int) -> FederatedDataset:
         scheme = ClassesScheme(clients=clients, classes_per_client=2, reserve=reserve)
-        how = {"unseen_fraction": 0.1, "validation_fraction": 1 / 6}
+        how = {"held_out_fraction": 0.1, "validation_fraction": 1 / 6}
         return FederatedDataset.open(partition("fashion-mnist", scheme, seed=seed, root=root, **how))
 
     kept = Reserve(count=600)
@@ -162,7 +162,7 @@ def test_a_thousand_clients_are_dealt_in_seconds(root: Path) -> None:
         "fashion-mnist",
         DirichletScheme(clients=1000, alpha=0.1),
         seed=1,
-        unseen_fraction=0.1,
+        held_out_fraction=0.1,
         validation_fraction=1 / 6,
         root=root,
     )
@@ -175,7 +175,7 @@ PARTITION = """
 import sys
 from fedloom.data.partition import partition
 from fedloom.data.schemes import IidScheme
-fractions = {"unseen_fraction": 0.1, "validation_fraction": 0.1}
+fractions = {"held_out_fraction": 0.1, "validation_fraction": 0.1}
 print(partition("fashion-mnist", IidScheme(clients=20), seed=3, root=sys.argv[1], **fractions))
 assert "torch" not in sys.modules
 """

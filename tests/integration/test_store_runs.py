@@ -345,7 +345,7 @@ def test_another_partition_than_the_experiments(stateful: Place, tmp_path: Path,
         monkeypatch.setenv(name, value)
     for change, said in (
         ("seed=9", "seed: the partition has 5, the experiment 9"),
-        ("data.unseen_fraction=0.2", "data.unseen_fraction: the partition has 0.1, the experiment 0.2"),
+        ("data.held_out_fraction=0.2", "data.held_out_fraction: the partition has 0.1, the experiment 0.2"),
         (
             "data.partition={scheme: iid, clients: 20}",
             "data.partition.scheme: the partition has 'classes', the experiment 'iid'",

@@ -33,7 +33,7 @@ from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumErro
 from fedloom.federation.carrier import Lost
 from fedloom.transport.codec import Refusal
 from fedloom.transport.exchanges import Clients, WorkerInfo
-from fedloom.transport.limits import Budget
+from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import SERVER_OPTIONS
 
 CLIENTS = ("anna", "bo", "carla", "dai", "emil")
@@ -462,7 +462,7 @@ def test_a_silent_worker_that_joins_again_is_asked_again(aggregator, worker):
     aggregator.wait_for(set(CLIENTS), 30)
     aggregator.exchange(start_call(CLIENTS, deadline_s=1))
     assert aggregator.silence.silent == set(CLIENTS)
-    aggregator.go_on_as("a2", "{}")  # all streams end
+    aggregator.start_new_session("a2", "{}")  # all streams end
     until(lambda: not aggregator.silence.silent)
     release.set()
 
@@ -631,14 +631,14 @@ def test_who_is_connected_and_alive_keeps_its_name_and_the_other_waits(aggregato
 
 
 def test_workers_beyond_what_may_join_at_once_come_again(aggregator, worker):
-    aggregator._joins = Budget(1.5, 0)  # a Hello costs one, and a little for its bytes
+    aggregator._joins = TokenBucket(1.5, 0)  # a Hello costs one, and a little for its bytes
     first = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
     second = worker("w2", reconnect_s=30)
     until(lambda: aggregator.refusals.counts.get(Refusal.JOINS, 0) >= 2)
     assert aggregator.refusals.counts.keys() == {Refusal.JOINS}
     assert [w.name for w in aggregator.workers()] == ["w1"]
-    aggregator._joins = Budget(10, 0)
+    aggregator._joins = TokenBucket(10, 0)
     aggregator.wait_for(set(CLIENTS), 30, workers=2)
     assert (first.error, second.error) == (None, None)
 
@@ -785,7 +785,7 @@ def test_who_is_welcomed_while_the_aggregator_becomes_another_comes_again(aggreg
             while not everyone:
                 everyone = all(each.done() for each in told)
                 last = f"a{time.monotonic_ns()}"
-                aggregator.go_on_as(last, "new")
+                aggregator.start_new_session(last, "new")
             stale = [
                 threads.submit(peer.status)
                 for peer, first in zip(peers, told, strict=True)

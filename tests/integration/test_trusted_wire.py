@@ -26,13 +26,13 @@ from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, QuorumError, RefusedError
 from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
-from fedloom.federation.roster import Presence
+from fedloom.federation.roster import AvailableClients
 from fedloom.transport import control, gate, spoken, stream
 from fedloom.transport import worker as worker_module
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import encode
 from fedloom.transport.newcomer import Models
-from fedloom.transport.notices import Notices
+from fedloom.transport.notices import ProgressPublisher
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.progress import follow
 from fedloom.transport.wire import control_pb2
@@ -40,7 +40,7 @@ from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust import audit, certificates
 from fedloom.trust.audit import Audit
 from fedloom.trust.certificates import make_ca, make_certificate
-from fedloom.trust.files import Reread
+from fedloom.trust.files import ReloadingFile
 from fedloom.trust.identities import Role, read_identities
 from fedloom.trust.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.trust.tokens import add_token, make_token, revoke_tokens
@@ -264,10 +264,10 @@ MAY = {
 
 
 @pytest.fixture(scope="module")
-def by_role(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federation, Notices, dict]]:
+def by_role(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federation, ProgressPublisher, dict]]:
     federation = Federation(tmp_path_factory.mktemp("roles"))
     tokens = {role: add_token(federation.tokens, role)[0].get_secret_value() for role in Role}
-    notices = Notices("run-1", 1, len(CLIENTS))
+    notices = ProgressPublisher("run-1", 1, len(CLIENTS))
     asked: list[bool] = []
     monitor = Monitor()
     monitor.know([ClientEntry("a-1", True, 1, 1, 1, {}, "")])
@@ -380,7 +380,11 @@ def test_nothing_of_what_a_stranger_sends_is_parsed_or_waited_for(
 ) -> None:
     monkeypatch.setattr(audit, "REPEATED_S", 0.0)  # each refusal has its line
     monitor = Monitor()
-    about = {"notices": Notices("run-1", 1, len(CLIENTS)), "monitor": monitor, "control": Control(monitor, list)}
+    about = {
+        "notices": ProgressPublisher("run-1", 1, len(CLIENTS)),
+        "monitor": monitor,
+        "control": Control(monitor, list),
+    }
     about["models"] = Personalization(lambda digest: None, lazy=True)
     federation.start(BY_ROLE, mutual=False, tokens=True, **about)
     over = threading.Event()
@@ -430,7 +434,9 @@ def test_an_identity_that_calls_again_and_again_is_told_to_wait_and_the_others_a
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "CALLS", (5, 0.0))
-    aggregator = federation.start(BY_ROLE, mutual=False, tokens=True, notices=Notices("run-1", 1, len(CLIENTS)))
+    aggregator = federation.start(
+        BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher("run-1", 1, len(CLIENTS))
+    )
     token, _ = add_token(federation.tokens, "watch")
     codes = []
     with dialled(federation) as channel:
@@ -488,7 +494,7 @@ def test_a_stream_that_has_lived_long_enough_comes_again_and_nothing_is_computed
 def test_a_connection_is_not_used_for_ever(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was verified when it began would else be believed for as long as it stays, whatever becomes of the CA."""
     monkeypatch.setattr(gate, "LONGEST_S", 0.3)
-    federation.start(BY_ROLE, mutual=False, tokens=True, notices=Notices("run-1", 1, len(CLIENTS)))
+    federation.start(BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher("run-1", 1, len(CLIENTS)))
     token, _ = add_token(federation.tokens, "watch")
     proxy = Proxy(federation.address)
     federation.address = proxy.address
@@ -601,7 +607,7 @@ def test_a_launcher_watches_again_when_its_token_is_known_again(
 ) -> None:
     """An aggregator that nobody watches ends (``cluster.orphan_after_s``)."""
     table = "version: 1\nidentities:\n  - {name: x, token: x, roles: [watch]}\n"
-    federation.start(table, mutual=False, tokens=True, notices=Notices("run-1", 1, 1))
+    federation.start(table, mutual=False, tokens=True, notices=ProgressPublisher("run-1", 1, 1))
     federation.member(None, token="x")
     known = federation.tokens.read_text()
     monkeypatch.setenv(FILES["ca"], str(federation.ca / "ca.crt"))
@@ -653,8 +659,8 @@ def test_that_the_servers_certificate_is_about_to_end_is_said_once(
 ) -> None:
     monkeypatch.setattr(gate, "CERTIFICATE_S", 0.01)
     looked: list[None] = []
-    refresh = Reread.refresh
-    monkeypatch.setattr(Reread, "refresh", lambda self: (looked.append(None), refresh(self))[1])
+    refresh = ReloadingFile.refresh
+    monkeypatch.setattr(ReloadingFile, "refresh", lambda self: (looked.append(None), refresh(self))[1])
 
     def looks() -> None:
         """Wait until it has looked a few times more."""
@@ -1035,7 +1041,7 @@ def announcing(federation: Federation, name: str, clients: list[str], token: str
 def test_an_identity_announces_as_many_clients_as_it_may_over_all_its_workers(federation: Federation) -> None:
     table = 'version: 1\nidentities:\n  - {name: m, token: m, roles: [worker], clients: ["g-*"], max_clients: 5}\n'
     token = add_token(federation.tokens, "m")[0].get_secret_value()
-    aggregator = federation.start(table, mutual=False, tokens=True, presence=Presence(), classes=2, clients=())
+    aggregator = federation.start(table, mutual=False, tokens=True, presence=AvailableClients(), classes=2, clients=())
     joined = [announcing(federation, "first", ["g-1", "g-2", "g-3"], token)]
     assert joined[0].join().WhichOneof("part") == "welcome"
     until(lambda: aggregator.workers())
@@ -1059,7 +1065,7 @@ def test_an_identity_announces_as_many_clients_as_it_may_over_all_its_workers(fe
 )
 def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation, table: str | None) -> None:
     token = add_token(federation.tokens, "m")[0].get_secret_value()
-    aggregator = federation.start(table, mutual=False, tokens=True, presence=Presence(), classes=2, clients=())
+    aggregator = federation.start(table, mutual=False, tokens=True, presence=AvailableClients(), classes=2, clients=())
     ghosts = announcing(federation, "ghosts", [f"g-{i}" for i in range(5_000)], token)
     with pytest.raises(grpc.RpcError) as refused:
         ghosts.join()
@@ -1069,7 +1075,7 @@ def test_a_pattern_alone_lets_nobody_announce_thousands(federation: Federation, 
 
 
 def test_an_identity_holds_so_many_streams_that_watch(
-    by_role: tuple[Federation, Notices, dict], monkeypatch: pytest.MonkeyPatch
+    by_role: tuple[Federation, ProgressPublisher, dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "WATCHING", 3)
     federation, _, tokens = by_role
@@ -1100,7 +1106,7 @@ def test_a_long_table_is_read_beside_what_the_aggregator_does(
     token = add_token(federation.tokens, "last")[0].get_secret_value()
     entry = '  - {{name: m-{0}, certificate: "URI:urn:m-{0}", roles: [worker], clients: ["c{0}-*"]}}\n'
     many = "version: 1\nidentities:\n" + "".join(map(entry.format, range(5_000)))
-    federation.start(many, mutual=False, tokens=True, notices=Notices("run-1", 1, 1))
+    federation.start(many, mutual=False, tokens=True, notices=ProgressPublisher("run-1", 1, 1))
     began = time.monotonic()
     read_identities(federation.table)
     usual_s = time.monotonic() - began

@@ -50,7 +50,7 @@ def test_a_worker_that_fails_for_good_ends_the_run_with_its_code(
     small_run: tuple[Path, Path], fresh_root: Path, tmp_path: Path
 ) -> None:
     """Killed, it is started again, and finds another partition where its own was. No forks: see above."""
-    other = experiment(tmp_path / "other", fresh_root, data={"unseen_fraction": 0.2})
+    other = experiment(tmp_path / "other", fresh_root, data={"held_out_fraction": 0.2})
     link, run = tmp_path / "partition", tmp_path / "run"
     link.symlink_to(partition(small_run[0]))
     slow = ("--set", "algorithm.local={epochs: 30, batch_size: 2, lr: 0.001}", "--set", "federation.rounds=100000")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientHalf, Group, Task
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Task
 from fedloom.algorithms.client import LocalSGD, batches
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
@@ -24,7 +24,7 @@ from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss, Replay
-from fedloom.federation.loop import Loop, Schedule, vocabulary
+from fedloom.federation.loop import Loop, LoopConfig, vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import FixedRoster
@@ -88,13 +88,13 @@ def sgd(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, moved: slic
     return theta.index_put((where,), p.detach())
 
 
-def group(members: Sequence[ClientData], seed: int = 0, round: int = 1) -> Group:
+def group(members: Sequence[ClientData], seed: int = 0, round: int = 1) -> ClientGroup:
     """A group whose generators are keyed as in a run."""
-    return Group(members, lambda client, purpose: generator(seed, purpose, client, round))
+    return ClientGroup(members, lambda client, purpose: generator(seed, purpose, client, round))
 
 
 def answers_as_alone(
-    half: ClientHalf,
+    half: ClientAlgorithm,
     data: Sequence[ClientData],
     opening: Message,
     ask: Message | None = None,
@@ -117,8 +117,8 @@ def answers_as_alone(
     """
     before = [None] * len(data) if states is None else states
 
-    def members(rows: slice, may_keep: bool) -> Group:
-        return Group(data[rows], group(data)._generator, before[rows], may_keep=may_keep)
+    def members(rows: slice, may_keep: bool) -> ClientGroup:
+        return ClientGroup(data[rows], group(data)._generator, before[rows], may_keep=may_keep)
 
     def given(rows: slice) -> list[dict[str, Tensor]]:
         trained = members(rows, True)
@@ -196,7 +196,7 @@ def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest
         kind="pixels",
         scheme={},
         seed=0,
-        unseen_fraction=0.0,
+        held_out_fraction=0.0,
         validation_fraction=0.1,
         normalization=Normalization((0.0,), (1.0,)),
         source_sha256={},
@@ -248,7 +248,7 @@ def federation(
     by_id = {c.id: c for c in data}
     predictors: dict[tuple[int, str], dict[str, Any]] = {}
 
-    def conclude(found: Predictors, clients: Group) -> Message:
+    def conclude(found: Predictors, clients: ClientGroup) -> Message:
         for named, member in zip(found, clients.clients, strict=True):
             predictors[loop.round, member.id] = dict(named)
         return metrics(found, clients.clients, half.predictors, batch_size=16)
@@ -277,7 +277,7 @@ def federation(
         planned.rewrite("journal.jsonl", map(asdict, attempts))
         replay = Replay(planned)
     loop = Loop(
-        Schedule(
+        LoopConfig(
             rounds=rounds,
             clients_per_round=len(known.roster) if cohort is None else cohort,
             deadline_s=60.0,

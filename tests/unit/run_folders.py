@@ -63,7 +63,7 @@ def manifest(
         kind="pixels",
         scheme={"scheme": "classes", "clients": n, "classes_per_client": 2, "shares": None},
         seed=1,
-        unseen_fraction=unseen / n,
+        held_out_fraction=unseen / n,
         validation_fraction=1 / 6,
         normalization=Normalization((0.286,), (0.353,)),
         source_sha256={"train-images-idx3-ubyte": "0" * 64},

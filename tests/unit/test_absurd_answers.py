@@ -15,7 +15,7 @@ from facts import tells
 from federations import Federation, clients, federation, task
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientHalf, Conversation, Group
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Conversation
 from fedloom.algorithms.client import LocalSGD
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
@@ -35,11 +35,11 @@ Lie = Callable[[Message], Message]
 def lying(algorithm: Algorithm, lie: Lie, *who: str) -> Algorithm:
     """The method, with clients who answer in training what a function makes of their answers."""
 
-    def client(settings: Any, problem: Any) -> ClientHalf:
+    def client(settings: Any, problem: Any) -> ClientAlgorithm:
         half = algorithm.client(settings, problem)
         honestly = half.open
 
-        def tell(group: Group, opening: Message) -> Conversation:
+        def tell(group: ClientGroup, opening: Message) -> Conversation:
             honest, told = honestly(group, opening), None
             while True:
                 try:

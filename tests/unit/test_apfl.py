@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedloom.algorithms.apfl import APFL, APFLSettings, mixed_sgd
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, batches, train
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.federated import ClientData, Split
@@ -73,7 +73,7 @@ def test_with_nothing_of_the_shared_model_it_is_training_alone_to_the_bit(tmp_pa
     for c in data:
         v = start[None]
         for t in (1, 2):
-            alone = Group([c], lambda id, purpose, t=t: generator(SEED, f"train/{purpose}", id, t))
+            alone = ClientGroup([c], lambda id, purpose, t=t: generator(SEED, f"train/{purpose}", id, t))
             v = train(MODEL, alone, v, LocalSGD.model_validate(LOCAL)).theta
         assert torch.equal(theta_of(f, 2, c.id), v[0])
 
@@ -121,7 +121,7 @@ def test_the_share_goes_where_the_loss_falls_and_stays_a_share(centre: float, al
     """f(θ) = (θ - c)²/2 at v = 0.8, w = 0.6: α ← α - η (v - w)(v̄ - c), v̄ being 0.7 and η 0.3."""
     split = Split(torch.full((4, 1), centre, dtype=torch.float64), None)
     state = {"v": torch.tensor([0.8], dtype=torch.float64), "alpha": torch.tensor([0.5], dtype=torch.float64)}
-    members = Group([ClientData("c0", split, split, split, 0)], group([])._generator, [state])
+    members = ClientGroup([ClientData("c0", split, split, split, 0)], group([])._generator, [state])
     local = {"epochs": None, "steps": 1, "lr": 0.3, "momentum": 0.0, "lambda_theta": 0.0}
     mixed_sgd(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made(local=local))
     assert members.kept[0]["alpha"].item() == pytest.approx(alpha, abs=1e-12)
@@ -135,7 +135,7 @@ def test_a_client_without_a_model_of_its_own_gets_the_shared_one(tmp_path: Path)
         assert torch.equal(theta_of(f, 2, c), f.state["theta"])
     assert not torch.equal(theta_of(f, 2, "c0"), f.state["theta"])
     f = run(tmp_path / "tuned", made(personalize_steps=2), rounds=1, unseen=["c2"])
-    alone = Group(data[2:], lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 1))
+    alone = ClientGroup(data[2:], lambda id, purpose: generator(SEED, f"evaluate/{purpose}", id, 1))
     sgd = LocalSGD.model_validate(LOCAL | {"epochs": None, "steps": 2})
     assert torch.equal(
         theta_of(f, 1, "c2"), train(MODEL, alone, f.state["theta"][None], sgd, purpose="fine-tune").theta[0]
@@ -163,7 +163,7 @@ def test_whose_own_model_diverges_is_lost() -> None:
     """Where the shared model's training does not."""
     split = Split(torch.zeros(4, 1).double(), None)
     state = {"v": torch.tensor([1e200]).double(), "alpha": torch.tensor([1.0]).double()}
-    members = Group([ClientData("c0", split, split, split, 0)], group([])._generator, [state])
+    members = ClientGroup([ClientData("c0", split, split, split, 0)], group([])._generator, [state])
     trained = mixed_sgd(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made())
     assert trained.theta.isfinite().all()
     assert "algorithm.local.lr (found 0.05)" in members.lost[0]

@@ -37,7 +37,7 @@ def vowels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     shutil.copy(FIXTURE, root / "datasets" / "vowel")
     return {
         "name": "vowels",
-        "data": {"dataset": "vowel", "root": str(root), "partition": {"scheme": "natural"}, "unseen_fraction": 0.2},
+        "data": {"dataset": "vowel", "root": str(root), "partition": {"scheme": "natural"}, "held_out_fraction": 0.2},
         "model": {"name": "mlp", "hidden": [4]},
         "algorithm": {"name": "fedavg", "local": {"steps": 2}, "personalize_steps": 2},
         "federation": {"rounds": 2, "clients_per_round": 3},

@@ -22,7 +22,7 @@ from test_local_data import TASK, people
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithms.base import Algorithm, ClientHalf, Group
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup
 from fedloom.algorithms.client import LocalSGD
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.errors import DataError, QuorumError, raised_at
@@ -34,14 +34,14 @@ from fedloom.messages import Message
 SETTINGS = FedAvgSettings(local=LocalSGD(steps=1, batch_size=2))
 
 
-def with_client(fault: Callable[[Group], None]) -> Algorithm:
+def with_client(fault: Callable[[ClientGroup], None]) -> Algorithm:
     """FedAvg, whose clients do something before they answer."""
 
-    def client(settings: Any, problem: Any) -> ClientHalf:
+    def client(settings: Any, problem: Any) -> ClientAlgorithm:
         half = FEDAVG.client(settings, problem)
         honestly = half.open
 
-        def opened(group: Group, opening: Message) -> Any:
+        def opened(group: ClientGroup, opening: Message) -> Any:
             fault(group)
             return honestly(group, opening)
 
@@ -51,7 +51,7 @@ def with_client(fault: Callable[[Group], None]) -> Algorithm:
     return dataclasses.replace(FEDAVG, client=client)
 
 
-def made(folder: Path, fault: Callable[[Group], None], **keys: Any) -> Federation:
+def made(folder: Path, fault: Callable[[ClientGroup], None], **keys: Any) -> Federation:
     f = federation(folder, with_client(fault), SETTINGS, task(), clients([4, 5, 6]), **keys)
     f.loop.schedule = dataclasses.replace(f.loop.schedule, attempts=3)
     return f
@@ -74,12 +74,12 @@ class Elsewhere:
         self._carrier.close(key)
 
 
-def typo(group: Group) -> None:
+def typo(group: ClientGroup) -> None:
     if group.clients[0].id == "c1":
         group.generatr(0, "train")  # type: ignore[attr-defined]
 
 
-def everywhere(group: Group) -> None:
+def everywhere(group: ClientGroup) -> None:
     group.generatr(0, "train")  # type: ignore[attr-defined]
 
 
@@ -126,7 +126,7 @@ def test_in_process_a_bug_of_a_client_half_is_raised_where_it_is_at_the_first_at
 
 
 def test_what_is_a_clients_own_still_loses_the_client_alone(tmp_path: Path) -> None:
-    def own(group: Group) -> None:
+    def own(group: ClientGroup) -> None:
         if group.clients[0].id == "c1":
             raise torch.linalg.LinAlgError("the kernel of Jane Doe is singular")
 
@@ -139,7 +139,9 @@ def test_what_is_a_clients_own_still_loses_the_client_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fault", [typo, everywhere])
-def test_over_a_wire_a_bug_is_told_with_its_class_and_line(fault: Callable[[Group], None], tmp_path: Path) -> None:
+def test_over_a_wire_a_bug_is_told_with_its_class_and_line(
+    fault: Callable[[ClientGroup], None], tmp_path: Path
+) -> None:
     f = made(tmp_path, fault, rounds=1)
     f.loop.carrier = Elsewhere(f.loop.carrier)
     if fault is typo:

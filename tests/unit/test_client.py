@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fedloom.algorithms import client as client_side
 from fedloom.algorithms.apfl import APFLSettings, mixed_sgd
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import (
     Batch,
     Correction,
-    Local,
     LocalSGD,
+    LocalTrainer,
     Trained,
     batches,
     train,
@@ -338,8 +338,8 @@ def test_losses_and_gradients_of_a_stack_are_those_of_each(
     for c in data:
         assert c.train.y is not None
         c.train.y[:] = torch.arange(len(c.train)) % 2  # label 2 is absent
-    alone = [Local(model, group([c]), mask_absent=mask) for c in data]
-    stack = Local(model, group(data), mask_absent=mask)
+    alone = [LocalTrainer(model, group([c]), mask_absent=mask) for c in data]
+    stack = LocalTrainer(model, group(data), mask_absent=mask)
     assert (stack.stacked, alone[0].stacked) == (True, False)
     assert torch.equal(stack.join(stack.parameters(theta)), theta)
 
@@ -375,7 +375,7 @@ def test_losses_and_gradients_of_a_stack_are_those_of_each(
 
 def test_a_gradient_is_that_of_the_loss_over_all_examples_and_to_a_part_of_the_leaves() -> None:
     c, theta = client("c0", 11), starts(SMALL, 1)
-    local = Local(SMALL, group([c]))
+    local = LocalTrainer(SMALL, group([c]))
     p = theta[0].clone().requires_grad_()
     assert c.train.y is not None
     loss = F.cross_entropy(SMALL.logits(p, c.train.x), c.train.y)
@@ -395,7 +395,7 @@ def test_a_gradient_is_that_of_the_loss_over_all_examples_and_to_a_part_of_the_l
 def test_a_gradient_can_be_derived_again(sizes: tuple[int, ...]) -> None:
     """∇ ‖∇f(w)‖²/2 = ∇²f(w) ∇f(w), against autograd on the flat vector."""
     data, theta = clients(sizes), starts(SMALL, len(sizes))
-    local = Local(SMALL, group(data))
+    local = LocalTrainer(SMALL, group(data))
     w = local.parameters(theta)
     slope, _ = local.gradient(w, *local.everything(), differentiable=True)
     half = sum((g.square().sum() for g in slope), torch.zeros(())) / 2
@@ -440,10 +440,10 @@ def test_who_starts_where_its_loss_is_not_finite_is_told_so() -> None:
 
 def test_what_a_client_keeps_is_a_row_of_its_group() -> None:
     data = clients((3, 4))
-    members = Group(data, group(data)._generator, [None, {"x": torch.tensor([5.0, 6.0])}])
-    assert members.recall("x", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [[1, 2], [5, 6]]
+    members = ClientGroup(data, group(data)._generator, [None, {"x": torch.tensor([5.0, 6.0])}])
+    assert members.load_state("x", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [[1, 2], [5, 6]]
     rows = torch.tensor([[7.0], [8.0]])
-    members.keep(y=rows)
+    members.save_state(y=rows)
     rows.zero_()
     assert [members.kept[i]["y"].tolist() for i in range(2)] == [[7], [8]]
 
@@ -476,7 +476,7 @@ def test_models_beside_a_client_s_own_are_laid_out_alike(method: str) -> None:
     else:
         s = ComFedLSettings.model_validate({"local": local, "objective": "damaml"})
         compositional_sgd(model, theta, there, s, torch.zeros(1, dtype=torch.float64))
-    assert model.layouts == {Local(model, there).parameters(theta)["conv1.weight"].stride()}
+    assert model.layouts == {LocalTrainer(model, there).parameters(theta)["conv1.weight"].stride()}
 
 
 @pytest.mark.parametrize("g", [1, 2])

@@ -14,16 +14,16 @@ from facts import tells
 from federations import clients, group, task
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.pefll import (
     PEFLL,
-    DescribeAndTrain,
-    DescribeYourself,
     Descriptor,
+    DescriptorRequest,
     DescriptorUpdate,
     EmbeddingUpdate,
     PeFLLClient,
     PeFLLSettings,
+    PeFLLTrainRequest,
     PersonalizedModel,
 )
 from fedloom.algorithms.pfedgp import PFEDGP, PFedGPSettings
@@ -52,7 +52,7 @@ RANDOM = torch.Generator().manual_seed(0)
 ETA_V = HALF.embedding.init(RANDOM, torch.float64)
 THETA = torch.randn(4, HALF.task.model.layout.size, generator=RANDOM, dtype=torch.float64) / 10
 D_V = torch.randn(4, 4, generator=RANDOM, dtype=torch.float64)
-TALK = [DescribeAndTrain(ETA_V), PersonalizedModel(THETA), DescriptorUpdate(D_V)]
+TALK = [PeFLLTrainRequest(ETA_V), PersonalizedModel(THETA), DescriptorUpdate(D_V)]
 
 
 class Clients(ClientSide):
@@ -68,7 +68,7 @@ class Clients(ClientSide):
                 raise failure or DataError(f"the shard of client {id} is missing", hint="make it again")
             return by_id[id]
 
-        def conclude(predictors: Predictors, group: Group) -> Message:
+        def conclude(predictors: Predictors, group: ClientGroup) -> Message:
             thetas = torch.stack([named["personal"].tensors()["theta"] for named in predictors])
             rest = nothing_measured(len(thetas), 1, 1).tensors() | {"counts": thetas}
             return Metrics(**rest)
@@ -268,9 +268,11 @@ def test_a_mistake_in_a_clients_data_is_a_line_of_the_log_and_no_traceback(
 
 def test_a_state_that_does_not_fit_is_named() -> None:
     states, new = [{"head": torch.ones(3)}, {"head": torch.ones(4)}], torch.zeros(2, 3)
-    assert torch.equal(Group(DATA[:1], group(DATA)._generator, states[:1]).recall("head", new[:1]), torch.ones(1, 3))
+    assert torch.equal(
+        ClientGroup(DATA[:1], group(DATA)._generator, states[:1]).load_state("head", new[:1]), torch.ones(1, 3)
+    )
     with pytest.raises(DataError, match=r"client c1: its state has head of shape \(4,\); allowed: \(3,\)"):
-        Group(DATA[:2], group(DATA)._generator, states).recall("head", new)
+        ClientGroup(DATA[:2], group(DATA)._generator, states).load_state("head", new)
 
 
 def test_a_message_that_opens_nothing_loses_the_client_with_the_reason() -> None:
@@ -282,7 +284,7 @@ def test_a_message_that_opens_nothing_loses_the_client_with_the_reason() -> None
 
 def test_predictors_are_put_to_use_where_they_are() -> None:
     found = Clients()
-    found.ask(0, range(4), DescribeYourself(ETA_V))
+    found.ask(0, range(4), DescriptorRequest(ETA_V))
     answers = found.ask(1, range(4), PersonalizedModel(THETA))
     for row, answer in answers.items():
         assert isinstance(answer, Metrics)

@@ -31,7 +31,7 @@ from fedloom.algorithms.comfedl import (
     loss_there,
 )
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.recipe import MakeItYours
+from fedloom.algorithms.recipe import PersonalizeRequest
 from fedloom.data.federated import ClientData
 from fedloom.errors import QuorumError
 from fedloom.federation.randomness import generator
@@ -518,7 +518,7 @@ def test_damaml_adapts_by_its_own_inner_step() -> None:
     s, c = made(**OBJECTIVES["damaml"], local={"batch_size": 100}), client("c0", 7)
     theta = starts(SMALL, 1)
     with pytest.raises(StopIteration) as end:
-        next(COMFEDL.client(s, task()).open(group([c]), MakeItYours(theta[0])))
+        next(COMFEDL.client(s, task()).open(group([c]), PersonalizeRequest(theta[0])))
     w = theta[0].clone().requires_grad_()
     close(end.value.value[0]["personal"].tensors()["theta"], after_inner_step(SMALL, w, c, slice(None), s).detach())
 

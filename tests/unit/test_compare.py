@@ -53,7 +53,7 @@ def experiment(algorithm: str, seed: int, name: str, clients: int = 12, **more: 
                 "dataset": "fashion-mnist",
                 "root": "/somewhere" if seed == 1 else None,
                 "partition": {"scheme": "classes", "clients": clients, "classes_per_client": 2},
-                "unseen_fraction": 0.25,
+                "held_out_fraction": 0.25,
             },
             "model": {"name": "lenet"},
             "algorithm": {"name": algorithm, **more},

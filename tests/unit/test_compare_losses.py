@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli.main import app
 from fedloom.errors import ExperimentError
-from fedloom.reporting.compare import LOSS, Spread, compare
+from fedloom.reporting.compare import LOSS, MeanStd, compare
 from fedloom.reporting.compare_report import write_comparison
 from fedloom.reporting.compare_tables import as_latex, as_text, block_title, headings, rows_as_csv
 from fedloom.words import as_csv
@@ -35,7 +35,7 @@ def tree(root: Path, **algorithm: Any) -> dict[str, Any]:
             "dataset": "gaussian",
             "root": str(root),
             "partition": {"scheme": "means", "clients": 12, "test_per_client": 50, "bias": 2.0},
-            "unseen_fraction": 0.0,
+            "held_out_fraction": 0.0,
         },
         "model": {"name": "quadratic"},
         "algorithm": {"name": "wga", "batch_size": 4, "steps_per_round": 5, **algorithm},
@@ -241,7 +241,7 @@ def test_runs_with_classes_and_without_are_not_mixed(real: Path, tmp_path: Path)
 
 def test_digits_of_a_loss() -> None:
     values = {9.29: "9.2900", 0.0024412: "0.0024412", 123456.0: "1.2346e+05", 12345.0: "12345"}
-    assert {value: LOSS.shown(Spread(value, None)) for value in values} == values
-    assert LOSS.shown(Spread(1.0, 0.6)) == "1.0000 ± 0.60"
-    assert LOSS.shown(Spread(100.0, 12.0)) == "100.00 ± 12"
+    assert {value: LOSS.shown(MeanStd(value, None)) for value in values} == values
+    assert LOSS.shown(MeanStd(1.0, 0.6)) == "1.0000 ± 0.60"
+    assert LOSS.shown(MeanStd(100.0, 12.0)) == "100.00 ± 12"
     assert (LOSS.shown_difference(-0.25), LOSS.shown_difference(0.0)) == ("-0.25", "0")

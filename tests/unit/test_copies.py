@@ -34,7 +34,7 @@ from fedloom.data.schemes import (
     NaturalScheme,
     Scheme,
 )
-from fedloom.data.sources import Official, Pool
+from fedloom.data.sources import Pool, RawDataset
 from fedloom.data.sources.base import Owners
 from fedloom.errors import DataError, ExperimentError
 
@@ -62,16 +62,16 @@ def repeated(copies: list[int], owners: int, seed: int) -> tuple[NDArray[np.floa
     return x, random.integers(0, CLASSES, len(x)), random.integers(0, owners, len(x)).tolist()
 
 
-def own(copies: list[int], owners: int = 3, seed: int = 0, *, divided: bool = False) -> Official:
+def own(copies: list[int], owners: int = 3, seed: int = 0, *, divided: bool = False) -> RawDataset:
     """A data set of one's own with these copies; train and test share no input, unless the source divides it itself."""
     x, y, whose = repeated(copies, owners, seed)
     test = np.random.default_rng(seed).random(len(x)) < 0.3 if divided else np.isin(x[:, 0], np.unique(x)[::5])
     pools = [Pool(x[part], y[part], np.array(whose)[part]) for part in (~test, test)]
     named = Owners(tuple(f"owner {i}" for i in range(owners)), divided)
-    return Official(*pools, named, equal_inputs(np.concatenate([pool.inputs for pool in pools])))
+    return RawDataset(*pools, named, equal_inputs(np.concatenate([pool.inputs for pool in pools])))
 
 
-def shared(official: Official, dealt: Assignment) -> set[str]:
+def shared(official: RawDataset, dealt: Assignment) -> set[str]:
     """The pairs of splits, of whatever clients, with an input in both."""
     inputs = np.concatenate([official.train.inputs, official.test.inputs])[:, 0]
     seen = {split: set(inputs[np.concatenate(dealt.examples[split])].tolist()) for split in SPLITS}
@@ -110,7 +110,7 @@ def test_a_data_set_with_copies_can_be_dealt(scheme: Scheme) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.scheme)
 def test_without_copies_nothing_is_dealt_otherwise(scheme: Scheme) -> None:
     official = own([1] * 120)
-    bare = Official(official.train, official.test, official.owners)
+    bare = RawDataset(official.train, official.test, official.owners)
     one, two = (assign_examples(of, CLASSES, PartitionSettings(scheme, 5, 0.3, 0.25)) for of in (official, bare))
     for split in SPLITS:
         assert all(np.array_equal(a, b) for a, b in zip(one.examples[split], two.examples[split], strict=True))
@@ -299,7 +299,7 @@ def test_an_unseen_clients_data_change_no_seen_clients_inputs(scheme: dict[str, 
     clients = {name: (RNG.normal(size=(40, 3)), np.arange(40) % 2) for name in ("ann", "bob", "cy", "dee")}
 
     def opened(clients: dict[str, Any]) -> FederatedDataset:
-        return fedloom.Federated.from_arrays(clients, root=tmp_path, partition=scheme, unseen_fraction=0.25).open()
+        return fedloom.Federated.from_arrays(clients, root=tmp_path, partition=scheme, held_out_fraction=0.25).open()
 
     before = opened(clients)
     (unseen,) = (entry.owner for entry in before.manifest.clients if not entry.seen)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, batches, train
 from fedloom.algorithms.ditto import DITTO, DittoSettings, near
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
@@ -110,7 +110,7 @@ def test_without_the_term_it_is_training_alone_to_the_bit(tmp_path: Path) -> Non
         assert torch.equal(theta_of(one, 2, c.id), theta_of(other, 2, c.id))
         v = start[None]
         for t in (1, 2):
-            alone = Group([c], lambda id, purpose, t=t: generator(SEED, f"train/{purpose}", id, t))
+            alone = ClientGroup([c], lambda id, purpose, t=t: generator(SEED, f"train/{purpose}", id, t))
             v = train(MODEL, alone, v, LocalSGD.model_validate(PERSONAL), purpose="personal").theta
         assert torch.equal(theta_of(one, 2, c.id), v[0])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedloom.algorithms.afl import AFL, AFLSettings
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import batches
-from fedloom.algorithms.drfa import DRFA, AskLoss, DRFASettings, TrainAndNote
+from fedloom.algorithms.drfa import DRFA, DRFASettings, DRFATrainRequest, LossRequest
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
@@ -186,7 +186,7 @@ def test_groups_answer_as_their_clients_do_alone() -> None:
     p = problem(4)
     half = DRFA.client(drfa(local=LOCAL | {"lambda_theta": 0.01}), p)
     theta = p.model.init(torch.Generator().manual_seed(3), torch.float64)
-    for opening in (TrainAndNote(theta, torch.tensor([2.0]).double()), AskLoss(theta)):
+    for opening in (DRFATrainRequest(theta, torch.tensor([2.0]).double()), LossRequest(theta)):
         answers_as_alone(half, clients((9, 4, 12, 1)), opening)
 
 
@@ -199,6 +199,6 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValidationError, match=key):
             settings(**{key: -0.1})
     for method, made in ((DRFA, drfa()), (AFL, afl())):
-        closed = method.closed(made)
+        closed = method.requires_fixed_population(made)
         assert closed is not None
         assert closed[0] == "name"

@@ -21,7 +21,8 @@ from fedloom.runner.trained import evaluate
 
 EXPERIMENT = """name: t
 data:
-  {dataset: arrays, source: {path: d.npz, client: who}, root: data, partition: {scheme: natural}, unseen_fraction: 0.25}
+  {dataset: arrays, source: {path: d.npz, client: who}, root: data, partition: {scheme: natural},
+   held_out_fraction: 0.25}
 model: {name: logistic}
 algorithm: {name: fedavg, local: {epochs: 1, batch_size: 8, lr: 0.05}}
 federation: {rounds: 2, clients_per_round: 2}

@@ -55,7 +55,7 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_defaults_are_filled_in(write: Write) -> None:
     experiment = load(write(GOOD))
     assert experiment.seed == 1
-    assert experiment.data.unseen_fraction == 0.1
+    assert experiment.data.held_out_fraction == 0.1
     assert experiment.data.seen == 90
     assert experiment.federation.clients_per_round == 5
     assert experiment.federation.deadline_s == 600.0
@@ -81,9 +81,9 @@ def test_any_name_and_number_survive_a_round_trip(
 ) -> None:
     path = tmp_path_factory.mktemp("experiment") / "e.yaml"
     path.write_text(GOOD)
-    experiment = load(path, [f"name={json.dumps(name)}", f"data.unseen_fraction={fraction!r}", "federation.rounds=0"])
+    experiment = load(path, [f"name={json.dumps(name)}", f"data.held_out_fraction={fraction!r}", "federation.rounds=0"])
     path.write_text(experiment.resolved_yaml())
-    assert (experiment.name, experiment.data.unseen_fraction) == (name, fraction)
+    assert (experiment.name, experiment.data.held_out_fraction) == (name, fraction)
     assert load(path) == experiment
 
 
@@ -145,8 +145,8 @@ def test_bad_overrides(write: Write, override: str, expected: str) -> None:
         ("seed", "true", "an integer"),
         ("seed", '"3"', "an integer"),
         ("data.dataset", "fashion-mnst", "did you mean fashion-mnist? allowed: cifar10, cifar100, fashion-mnist, "),
-        ("data.unseen_fraction", "1", "a number, at least 0 and below 1"),
-        ("data.unseen_fraction", '"1e-3"', "a number"),
+        ("data.held_out_fraction", "1", "a number, at least 0 and below 1"),
+        ("data.held_out_fraction", '"1e-3"', "a number"),
         ("data.validation_fraction", ".nan", "a finite number"),
         ("data.partition.clients", "0", "an integer, at least 1"),
         ("data.partition.scheme", "dirihlet", "did you mean dirichlet? allowed: classes, dirichlet, dominant, "),
@@ -249,7 +249,7 @@ def test_another_method_with_the_keys_of_the_files_is_told_how_to_replace_them(w
 def test_a_method_without_rounds_and_labels(write: Write) -> None:
     message = refusal(write(GOOD), "algorithm={name: local}")
     assert tells(message, "federation.rounds: found 400; allowed: 0", "local")
-    small = ["algorithm={name: local}", "federation.rounds=0", "data.partition.clients=2", "data.unseen_fraction=0.5"]
+    small = ["algorithm={name: local}", "federation.rounds=0", "data.partition.clients=2", "data.held_out_fraction=0.5"]
     assert load(write(GOOD), small).data.seen == 1, "a cohort is of no matter without rounds"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.recipe import MakeItYours
+from fedloom.algorithms.recipe import PersonalizeRequest
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, QuorumError
 from fedloom.federation.randomness import generator
@@ -125,7 +125,7 @@ def test_fine_tuning_is_local_sgd_from_the_global_model(tmp_path: Path) -> None:
 def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> None:
     c = client("c7", 4)
     c = ClientData(c.id, Split(c.train.x, None), c.validation, c.test, c.classes)
-    opening = MakeItYours(torch.zeros(task().model.layout.size).double())
+    opening = PersonalizeRequest(torch.zeros(task().model.layout.size).double())
     for steps, names in ((0, {"personal", "global"}), (1, {"global"})):
         with pytest.raises(StopIteration) as end:
             next(FEDAVG.client(made(personalize_steps=steps), task()).open(group([c]), opening))

@@ -21,7 +21,7 @@ from fedloom.data.federated import FederatedDataset, Manifest, normalize
 from fedloom.data.manifest import Kind, Normalization
 from fedloom.data.partition import partition
 from fedloom.data.schemes import ClassesScheme, NaturalScheme
-from fedloom.data.sources import Official, Owners, Pool, Source
+from fedloom.data.sources import Owners, Pool, RawDataset, Source
 from fedloom.data.sources.base import SourceFile
 from fedloom.errors import DataError, ExitCode, ExperimentError
 
@@ -32,7 +32,7 @@ def make(root: Path, **changes: Any) -> Path:
     inputs: dict[str, Any] = {
         "scheme": SCHEME,
         "seed": 1,
-        "unseen_fraction": 1 / 3,
+        "held_out_fraction": 1 / 3,
         "validation_fraction": 0.25,
         "root": root,
     } | changes
@@ -103,34 +103,34 @@ def test_normalization_by_channel_and_by_feature() -> None:
 OWNERS = np.arange(90) % 3
 
 
-def features() -> Official:
+def features() -> RawDataset:
     """Three speakers, 2 features, 3 classes."""
     rng = np.random.default_rng(0)
     x = rng.normal(5, 3, (90, 2)).astype(np.float32)
     y = np.arange(90) // 3 % 3
     pools = (Pool(x[part], y[part], OWNERS[part]) for part in (slice(0, 60), slice(60, 90)))
-    return Official(*pools, Owners(("ann", "bob", "cem"), divided=True))
+    return RawDataset(*pools, Owners(("ann", "bob", "cem"), divided=True))
 
 
-def tokens() -> Official:
+def tokens() -> RawDataset:
     """Three roles, windows of 4 tokens of 3, each window a view of the text."""
     text = (np.arange(94) * np.arange(94) % 7 % 3).astype(np.uint8)
     x, y, owners = np.lib.stride_tricks.sliding_window_view(text, 4)[:90], text[4:].astype(np.int64), OWNERS
     pools = (Pool(x[part], y[part], np.sort(owners[part])) for part in (slice(0, 60), slice(60, 90)))
-    return Official(*pools, Owners(("ann", "bob", "cem"), divided=True, overlap=4))
+    return RawDataset(*pools, Owners(("ann", "bob", "cem"), divided=True, overlap=4))
 
 
-MAKERS: dict[Kind, tuple[Callable[[], Official], tuple[int, ...]]] = {
+MAKERS: dict[Kind, tuple[Callable[[], RawDataset], tuple[int, ...]]] = {
     "features": (features, (2,)),
     "tokens": (tokens, (4,)),
 }
 
 
 @pytest.fixture
-def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind, Official], Path]:
+def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Kind, RawDataset], Path]:
     """Register a source ``other`` of some kind that reads as the examples given, and return its data root."""
 
-    def make(kind: Kind, whole: Official) -> Path:
+    def make(kind: Kind, whole: RawDataset) -> Path:
         content = b"what these examples stand in"
         (tmp_path / "given").mkdir()
         (tmp_path / "given" / "data").write_bytes(content)
@@ -154,13 +154,13 @@ def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[K
 
 def make_other(root: Path) -> Path:
     return partition(
-        "other", NaturalScheme(), seed=1, unseen_fraction=1 / 3, validation_fraction=0.25, root=root, fix=True
+        "other", NaturalScheme(), seed=1, held_out_fraction=1 / 3, validation_fraction=0.25, root=root, fix=True
     )
 
 
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_owners_features_and_tokens_reach_the_client(
-    kind: Kind, other_source: Callable[[Kind, Official], Path]
+    kind: Kind, other_source: Callable[[Kind, RawDataset], Path]
 ) -> None:
     whole = MAKERS[kind][0]()
     dataset = FederatedDataset.open(make_other(other_source(kind, whole)))
@@ -199,7 +199,7 @@ def test_owners_features_and_tokens_reach_the_client(
     ],
 )  # fmt: skip
 def test_examples_that_are_not_what_their_source_says_are_refused(
-    kind: Kind, change: Callable[[Pool], Pool], words: str, other_source: Callable[[Kind, Official], Path]
+    kind: Kind, change: Callable[[Pool], Pool], words: str, other_source: Callable[[Kind, RawDataset], Path]
 ) -> None:
     whole = MAKERS[kind][0]()
     root = other_source(kind, replace(whole, test=change(whole.test)))
@@ -221,7 +221,7 @@ def test_a_shard_of_another_kind_is_refused(
     kind: Kind,
     damage: Callable[[dict[str, torch.Tensor]], None],
     words: str,
-    other_source: Callable[[Kind, Official], Path],
+    other_source: Callable[[Kind, RawDataset], Path],
 ) -> None:
     folder = make_other(other_source(kind, MAKERS[kind][0]()))
     tensors = safetensors.torch.load_file(folder / "shards" / "client-0001.safetensors")
@@ -253,7 +253,7 @@ def test_every_input_is_part_of_the_name(tiny_root: Path, monkeypatch: pytest.Mo
     names = [
         make(tiny_root).name,
         make(tiny_root, seed=2).name,
-        make(tiny_root, unseen_fraction=0.5).name,
+        make(tiny_root, held_out_fraction=0.5).name,
         make(tiny_root, validation_fraction=0.3).name,
         make(tiny_root, scheme=ClassesScheme(clients=6, classes_per_client=3)).name,
         make(tiny_root, scheme=ClassesScheme(clients=6, classes_per_client=2, train_per_client=8)).name,

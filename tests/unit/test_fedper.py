@@ -22,7 +22,7 @@ from federations import (
 )
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.fedper import FEDPER, FedPerSettings, body_and_head
 from fedloom.algorithms.recipe import local_sgd
 from fedloom.errors import ExperimentError
@@ -82,7 +82,7 @@ def test_with_one_head_for_all_a_round_is_fedavgs_to_the_bit() -> None:
     s, data = made(), clients(SIZES)
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
     for members in ([data[0]], [data[2]], data):
-        mine = Group(members, group(members)._generator, [{"head": theta[BODY:]}] * len(members))
+        mine = ClientGroup(members, group(members)._generator, [{"head": theta[BODY:]}] * len(members))
         found = body_and_head(SMALL, mine, theta[:BODY].expand(len(members), -1), s)
         expected = local_sgd(SMALL, group(members), theta.expand(len(members), -1), s)
         assert torch.equal(found.theta, expected.theta[:, :BODY])

@@ -31,7 +31,7 @@ data:
   dataset: tiny
   root: {root}
   partition: {{scheme: iid, clients: 6}}
-  unseen_fraction: 0.2
+  held_out_fraction: 0.2
 model: {{name: logistic}}
 algorithm: {{name: fedavg, local: {{lr: 0.05, steps: 2}}}}
 federation: {{rounds: 1, clients_per_round: 3}}

@@ -42,7 +42,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(code))
     monkeypatch.delenv(FACTORIES, raising=False)
     monkeypatch.setattr(factories, "_permitted", set())
-    data = fl.Federated.from_arrays(people(), root=tmp_path / "data", unseen_fraction=0.25)
+    data = fl.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     model = {"name": "module", "factory": NAME}
     made = fl.run(TASK, data=data, model=model, out=tmp_path / "made", report=False, progress=False)
     assert made.models("ann")(torch.zeros(1, 3)).shape == (1, 2)  # the process whose user named it goes on

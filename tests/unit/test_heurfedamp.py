@@ -165,4 +165,4 @@ def test_what_is_refused() -> None:
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})
     assert HEURFEDAMP.needs_each_update(None)
-    assert HEURFEDAMP.closed(made()) is not None
+    assert HEURFEDAMP.requires_fixed_population(made()) is not None

@@ -85,7 +85,7 @@ def as_other_user() -> Iterator[None]:
 def opened(source: Path, root: Path, client: str | None = None) -> FederatedDataset:
     dealt = {"scheme": "iid", "clients": 2} if client is None else {"scheme": "natural"}
     section = {"dataset": "folder", "root": str(root), "source": {"path": str(source), "client": client}}
-    return fedloom.Federated({**section, "partition": dealt, "unseen_fraction": 0.0}).open()
+    return fedloom.Federated({**section, "partition": dealt, "held_out_fraction": 0.0}).open()
 
 
 def refusal(source: Path) -> str:

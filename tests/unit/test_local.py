@@ -10,7 +10,7 @@ import torch
 from federations import clients, federation, group, task
 
 from fedloom.algorithms.client import train
-from fedloom.algorithms.local import LOCAL, LocalClient, LocalSettings, TrainAlone
+from fedloom.algorithms.local import LOCAL, LocalClient, LocalSettings, LocalTrainRequest
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 
@@ -57,7 +57,7 @@ def test_a_group_trains_as_its_clients_do_alone() -> None:
 
     def trained(members: Any) -> list[torch.Tensor]:
         with pytest.raises(StopIteration) as end:
-            next(half.open(group(members), TrainAlone()))
+            next(half.open(group(members), LocalTrainRequest()))
         return [named["personal"].tensors()["theta"] for named in end.value.value]
 
     for together, alone in zip(trained(data), [trained([c])[0] for c in data], strict=True):

@@ -44,12 +44,12 @@ def people(n: int = 30) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def test_arrays_are_run_resumed_and_loaded_in_the_same_bits(tmp_path: Path) -> None:
-    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", unseen_fraction=0.25)
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     run = fedloom.run(TASK, data=data, out=tmp_path / "run", report=False, progress=False)
     assert sorted(run.clients["owner"]) == ["ann", "bob", "cy", "dee"]
     assert (~run.clients["seen"]).sum() == 1
     tensors = {name: (torch.tensor(x), y.tolist()) for name, (x, y) in people().items()}
-    again = fedloom.Federated.from_arrays(tensors, root=tmp_path / "data", unseen_fraction=0.25)
+    again = fedloom.Federated.from_arrays(tensors, root=tmp_path / "data", held_out_fraction=0.25)
     assert again.section == data.section
     resumed = fedloom.run(TASK, data=again, out=tmp_path / "run", resume=True, report=False, progress=False)
     assert resumed.summary == run.summary
@@ -281,7 +281,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def test_a_folder_of_images_by_owner_and_class_and_by_class(images: Path, tmp_path: Path) -> None:
-    data = {"dataset": "folder", "root": str(tmp_path / "data"), "unseen_fraction": 0.0, "validation_fraction": 0.4}
+    data = {"dataset": "folder", "root": str(tmp_path / "data"), "held_out_fraction": 0.0, "validation_fraction": 0.4}
     owned = {**data, "source": {"path": str(images), "client": "folder"}, "partition": {"scheme": "natural"}}
     run = fedloom.run(TASK, data=owned, out=tmp_path / "run", report=False, progress=False)
     assert sorted(run.clients["owner"]) == ["eve", "fay", "gil"]
@@ -322,9 +322,9 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
     from torchvision import transforms
 
     scheme = {"scheme": "iid", "clients": 4}
-    plain = fedloom.Federated.from_torchvision(Pictures(), scheme, root=tmp_path, unseen_fraction=0.25)
+    plain = fedloom.Federated.from_torchvision(Pictures(), scheme, root=tmp_path, held_out_fraction=0.25)
     scaled = fedloom.Federated.from_torchvision(
-        Pictures(transforms.ToTensor()), scheme, root=tmp_path, unseen_fraction=0.25
+        Pictures(transforms.ToTensor()), scheme, root=tmp_path, held_out_fraction=0.25
     )
     assert plain.section == scaled.section
     manifest = plain.open().manifest
@@ -343,7 +343,7 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_the_section_is_named_when_it_is_opened(tmp_path: Path) -> None:
-    with refused(ExperimentError, "unseen_fracton", "did you mean unseen_fraction?"):
+    with refused(ExperimentError, "unseen_fracton", "did you mean held_out_fraction?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, unseen_fracton=0.2).open()
     with refused(ExperimentError, "partition.scheme", '"dirichlt"', "did you mean dirichlet?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, partition={"scheme": "dirichlt"}).open()

@@ -19,8 +19,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import fedloom
-from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import Local
+from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrod import FEDROD, TwoHeads
 from fedloom.data.federated import ClientData, Split
@@ -61,7 +61,7 @@ def model_of(make: Any, shape: tuple[int, ...] = (3,), **keys: Any) -> ModuleMod
     return ModuleModel(make, shape, 2, "pixels" if len(shape) == 3 else "features", **keys)
 
 
-def small_group(*sizes: int) -> Group:
+def small_group(*sizes: int) -> ClientGroup:
     generator = torch.Generator().manual_seed(3)
     clients = []
     for i, n in enumerate(sizes):
@@ -100,7 +100,7 @@ def test_gradients_are_those_in_training_and_losses_are_measured_as_in_evaluatio
 ) -> None:
     model, group = model_of(Modes), small_group(*sizes)
     theta = torch.stack([model.init(torch.Generator().manual_seed(i)) for i in range(len(sizes))])
-    local = Local(model, group, mask_absent=mask_absent)
+    local = LocalTrainer(model, group, mask_absent=mask_absent)
     pieces = local.everything()
     slope, loss = local.gradient_at(theta, *pieces)
     measured = local.measured(local.parameters(theta), *pieces)
@@ -390,7 +390,7 @@ class Unused(Small):
 
 @pytest.mark.parametrize("sizes", [(6,), (6, 9)])
 def test_an_unused_parameter_has_a_gradient_of_zero(sizes: tuple[int, ...]) -> None:
-    model, local = model_of(Unused), Local(model_of(Unused), small_group(*sizes))
+    model, local = model_of(Unused), LocalTrainer(model_of(Unused), small_group(*sizes))
     theta = torch.stack([model.init(torch.Generator().manual_seed(i)) for i in range(len(sizes))])
     slope, _ = local.gradient_at(theta, *local.everything())
     for row in slope:

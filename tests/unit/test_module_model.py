@@ -18,7 +18,7 @@ from test_local_data import TASK, people
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, train
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
@@ -55,7 +55,7 @@ def refused(*facts: object) -> Iterator[None]:
     assert tells(str(error.value), *facts), str(error.value)
 
 
-def group(*sizes: int) -> Group:
+def group(*sizes: int) -> ClientGroup:
     random = torch.Generator().manual_seed(2)
     clients = []
     for i, n in enumerate(sizes):
@@ -64,8 +64,8 @@ def group(*sizes: int) -> Group:
     return of_clients(clients)
 
 
-def of_clients(clients: list[ClientData]) -> Group:
-    return Group(clients, lambda client, purpose: torch.Generator().manual_seed(sum(map(ord, client + purpose))))
+def of_clients(clients: list[ClientData]) -> ClientGroup:
+    return ClientGroup(clients, lambda client, purpose: torch.Generator().manual_seed(sum(map(ord, client + purpose))))
 
 
 def test_lenet_has_the_bits_of_the_built_in_one() -> None:
@@ -226,7 +226,7 @@ def test_which_layer_is_the_head() -> None:
 @pytest.mark.parametrize("method", ["fedper", "knn-per", "fedrod", "pefll"])
 def test_methods_take_a_module_in_memory(method: str, tmp_path: Path) -> None:
     algorithm = {"name": method, **({"embedding": {"network": "mlp"}} if method == "pefll" else {})}
-    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", unseen_fraction=0.25)
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     keys = {"data": data, "model": module, "algorithm": {**algorithm, "local": {"steps": 1}}}
     run = fedloom.run(TASK, out=tmp_path / "run", report=False, progress=False, **keys)

@@ -172,8 +172,8 @@ def test_every_method_has_steps_or_says_who_does(name: str) -> None:
         (["evaluation.own_steps=[5, 1]"], r"found \[5, 1\]; allowed: numbers of steps in ascending order"),
         (["evaluation.own_steps=[1, 1]"], r"found \[1, 1\]; allowed"),
         (
-            ["evaluation.own_steps=[1]", "data.unseen_fraction=0"],
-            r"evaluation\.own_steps.* found with unseen_fraction 0",
+            ["evaluation.own_steps=[1]", "data.held_out_fraction=0"],
+            r"evaluation\.own_steps.* found with held_out_fraction 0",
         ),
         (["evaluation.own_steps=[1]", "algorithm={name: fedrep}"], r"evaluation\.own_steps.* found with fedrep"),
     ],

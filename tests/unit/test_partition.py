@@ -16,9 +16,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedloom.data import partition as partitioning
 from fedloom.data import sources
-from fedloom.data.apportion import deal_classes, largest_remainders, quotas, stratified
+from fedloom.data.apportion import largest_remainders, partition_classes, quotas, stratified
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
-from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import Normalization
 from fedloom.data.partition import normalization
 from fedloom.data.schemes import (
@@ -32,7 +32,7 @@ from fedloom.data.schemes import (
     Scheme,
     unseen_count,
 )
-from fedloom.data.sources import Official, Pool
+from fedloom.data.sources import Pool, RawDataset
 from fedloom.errors import ExitCode, ExperimentError
 
 SPLITS = ("train", "validation", "test")
@@ -42,19 +42,19 @@ SEEDS = st.integers(0, 2**63)
 def labels(counts: list[int]) -> NDArray[np.int64]:
     """Labels with these class counts, in a mixed order."""
     ordered = np.repeat(np.arange(len(counts)), counts)
-    return ordered[shuffled(keyed_generator(0, "test"), len(ordered))]
+    return ordered[shuffled(make_rng(0, "test"), len(ordered))]
 
 
-def official(train: NDArray[np.int64], test: NDArray[np.int64]) -> Official:
+def official(train: NDArray[np.int64], test: NDArray[np.int64]) -> RawDataset:
     """Examples of which nothing matters but their labels."""
-    return Official(*(Pool(np.zeros((len(pool), 1, 1, 1), dtype=np.uint8), pool) for pool in (train, test)))
+    return RawDataset(*(Pool(np.zeros((len(pool), 1, 1, 1), dtype=np.uint8), pool) for pool in (train, test)))
 
 
 def settings_of(scheme: Scheme, seed: int = 1, unseen: float = 0.25, validation: float = 1 / 6) -> PartitionSettings:
     return PartitionSettings(scheme, seed, unseen, validation)
 
 
-def class_counts(deal: Assignment, split: str, whole: Official, classes: int) -> NDArray[np.int64]:
+def class_counts(deal: Assignment, split: str, whole: RawDataset, classes: int) -> NDArray[np.int64]:
     """How many examples of each class each client got, ``[n, C]``."""
     labels = np.concatenate([whole.train.labels, whole.test.labels])
     return np.stack([np.bincount(labels[hand], minlength=classes) for hand in deal.examples[split]])
@@ -144,7 +144,7 @@ def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(
     for split in SPLITS:
         assert len(deal.examples[split]) == n
         assert all(len(hand) > 0 and np.all(np.diff(hand) > 0) for hand in deal.examples[split])
-    assert deal.seen.sum() == n - unseen_count(n, how.unseen_fraction)
+    assert deal.seen.sum() == n - unseen_count(n, how.held_out_fraction)
     assert deal.owners == (None,) * n
 
 
@@ -193,7 +193,7 @@ def test_the_same_inputs_deal_the_same(problem: tuple[list[int], list[int], Part
 @settings(max_examples=200)
 def test_classes_are_dealt_distinct_and_evenly_for_every_seed(n: int, classes: int, k: int, seed: int) -> None:
     k = min(k, classes)
-    held = deal_classes(n, classes, k, seed)
+    held = partition_classes(n, classes, k, seed)
     assert held.shape == (n, k)
     assert all(len(set(row)) == k for row in held.tolist())
     times = np.bincount(held.reshape(-1), minlength=classes)
@@ -235,14 +235,14 @@ def test_class_pairs_are_as_frequent_as_chance_makes_them() -> None:
     pairs = Counter[tuple[int, ...]]()
     seeds, n = 40, 100
     for seed in range(seeds):
-        pairs.update(tuple(sorted(row)) for row in deal_classes(n, 10, 2, seed).tolist())
+        pairs.update(tuple(sorted(row)) for row in partition_classes(n, 10, 2, seed).tolist())
     expected = seeds * n / 45
     assert set(pairs) == set(combinations(range(10), 2))
     assert all(abs(count - expected) < 5 * expected**0.5 for count in pairs.values())
 
 
 def test_blocks_of_clients_do_not_cover_the_classes() -> None:
-    covered = sum(len(set(deal_classes(100, 10, 2, seed)[:5].reshape(-1).tolist())) == 10 for seed in range(100))
+    covered = sum(len(set(partition_classes(100, 10, 2, seed)[:5].reshape(-1).tolist())) == 10 for seed in range(100))
     assert covered < 10  # the official code: every time
 
 
@@ -306,7 +306,7 @@ def test_shares_go_to_the_classes_in_the_order_drawn() -> None:
     whole = official(labels([300] * 6), labels([120] * 6))
     counts = class_counts(assign_examples(whole, 6, settings_of(scheme)), "train", whole, 6)
     assert np.all(np.sort(counts, axis=1)[:, -3:] == [1, 2, 7])
-    held = deal_classes(20, 6, 3, 1)
+    held = partition_classes(20, 6, 3, 1)
     assert np.array_equal(counts.argmax(1), held[:, 0])
 
 
@@ -345,7 +345,7 @@ def test_largest_remainders_keep_the_sum() -> None:
 def test_a_stratified_draw_has_its_size_and_every_class_its_share(counts: list[int], part: float, seed: int) -> None:
     of = labels(counts)
     size = round(part * len(of))
-    drawn = stratified(of, size, keyed_generator(seed, "test"))
+    drawn = stratified(of, size, make_rng(seed, "test"))
     assert drawn.shape == of.shape
     assert drawn.sum() == size
     exact = np.array(counts) * size / max(len(of), 1)
@@ -356,13 +356,13 @@ def test_a_stratified_draw_has_its_size_and_every_class_its_share(counts: list[i
 
 def test_a_stratified_draw_takes_any_example_of_a_class_as_often_as_another() -> None:
     of = labels([8, 4])
-    times = sum(stratified(of, 3, keyed_generator(seed, "test")).astype(int) for seed in range(800))
+    times = sum(stratified(of, 3, make_rng(seed, "test")).astype(int) for seed in range(800))
     assert np.all(abs(times - 200) < 5 * 200**0.5)
 
 
-def both(train: NDArray[np.generic], test: NDArray[np.generic]) -> Official:
+def both(train: NDArray[np.generic], test: NDArray[np.generic]) -> RawDataset:
     """Examples of which nothing matters but their inputs."""
-    return Official(*(Pool(inputs, np.zeros(len(inputs), dtype=np.int64)) for inputs in (train, test)))
+    return RawDataset(*(Pool(inputs, np.zeros(len(inputs), dtype=np.int64)) for inputs in (train, test)))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 200), st.integers(1, 3), st.integers(1, 40))
@@ -438,8 +438,8 @@ def test_what_a_seed_deals_never_changes(scheme: Scheme) -> None:
 
 
 def test_a_keyed_generator_is_the_same_everywhere() -> None:
-    assert shuffled(keyed_generator(1, "a", 2), 8).tolist() == shuffled(keyed_generator(1, "a", 2), 8).tolist()
-    draws = {tuple(keyed_generator(*key).random(4)) for key in [(1, "a"), (2, "a"), (1, "b"), (1, "a", 0), (11, "a")]}
+    assert shuffled(make_rng(1, "a", 2), 8).tolist() == shuffled(make_rng(1, "a", 2), 8).tolist()
+    draws = {tuple(make_rng(*key).random(4)) for key in [(1, "a"), (2, "a"), (1, "b"), (1, "a", 0), (11, "a")]}
     assert len(draws) == 5
 
 
@@ -459,11 +459,11 @@ def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words:
 @pytest.mark.parametrize(
     ("unseen", "validation", "key"),
     [
-        (1.0, 0.1, "data.unseen_fraction: found 1.0"),
-        (-0.1, 0.1, "data.unseen_fraction: found -0.1"),
+        (1.0, 0.1, "data.held_out_fraction: found 1.0"),
+        (-0.1, 0.1, "data.held_out_fraction: found -0.1"),
         (0.1, 0.0, "data.validation_fraction: found 0.0"),
         (0.1, 1.0, "data.validation_fraction: found 1.0"),
-        (float("nan"), 0.1, "data.unseen_fraction: found nan"),
+        (float("nan"), 0.1, "data.held_out_fraction: found nan"),
     ],
 )
 def test_fractions_out_of_range_are_refused(unseen: float, validation: float, key: str) -> None:

@@ -188,5 +188,5 @@ def test_an_aggregator_elsewhere_takes_a_pause_up(tmp_path: Path) -> None:
     kept.pause("operator")
     aggregator(mine.path, store, "life-1").publish(3)
     other = RunFolder(tmp_path / "other")
-    assert aggregator(other.path, store, "life-2").take_up()
+    assert aggregator(other.path, store, "life-2").restore()
     assert read_pause(other) == kept.paused

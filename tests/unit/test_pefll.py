@@ -18,13 +18,13 @@ from fedloom.algorithms.client import batches
 from fedloom.algorithms.optimizers import AdamAscent
 from fedloom.algorithms.pefll import (
     PEFLL,
-    DescribeAndTrain,
-    DescribeYourself,
     Descriptor,
+    DescriptorRequest,
     DescriptorUpdate,
     PeFLLClient,
     PeFLLServer,
     PeFLLSettings,
+    PeFLLTrainRequest,
     PersonalizedModel,
 )
 from fedloom.data.federated import ClientData, Split
@@ -436,9 +436,9 @@ def test_the_batch_of_a_descriptor_is_drawn_anew_each_round_and_only_then() -> N
         assert isinstance(answer, Descriptor)
         return answer.v
 
-    assert torch.equal(v(DescribeAndTrain, 1), v(DescribeAndTrain, 1))
-    assert not torch.equal(v(DescribeAndTrain, 1), v(DescribeAndTrain, 2))
-    assert not torch.equal(v(DescribeAndTrain, 1), v(DescribeYourself, 1))
+    assert torch.equal(v(PeFLLTrainRequest, 1), v(PeFLLTrainRequest, 1))
+    assert not torch.equal(v(PeFLLTrainRequest, 1), v(PeFLLTrainRequest, 2))
+    assert not torch.equal(v(PeFLLTrainRequest, 1), v(DescriptorRequest, 1))
 
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
@@ -450,7 +450,7 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
     d_v = torch.randn(3, LENGTH, generator=random, dtype=torch.float64)
 
     def talk(rows: list[int]) -> list[dict[str, Tensor]]:
-        conversation = half.open(group([data[i] for i in rows]), DescribeAndTrain(eta_v))
+        conversation = half.open(group([data[i] for i in rows]), PeFLLTrainRequest(eta_v))
         first = next(conversation)
         second = conversation.send(PersonalizedModel(theta[rows]))
         third = conversation.send(DescriptorUpdate(d_v[rows]))
@@ -475,8 +475,8 @@ def without_labels(c: ClientData) -> ClientData:
 def test_an_unlabelled_client_is_described_by_the_unlabelled_variant_alone() -> None:
     c = without_labels(client("c7", 4))
     with pytest.raises(DataError, match=r"client c7: .*\n.*embedding\.labels: false"):
-        next(open_with(literal(), DescribeYourself, c))
-    conversation = open_with(literal(embedding={"labels": False}), DescribeYourself, c)
+        next(open_with(literal(), DescriptorRequest, c))
+    conversation = open_with(literal(embedding={"labels": False}), DescriptorRequest, c)
     next(conversation)
     with pytest.raises(StopIteration) as end:
         conversation.send(PersonalizedModel(torch.zeros(1, task().model.layout.size).double()))
@@ -484,13 +484,13 @@ def test_an_unlabelled_client_is_described_by_the_unlabelled_variant_alone() -> 
 
 
 def test_an_unlabelled_client_cannot_train() -> None:
-    conversation = open_with(literal(embedding={"labels": False}), DescribeAndTrain, without_labels(client("c7", 4)))
+    conversation = open_with(literal(embedding={"labels": False}), PeFLLTrainRequest, without_labels(client("c7", 4)))
     next(conversation)
     with pytest.raises(DataError, match=r"client c7: .*labels"):
         conversation.send(PersonalizedModel(torch.zeros(1, task().model.layout.size).double()))
 
 
-@pytest.mark.parametrize("opening", [DescribeAndTrain, DescribeYourself])
+@pytest.mark.parametrize("opening", [PeFLLTrainRequest, DescriptorRequest])
 def test_a_client_without_training_examples_says_so(opening: type) -> None:
     c = client("c7", 4)
     empty = ClientData("c7", Split(c.train.x[:0], torch.zeros(0).long()), c.validation, c.test, c.classes)
@@ -499,7 +499,7 @@ def test_a_client_without_training_examples_says_so(opening: type) -> None:
 
 
 def test_a_message_that_opens_nothing_is_named() -> None:
-    with pytest.raises(TypeError, match=r"PersonalizedModel .*DescribeAndTrain, DescribeYourself"):
+    with pytest.raises(TypeError, match=r"PersonalizedModel .*PeFLLTrainRequest, DescriptorRequest"):
         PeFLLClient(literal(), task()).open(group(clients((3,))), PersonalizedModel(torch.zeros(1, 1)))
 
 
@@ -508,7 +508,7 @@ def test_a_client_half_derived_from_another_keeps_its_conversations() -> None:
         pass
 
     c = client("c0", 4)
-    opening = DescribeAndTrain(Other(literal(), task()).embedding.init(torch.Generator(), torch.float64))
+    opening = PeFLLTrainRequest(Other(literal(), task()).embedding.init(torch.Generator(), torch.float64))
     assert isinstance(next(Other(literal(), task()).open(group([c]), opening)), Descriptor)
 
 
@@ -548,7 +548,7 @@ def test_an_embedding_network_takes_its_kinds_of_input(kind: Any, shape: tuple[i
             member = replace(member, train=Split(tokens, member.train.y))
         half = PeFLLClient(s, problem)
         eta_v = half.embedding.init(random, torch.float64)
-        conversation = half.open(group([member]), DescribeAndTrain(eta_v))
+        conversation = half.open(group([member]), PeFLLTrainRequest(eta_v))
         assert next(conversation).v.shape == (1, LENGTH)  # type: ignore[attr-defined]
         update = conversation.send(PersonalizedModel(model.init(random, torch.float64)[None]))
         assert update.delta_theta.abs().max() > 0  # type: ignore[attr-defined]

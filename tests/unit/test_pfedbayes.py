@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from fedloom.algorithms.base import Group, Round, Task
+from fedloom.algorithms.base import ClientGroup, Round, Task
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.pfedbayes import (
     PFEDBAYES,
@@ -71,7 +71,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def predictors(half: PFedBayesClient, members: Group, opening: Prior) -> Any:
+def predictors(half: PFedBayesClient, members: ClientGroup, opening: Prior) -> Any:
     """What a conversation without an answer ends with."""
     with pytest.raises(StopIteration) as end:
         next(half.open(members, opening))
@@ -152,7 +152,7 @@ def test_the_reparameterized_gradient_is_unbiased() -> None:
     alike = [ClientData(f"c{i}", Split(x, y), nothing, nothing, 3) for i in range(g)]
     s = made(samples=samples, optimizer="gd", zeta=0.0, lr_personal=lr, lr_global=1e-6)
     q, w = MeanField(v.expand(g, 2, 6)), MeanField(v.expand(g, 2, 6))
-    PFedBayesClient(s, task(Linear())).visit(Group(alike, keyed("train")), range(g), q, w, 1, "train")
+    PFedBayesClient(s, task(Linear())).visit(ClientGroup(alike, keyed("train")), range(g), q, w, 1, "train")
     before = MeanField(v)
     found = (before.v - q.v) / lr
     spread = found.std(0) / math.sqrt(g)  # standard error of the mean over all samples
@@ -280,7 +280,7 @@ def test_moments_kept_are_those_of_a_hand_written_loop() -> None:
         (g,) = torch.autograd.grad(omega, [at])
         first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
         start = start - s.lr_personal * (first / (1 - 0.9**t)) / ((second / (1 - 0.999**t)).sqrt() + 1e-8)
-        group = Group([c], keyed("train", round), [before])
+        group = ClientGroup([c], keyed("train", round), [before])
         next(half.open(group, GlobalGaussian(v)))
         before = group.kept[0]
         close(before["v"], start)
@@ -297,7 +297,7 @@ def test_moments_kept_change_nothing_in_a_first_visit(tmp_path: Path) -> None:
     for c in data:
         answers = []
         for s in first:
-            group = Group([c], keyed("train"))
+            group = ClientGroup([c], keyed("train"))
             answers.append((next(PFedBayesClient(s, problem).open(group, GlobalGaussian(fresh.state["v"]))), group))
         assert torch.equal(answers[0][0].v, answers[1][0].v)  # type: ignore[attr-defined]
         assert torch.equal(answers[0][1].kept[0]["v"], answers[1][1].kept[0]["v"])
@@ -361,7 +361,7 @@ def test_a_client_whose_state_is_from_before_moments_were_kept_has_none() -> Non
     """The settings of an open federation may change as it goes on."""
     s, problem, c = made(moments="kept"), task(), client("c0", 5)
     v = some(problem.model.layout.size, seed=4) * 0.1
-    groups = [Group([c], keyed("train"), [state]) for state in ({"v": v}, None)]
+    groups = [ClientGroup([c], keyed("train"), [state]) for state in ({"v": v}, None)]
     for group in groups:
         next(PFedBayesClient(s, problem).open(group, GlobalGaussian(v)))
     assert all(torch.equal(groups[0].kept[0][name], row) for name, row in groups[1].kept[0].items())
@@ -394,14 +394,14 @@ def test_a_client_never_seen_gets_its_own_distribution_from_the_global_one(tmp_p
 
 def test_without_steps_a_new_client_predicts_with_the_global_distribution() -> None:
     half, v = PFedBayesClient(made(personalize_steps=0), task()), gaussian(torch.zeros(task().model.layout.size), -2.5)
-    group = Group([client("c0", 5)], keyed("evaluate"), may_keep=False)
+    group = ClientGroup([client("c0", 5)], keyed("evaluate"), may_keep=False)
     (named,) = predictors(half, group, Prior(v.double()))
     assert torch.equal(named["personal"].tensors()["mu"], v[0].double())
 
 
 def test_without_noise_every_drawn_network_is_the_mean_network() -> None:
     v = some(task().model.layout.size, seed=3).float().double()  # as it travels
-    group = Group([client("c0", 5)], keyed("evaluate"), may_keep=False)
+    group = ClientGroup([client("c0", 5)], keyed("evaluate"), may_keep=False)
 
     def drawn(noise: float) -> Tensor:
         half = PFedBayesClient(made(noise=noise, personalize_steps=0), task())
@@ -431,8 +431,8 @@ def test_a_group_is_its_clients_one_by_one(options: dict[str, Any], atol: float)
             assert state is not None
             state |= {"moments": 0.1 * some(d, seed=6, rows=(2, 2)) ** 2, "steps": torch.tensor([made_before])}
 
-    def answers(members: slice) -> tuple[Any, Group]:
-        group = Group(data[members], keyed("train"), states[members])
+    def answers(members: slice) -> tuple[Any, ClientGroup]:
+        group = ClientGroup(data[members], keyed("train"), states[members])
         return next(half.open(group, GlobalGaussian(v))), group
 
     together, group = answers(slice(0, 3))
@@ -444,7 +444,9 @@ def test_a_group_is_its_clients_one_by_one(options: dict[str, Any], atol: float)
             close(group.kept[i][name], one.kept[0][name], atol=10 * atol)
 
     def found(members: slice) -> list[dict[str, Any]]:
-        return predictors(half, Group(data[members], keyed("evaluate"), states[members], may_keep=False), Prior(v))
+        return predictors(
+            half, ClientGroup(data[members], keyed("evaluate"), states[members], may_keep=False), Prior(v)
+        )
 
     for i, named in enumerate(found(slice(0, 3))):
         (alone,) = found(slice(i, i + 1))
@@ -484,7 +486,7 @@ def test_prediction_is_the_mean_over_the_draws() -> None:
     close(predictor.draws_log_probabilities(x).exp(), each)
     close(predictor.probabilities(x).sum(1), torch.ones(7).double())
     half = PFedBayesClient(made(draws=0), task())
-    (named,) = predictors(half, Group([client("c0", 5)], keyed("evaluate"), may_keep=False), Prior(v))
+    (named,) = predictors(half, ClientGroup([client("c0", 5)], keyed("evaluate"), may_keep=False), Prior(v))
     close(named["global"].probabilities(x), model.logits(v[0], x).softmax(1))
 
 
@@ -532,7 +534,7 @@ def test_a_prior_that_became_too_narrow_is_refused() -> None:
     s = PFedBayesSettings(batch_size=3)
     v = gaussian(torch.zeros(task().model.layout.size).double(), -3.0)
     with pytest.raises(ExperimentError, match=r"lr_personal: found 0\.01\b.*0\.00472"):
-        next(PFedBayesClient(s, task()).open(Group([client("c0", 5)], keyed("train")), GlobalGaussian(v)))
+        next(PFedBayesClient(s, task()).open(ClientGroup([client("c0", 5)], keyed("train")), GlobalGaussian(v)))
 
 
 def test_divergence_is_named_with_its_step() -> None:
@@ -540,11 +542,11 @@ def test_divergence_is_named_with_its_step() -> None:
     data = client("c0", 5)
     data = dataclasses.replace(data, train=Split(data.train.x * 1e4, data.train.y))
     v = gaussian(task().model.init(generator(0, "init"), torch.float64), -2.5)
-    members = Group([data, client("c1", 5)], keyed("train"))
+    members = ClientGroup([data, client("c1", 5)], keyed("train"))
     next(PFedBayesClient(s, task()).open(members, GlobalGaussian(v)))
     assert list(members.lost) == [0]  # the other of its group goes on
     assert re.search(r"step \d+ of 60\b.*lr_personal .*\b0\.001\b.*objective: mean.*optimizer: adam", members.lost[0])
-    alone = Group([data], keyed("train"))
+    alone = ClientGroup([data], keyed("train"))
     next(PFedBayesClient(s, task()).open(alone, GlobalGaussian(v)))
     assert alone.lost == members.lost
 

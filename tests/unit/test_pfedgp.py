@@ -33,6 +33,7 @@ from fedloom.algorithms.pfedgp import (
     PFEDGP,
     GPTree,
     PFedGPSettings,
+    collect_training_data,
     gibbs,
     in_pieces,
     kernel,
@@ -41,12 +42,11 @@ from fedloom.algorithms.pfedgp import (
     posterior,
     predictive_loss,
     prior,
-    told_everything,
     tree,
     unit,
     visit,
 )
-from fedloom.algorithms.recipe import MakeItYours, SharedModel
+from fedloom.algorithms.recipe import PersonalizeRequest, SharedModel
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load
@@ -236,7 +236,9 @@ def test_nothing_to_hold_out_moves_nothing() -> None:
 
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
-    found = answers_as_alone(PFEDGP.client(made(), task()), clients((9, 4, 6)), SharedModel(BODY), MakeItYours(BODY))
+    found = answers_as_alone(
+        PFEDGP.client(made(), task()), clients((9, 4, 6)), SharedModel(BODY), PersonalizeRequest(BODY)
+    )
     assert {"delta_theta", "steps", "loss", "personal.gp.1.omega"} <= found[0].keys()
     assert found[0]["delta_theta"].shape == BODY.shape
 
@@ -257,7 +259,9 @@ def test_classes_that_are_apart_are_told_apart(classes: tuple[int, ...]) -> None
     """All right on new examples; absent classes have probability 0, rows sum to 1."""
     body = torch.zeros_like(BODY)
     body[: 5 * 256].view(5, 256)[torch.arange(3), torch.arange(3)] = 1.0
-    (named,) = told_everything(MODEL, group([apart(30, classes)]), body[None], made(chains_predict=20, gibbs_steps=5))
+    (named,) = collect_training_data(
+        MODEL, group([apart(30, classes)]), body[None], made(chains_predict=20, gibbs_steps=5)
+    )
     new = apart(31, classes).train
     p = named["personal"].probabilities(new.x)
     assert torch.equal(p.argmax(1), new.y)
@@ -269,7 +273,7 @@ def test_classes_that_are_apart_are_told_apart(classes: tuple[int, ...]) -> None
 def test_one_class_alone_is_certain_and_cannot_train() -> None:
     """Nothing decides between classes: it is refused before training, by what is known of it, and again by it."""
     c = apart(6, (1,))
-    (named,) = told_everything(MODEL, group([c]), BODY[None], made())
+    (named,) = collect_training_data(MODEL, group([c]), BODY[None], made())
     assert torch.equal(named["personal"].probabilities(c.test.x), torch.tensor([0.0, 1.0, 0.0]).double().expand(6, 3))
     with pytest.raises(DataError, match="c: found train examples of one class; allowed: of two or more"):
         visit(MODEL, group([c]), 0, BODY[None], made())
@@ -294,10 +298,10 @@ def test_a_seen_client_of_one_class_is_refused_before_training(tmp_path: Path) -
 
 def test_what_is_saved_is_enough_to_predict_again() -> None:
     c = client("c0", 9)
-    personal = told_everything(MODEL, group([c]), BODY[None], made())[0]["personal"]
+    personal = collect_training_data(MODEL, group([c]), BODY[None], made())[0]["personal"]
     assert isinstance(personal, GPTree)
     saved = {name: tensor.clone() for name, tensor in personal.tensors().items()}
-    other = told_everything(MODEL, group([client("c0", 9, seed=8)]), BODY[None] * 2, made())[0]["personal"]
+    other = collect_training_data(MODEL, group([client("c0", 9, seed=8)]), BODY[None] * 2, made())[0]["personal"]
     assert torch.equal(other.predict(saved, c.test.x), personal.log_probabilities(c.test.x))
 
 
@@ -328,9 +332,9 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_clients_that_are_too_large_are_refused() -> None:
-    assert PFEDGP.unfit(made(max_examples=8), 8, 2) is None
+    assert PFEDGP.check_client(made(max_examples=8), 8, 2) is None
     with pytest.raises(DataError, match=r"c0: found 9 train examples; allowed: at most algorithm.max_examples \(8\)"):
-        told_everything(MODEL, group([client("c0", 9)]), BODY[None], made(max_examples=8))
+        collect_training_data(MODEL, group([client("c0", 9)]), BODY[None], made(max_examples=8))
 
 
 def test_a_model_of_one_layer_is_refused() -> None:

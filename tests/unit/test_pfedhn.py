@@ -14,9 +14,9 @@ from federations import CLASSES, IMAGE, Federation, clients, federation, group, 
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import Group, Task
+from fedloom.algorithms.base import ClientGroup, Task
 from fedloom.algorithms.client import batches, train
-from fedloom.algorithms.pfedhn import PFEDHN, PFedHNSettings, TrainThis, TryThis
+from fedloom.algorithms.pfedhn import PFEDHN, PFedHNSettings, PFedHNTrainRequest, TrialModel
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
@@ -65,7 +65,7 @@ def hypernetwork(state: dict[str, Tensor], e: Tensor) -> Tensor:
 
 
 def visit(theta: Tensor, c: ClientData, s: PFedHNSettings, purpose: str, round: int) -> Tensor:
-    members = Group([c], lambda client, use: generator(SEED, f"{purpose.partition('/')[0]}/{use}", client, round))
+    members = ClientGroup([c], lambda client, use: generator(SEED, f"{purpose.partition('/')[0]}/{use}", client, round))
     return train(MODEL, members, theta.detach()[None], s.local, purpose=purpose.partition("/")[2]).theta[0]
 
 
@@ -114,7 +114,7 @@ def test_a_clients_gradient_is_clipped_where_asked_for(clip: float) -> None:
     local = {"steps": 4, "batch_size": 3, "lr": 0.05, "momentum": 0.9, "clip": clip}
     c, w = clients(SIZES)[1], MODEL.init(torch.Generator().manual_seed(3), torch.float64)
     half, theta = PFEDHN.client(made(local=local), problem()), w.clone().requires_grad_()
-    found = next(half.open(group([c]), TrainThis(w[None]))).tensors()["delta_theta"][0]
+    found = next(half.open(group([c]), PFedHNTrainRequest(w[None]))).tensors()["delta_theta"][0]
     optimizer, norms = torch.optim.SGD([theta], lr=0.05, momentum=0.9), []
     assert c.train.y is not None
     for index in batches(len(c.train), 3, 4, generator(0, "train", c.id, 1)):
@@ -189,7 +189,7 @@ def test_models_alone_travel(tmp_path: Path) -> None:
     (attempt,) = f.loop.journal.counted()
     d = MODEL.layout.size
     assert (attempt.payload_down, attempt.payload_up) == (8 * 2 * d, 8 * 2 * (d + 2))
-    assert PFEDHN.closed(made()) is not None
+    assert PFEDHN.requires_fixed_population(made()) is not None
     size = PFEDHN.server(made(embedding_size=None), problem(), torch.Generator()).state["embeddings"].shape
     assert size == (3, 1 + 3 // 4)
 
@@ -210,7 +210,7 @@ def test_a_group_answers_as_its_clients_do_alone(who: list[float] | None) -> Non
     new = None if who is None else torch.tensor(who).double()[:, None]
 
     def answer(rows: slice) -> dict[str, Tensor]:
-        opening = TrainThis(theta[rows]) if new is None else TryThis(theta[rows], new[rows])
+        opening = PFedHNTrainRequest(theta[rows]) if new is None else TrialModel(theta[rows], new[rows])
         return next(half.open(group(data[rows]), opening)).tensors()
 
     alone = [answer(slice(i, i + 1)) for i in range(3)]

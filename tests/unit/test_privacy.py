@@ -19,14 +19,14 @@ from torch import Tensor
 from vowel_runs import on_vowels
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.pefll import (
     PEFLL,
-    DescribeAndTrain,
-    DescribeYourself,
     Descriptor,
+    DescriptorRequest,
     PeFLLClient,
     PeFLLSettings,
+    PeFLLTrainRequest,
     private,
 )
 from fedloom.data.federated import ClientData, Split
@@ -56,8 +56,8 @@ def described(
     """The descriptor that leaves a client in training."""
     half = PeFLLClient(s, task())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
-    group = Group([data], lambda c, use: generator(seed, f"train/{use}", c, round), secret=secret)
-    answer: Any = next(half.open(group, DescribeAndTrain(eta_v)))
+    group = ClientGroup([data], lambda c, use: generator(seed, f"train/{use}", c, round), secret=secret)
+    answer: Any = next(half.open(group, PeFLLTrainRequest(eta_v)))
     found: Tensor = answer.v[0]
     return found
 
@@ -198,9 +198,9 @@ def test_training_and_evaluation_have_noise_of_their_own() -> None:
     half = PeFLLClient(s, task())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     for secret in (None, b"a" * 32):
-        group = Group([data], lambda c, use: generator(0, use, c, 1), secret=secret)
+        group = ClientGroup([data], lambda c, use: generator(0, use, c, 1), secret=secret)
         training, evaluation = (
-            next(half.open(group, opening(eta_v))).tensors()["v"] for opening in (DescribeAndTrain, DescribeYourself)
+            next(half.open(group, opening(eta_v))).tensors()["v"] for opening in (PeFLLTrainRequest, DescriptorRequest)
         )
         assert not torch.equal(training, evaluation)
 
@@ -231,7 +231,7 @@ def test_the_chain_rule_goes_through_the_clip() -> None:
     s, data = settings({"clip": 0.5, "noise_multiplier": 0.0}), client("c0", 7)
     half = PeFLLClient(s, task())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
-    group = Group([data], lambda c, use: generator(0, use, c, 1))
+    group = ClientGroup([data], lambda c, use: generator(0, use, c, 1))
     _, pullback = half._describe(group, eta_v, "all", "descriptor")
     d_v = torch.tensor([[0.3, -1.0, 0.5, 2.0]], dtype=torch.float64)
     leaf = eta_v.clone().requires_grad_()
@@ -326,7 +326,7 @@ def answers_of_workers(e: Experiment, client: str, told: dict[str, Any], options
         size = EmbeddingSettings(network="mlp").network_for(*shape_of(e)).layout.size
         eta_v = torch.linspace(-1, 1, size)
         _, answer = next(
-            iter(session.answer(ConversationKey(1, 1, 0, "train"), 0, [0], [client], DescribeAndTrain(eta_v)))
+            iter(session.answer(ConversationKey(1, 1, 0, "train"), 0, [0], [client], PeFLLTrainRequest(eta_v)))
         )
         assert isinstance(answer, Descriptor), answer
         found.append(answer.v)

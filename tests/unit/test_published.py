@@ -40,13 +40,13 @@ def records(store: Store) -> list[dict[str, Any]]:
 
 
 def test_what_is_published_is_taken_up_elsewhere(store: Store, tmp_path: Path) -> None:
-    assert not aggregator(tmp_path / "b", store, "b").take_up()
+    assert not aggregator(tmp_path / "b", store, "b").restore()
     assert not (tmp_path / "b").exists()
     a = aggregator(tmp_path / "a", store, "a")
     for round in (3, 4, 6):
         run_folder(tmp_path / "a", round)
         a.publish(round)
-    assert aggregator(tmp_path / "b", store, "b").take_up()
+    assert aggregator(tmp_path / "b", store, "b").restore()
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
     assert [(r["number"], r["round"], r["incarnation"]) for r in records(store)] == [
         (1, 3, "a"),
@@ -134,14 +134,14 @@ def test_a_publication_copies_what_is_new_of_files_of_lines(tmp_path: Path) -> N
     assert sorted(per_publication)[100] <= SEGMENTS[-1] + 200_000  # half of them: the end alone
     assert len(records(open_store(tmp_path / "store"))[-1]["files"]["journal.jsonl"]) < 20
     b = aggregator(tmp_path / "b", open_store(tmp_path / "store"), "b")
-    assert b.take_up()
+    assert b.restore()
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
     # A file that is another now is published as it is, though its beginning was known.
     whole = (tmp_path / "b" / "journal.jsonl").read_text()
     for text in (whole[: SEGMENTS[0] + 5], "y" * len(whole), whole + "more\n"):
         (tmp_path / "b" / "journal.jsonl").write_text(text)
         b.publish(200)
-        assert aggregator(tmp_path / "c", open_store(tmp_path / "store"), "c").take_up()
+        assert aggregator(tmp_path / "c", open_store(tmp_path / "store"), "c").restore()
         assert (tmp_path / "c" / "journal.jsonl").read_text() == text
 
 
@@ -150,7 +150,7 @@ def test_taking_up_replaces_what_the_folder_holds(store: Store, tmp_path: Path) 
     aggregator(tmp_path / "a", store, "a").publish(4)
     run_folder(tmp_path / "b", 7)  # rounds that were trained and never published
     (tmp_path / "b" / "notes.txt").write_text("mine")
-    assert aggregator(tmp_path / "b", store, "b").take_up()
+    assert aggregator(tmp_path / "b", store, "b").restore()
     assert contents(tmp_path / "b") == {**contents(tmp_path / "a"), "notes.txt": "mine"}
 
 
@@ -166,7 +166,7 @@ def test_what_is_not_to_be_gone_on_with_is_looked_at_before_anything_is_touched(
         raise ExperimentError("another experiment")
 
     with pytest.raises(ExperimentError, match="another experiment"):
-        aggregator(tmp_path / "b", store, "b").take_up(refuse)
+        aggregator(tmp_path / "b", store, "b").restore(refuse)
     assert contents(tmp_path / "b") == before
     assert found == contents(tmp_path / "a")
 
@@ -190,12 +190,12 @@ def test_taking_up_that_is_killed_half_way_is_done_again(tmp_path: Path, monkeyp
         folder = tmp_path / f"b{done}"
         monkeypatch.setattr("fedloom.federation.published.copy_atomically", copy)
         with pytest.raises(KeyboardInterrupt):
-            aggregator(folder, store, "b").take_up()
+            aggregator(folder, store, "b").restore()
         assert len(contents(folder)) == done
         assert "experiment.yaml" in contents(folder)
         assert "published.json" in contents(folder) or "journal.jsonl" not in contents(folder)
         monkeypatch.undo()
-        assert aggregator(folder, store, "b").take_up()
+        assert aggregator(folder, store, "b").restore()
         assert contents(folder) == contents(tmp_path / "a")
 
 
@@ -204,7 +204,7 @@ def test_of_two_aggregators_only_one_goes_on(store: Store, tmp_path: Path) -> No
     first = aggregator(tmp_path / "a", store, "first")
     first.publish(4)
     second = aggregator(tmp_path / "b", store, "second")
-    second.take_up()
+    second.restore()
     run_folder(tmp_path / "b", 6)
     second.publish(6)
     run_folder(tmp_path / "a", 7)  # a later round, and yet not what follows the last record it knows
@@ -213,7 +213,7 @@ def test_of_two_aggregators_only_one_goes_on(store: Store, tmp_path: Path) -> No
             act()
         assert raised.value.exit_code == ExitCode.STORAGE
         assert "this one (first) stops" in str(raised.value)
-    assert aggregator(tmp_path / "c", store, "third").take_up()
+    assert aggregator(tmp_path / "c", store, "third").restore()
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
     run_folder(tmp_path / "b", 8)
     second.publish(8)
@@ -249,18 +249,18 @@ def test_an_aggregator_held_up_after_its_record_removes_nothing_of_its_successor
 
     def successor() -> None:
         c = aggregator(tmp_path / "c", plain, "c")
-        assert c.take_up()
+        assert c.restore()
         run_folder(tmp_path / "c", 6)
         c.publish(6)
 
     run_folder(tmp_path / "a", 3)
     aggregator(tmp_path / "a", plain, "a").publish(3)
     held_up = aggregator(tmp_path / "b", HeldUp(tmp_path / "store", "entries of blobs/", successor), "b")
-    held_up.take_up()
+    held_up.restore()
     run_folder(tmp_path / "b", 4)
     held_up.publish(4)
     assert [record["round"] for record in records(plain)] == [3, 4, 6]
-    assert aggregator(tmp_path / "d", plain, "d").take_up()
+    assert aggregator(tmp_path / "d", plain, "d").restore()
     assert contents(tmp_path / "d") == contents(tmp_path / "c")
 
 
@@ -275,7 +275,7 @@ def test_taking_up_what_is_being_replaced_takes_the_newer(tmp_path: Path) -> Non
         a.publish(9)
 
     b = aggregator(tmp_path / "b", HeldUp(tmp_path / "store", "download", publish_again), "b")
-    assert b.take_up()
+    assert b.restore()
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
     run_folder(tmp_path / "b", 10)
     b.publish(10)
@@ -301,7 +301,7 @@ def test_what_is_damaged_is_not_taken_up(tmp_path: Path, damage: Any, says: str)
     run_folder(tmp_path / "b", 2)
     before = contents(tmp_path / "b")
     with pytest.raises(DataError, match=says):
-        aggregator(tmp_path / "b", store, "b").take_up()
+        aggregator(tmp_path / "b", store, "b").restore()
     assert contents(tmp_path / "b") == before
     assert not (tmp_path / "escape").exists()
 
@@ -334,7 +334,7 @@ def test_a_finished_run_lies_there_as_it_lies_here(store: Store, tmp_path: Path)
     assert there == expected
     # An aggregator that starts again after that goes on from the end, and publishes it again.
     b = aggregator(tmp_path / "b", store, "b")
-    assert b.take_up()
+    assert b.restore()
     RunFolder(tmp_path / "b").write("summary.json", "again")
     b.finish()
     assert store.read("summary.json") == (tmp_path / "b" / "summary.json").read_bytes()
@@ -354,13 +354,13 @@ def test_the_checkpoints_of_a_finished_run_are_kept_once(store: Store, tmp_path:
         assert [entry.name for entry in store.entries() if store.read(entry.name) == content] == [name]
     # It can be gone on with, on another machine, and its end is kept once, too.
     b = aggregator(tmp_path / "b", store, "b")
-    assert b.take_up()
+    assert b.restore()
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
     run_folder(tmp_path / "b", 5)  # which keeps the checkpoint of round 4
     b.publish(5)
     store.remove(checkpoints)  # its records need nothing of what it will write over
     c = aggregator(tmp_path / "c", store, "c")
-    assert c.take_up()
+    assert c.restore()
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
     c.finish()
     assert not any(
@@ -369,7 +369,7 @@ def test_the_checkpoints_of_a_finished_run_are_kept_once(store: Store, tmp_path:
         for blob in blobs
     )
     d = aggregator(tmp_path / "d", store, "d")
-    assert d.take_up()
+    assert d.restore()
     assert contents(tmp_path / "d") == contents(tmp_path / "c")
     run_folder(tmp_path / "d", 7)
     d.finish()
@@ -377,7 +377,7 @@ def test_the_checkpoints_of_a_finished_run_are_kept_once(store: Store, tmp_path:
     assert [entry.name for entry in store.entries("checkpoints/")] == sorted(checkpoints)
     store.write(next(n for n in contents(tmp_path / "d") if n.startswith("checkpoints/")), b"other")
     with pytest.raises(DataError, match="damaged"):
-        aggregator(tmp_path / "e", store, "e").take_up()
+        aggregator(tmp_path / "e", store, "e").restore()
 
 
 def test_an_aggregator_held_up_after_it_finished_removes_nothing_of_its_successor(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_an_aggregator_held_up_after_it_finished_removes_nothing_of_its_successo
 
     def successor() -> None:
         b = aggregator(tmp_path / "b", plain, "b")
-        assert b.take_up()
+        assert b.restore()
         run_folder(tmp_path / "b", 6)
         b.publish(6)
 
@@ -403,7 +403,7 @@ def test_an_aggregator_held_up_after_it_finished_removes_nothing_of_its_successo
     held_up.create = hold_the_last_sweep  # type: ignore[method-assign]
     a.finish()
     assert [record["round"] for record in records(plain)] == [4, 4, 4, 6]
-    assert aggregator(tmp_path / "c", plain, "c").take_up()
+    assert aggregator(tmp_path / "c", plain, "c").restore()
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
 
 
@@ -424,7 +424,7 @@ def test_a_summary_never_stands_beside_files_of_another_time(tmp_path: Path) -> 
             super().upload(name, path)
 
     full = aggregator(tmp_path / "b", Full(tmp_path / "store"), "b")
-    full.take_up()
+    full.restore()
     run_folder(tmp_path / "b", 8)
     for name in ("summary.json", "word-of-what-is-new.txt"):
         RunFolder(tmp_path / "b").write(name, "of round 8")
@@ -460,7 +460,7 @@ def test_another_machine_goes_on_to_the_same_end(store: Store, tmp_path: Path) -
     f1, _ = remembering(tmp_path / "a", store, "a", rounds=3)
     f1.run()
     f2, published = remembering(tmp_path / "b", store, "b", rounds=6)
-    assert published.take_up()
+    assert published.restore()
     f2.loop.resume()
     assert f2.loop.round == 3
     f2.run()
@@ -469,7 +469,7 @@ def test_another_machine_goes_on_to_the_same_end(store: Store, tmp_path: Path) -
     assert (tmp_path / "b" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
     assert [record["round"] for record in records(store)] == [0, 1, 2, 3, 4, 5, 6]
     # Whoever takes it up has its whole journal, and can replay it.
-    assert aggregator(tmp_path / "c", store, "c").take_up()
+    assert aggregator(tmp_path / "c", store, "c").restore()
     replay, attempts = Replay(RunFolder(tmp_path / "c")), f2.loop.journal.counted()
     assert [replay.attempt(t) for t in range(1, 7)] == attempts
 
@@ -478,10 +478,10 @@ def test_a_loop_that_was_replaced_stops(store: Store, tmp_path: Path) -> None:
     f1, _ = remembering(tmp_path / "a", store, "a", rounds=2)
     f1.run()
     f2, published = remembering(tmp_path / "b", store, "b", rounds=4)
-    published.take_up()
+    published.restore()
     f2.loop.resume()
     _, third = remembering(tmp_path / "c", store, "c", rounds=4)
-    third.take_up()
+    third.restore()
     run_folder(tmp_path / "c", 3)
     third.publish(3)
     with pytest.raises(StorageError, match=r"\(c\)"):
@@ -496,7 +496,7 @@ from published_runs import aggregator, run_folder
 from fedloom.storage import open_store
 mine = aggregator(Path(sys.argv[2]), open_store(sys.argv[3]), sys.argv[4])
 last = 0
-if mine.take_up():
+if mine.restore():
     last = mine._last.round
 print("ready", last, flush=True)
 for round in itertools.count(last + 1):
@@ -529,7 +529,7 @@ def test_killed_at_any_moment_what_is_published_is_whole(s3_server: S3Server, tm
         heard = [line.split() for line in process.communicate(timeout=60)[0].splitlines()]
         announced = max([int(round), announced, *(int(said[1]) for said in heard if len(said) == 2)])
         here = tmp_path / f"look-{life}"
-        if aggregator(here, store, "look").take_up():
+        if aggregator(here, store, "look").restore():
             # The server may carry out the last request of a killed publisher while we look: what came is what counts.
             found = int(json.loads((here / "metrics.jsonl").read_text())["after"])
             assert announced <= found <= records(store)[-1]["round"]

@@ -189,7 +189,7 @@ def test_another_aggregator_counts_what_was_not_published(tmp_path: Path) -> Non
     assert list(store.entries("releases/")) == []
     releases.tell(KEY, 0, ["c0", "c1"])  # and the machine is lost
     b = aggregator(tmp_path / "b", store, "b")
-    assert b.take_up()
+    assert b.restore()
     assert counts(tmp_path / "b") == {"c0": 2, "c1": 1}
     b.gather_releases()
     assert counts(tmp_path / "b") == {"c0": 2, "c1": 1}
@@ -199,5 +199,5 @@ def test_another_aggregator_counts_what_was_not_published(tmp_path: Path) -> Non
     assert counts(tmp_path / "b") == {"c0": 2, "c1": 1, "c2": 1}
     b.publish(6)
     assert list(store.entries("releases/")) == []
-    assert aggregator(tmp_path / "c", store, "c").take_up()
+    assert aggregator(tmp_path / "c", store, "c").restore()
     assert counts(tmp_path / "c") == {"c0": 2, "c1": 1, "c2": 1}

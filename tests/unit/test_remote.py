@@ -28,7 +28,7 @@ from fedloom.storage.folder import FolderStore
 
 def dealt(root: Path, seed: int = 1) -> Path:
     scheme = ClassesScheme(clients=6, classes_per_client=2)
-    return partition("tiny", scheme, seed=seed, unseen_fraction=1 / 3, validation_fraction=0.25, root=root)
+    return partition("tiny", scheme, seed=seed, held_out_fraction=1 / 3, validation_fraction=0.25, root=root)
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_a_partition_that_is_published_needs_no_data_set_any_more(
             "dataset": "tiny",
             "root": str(tmp_path / "empty"),
             "partition": {"scheme": "classes", "clients": 6, "classes_per_client": 2},
-            "unseen_fraction": 1 / 3,
+            "held_out_fraction": 1 / 3,
             "validation_fraction": 0.25,
         }
         parts = {

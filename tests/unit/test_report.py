@@ -19,7 +19,7 @@ from fedloom.errors import DataError, StorageError
 from fedloom.federation.folder import RunFolder
 from fedloom.reporting.follow import follow_report
 from fedloom.reporting.report import Section, _matrix, _section, write_report
-from fedloom.words import as_csv, counted
+from fedloom.words import as_csv, pluralize
 
 SECTIONS = [
     "Learning curves", "Results", "Clients", "Confusion matrix", "Calibration", "Descriptors", "Client by client",
@@ -138,7 +138,7 @@ def test_a_point_of_the_map_tells_its_class_mix_and_leads_to_its_confusion(small
 
 
 def test_a_report_is_renewed_while_a_process_holds_the_run(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.reporting.follow.LOOK_S", 0.02)
+    monkeypatch.setattr("fedloom.reporting.follow.POLL_INTERVAL_S", 0.02)
     text = yaml.safe_dump({
         "name": "r", "seed": 1, "data": {}, "model": {}, "algorithm": {"name": "pefll"}, "federation": {"rounds": 9},
     })  # fmt: skip
@@ -284,8 +284,8 @@ def test_what_is_too_wide_scrolls(pefll: Path) -> None:
 
 
 def test_a_count_of_one_is_in_the_singular() -> None:
-    assert [counted(n, "model") for n in (0, 1, 2, 2000)] == ["0 models", "1 model", "2 models", "2,000 models"]
-    assert [counted(n, "class", "classes") for n in (1, 2)] == ["1 class", "2 classes"]
+    assert [pluralize(n, "model") for n in (0, 1, 2, 2000)] == ["0 models", "1 model", "2 models", "2,000 models"]
+    assert [pluralize(n, "class", "classes") for n in (1, 2)] == ["1 class", "2 classes"]
 
 
 def test_failed_attempts_pauses_and_the_rest_are_part_of_the_time(small: Path) -> None:

@@ -16,7 +16,7 @@ from scipy.stats import trim_mean
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Group, available, conversation, find
+from fedloom.algorithms.base import ClientGroup, available, conversation, find
 from fedloom.algorithms.recipe import Averaging, SharedModel, Update, bounded, trimmed_mean
 
 SIZES = (4, 9, 6, 5, 7)
@@ -106,12 +106,12 @@ def poisoned(method: str, by: float) -> base.Algorithm:
     """The method with a client c2 that trains nothing, and says that everything changed by so much."""
     algorithm = find(method)
 
-    def client(settings: Any, problem: base.Task) -> base.ClientHalf:
+    def client(settings: Any, problem: base.Task) -> base.ClientAlgorithm:
         honest = algorithm.client(settings, problem)
 
         class Liar(type(honest)):  # type: ignore[misc]
             @conversation
-            def train(self, clients: Group, opening: SharedModel) -> base.Conversation:
+            def train(self, clients: ClientGroup, opening: SharedModel) -> base.Conversation:
                 (member,) = clients.clients
                 if member.id != "c2":
                     return (yield from super().train(clients, opening))

@@ -16,7 +16,7 @@ from fedloom.data.own import Own, own_manifest
 from fedloom.errors import DataError, InterruptedRun
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import EVALUATED, Attempt, ConversationRecord, Journal, Replay, fold
-from fedloom.federation.roster import Change, FixedRoster, Member, OpenRoster, Presence, ReplayedRoster, between
+from fedloom.federation.roster import AvailableClients, Change, FixedRoster, Member, OpenRoster, ReplayedRoster, between
 
 OWN = Own(kind="features", input_shape=(2,), classes=("a", "b", "c"))
 MANIFEST = own_manifest(OWN, (), 1, Normalization((0.0, 0.0), (1.0, 1.0)))
@@ -26,8 +26,8 @@ def member(name: str, train: int = 10, **changes: Any) -> Member:
     return Member(name, train, 3, 4, **changes)
 
 
-def opened(presence: Presence, said: list[str] | None = None, **changes: Any) -> OpenRoster:
-    settings = {"min_clients": 1, "absent_after_s": 1000.0, "stop": threading.Event(), **changes}
+def opened(presence: AvailableClients, said: list[str] | None = None, **changes: Any) -> OpenRoster:
+    settings = {"min_clients": 1, "heartbeat_timeout_s": 1000.0, "stop": threading.Event(), **changes}
     return OpenRoster(MANIFEST, presence, say=([] if said is None else said).append, **settings)
 
 
@@ -36,7 +36,7 @@ def ids(roster: OpenRoster | ReplayedRoster) -> list[str]:
 
 
 def test_who_comes_is_in_the_roster_in_the_order_of_ids_and_who_is_away_for_long_leaves() -> None:
-    presence = Presence()
+    presence = AvailableClients()
     roster = opened(presence)
     presence.change([member("b"), member("a", observer=True)], [])
     assert roster.settle(1, evaluating=False) == Change((member("a", observer=True), member("b")))
@@ -47,24 +47,24 @@ def test_who_comes_is_in_the_roster_in_the_order_of_ids_and_who_is_away_for_long
     assert roster.settle(3, evaluating=False) == Change((member("c"),))
     assert (ids(roster), roster.here()) == (["a", "b", "c"], ("a", "c"))  # away, and not yet for long
 
-    short = opened(presence, absent_after_s=1e-9)
+    short = opened(presence, heartbeat_timeout_s=1e-9)
     short.restore({name: asdict(member(name)) for name in ("a", "b", "c")})
     assert short.settle(4, evaluating=False).left == ("a", "b")  # a is another than it was: it observes
     assert ids(short) == ["a", "c"]
 
 
 def test_a_client_that_never_came_back_is_away_since_the_aggregator_began() -> None:
-    presence = Presence()
+    presence = AvailableClients()
     presence.change([member("a")], [])
-    for absent_after_s, left in ((1000.0, ()), (1e-9, ("z",))):
-        roster = opened(presence, absent_after_s=absent_after_s)
+    for heartbeat_timeout_s, left in ((1000.0, ()), (1e-9, ("z",))):
+        roster = opened(presence, heartbeat_timeout_s=heartbeat_timeout_s)
         roster.restore({"z": asdict(member("z"))})
         assert roster.settle(1, evaluating=False).left == left
 
 
 def test_who_is_away_leaves_in_time_though_nobody_else_comes_or_goes() -> None:
-    presence = Presence()
-    roster = opened(presence, absent_after_s=0.05)
+    presence = AvailableClients()
+    roster = opened(presence, heartbeat_timeout_s=0.05)
     presence.change([member("a"), member("b")], [])
     roster.settle(1, evaluating=False)
     presence.change([], [member("b")])
@@ -77,7 +77,7 @@ def test_who_is_away_leaves_in_time_though_nobody_else_comes_or_goes() -> None:
 
 
 def test_a_boundary_at_which_nothing_has_changed_looks_at_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    presence = Presence()
+    presence = AvailableClients()
     roster = opened(presence)
     presence.change([member("a"), member("b")], [])
     presence.change([], [member("b")])
@@ -90,7 +90,7 @@ def test_a_boundary_at_which_nothing_has_changed_looks_at_no_client(monkeypatch:
 
 
 def test_a_client_with_other_data_leaves_and_joins() -> None:
-    presence = Presence()
+    presence = AvailableClients()
     roster = opened(presence)
     presence.change([member("a", 10)], [])
     roster.settle(1, evaluating=False)
@@ -100,7 +100,7 @@ def test_a_client_with_other_data_leaves_and_joins() -> None:
 
 
 def test_rounds_wait_below_min_clients_and_say_so_and_observers_do_not_count() -> None:
-    presence, said = Presence(), list[str]()
+    presence, said = AvailableClients(), list[str]()
     roster = opened(presence, said, min_clients=2)
     presence.change([member("a"), member("o", observer=True)], [])
     settled: list[Change] = []
@@ -120,8 +120,8 @@ def test_a_stop_ends_the_waiting() -> None:
     stop = threading.Event()
     stop.set()
     with pytest.raises(InterruptedRun):
-        opened(Presence(), stop=stop).settle(1, evaluating=False)
-    presence = Presence()
+        opened(AvailableClients(), stop=stop).settle(1, evaluating=False)
+    presence = AvailableClients()
     presence.end()
     with pytest.raises(InterruptedRun):
         opened(presence).settle(1, evaluating=False)

@@ -97,7 +97,7 @@ def test_a_run_does_not_go_back(tmp_path: Path) -> None:
 def test_a_run_in_which_nobody_could_be_measured_fails(workers: int, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     people = {name: (random.normal(size=(40, 3)) * 1e6, np.arange(40) % 2) for name in ("ann", "bob", "cy")}
-    data = fedloom.Federated.from_arrays(people, root=tmp_path, unseen_fraction=0.3)
+    data = fedloom.Federated.from_arrays(people, root=tmp_path, held_out_fraction=0.3)
     experiment = {
         "name": "diverges",
         "data": data,

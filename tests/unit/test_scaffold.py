@@ -137,7 +137,7 @@ def test_what_makes_of_steps_more_than_gradients_is_refused(key: str, value: flo
     with pytest.raises(ValidationError, match="weighting"):
         made(weighting="examples")
     assert made(local={"lr": 0.1}).local.momentum == 0
-    assert SCAFFOLD.closed(made()) is not None
+    assert SCAFFOLD.requires_fixed_population(made()) is not None
 
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:

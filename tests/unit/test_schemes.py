@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from fedloom.data import sources
-from fedloom.data.apportion import deal_classes
+from fedloom.data.apportion import partition_classes
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.schemes import DominantScheme, FixedScheme, ImbalancedScheme, MixScheme, Scheme
-from fedloom.data.sources import Official, Pool
+from fedloom.data.sources import Pool, RawDataset
 from fedloom.errors import ExperimentError
 
 SEEDS = st.integers(0, 2**63)
@@ -37,7 +37,7 @@ def deal(
     validation: float = 1 / 6,
 ) -> Assignment:
     train, test = (np.repeat(np.arange(len(part)), part) for part in counts)
-    official = Official(*(Pool(np.zeros((len(y), 1, 1, 1), dtype=np.uint8), y) for y in (train, test)))
+    official = RawDataset(*(Pool(np.zeros((len(y), 1, 1, 1), dtype=np.uint8), y) for y in (train, test)))
     return assign_examples(official, len(counts[0]), PartitionSettings(scheme, seed, unseen, validation))
 
 
@@ -224,7 +224,7 @@ def test_the_sizes_of_pfedbayes(
 ) -> None:
     scheme = FixedScheme(clients=clients, train_per_class=train, test_per_class=test, labels_per_client=5, **keys)
     dealt = deal(counts, scheme)
-    held = deal_classes(clients, 10, 5, 1)
+    held = partition_classes(clients, 10, 5, 1)
     kept = train - validation if keys else train
     for split, size in (("train", kept), ("validation", validation), ("test", test)):
         expected = np.zeros((clients, 10), dtype=np.int64)
@@ -257,7 +257,7 @@ def test_fixed_counts_are_met_exactly_or_refused(
     counts = ([60] * classes, [20] * classes)
     scheme = FixedScheme(clients=n, train_per_class=train, test_per_class=test, labels_per_client=k)
     validation = max(1, math.floor(train * fraction + 0.5))
-    held = deal_classes(n, classes, k, seed)
+    held = partition_classes(n, classes, k, seed)
     most = int(np.bincount(held.reshape(-1)).max())
     if most * (train + validation + test) > 80:
         assert "runs out" in refusal(counts, scheme, seed=seed, validation=fraction)

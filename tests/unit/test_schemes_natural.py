@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.schemes import IidScheme, NaturalScheme
-from fedloom.data.sources import Official, Owners, Pool
+from fedloom.data.sources import Owners, Pool, RawDataset
 from fedloom.errors import ExperimentError
 
 SPLITS = ("train", "validation", "test")
@@ -27,14 +27,14 @@ def pool(owners: list[int], seed: int) -> Pool:
     return Pool(np.zeros((len(owners), 1), dtype=np.float32), labels, np.array(owners, dtype=np.int64))
 
 
-def official(train: list[int], test: list[int], names: int, *, divided: bool, overlap: int = 0) -> Official:
+def official(train: list[int], test: list[int], names: int, *, divided: bool, overlap: int = 0) -> RawDataset:
     """Examples whose owners are given."""
     owners = Owners(tuple(f"writer-{i}" for i in range(names)), divided, overlap)
-    return Official(pool(train, 1), pool(test, 2), owners)
+    return RawDataset(pool(train, 1), pool(test, 2), owners)
 
 
 def deal(
-    whole: Official, scheme: NaturalScheme, seed: int = 1, unseen: float = 0.25, validation: float = 0.2
+    whole: RawDataset, scheme: NaturalScheme, seed: int = 1, unseen: float = 0.25, validation: float = 0.2
 ) -> Assignment:
     return assign_examples(whole, CLASSES, PartitionSettings(scheme, seed, unseen, validation))
 
@@ -45,7 +45,7 @@ def mixed(counts: list[int]) -> list[int]:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Official, NaturalScheme, PartitionSettings]:
+def problems(draw: st.DrawFn) -> tuple[RawDataset, NaturalScheme, PartitionSettings]:
     names = draw(st.integers(1, 8))
     train = mixed(draw(st.lists(st.integers(0, 60), min_size=names, max_size=names)))
     test = mixed(draw(st.lists(st.integers(0, 30), min_size=names, max_size=names)))
@@ -67,7 +67,7 @@ def problems(draw: st.DrawFn) -> tuple[Official, NaturalScheme, PartitionSetting
 @given(problems())
 @settings(max_examples=250)
 def test_every_client_has_examples_of_its_owner_alone(
-    problem: tuple[Official, NaturalScheme, PartitionSettings],
+    problem: tuple[RawDataset, NaturalScheme, PartitionSettings],
 ) -> None:
     whole, scheme, how = problem
     assert whole.owners is not None
@@ -111,7 +111,7 @@ def test_every_client_has_examples_of_its_owner_alone(
 
 @given(problems())
 @settings(max_examples=60)
-def test_the_same_inputs_deal_the_same(problem: tuple[Official, NaturalScheme, PartitionSettings]) -> None:
+def test_the_same_inputs_deal_the_same(problem: tuple[RawDataset, NaturalScheme, PartitionSettings]) -> None:
     whole, _, how = problem
 
     def outcome() -> list[Any] | str:
@@ -155,7 +155,7 @@ def test_the_official_division_stays_until_another_is_asked_for() -> None:
     assert sizes == {None: 40, 0.1: 8}
 
 
-def windows(text: NDArray[np.uint8], length: int, parts: list[int]) -> Official:
+def windows(text: NDArray[np.uint8], length: int, parts: list[int]) -> RawDataset:
     """Windows of a text and the character after each; owners have consecutive parts of the text, 80 % of it train."""
     views = sliding_window_view(text, length)
     places: dict[str, list[NDArray[np.int64]]] = {"train": [], "test": []}
@@ -171,7 +171,7 @@ def windows(text: NDArray[np.uint8], length: int, parts: list[int]) -> Official:
     for name in ("train", "test"):
         at = np.concatenate(places[name])
         pools.append(Pool(views[at], text[at + length].astype(np.int64), np.concatenate(whose[name])))
-    return Official(*pools, Owners(tuple(f"role-{i}" for i in range(len(parts))), divided=True, overlap=length))
+    return RawDataset(*pools, Owners(tuple(f"role-{i}" for i in range(len(parts))), divided=True, overlap=length))
 
 
 @pytest.mark.parametrize("test_fraction", [None, 0.3])
@@ -278,12 +278,12 @@ def test_data_without_owners_are_refused() -> None:
     with pytest.raises(
         ExperimentError, match=r"data\.partition\.scheme: found natural, .* of bare are; allowed: classes,"
     ):
-        assign_examples(Official(bare, bare), CLASSES, how, "bare")
+        assign_examples(RawDataset(bare, bare), CLASSES, how, "bare")
 
 
 def test_other_schemes_ignore_the_owners() -> None:
     whole = official(mixed([40] * 3), mixed([40] * 3), 3, divided=True)
-    bare = Official(Pool(whole.train.inputs, whole.train.labels), Pool(whole.test.inputs, whole.test.labels))
+    bare = RawDataset(Pool(whole.train.inputs, whole.train.labels), Pool(whole.test.inputs, whole.test.labels))
     one, two = (
         assign_examples(of, CLASSES, PartitionSettings(IidScheme(clients=4), 1, 0.25, 0.2)) for of in (whole, bare)
     )
@@ -301,7 +301,7 @@ def test_what_a_seed_deals_never_changes(overlap: int, golden: str) -> None:
         Pool(np.zeros((len(y), 1), dtype=np.float32), y, w)
         for y, w in zip((labels[:240], labels[240:]), (owners[:240], owners[240:]), strict=True)
     ]
-    whole = Official(*part, Owners(tuple("abcdefghi"), divided=False, overlap=overlap))
+    whole = RawDataset(*part, Owners(tuple("abcdefghi"), divided=False, overlap=overlap))
     dealt = deal(whole, NaturalScheme(clients=6, train_per_client=15), seed=7)
     digest = hashlib.sha256("".join(map(str, dealt.owners)).encode() + np.packbits(dealt.seen).tobytes())
     for split in SPLITS:

@@ -37,7 +37,7 @@ import fedloom
 from fedloom import digests
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
-from fedloom.algorithms.pefll import DescribeYourself, Descriptor, PersonalizedModel
+from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PersonalizedModel
 from fedloom.algorithms.recipe import Update
 from fedloom.cli.use import personalize
 from fedloom.data.manifest import Normalization
@@ -48,9 +48,15 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import vocabulary
 from fedloom.runner.assemble import make_parts
 from fedloom.runner.distributed import serving as aggregator_serving
-from fedloom.runner.ledger import Ledger
-from fedloom.runner.personal import Asked, Speaking, _client_of, check_delta, personal_model
-from fedloom.runner.personal_model import FORMATS, Promise
+from fedloom.runner.ledger import PrivacyAccountant
+from fedloom.runner.personal import (
+    PersonalizationClient,
+    PersonalizationRequest,
+    _client_of,
+    check_delta,
+    personal_model,
+)
+from fedloom.runner.personal_model import FORMATS, PrivacyGuarantee
 from fedloom.runner.run_experiment import _models
 from fedloom.runner.serve import DurableRounds, serve
 from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier, together
@@ -160,7 +166,7 @@ def test_many_at_once_share_tiles_and_get_what_each_gets_alone(run: Path) -> Non
 
 def test_more_conversations_than_a_connection_carries_all_come_to_an_end(run: Path) -> None:
     """What is refused for that alone is asked again, whichever of its frames finds out."""
-    words = {kind.__name__: kind for kind in (DescribeYourself, Descriptor, PersonalizedModel)}
+    words = {kind.__name__: kind for kind in (DescriptorRequest, Descriptor, PersonalizedModel)}
 
     def speak(round: int, exchange: int, message: Any) -> Descriptor | None:
         return Descriptor(torch.zeros(1, Raw.size)) if exchange == 0 else None
@@ -191,8 +197,8 @@ def test_a_broadcast_is_sent_once(run: Path) -> None:
             about = (await models.describe(WAIT_S)).about
             for i in (1, 2, 3):
                 x, y = examples(i)
-                client = _client_of(about, Asked(x, y, client=f"c{i}"))
-                speaking = Speaking(client.parts, client.data, client.id)
+                client = _client_of(about, PersonalizationRequest(x, y, client=f"c{i}"))
+                speaking = PersonalizationClient(client.parts, client.data, client.id)
                 found.append(await models.converse(about, f"c{i}", vocabulary(client.parts.algorithm), speaking.speak))
             assert (await models.describe(WAIT_S)).handed_out == 3
         finally:
@@ -414,7 +420,7 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
         raw.say(Update(torch.zeros(1, d), number, number))
         until_waiting(at, 1)
         model = fedloom.personalize(at, x, y)
-        assert raw.read().spoken.message == "TryThis"
+        assert raw.read().spoken.message == "TrialModel"
         assert raw.refusal()[0] is grpc.StatusCode.DEADLINE_EXCEEDED
     assert same(model, fedloom.personalize(str(run), x, y))
 
@@ -622,35 +628,37 @@ def test_a_larger_delta_of_one_request_never_lowers_the_total(
 ) -> None:
     path, total = tmp_path_factory.mktemp("ledger") / "l", 0.0
     for epsilon, delta in requests:
-        told = Ledger(path).spend(Promise(epsilon, delta, 1.0, noise_multiplier(epsilon, delta), 50))
+        told = PrivacyAccountant(path).spend(
+            PrivacyGuarantee(epsilon, delta, 1.0, noise_multiplier(epsilon, delta), 50)
+        )
         assert told.total_delta == requests[0][1]
         assert told.total_epsilon is not None
         assert told.total_epsilon > total
         total = told.total_epsilon
     with pytest.raises(ExperimentError, match="budget is"):
-        Ledger(path, total).spend(Promise(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
+        PrivacyAccountant(path, total).spend(PrivacyGuarantee(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
 
 
 def test_any_flipped_bit_of_a_ledger_is_found(tmp_path: Path) -> None:
-    path, promise = tmp_path / "l", Promise(1.0, 1e-5, 1.0, 3.7, 50)
+    path, promise = tmp_path / "l", PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 50)
     for _ in range(2):
-        Ledger(path).spend(promise, where="here")
+        PrivacyAccountant(path).spend(promise, where="here")
     whole = path.read_bytes()
     for at in range(len(whole)):
         changed = bytearray(whole)
         changed[at] ^= 1 << at % 8
         path.write_bytes(changed)
         with pytest.raises(DataError, match=r"l, line \d"):
-            Ledger(path).spend(promise, where="here")
+            PrivacyAccountant(path).spend(promise, where="here")
         assert path.read_bytes() == changed
 
 
 @pytest.mark.parametrize(("delta", "n"), [(None, 100_000), (1e-3, 1000), (0.0099, 102)])
 def test_a_delta_that_is_no_promise_for_so_many_examples_is_refused(delta: float | None, n: int) -> None:
     with pytest.raises(ExperimentError, match="delta must be below 1/n"):
-        check_delta(Asked(epsilon=1.0, delta=delta), n)
-    check_delta(Asked(epsilon=1.0, delta=delta), n // 2)
-    check_delta(Asked(epsilon=math.inf, delta=delta), n)
+        check_delta(PersonalizationRequest(epsilon=1.0, delta=delta), n)
+    check_delta(PersonalizationRequest(epsilon=1.0, delta=delta), n // 2)
+    check_delta(PersonalizationRequest(epsilon=math.inf, delta=delta), n)
 
 
 def handed_out(address: str) -> int:
@@ -665,9 +673,13 @@ def handed_out(address: str) -> int:
 
 
 def test_what_is_counted_is_on_the_disk_before_it_is_told_and_once(run: Path, tmp_path: Path) -> None:
-    client = _client_of(DurableRounds(RunFolder(run)).about, Asked(*examples(1), epsilon=1.0, clip=0.5))
-    ledger = Ledger(tmp_path / "ledger")
-    speaking = Speaking(client.parts, client.data, client.id, once=True, tell=lambda: client.spend("here", ledger))
+    client = _client_of(
+        DurableRounds(RunFolder(run)).about, PersonalizationRequest(*examples(1), epsilon=1.0, clip=0.5)
+    )
+    ledger = PrivacyAccountant(tmp_path / "ledger")
+    speaking = PersonalizationClient(
+        client.parts, client.data, client.id, once=True, tell=lambda: client.spend("here", ledger)
+    )
     found = DurableRounds(RunFolder(run))(None)
     assert found is not None
     assert not (tmp_path / "ledger").exists()
@@ -705,8 +717,8 @@ def test_what_is_no_ledger_or_budget_is_refused(
 def test_a_private_descriptor_is_told_once(tmp_path: Path) -> None:
     on_vowels(tmp_path, PEFLL, rounds=2).run()
     run, (x, y) = tmp_path / "run", examples(1)
-    client = _client_of(DurableRounds(RunFolder(run)).about, Asked(x, y, epsilon=1.0, clip=0.5))
-    speaking = Speaking(client.parts, client.data, client.id, once=True)
+    client = _client_of(DurableRounds(RunFolder(run)).about, PersonalizationRequest(x, y, epsilon=1.0, clip=0.5))
+    speaking = PersonalizationClient(client.parts, client.data, client.id, once=True)
     found = [DurableRounds(RunFolder(run), str(round))(None) for round in (0, 2)]
     openings = [one.opening for one in found if one is not None]
     first, second = (speaking.speak(0, 0, openings[0]) for _ in "ab")
@@ -791,7 +803,7 @@ def test_only_who_may_gets_a_model_and_the_audit_log_says_to_whom(run: Path, tmp
     with served(run, protection=Protection(ServerOptions(tokens=tokens, identities=table)), audit=log) as at:
 
         def ask(client: str, secret: Any) -> Any:
-            return personal_model(at, Asked(x, y, client=client), ClientOptions(token=secret))
+            return personal_model(at, PersonalizationRequest(x, y, client=client), ClientOptions(token=secret))
 
         assert same(ask("eve", secrets["phone"]), fedloom.personalize(str(run), x, y, client="eve"))
         with pytest.raises(RefusedError, match="phone may not speak for bob"):

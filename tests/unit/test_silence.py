@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 import torch
 
-from fedloom.federation.cohort import Attempting, Rules
+from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.journal import Attempt
 from fedloom.federation.silence import PATIENCE, Silence
 
@@ -119,9 +119,9 @@ def test_in_a_closed_run_silent_clients_are_those_who_were_asked() -> None:
 def cohort_of(silence: Silence | None, **how: object) -> tuple[str, ...]:
     """The cohort of five of round 7, as the loop draws it."""
     sizes = dict.fromkeys(EVERYONE, 1)
-    rules = Rules(3, 5, 1.0, 1, {}, None, lambda client, answer: None)  # type: ignore[arg-type]
+    rules = RoundConfig(3, 5, 1.0, 1, {}, None, lambda client, answer: None)  # type: ignore[arg-type]
     groups = None if silence is None else partial(silence.groups, least=1)
-    session = Attempting(Attempt(7, 1), "train", EVERYONE, sizes, None, rules, None, None, groups)  # type: ignore[arg-type]
+    session = RoundAttempt(Attempt(7, 1), "train", EVERYONE, sizes, None, rules, None, None, groups)  # type: ignore[arg-type]
     return session.sample(**how).clients  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from facts import tells
 from federations import Federation, clients, federation, task
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, conversation
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, conversation
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss
 from fedloom.federation.states import StoredStates, Version, Versions
@@ -43,7 +43,7 @@ class Personal(Message):
     pass
 
 
-class Server(ServerHalf):
+class Server(ServerAlgorithm):
     """Writes down what each client says it remembers."""
 
     def __init__(self, settings: Settings, problem: Any, generator: torch.Generator) -> None:
@@ -65,24 +65,24 @@ class Server(ServerHalf):
         return cohort.send(Personal())
 
 
-class Client(ClientHalf):
+class Client(ClientAlgorithm):
     """Remembers the rounds it was counted in."""
 
     stateful = True
 
     @conversation
     def train(self, group: Any, opening: Ask) -> Any:
-        remembered = group.recall("rounds", torch.zeros(len(group), 1, dtype=torch.int64))
+        remembered = group.load_state("rounds", torch.zeros(len(group), 1, dtype=torch.int64))
         yield Seen(remembered)
-        group.keep(rounds=remembered | (1 << opening.round))
+        group.save_state(rounds=remembered | (1 << opening.round))
         yield Seen(remembered)
 
     @conversation
     def personalize(self, group: Any, opening: Personal) -> Any:
-        remembered = group.recall("rounds", torch.zeros(len(group), 1, dtype=torch.int64))
+        remembered = group.load_state("rounds", torch.zeros(len(group), 1, dtype=torch.int64))
         thetas = remembered.double().expand(-1, self.task.model.layout.size)
         with pytest.raises(RuntimeError, match="kept"):
-            group.keep()
+            group.save_state()
         return predictors_of(self.task.model, personal=thetas)
 
 

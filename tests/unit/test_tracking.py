@@ -24,7 +24,7 @@ from fedloom.runner.tracking import find_trackers
 
 @pytest.fixture
 def task(tmp_path: Path) -> dict[str, Any]:
-    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", unseen_fraction=0.25)
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     rounds = {"rounds": 3, "clients_per_round": 2, "checkpoint_every_s": 0}
     return {**TASK, "data": data, "federation": rounds, "evaluation": {"every": 1}}
 

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError
-from fedloom.trust.access import SHARED, Access, Admitted, Denied, Presented
+from fedloom.trust.access import SHARED, Access, Admitted, Denied, PeerCredentials
 from fedloom.trust.audit import KINDS, LONGEST, REPEATED_S, Audit
 from fedloom.trust.credentials import Certificate
-from fedloom.trust.files import Reread, read_text
+from fedloom.trust.files import ReloadingFile, read_text
 from fedloom.trust.identities import ALLOWED, MAX_CLIENTS, Action, Identity, Role, read_identities
 from fedloom.trust.tokens import (
     Tokens,
@@ -323,7 +323,7 @@ def test_nobody_is_let_in_without_anything(table: Path, tokens: Path) -> None:
     add_token(tokens, "south")
     for action in Action:
         with pytest.raises(Denied) as denied:
-            Access(tokens, table).admit(Presented(), action)
+            Access(tokens, table).admit(PeerCredentials(), action)
         assert denied.value.identity is None
 
 
@@ -331,17 +331,17 @@ def test_by_token_and_by_certificate(table: Path, tokens: Path) -> None:
     south, kept = add_token(tokens, "south")
     stranger = make_token()
     access = Access(tokens, table)
-    admitted = access.admit(Presented(token=south), Action.TRAIN)
+    admitted = access.admit(PeerCredentials(token=south), Action.TRAIN)
     assert (admitted.identity.name, admitted.token, admitted.ends) == ("south", kept, None)
     north = certificate("URI:urn:fedloom:north")
-    assert access.admit(Presented(north), Action.TRAIN).ends == north.ends
+    assert access.admit(PeerCredentials(north), Action.TRAIN).ends == north.ends
     for presented in (
-        Presented(token=stranger),
-        Presented(certificate("URI:urn:fedloom:nobody")),
-        Presented(certificate()),
-        Presented(north, south),  # two identities
-        Presented(north, stranger),  # a token that is wrong is not overlooked
-        Presented(certificate("URI:urn:fedloom:north", days=-0.1)),
+        PeerCredentials(token=stranger),
+        PeerCredentials(certificate("URI:urn:fedloom:nobody")),
+        PeerCredentials(certificate()),
+        PeerCredentials(north, south),  # two identities
+        PeerCredentials(north, stranger),  # a token that is wrong is not overlooked
+        PeerCredentials(certificate("URI:urn:fedloom:north", days=-0.1)),
     ):
         with pytest.raises(Denied):
             access.admit(presented, Action.TRAIN)
@@ -350,38 +350,39 @@ def test_by_token_and_by_certificate(table: Path, tokens: Path) -> None:
 def test_the_wrong_role_is_told_who_it_is(table: Path, tokens: Path) -> None:
     eye, _ = add_token(tokens, "eye")
     access = Access(tokens, table)
-    assert access.admit(Presented(token=eye), Action.MEASURE).identity.name == "eye"
+    assert access.admit(PeerCredentials(token=eye), Action.MEASURE).identity.name == "eye"
     with pytest.raises(Denied) as denied:
-        access.admit(Presented(token=eye), Action.TRAIN)
+        access.admit(PeerCredentials(token=eye), Action.TRAIN)
     assert denied.value.identity is not None
     assert tells(str(denied.value), "eye", "train", "observer")
 
 
 def test_without_a_table_all_that_is_known_may_work_watch_and_ask_for_models(tokens: Path) -> None:
     token, _ = add_token(tokens, "south")
-    identity = Access(tokens).admit(Presented(token=token), Action.TRAIN).identity
+    identity = Access(tokens).admit(PeerCredentials(token=token), Action.TRAIN).identity
     assert (identity.name, identity.roles) == ("south", {Role.WORKER, Role.PERSONALIZE, Role.WATCH})
     assert identity.speaks_for("anyone")
     assert (
-        Access().admit(Presented(certificate("URI:urn:fedloom:a")), Action.WATCH).identity.name == "URI:urn:fedloom:a"
+        Access().admit(PeerCredentials(certificate("URI:urn:fedloom:a")), Action.WATCH).identity.name
+        == "URI:urn:fedloom:a"
     )
     with pytest.raises(Denied):
-        Access(tokens).admit(Presented(token=token), Action.CONTROL)
+        Access(tokens).admit(PeerCredentials(token=token), Action.CONTROL)
     with pytest.raises(Denied):
-        Access().admit(Presented(token=token), Action.TRAIN)
+        Access().admit(PeerCredentials(token=token), Action.TRAIN)
 
 
 def test_a_shared_token_is_in_no_file(table: Path, tokens: Path) -> None:
     add_token(tokens, "south")
     shared = make_token()
     one, other = Access(tokens, table, shared=shared), Access(tokens, table, shared=make_token())
-    admitted = one.admit(Presented(token=shared), Action.TRAIN)
+    admitted = one.admit(PeerCredentials(token=shared), Action.TRAIN)
     assert admitted.identity == SHARED
     one.check(admitted, Action.TRAIN)
-    assert one.admit(Presented(token=shared), Action.WATCH)
+    assert one.admit(PeerCredentials(token=shared), Action.WATCH)
     for access, action in ((one, Action.CONTROL), (other, Action.TRAIN)):
         with pytest.raises(Denied):
-            access.admit(Presented(token=shared), action)
+            access.admit(PeerCredentials(token=shared), action)
 
 
 def revoked(access: Access, admitted: Admitted) -> Denied | None:
@@ -397,21 +398,21 @@ def test_a_token_that_is_revoked_while_it_is_used(table: Path, tokens: Path) -> 
     south, kept = add_token(tokens, "south")
     second, _ = add_token(tokens, "south")
     access = Access(tokens, table)
-    admitted = access.admit(Presented(token=south), Action.TRAIN)
+    admitted = access.admit(PeerCredentials(token=south), Action.TRAIN)
     assert revoked(access, admitted) is None
     revoke_tokens(tokens, kept.id)
     denied = revoked(access, admitted)
     assert denied is not None
     assert tells(str(denied), kept.id, "south", "revoked")
     assert not denied.again
-    assert access.admit(Presented(token=second), Action.TRAIN).identity.name == "south"
+    assert access.admit(PeerCredentials(token=second), Action.TRAIN).identity.name == "south"
     with pytest.raises(Denied, match="revoked"):
-        access.admit(Presented(token=south), Action.TRAIN)
+        access.admit(PeerCredentials(token=south), Action.TRAIN)
 
 
 def test_an_identity_that_is_taken_from_the_table_or_may_do_less(table: Path, tokens: Path) -> None:
     access = Access(tokens if tokens.exists() else None, table)
-    admitted = access.admit(Presented(certificate("URI:urn:fedloom:north")), Action.TRAIN)
+    admitted = access.admit(PeerCredentials(certificate("URI:urn:fedloom:north")), Action.TRAIN)
     table.write_text(TABLE.replace('clients: ["north-*"]', 'clients: ["north-1"]'))
     denied = revoked(access, admitted)
     assert denied is not None
@@ -426,8 +427,8 @@ def test_a_token_and_a_certificate_that_end_while_they_are_used(tokens: Path) ->
     now = [datetime.now(UTC)]
     token, kept = add_token(tokens, "south", days=1)
     access = Access(tokens, now=lambda: now[0])
-    by_token = access.admit(Presented(token=token), Action.TRAIN)
-    by_certificate = access.admit(Presented(certificate("DNS:a", days=1)), Action.TRAIN)
+    by_token = access.admit(PeerCredentials(token=token), Action.TRAIN)
+    by_certificate = access.admit(PeerCredentials(certificate("DNS:a", days=1)), Action.TRAIN)
     now[0] += timedelta(hours=23)
     assert (revoked(access, by_token), revoked(access, by_certificate)) == (None, None)
     now[0] += timedelta(hours=1, seconds=1)
@@ -454,12 +455,12 @@ def test_what_is_damaged_later_changes_nothing(
         assert access.refresh() == before
     assert len(caplog.records) == 2, "said once for each file"
     assert all(tells(record.getMessage(), "in force", tokens.parent) for record in caplog.records)
-    assert access.admit(Presented(token=south), Action.TRAIN).token == kept
+    assert access.admit(PeerCredentials(token=south), Action.TRAIN).token == kept
     tokens.write_text(good[0].replace('"revoked": null', '"revoked": "2026-01-01T00:00:00Z"'))
     table.write_text(good[1])
     assert access.refresh() == {tokens: 1, table: 0}
     with pytest.raises(Denied, match="revoked"):
-        access.admit(Presented(token=south), Action.TRAIN)
+        access.admit(PeerCredentials(token=south), Action.TRAIN)
 
 
 def test_a_file_that_goes_away_changes_nothing(tokens: Path) -> None:
@@ -467,7 +468,7 @@ def test_a_file_that_goes_away_changes_nothing(tokens: Path) -> None:
     access = Access(tokens)
     tokens.unlink()
     assert access.refresh() == {tokens: 0}
-    assert access.admit(Presented(token=token), Action.TRAIN)
+    assert access.admit(PeerCredentials(token=token), Action.TRAIN)
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> None:
@@ -480,7 +481,7 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path) -> N
             path.write_text("22")
         return text
 
-    file = Reread([path], read)
+    file = ReloadingFile([path], read)
     assert file.value == "1"
     assert file.refresh() == 1
     assert file.value == "22"
@@ -498,10 +499,10 @@ def test_files_that_are_being_replaced_are_read_when_they_have_been(tmp_path: Pa
         return tries[-1]
 
     path.write_text("half")
-    assert Reread([path], read).value == "whole"
+    assert ReloadingFile([path], read).value == "whole"
     always: list[str] = []
     with pytest.raises(ZeroDivisionError):
-        Reread([path], lambda: always.append("") or 1 // 0)
+        ReloadingFile([path], lambda: always.append("") or 1 // 0)
     assert len(always) == 1
 
 

@@ -155,7 +155,7 @@ def test_a_run_keeps_them_and_a_resumed_one_the_same(tiny_root: Path, tmp_path: 
     tree = {
         "name": "tiny",
         "data": {"dataset": "tiny", "root": str(tiny_root), "partition": {"scheme": "iid", "clients": 5},
-                 "unseen_fraction": 0.2},
+                 "held_out_fraction": 0.2},
         "model": {"name": "mlp", "hidden": [8]},
         "algorithm": {"name": "pfedbayes", "steps": 2, "batch_size": 8, "draws": 3},
         "federation": {"rounds": 4, "clients_per_round": 4, "checkpoint_every_s": 0},

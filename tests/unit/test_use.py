@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def others(tmp_path: Path) -> Path:
     """Clients whom the run has never seen."""
     scheme = MeansScheme.model_validate(MEANS)
-    return partition("gaussian", scheme, seed=9, unseen_fraction=0.0, validation_fraction=0.2, root=tmp_path / "data")
+    return partition("gaussian", scheme, seed=9, held_out_fraction=0.0, validation_fraction=0.2, root=tmp_path / "data")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Task
-from fedloom.algorithms.client import Batch, Local, batches
+from fedloom.algorithms.client import Batch, LocalTrainer, batches
 from fedloom.algorithms.wga import (
     WGA,
     Gradients,
@@ -72,7 +72,7 @@ def test_a_gradient_is_that_of_the_mean_cross_entropy() -> None:
     p, c = problem(), clients((6,))[0]
     theta = p.model.init(torch.Generator().manual_seed(1), p.dtype).requires_grad_()
     loss = F.cross_entropy(p.model.logits(theta, c.train.x), c.train.y)
-    local = Local(p.model, group([c]))
+    local = LocalTrainer(p.model, group([c]))
     found, value = local.gradient_at(theta[None], *local.everything())
     close(found[0], torch.autograd.grad(loss, [theta])[0])
     close(value[0], loss.detach())
@@ -213,7 +213,7 @@ def test_the_variance_of_a_gradient_is_estimated_without_bias() -> None:
     c = dataclasses.replace(clients((4,))[0], train=Split(x, None))
     theta = torch.zeros(1, 2, dtype=torch.float64)
     h = torch.tensor([2.0, 1.0], dtype=torch.float64)
-    local = Local(Quadratic(2, (2.0, 1.0)), group([c]))
+    local = LocalTrainer(Quadratic(2, (2.0, 1.0)), group([c]))
     drawn = [Batch(x[index], None, torch.full((5,), 0.2).double()) for index in torch.arange(5_000).split(5)]
     found = [halves(local, theta, batch) for batch in drawn]
     expected = (4 * 1 + 1 * 9) / 5

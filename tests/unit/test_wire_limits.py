@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fedloom.transport.exchanges import Clients
-from fedloom.transport.limits import CONNECTIONS, Budget, Sparing
+from fedloom.transport.limits import CONNECTIONS, RateLimitFilter, TokenBucket
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 
 def test_a_budget_comes_back_with_time_and_not_beyond_its_most() -> None:
     clock = Clock()
-    budget = Budget(3, 2, clock)
+    budget = TokenBucket(3, 2, clock)
     assert [budget.spend() for _ in range(4)] == [True, True, True, False]
     clock.now = 0.5
     assert [budget.spend() for _ in range(2)] == [True, False]
@@ -39,7 +39,7 @@ def test_lines_of_one_kind_are_rationed_and_say_how_many_were_left_out() -> None
 
     log = logging.Logger("rationed")
     log.addHandler(Keep())
-    log.addFilter(Sparing(clock))
+    log.addFilter(RateLimitFilter(clock))
     for i in range(1_000):
         log.warning("refused %d", i)
     log.warning("something else")

@@ -34,7 +34,7 @@ from fedloom.runner import assemble, results
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:
     scheme = MeansScheme.model_validate({"clients": 6, "dimension": 3, **keys})
-    folder = partition("gaussian", scheme, seed=seed, unseen_fraction=0.3, validation_fraction=0.2, root=root)
+    folder = partition("gaussian", scheme, seed=seed, held_out_fraction=0.3, validation_fraction=0.2, root=root)
     return FederatedDataset.open(folder)
 
 

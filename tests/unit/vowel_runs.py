@@ -47,5 +47,5 @@ def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1, own_step
     data = folder / "data" / "datasets" / "vowel"
     data.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
-    vowels = {"dataset": "vowel", "partition": {"scheme": "natural"}, "unseen_fraction": 0.2}
+    vowels = {"dataset": "vowel", "partition": {"scheme": "natural"}, "held_out_fraction": 0.2}
     return loop(folder, vowels, {"name": "mlp", "hidden": [4]}, algorithm, rounds, own_steps)

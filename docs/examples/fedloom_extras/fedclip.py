@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.recipe import FineTuning, shared_model
 from fedloom.models.flat import FlatModel
@@ -18,7 +18,7 @@ class FedClipSettings(FineTuning):
     largest: float = Field(default=1.0, gt=0, description="largest absolute value of an element of a gradient")
 
 
-def clipped_sgd(model: FlatModel, group: Group, theta: Tensor, s: FedClipSettings) -> Trained:
+def clipped_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedClipSettings) -> Trained:
     """Local training; ``correct`` changes the gradients of every step."""
 
     def correct(gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: object) -> list[Tensor]:

@@ -12,14 +12,14 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
-from fedloom.algorithms.client import Local
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.client import LocalTrainer
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 
 
-class FedSGDServer(base.ServerHalf):
+class FedSGDServer(base.ServerAlgorithm):
     """θ ← θ - η Σ (n_i / n) g_i."""
 
     def __init__(self, settings: FedSGDSettings, task: Task, generator: torch.Generator) -> None:
@@ -38,21 +38,21 @@ class FedSGDServer(base.ServerHalf):
         return cohort.send(Take(self.state["theta"]))
 
 
-class FedSGDClient(base.ClientHalf):
+class FedSGDClient(base.ClientAlgorithm):
     """Computes gradients."""
 
     predictors = ("personal", "global")
 
     @conversation
-    def train(self, clients: Group, opening: Ask) -> Conversation:
+    def train(self, clients: ClientGroup, opening: Ask) -> Conversation:
         """The other end of :meth:`FedSGDServer.train_round`: what is yielded is the answer."""
-        local = Local(self.task.model, clients)
+        local = LocalTrainer(self.task.model, clients)
         g, loss = local.gradient_at(opening.theta.expand(len(clients), -1), *local.everything())
         yield Gradient(g, loss.double()[:, None])
         return None
 
     @conversation
-    def personalize(self, clients: Group, opening: Take) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: Take) -> Predictors:
         """What is returned are the client's predictors; FedLoom measures them."""
         theta = opening.theta.expand(len(clients), -1)
         return predictors_of(self.task.model, personal=theta, **{"global": theta})

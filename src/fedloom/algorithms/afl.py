@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Round, Task
 from fedloom.algorithms.client import LocalSGD
-from fedloom.algorithms.recipe import MakeItYours, SharedModel, SharedModelServer, shared_model
+from fedloom.algorithms.recipe import PersonalizeRequest, SharedModel, SharedModelServer, shared_model
 from fedloom.messages import Replies
 from fedloom.settings import Settings
 from fedloom.theory.simplex import project
@@ -85,7 +85,7 @@ class AFLServer(WeightedServer):
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the average."""
-        return cohort.send(MakeItYours(self.state["average"]))
+        return cohort.send(PersonalizeRequest(self.state["average"]))
 
 
 class AFLSettings(Settings):
@@ -106,5 +106,5 @@ AFL = shared_model(
     AFLSettings,
     server=AFLServer,
     titles={"personal": "AFL + fine-tuning", "global": "AFL"},
-    closed=lambda settings: CLIENTS_BEFOREHAND,
+    requires_fixed_population=lambda settings: CLIENTS_BEFOREHAND,
 )

@@ -12,15 +12,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import Local, Parameters, Trained, laid_out, train
+from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client import LocalTrainer, Parameters, Trained, laid_out, train
 from fedloom.algorithms.recipe import FineTuning, shared_model
 from fedloom.models.flat import FlatModel
 
 
-def mixed_sgd(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) -> Trained:
+def mixed_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> Trained:
     """Train a client as in Algorithm 1 (lines 3-9): w_i as in FedAvg, and v_i and α_i beside it."""
-    local, decay = Local(model, group, mask_absent=s.local.mask_absent), 2 * s.local.lambda_theta
+    local, decay = LocalTrainer(model, group, mask_absent=s.local.mask_absent), 2 * s.local.lambda_theta
     own, alpha = kept(group, theta, s)  # line 3
     w, v = local.parameters(theta), local.parameters(own)
     w_i, v_i = list(w.values()), list(v.values())
@@ -46,12 +46,12 @@ def mixed_sgd(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) ->
             step_w(gradients, batch.active)  # line 7
             step_v(through, batch.active)  # line 8
     personal = local.trained(local.join(v), mixed, counts, "local.lr", s.local.lr)
-    group.keep(v=personal.theta, alpha=alpha)
+    group.save_state(v=personal.theta, alpha=alpha)
     shared = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr)
     return Trained(shared.theta, shared.steps + personal.steps, shared.loss)
 
 
-def mixture(local: Local, alpha: Tensor, v: Parameters, w: Parameters) -> Parameters:
+def mixture(local: LocalTrainer, alpha: Tensor, v: Parameters, w: Parameters) -> Parameters:
     """Return v̄ = α v + (1 - α) w, leaf by leaf; v itself at α = 1, w at 0."""
     with torch.no_grad():
         found = {}
@@ -61,19 +61,19 @@ def mixture(local: Local, alpha: Tensor, v: Parameters, w: Parameters) -> Parame
         return found
 
 
-def kept(group: Group, theta: Tensor, s: APFLSettings) -> tuple[Tensor, Tensor]:
+def kept(group: ClientGroup, theta: Tensor, s: APFLSettings) -> tuple[Tensor, Tensor]:
     """Return v_i ``[g, d]`` and α_i ``[g, 1]``; for new clients, the shared model and the initial α."""
-    return group.recall("v", theta), group.recall("alpha", torch.full_like(theta[:, :1], s.alpha))
+    return group.load_state("v", theta), group.load_state("alpha", torch.full_like(theta[:, :1], s.alpha))
 
 
-def own_mixture(model: FlatModel, group: Group, theta: Tensor, s: APFLSettings) -> dict[str, Tensor]:
+def own_mixture(model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> dict[str, Tensor]:
     """Return ``personal`` = α_i v_i + (1 - α_i) w (line 11); for new clients, the shared model after SGD steps."""
     (v, alpha), new = kept(group, theta, s), group.new
     personal = alpha * v + (1 - alpha) * theta
     if new:
         personal[new] = theta[new]  # bitwise equal
         if s.personalize_steps:
-            sgd = s.local.lasting(steps=s.personalize_steps)
+            sgd = s.local.with_steps(steps=s.personalize_steps)
             personal[new] = train(model, group, theta[new], sgd, members=new, purpose="fine-tune").theta
     return {"personal": personal, "global": theta}
 
@@ -93,7 +93,7 @@ APFL = shared_model(
     APFLSettings,
     local=mixed_sgd,
     personalize=own_mixture,
-    limits=lambda s, examples: s.local.limits(examples) | {"steps": 2 * s.local.count(examples)},
+    update_bounds=lambda s, examples: s.local.update_bounds(examples) | {"steps": 2 * s.local.count(examples)},
     stateful=True,
     by_batch=False,
     titles={"personal": "APFL", "global": "APFL, shared model"},

@@ -1,7 +1,7 @@
 """Building blocks of an algorithm: server half, client half, settings, and the registry of algorithms.
 
 The halves communicate by messages (``fedloom.messages``). The server half is sequential code over a :class:`Cohort`;
-the client half consists of coroutines over a :class:`Group`. Neither depends on the transport.
+the client half consists of coroutines over a :class:`ClientGroup`. Neither depends on the transport.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Round(Protocol):
         """Return the server's random generator for this round and purpose."""
 
 
-class ServerHalf(ABC):
+class ServerAlgorithm(ABC):
     """Server half of an algorithm.
 
     ``state`` holds everything that lasts between rounds; anything else is lost on resume. The loop restores the state
@@ -122,7 +122,7 @@ class ServerHalf(ABC):
     def settle(self) -> None:  # noqa: B027 - most methods defer nothing
         """Finish deferred work; called before the state is read from outside."""
 
-    def limits(self, examples: int) -> Mapping[str, float]:
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return bounds on the training answer of an honest client with this many train examples, by field name.
 
         The bound of a count is its maximum; that of any other field is the maximum ℓ2 norm of a row. A client that
@@ -155,7 +155,7 @@ Conversation: TypeAlias = Generator[Message, Any, Predictors | None]
 F = TypeVar("F", bound=Callable[..., Conversation | Predictors])
 
 
-class Group:
+class ClientGroup:
     """Clients that one coroutine serves: exactly one on a CPU, up to ``runtime.clients_at_once`` on a GPU.
 
     Parameters
@@ -219,7 +219,7 @@ class Group:
         """Positions of the clients without a kept state."""
         return [i for i, state in enumerate(self._states) if state is None]
 
-    def recall(self, name: str, default: Tensor) -> Tensor:
+    def load_state(self, name: str, default: Tensor) -> Tensor:
         """Return the rows that clients kept under a name in the last round that counted them, ``[g, ...]``.
 
         A client gets its default if it is new, or kept nothing under that name (because of other settings, which an
@@ -241,7 +241,7 @@ class Group:
             old.append(kept)
         return torch.stack(old)
 
-    def keep(self, **named: Tensor) -> None:
+    def save_state(self, **named: Tensor) -> None:
         """Keep rows ``[g, ...]``, one per client, for later rounds.
 
         Call it before yielding the answer that the rows belong to, so that a round that counts the client has its
@@ -257,12 +257,12 @@ class Group:
         for i in range(len(self)):
             self.kept[i] = {name: rows[i].detach().clone() for name, rows in named.items()}
 
-    def lose(self, i: int, reason: str) -> None:
+    def fail_client(self, i: int, reason: str) -> None:
         """Drop the i-th client, which answers with this reason; the rest of the group goes on."""
         self.lost.setdefault(i, reason)
 
 
-class ClientHalf:
+class ClientAlgorithm:
     """Client half of an algorithm: conversations, chosen by the type of their opening message (:func:`conversation`).
 
     Each is a coroutine, or a plain function if the opening message suffices to make the predictors.
@@ -272,7 +272,7 @@ class ClientHalf:
     """Names of the predictors that ``personalize`` returns, in reporting order."""
 
     stateful: ClassVar[bool] = False
-    """True if clients keep a state between rounds (:meth:`Group.keep`)."""
+    """True if clients keep a state between rounds (:meth:`ClientGroup.save_state`)."""
 
     def __init__(self, settings: Any, task: Task) -> None:
         self.settings = settings
@@ -290,7 +290,7 @@ class ClientHalf:
         del predictor, examples
         return 0
 
-    def open(self, clients: Group, opening: Message) -> Conversation:
+    def open(self, clients: ClientGroup, opening: Message) -> Conversation:
         """Start the conversation that this message opens.
 
         Raises
@@ -347,8 +347,8 @@ class Algorithm:
     name: str
     version: int  # name and version must match between aggregator and worker
     settings: type[Settings]  # keys under ``algorithm`` in an experiment file, without ``name``
-    server: Callable[[Any, Task, torch.Generator], ServerHalf]  # the generator initializes the state
-    client: Callable[[Any, Task], ClientHalf]
+    server: Callable[[Any, Task, torch.Generator], ServerAlgorithm]  # the generator initializes the state
+    client: Callable[[Any, Task], ClientAlgorithm]
     messages: tuple[type[Message], ...]  # of all conversations, both directions
     trains: bool = True  # False for a method without rounds (requires ``federation.rounds: 0``)
     labelled: Callable[[Any], bool] = lambda settings: True  # personalizes with labels; otherwise no label mask
@@ -359,9 +359,9 @@ class Algorithm:
     # (settings, model): raises ExperimentError, beginning with the key to change, if the method cannot use the model.
     check_model: Callable[[Any, FlatModel], None] = lambda settings, model: None
     # (settings, train examples, classes among them): reason why a client cannot train; None if it can.
-    unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None
+    check_client: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None
     # (key, found, allowed): the change needed if the method requires a fixed set of clients; None if it does not.
-    closed: Callable[[Any], tuple[str, str, str] | None] = lambda settings: None
+    requires_fixed_population: Callable[[Any], tuple[str, str, str] | None] = lambda settings: None
     # The differential privacy guarantee under these settings; None if there is none.
     privacy: Callable[[Any], Privacy | None] = lambda settings: None
     # (settings, C or None for theirs, noise multiplier, δ): settings under which a new client discloses nothing beyond

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.func import vmap
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel, masked
@@ -75,17 +75,18 @@ class LocalSGD(Settings):
             return 0
         return self.steps or (self.epochs or 0) * (examples // min(self.batch_size, examples))
 
-    def limits(self, examples: int) -> dict[str, float]:
-        """Return bounds of ``steps`` and, if gradients are clipped, of ``delta_theta`` (:meth:`ServerHalf.limits`).
+    def update_bounds(self, examples: int) -> dict[str, float]:
+        """Return bounds of ``steps`` and, if gradients are clipped, of ``delta_theta``.
 
         A step moves θ by lr times the momentum, whose norm is at most clip / (1 - momentum); a margin covers rounding.
+        See :meth:`ServerAlgorithm.update_bounds`.
         """
         steps = self.count(examples)
         if self.clip is None:
             return {"steps": steps}
         return {"steps": steps, "delta_theta": 1 + 1.1 * steps * self.lr * self.clip / (1 - self.momentum)}
 
-    def lasting(self, *, steps: int | None = None, epochs: int | None = None) -> Self:
+    def with_steps(self, *, steps: int | None = None, epochs: int | None = None) -> Self:
         """Return these settings with another number of steps or epochs."""
         return self.model_copy(update={"steps": steps, "epochs": epochs})
 
@@ -146,7 +147,7 @@ class Trained:
     )  # fields of the answer by name, which add to the usual ones or replace them
 
 
-class Local:
+class LocalTrainer:
     """Losses f_i of g clients, each of its own model w_i under the model's loss, and their gradients.
 
     Gradients, and losses to differentiate, use the model in training mode; :meth:`measured` is the loss of the model as
@@ -168,7 +169,7 @@ class Local:
     """
 
     def __init__(
-        self, model: FlatModel, group: Group, *, mask_absent: bool = False, members: Sequence[int] | None = None
+        self, model: FlatModel, group: ClientGroup, *, mask_absent: bool = False, members: Sequence[int] | None = None
     ) -> None:
         self.group = group
         self.members = tuple(range(len(group)) if members is None else members)
@@ -416,7 +417,7 @@ class Local:
             if bad or not finite:
                 before = "smaller steps before, as its loss is not finite where it started" if bad[:1] == [1] else ""
                 other = also or before
-                self.group.lose(
+                self.group.fail_client(
                     self.members[j],
                     f"training diverged at local step {bad[0] if bad else count} of {count}; "
                     f"allowed: a smaller algorithm.{key} (found {lr:g})" + (f", {other}" if other else ""),
@@ -433,7 +434,7 @@ def mean_loss(losses: list[Tensor], counts: Sequence[int]) -> Tensor:
 
 def train(
     model: FlatModel,
-    group: Group,
+    group: ClientGroup,
     theta: Tensor,
     s: LocalSGD,
     *,
@@ -447,7 +448,7 @@ def train(
 ) -> Trained:
     """Train one model per client by mini-batch SGD on the mean loss + λ_θ‖θ‖².
 
-    A client whose training diverges is lost, and its answer names the step (:meth:`Group.lose`).
+    A client whose training diverges is lost, and its answer names the step (:meth:`ClientGroup.fail_client`).
 
     Parameters
     ----------
@@ -469,7 +470,7 @@ def train(
     key
         Key of the learning rate under ``algorithm``, for messages.
     """
-    local = Local(model, group, mask_absent=s.mask_absent, members=members)
+    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=members)
     w = local.parameters(theta)
     names = {"all": tuple(w), "body": model.layout.body, "head": model.layout.head}[only]
     leaves = [w[name] for name in names]

@@ -17,9 +17,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
-from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, laid_out, mean_loss, train
-from fedloom.algorithms.recipe import MakeItYours, SharedModel, or_shared_alone
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.client import Batch, LocalSGD, LocalTrainer, Parameters, laid_out, mean_loss, train
+from fedloom.algorithms.recipe import PersonalizeRequest, SharedModel, or_shared_alone
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
@@ -32,17 +32,17 @@ NOT_FINITE = LOSS_LIMIT
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class ComFedLServer(base.ServerHalf):
+class ComFedLServer(base.ServerAlgorithm):
     """Server of ComFedL: w̄ ← the uniform mean of w_τ^i over the clients that answered."""
 
     def __init__(self, settings: ComFedLSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
         self.state["theta"] = task.model.init(generator, task.dtype)
 
-    def limits(self, examples: int) -> Mapping[str, float]:
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bounds of local training, and of the step at which it may leave the finite range."""
         local: LocalSteps = self.settings.local
-        return local.limits(examples) | {"left": local.count(examples)}
+        return local.update_bounds(examples) | {"left": local.count(examples)}
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform Algorithm 1, lines 3-17.
@@ -81,7 +81,7 @@ class ComFedLServer(base.ServerHalf):
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model, which each client adapts."""
-        return cohort.send(MakeItYours(self.state["theta"]))
+        return cohort.send(PersonalizeRequest(self.state["theta"]))
 
     def _refuse(self, cohort: Cohort, losses: Tensor, left: Tensor | None = None) -> None:
         """Raise if a client left the finite range: at the shared model, or at step ``left`` if nonzero."""
@@ -100,13 +100,13 @@ class ComFedLServer(base.ServerHalf):
 # --- the clients ------------------------------------------------------------------------------------------------------
 
 
-class ComFedLClient(base.ClientHalf):
+class ComFedLClient(base.ClientAlgorithm):
     """Client of ComFedL, which makes local steps on the composition."""
 
     predictors = ("personal", "global")
 
     @conversation
-    def train(self, clients: Group, opening: SharedModel) -> Conversation:
+    def train(self, clients: ClientGroup, opening: SharedModel) -> Conversation:
         """Perform Algorithm 1, lines 5-16."""
         theta = opening.theta.expand(len(clients), -1)
         shift, held = torch.zeros(1, dtype=torch.float64, device=theta.device), None
@@ -118,7 +118,7 @@ class ComFedLClient(base.ClientHalf):
         return None
 
     @conversation
-    def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the shared model, and ``personal``, adapted from it by ``adapt_steps`` steps of SGD."""
         model, shared = self.task.model, opening.theta.expand(len(clients), -1)
 
@@ -137,7 +137,9 @@ class ComFedLClient(base.ClientHalf):
         return adaptation.count(examples) if predictor == "personal" and adaptation is not None else 0
 
 
-def composed(local: Local, s: ComFedLSettings, w: Parameters, batch: Sequence[Batch], outer: Sequence[Batch]) -> Tensor:
+def composed(
+    local: LocalTrainer, s: ComFedLSettings, w: Parameters, batch: Sequence[Batch], outer: Sequence[Batch]
+) -> Tensor:
     """Return ℓ^i(f^i(w)), the loss whose exponential g^i takes, for each client: ``[g]`` (lines 9 and 11).
 
     Robust averaging (eq. 6) uses f_B(w): g is no expectation, so there is no second batch. ComFedL-DAMAML (eq. 10) uses
@@ -152,9 +154,9 @@ def composed(local: Local, s: ComFedLSettings, w: Parameters, batch: Sequence[Ba
     return value(moved, *outer)
 
 
-def loss_there(model: FlatModel, theta: Tensor, clients: Group, s: ComFedLSettings) -> Tensor:
+def loss_there(model: FlatModel, theta: Tensor, clients: ClientGroup, s: ComFedLSettings) -> Tensor:
     """Return ℓ^i(f^i(w)) at the shared model, θ ``[g, d] -> [g, 1]`` float64."""
-    local = Local(model, clients, mask_absent=s.local.mask_absent)
+    local = LocalTrainer(model, clients, mask_absent=s.local.mask_absent)
     if s.losses_on == "all":
         batch = outer = local.everything()
     else:
@@ -163,7 +165,9 @@ def loss_there(model: FlatModel, theta: Tensor, clients: Group, s: ComFedLSettin
         return reported(composed(local, s, local.parameters(theta), batch, outer))[:, None]
 
 
-def pairs(local: Local, s: ComFedLSettings, counts: Sequence[int], *purposes: str) -> Iterator[tuple[Batch, Batch]]:
+def pairs(
+    local: LocalTrainer, s: ComFedLSettings, counts: Sequence[int], *purposes: str
+) -> Iterator[tuple[Batch, Batch]]:
     """Return the batches B and B̃ of each step (lines 8 and 10); B twice if there is no second batch."""
     batches = local.batches(s.local.batch_size, counts, purposes[0])
     if s.objective == "robust":
@@ -173,7 +177,7 @@ def pairs(local: Local, s: ComFedLSettings, counts: Sequence[int], *purposes: st
 
 
 def compositional_sgd(
-    model: FlatModel, theta: Tensor, clients: Group, s: ComFedLSettings, shift: Tensor, held: Tensor | None = None
+    model: FlatModel, theta: Tensor, clients: ClientGroup, s: ComFedLSettings, shift: Tensor, held: Tensor | None = None
 ) -> CompositionalUpdate:
     """Train one model per client on g^i(f^i(w)) (papers/002, Algorithm 1, lines 6-14).
 
@@ -186,7 +190,7 @@ def compositional_sgd(
     held
         ``[g, 1]``, losses whose factors are held over the steps; None to use the losses of each step's batch.
     """
-    local = Local(model, clients, mask_absent=s.local.mask_absent)
+    local = LocalTrainer(model, clients, mask_absent=s.local.mask_absent)
     w = local.parameters(theta)  # line 6
     leaves, decay = list(w.values()), 2 * s.local.lambda_theta
     step, counts = local.sgd(leaves, s.local), [s.local.count(n) for n in local.sizes]
@@ -332,6 +336,6 @@ COMFEDL = base.Algorithm(
     server=ComFedLServer,
     client=ComFedLClient,
     check_model=base.no_batch_norm("comfedl"),
-    messages=(SharedModel, LossThere, Shift, CompositionalUpdate, MakeItYours),
+    messages=(SharedModel, LossThere, Shift, CompositionalUpdate, PersonalizeRequest),
     titles=lambda settings: {"personal": "ComFedL", "global": "ComFedL, shared model"},
 )

@@ -13,22 +13,28 @@ from typing import Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, Trained, proximal, train
 from fedloom.algorithms.recipe import Averaging, local_sgd, shared_model
 from fedloom.models.flat import FlatModel
 
 
-def shared_and_personal(model: FlatModel, group: Group, w: Tensor, s: DittoSettings) -> Trained:
+def shared_and_personal(model: FlatModel, group: ClientGroup, w: Tensor, s: DittoSettings) -> Trained:
     """Train a client as in Algorithm 1: w as in FedAvg (line 3), and v_i beside it (lines 4-5)."""
     shared = local_sgd(model, group, w, s)
-    own = near(model, group, group.recall("v", w), w, s, s.personal)
-    group.keep(v=own.theta)
+    own = near(model, group, group.load_state("v", w), w, s, s.personal)
+    group.save_state(v=own.theta)
     return Trained(shared.theta, shared.steps + own.steps, shared.loss)
 
 
 def near(
-    model: FlatModel, group: Group, v: Tensor, w: Tensor, s: DittoSettings, sgd: LocalSGD, who: list[int] | None = None
+    model: FlatModel,
+    group: ClientGroup,
+    v: Tensor,
+    w: Tensor,
+    s: DittoSettings,
+    sgd: LocalSGD,
+    who: list[int] | None = None,
 ) -> Trained:
     """Run SGD on f_i(v) + λ/2 ‖v - w‖² from v (line 5), for all clients of the group or some."""
     pull = proximal(s.proximity, "w") if s.proximity else None
@@ -36,11 +42,11 @@ def near(
     return train(model, group, v, sgd, correct=pull, given={"w": w}, members=who, purpose="personal", key=key)
 
 
-def own_model(model: FlatModel, group: Group, w: Tensor, s: DittoSettings) -> dict[str, Tensor]:
+def own_model(model: FlatModel, group: ClientGroup, w: Tensor, s: DittoSettings) -> dict[str, Tensor]:
     """Return ``personal``, v_i, which new clients train from w (line 7), and ``global``, w."""
-    v, new = group.recall("v", w), group.new
+    v, new = group.load_state("v", w), group.new
     if new and s.personalize_steps:
-        v[new] = near(model, group, w[new], w[new], s, s.personal.lasting(steps=s.personalize_steps), new).theta
+        v[new] = near(model, group, w[new], w[new], s, s.personal.with_steps(steps=s.personalize_steps), new).theta
     return {"personal": v, "global": w}
 
 
@@ -69,8 +75,8 @@ DITTO = shared_model(
     DittoSettings,
     local=shared_and_personal,
     personalize=own_model,
-    limits=lambda s, examples: (
-        s.local.limits(examples) | {"steps": s.local.count(examples) + s.personal.count(examples)}
+    update_bounds=lambda s, examples: (
+        s.local.update_bounds(examples) | {"steps": s.local.count(examples) + s.personal.count(examples)}
     ),
     stateful=True,
     titles={"personal": "Ditto", "global": "Ditto, shared model"},

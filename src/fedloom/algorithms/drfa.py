@@ -16,15 +16,15 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.afl import CLIENTS_BEFOREHAND, ClientWeights, spread
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
-from fedloom.algorithms.client import Local, LocalSGD
-from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune, or_shared_alone
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.client import LocalSGD, LocalTrainer
+from fedloom.algorithms.recipe import PersonalizeRequest, Update, fine_tune, or_shared_alone
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
 
 
-class TrainAndNote(Message):
+class DRFATrainRequest(Message):
     """Opening of training: the shared model, and the step t' (1 ... τ) whose model the client notes."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
@@ -37,7 +37,7 @@ class NotedUpdate(Update):
     delta_noted: Tensor = rows(Quantity.MODEL_UPDATE, "s")  # [c, d]
 
 
-class AskLoss(Message):
+class LossRequest(Message):
     """Opening of the second conversation: the average of the models after t' steps."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
@@ -49,7 +49,7 @@ class LossThere(Message):
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
-class DRFAServer(base.ServerHalf):
+class DRFAServer(base.ServerAlgorithm):
     """Server of DRFA, which keeps w and λ."""
 
     def __init__(self, settings: DRFASettings, task: Task, generator: torch.Generator) -> None:
@@ -58,9 +58,9 @@ class DRFAServer(base.ServerHalf):
         self.sizes["s"] = task.model.layout.size
         self.state = {"theta": task.model.init(generator, task.dtype), "weights": self.weights.start}
 
-    def limits(self, examples: int) -> Mapping[str, float]:
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bounds of local training."""
-        bounds: dict[str, float] = self.settings.local.limits(examples)
+        bounds: dict[str, float] = self.settings.local.update_bounds(examples)
         return bounds | ({"delta_noted": bounds["delta_theta"]} if "delta_theta" in bounds else {})
 
     def train_round(self, round: Round) -> base.Statistics:
@@ -68,9 +68,9 @@ class DRFAServer(base.ServerHalf):
         s, theta, weights = self.settings, self.state["theta"], self.state["weights"]
         cohort = round.sample(weights=weights, replace=s.replace)  # line 2
         moment = torch.randint(1, s.local.steps + 1, (1,), generator=round.generator("moment"))  # line 3
-        updates = cohort.send(TrainAndNote(theta, moment.double()), NotedUpdate)  # lines 4-10
+        updates = cohort.send(DRFATrainRequest(theta, moment.double()), NotedUpdate)  # lines 4-10
         asked = round.sample(purpose="losses")  # line 13
-        losses = asked.send(AskLoss(theta + updates.mean(updates.delta_noted)), LossThere)  # lines 12, 14
+        losses = asked.send(LossRequest(theta + updates.mean(updates.delta_noted)), LossThere)  # lines 12, 14
         self.state["theta"] = theta + updates.mean(updates.delta_theta)  # line 11
         rate = s.local.steps * s.gamma
         self.state["weights"] = self.weights.ascend(weights, rate, asked.clients, losses)  # lines 15-16
@@ -79,19 +79,19 @@ class DRFAServer(base.ServerHalf):
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model."""
-        return cohort.send(MakeItYours(self.state["theta"]))
+        return cohort.send(PersonalizeRequest(self.state["theta"]))
 
 
-class DRFAClient(base.ClientHalf):
+class DRFAClient(base.ClientAlgorithm):
     """Client of DRFA, which trains and reports its loss."""
 
     predictors = ("personal", "global")
 
     @conversation
-    def train(self, clients: Group, opening: TrainAndNote) -> Conversation:
+    def train(self, clients: ClientGroup, opening: DRFATrainRequest) -> Conversation:
         """Perform lines 4-10."""
         s, start, moment = self.settings.local, opening.theta.expand(len(clients), -1), int(opening.moment)
-        local = Local(self.task.model, clients, mask_absent=s.mask_absent)
+        local = LocalTrainer(self.task.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(start)
         leaves, losses, noted = list(w.values()), [], start
         step, counts = local.sgd(leaves, s), [s.steps] * len(clients)
@@ -108,17 +108,17 @@ class DRFAClient(base.ClientHalf):
         return None
 
     @conversation
-    def measure(self, clients: Group, opening: AskLoss) -> Conversation:
+    def measure(self, clients: ClientGroup, opening: LossRequest) -> Conversation:
         """Perform line 14."""
         s = self.settings.local
-        local = Local(self.task.model, clients, mask_absent=s.mask_absent)
+        local = LocalTrainer(self.task.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(opening.theta.expand(len(clients), -1))
         batch = next(local.batches(s.batch_size, [1] * len(clients), "loss"))
         yield LossThere(local.measured(w, batch).double()[:, None])
         return None
 
     @conversation
-    def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the shared model, and ``personal``, the shared model after fine-tuning."""
         model, start = self.task.model, opening.theta.expand(len(clients), -1)
         return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, self.settings))
@@ -160,8 +160,8 @@ DRFA = base.Algorithm(
     server=DRFAServer,
     client=DRFAClient,
     check_model=base.no_batch_norm("drfa"),
-    messages=(TrainAndNote, NotedUpdate, AskLoss, LossThere, MakeItYours),
+    messages=(DRFATrainRequest, NotedUpdate, LossRequest, LossThere, PersonalizeRequest),
     needs_classes=False,
     titles=lambda settings: {"personal": "DRFA + fine-tuning", "global": "DRFA"},
-    closed=lambda settings: CLIENTS_BEFOREHAND,
+    requires_fixed_population=lambda settings: CLIENTS_BEFOREHAND,
 )

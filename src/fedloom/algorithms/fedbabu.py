@@ -10,23 +10,23 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, Trained, train
 from fedloom.algorithms.recipe import Averaging, shared_model
 from fedloom.models.flat import FlatModel
 
 
-def body_alone(model: FlatModel, group: Group, theta: Tensor, s: FedBABUSettings) -> Trained:
+def body_alone(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> Trained:
     """Run SGD on the body with the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
     trained = train(model, group, theta, s.local, only="body")
     return Trained(trained.theta[:, : model.layout.body_size], trained.steps, trained.loss)
 
 
-def fine_tuned(model: FlatModel, group: Group, theta: Tensor, s: FedBABUSettings) -> dict[str, Tensor]:
+def fine_tuned(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> dict[str, Tensor]:
     """Return ``personal``, θ after ``personalize_epochs`` epochs on all of it (line 4), and ``global``, before them."""
     personal = theta
     if s.personalize_epochs:
-        sgd = s.local.lasting(epochs=s.personalize_epochs)
+        sgd = s.local.with_steps(epochs=s.personalize_epochs)
         personal = train(model, group, theta, sgd, purpose="fine-tune").theta
     return {"personal": personal, "global": theta}
 
@@ -43,7 +43,7 @@ FEDBABU = shared_model(
     FedBABUSettings,
     local=body_alone,
     personalize=fine_tuned,
-    steps=lambda s, examples: s.local.lasting(epochs=s.personalize_epochs).count(examples),
+    steps=lambda s, examples: s.local.with_steps(epochs=s.personalize_epochs).count(examples),
     shared="body",
     whole=True,
     titles={"personal": "FedBABU", "global": "FedBABU, shared body and first head"},

@@ -11,18 +11,18 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, Trained, train
 from fedloom.algorithms.fedrep import with_heads, with_own_head
 from fedloom.algorithms.recipe import Averaging, shared_model
 from fedloom.models.flat import FlatModel
 
 
-def body_and_head(model: FlatModel, group: Group, body: Tensor, s: FedPerSettings) -> Trained:
+def body_and_head(model: FlatModel, group: ClientGroup, body: Tensor, s: FedPerSettings) -> Trained:
     """Train a client as in Algorithm 1: SGD on φ and h_i at once."""
     size = body.shape[1]
     trained = train(model, group, with_heads(model, group, body), s.local)  # lines 1-2
-    group.keep(head=trained.theta[:, size:])  # line 3
+    group.save_state(head=trained.theta[:, size:])  # line 3
     return Trained(trained.theta[:, :size], trained.steps, trained.loss)
 
 
@@ -38,7 +38,7 @@ FEDPER = shared_model(
     FedPerSettings,
     local=body_and_head,
     personalize=with_own_head("local"),
-    steps=lambda s, examples: s.local.lasting(epochs=s.personalize_epochs).count(examples),
+    steps=lambda s, examples: s.local.with_steps(epochs=s.personalize_epochs).count(examples),
     shared="body",
     stateful=True,
     titles={"personal": "FedPer"},

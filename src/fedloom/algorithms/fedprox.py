@@ -13,19 +13,19 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Trained, proximal, train
 from fedloom.algorithms.recipe import FineTuning, shared_model
 from fedloom.models.flat import FlatModel
 
 
-def proximal_sgd(model: FlatModel, group: Group, theta: Tensor, s: FedProxSettings) -> Trained:
+def proximal_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedProxSettings) -> Trained:
     """Run SGD on f_i(w) + μ/2 ‖w - w_t‖² from w_t (eq. 2)."""
     term = proximal(s.mu) if s.mu else None
     return train(model, group, theta, s.local, correct=term, counts=work(group, s))  # lines 2, 3
 
 
-def work(group: Group, s: FedProxSettings) -> list[int]:
+def work(group: ClientGroup, s: FedProxSettings) -> list[int]:
     """Return the steps of each client: all of them, or fewer if it is a straggler in this round."""
     counts = [s.local.count(len(client.train)) for client in group.clients]  # line 2
     for i, count in enumerate(counts):

@@ -14,28 +14,28 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, Trained, train
 from fedloom.algorithms.recipe import Averaging, Personalize, shared_model
 from fedloom.models.flat import FlatModel
 
 
-def head_then_body(model: FlatModel, group: Group, body: Tensor, s: FedRepSettings) -> Trained:
+def head_then_body(model: FlatModel, group: ClientGroup, body: Tensor, s: FedRepSettings) -> Trained:
     """Run ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""
     theta = with_heads(model, group, body)  # line 1
     head = train(model, group, theta, s.head, only="head", purpose="head", key="head.lr")  # line 2
     both = train(model, group, head.theta, s.local, only="body")  # line 3
-    group.keep(head=both.theta[:, body.shape[1] :])  # line 4
+    group.save_state(head=both.theta[:, body.shape[1] :])  # line 4
     return Trained(both.theta[:, : body.shape[1]], head.steps + both.steps, both.loss)
 
 
 def with_own_head(key: str) -> Personalize:
     """Return the shared body with each client's head; a new client trains one by SGD under ``key``, the body frozen."""
 
-    def personalize(model: FlatModel, group: Group, body: Tensor, s: Any) -> dict[str, Tensor]:
+    def personalize(model: FlatModel, group: ClientGroup, body: Tensor, s: Any) -> dict[str, Tensor]:
         theta, new, sgd = with_heads(model, group, body), group.new, getattr(s, key)  # line 6
         if new and s.personalize_epochs:
-            sgd = sgd.lasting(epochs=s.personalize_epochs)
+            sgd = sgd.with_steps(epochs=s.personalize_epochs)
             made = train(
                 model, group, theta[new], sgd, members=new, only="head", purpose="personalize", key=f"{key}.lr"
             )
@@ -45,10 +45,10 @@ def with_own_head(key: str) -> Personalize:
     return personalize
 
 
-def with_heads(model: FlatModel, group: Group, body: Tensor) -> Tensor:
+def with_heads(model: FlatModel, group: ClientGroup, body: Tensor) -> Tensor:
     """Return θ ``[g, d]``: the shared body with each client's kept head, or a random head of its own if it is new."""
     drawn = [model.init(group.generator(i, "own-head"), body.dtype)[body.shape[1] :] for i in range(len(group))]
-    return torch.cat([body, group.recall("head", torch.stack(drawn).to(body.device))], dim=1)
+    return torch.cat([body, group.load_state("head", torch.stack(drawn).to(body.device))], dim=1)
 
 
 class FedRepSettings(Averaging):
@@ -65,8 +65,10 @@ FEDREP = shared_model(
     FedRepSettings,
     local=head_then_body,
     personalize=with_own_head("head"),
-    steps=lambda s, examples: s.head.lasting(epochs=s.personalize_epochs).count(examples),
-    limits=lambda s, examples: s.local.limits(examples) | {"steps": s.head.count(examples) + s.local.count(examples)},
+    steps=lambda s, examples: s.head.with_steps(epochs=s.personalize_epochs).count(examples),
+    update_bounds=lambda s, examples: (
+        s.local.update_bounds(examples) | {"steps": s.head.count(examples) + s.local.count(examples)}
+    ),
     shared="body",
     stateful=True,
     titles={"personal": "FedRep"},

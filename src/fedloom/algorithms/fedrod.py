@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, Trained, examples, train
 from fedloom.algorithms.recipe import Averaging, shared_model
 from fedloom.data.federated import ClientData
@@ -63,23 +63,23 @@ class TwoHeads(FlatModel):
         return raised.loss(parameters, x, y) + summed.loss(parameters, x, y)
 
 
-def both_heads(model: FlatModel, group: Group, theta: Tensor, s: FedRoDSettings) -> Trained:
+def both_heads(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> Trained:
     """Train in one visit of a client; line numbers refer to docs/algorithms/fedrod.md."""
     d, two = theta.shape[1], TwoHeads(model)
     h = d - model.layout.body_size
     start = torch.cat([theta, heads(model, group, theta), raised(group, theta, s)], dim=1)  # line 1
     trained = train(two, group, start, s.local, only="body")  # lines 2-3: all but the last entry, the offsets
     own = {"theta": trained.theta[:, :d]} if s.personal == "local" else {}
-    group.keep(head=trained.theta[:, d : d + h], **own)  # line 4
+    group.save_state(head=trained.theta[:, d : d + h], **own)  # line 4
     return Trained(trained.theta[:, :d], trained.steps, trained.loss)
 
 
-def heads(model: FlatModel, group: Group, theta: Tensor) -> Tensor:
+def heads(model: FlatModel, group: ClientGroup, theta: Tensor) -> Tensor:
     """Return personal heads ``[g, h]``: the kept one of each client, zeros for a new client."""
-    return group.recall("head", torch.zeros_like(theta[:, model.layout.body_size :]))
+    return group.load_state("head", torch.zeros_like(theta[:, model.layout.body_size :]))
 
 
-def raised(group: Group, theta: Tensor, s: FedRoDSettings) -> Tensor:
+def raised(group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> Tensor:
     """Return ``balance`` · log n_c of each client's labels, ``[g, C]``; low enough to exclude labels it lacks."""
     counts = torch.stack([torch.bincount(_labels(client), minlength=client.classes) for client in group.clients])
     return (s.balance * counts.to(theta).log()).clamp(min=-1e9) if s.balance else torch.zeros_like(counts).to(theta)
@@ -91,10 +91,10 @@ def _labels(client: ClientData) -> Tensor:
     return labels
 
 
-def with_both_heads(model: FlatModel, group: Group, theta: Tensor, s: FedRoDSettings) -> dict[str, Tensor]:
+def with_both_heads(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> dict[str, Tensor]:
     """Return ``personal``, with the sum of both heads (line 6), and ``global``, θ; for new clients both are θ."""
     size = model.layout.body_size
-    own = group.recall("theta", theta) if s.personal == "local" else theta
+    own = group.load_state("theta", theta) if s.personal == "local" else theta
     return {"personal": torch.cat([own[:, :size], own[:, size:] + heads(model, group, theta)], 1), "global": theta}
 
 

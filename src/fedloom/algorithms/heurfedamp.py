@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
 from fedloom.algorithms.client import Correction, LocalSGD, proximal, train
 from fedloom.algorithms.recipe import Update
 from fedloom.messages import Message, Quantity, Replies, rows
@@ -37,7 +37,7 @@ def attention(models: Tensor, i: int, self_weight: float, sigma: float) -> Tenso
     return torch.where(own, self_weight, (1 - self_weight) * others)
 
 
-class HeurFedAMPServer(base.ServerHalf):
+class HeurFedAMPServer(base.ServerAlgorithm):
     """Server that keeps every client's last model; a client never counted has the initial one, ignored by others."""
 
     def __init__(self, settings: HeurFedAMPSettings, task: Task, generator: torch.Generator) -> None:
@@ -47,7 +47,7 @@ class HeurFedAMPServer(base.ServerHalf):
         theta = task.model.init(generator, task.dtype)
         self.state = {"models": theta.repeat(len(self.row), 1), "counted": torch.zeros(len(self.row), dtype=torch.long)}
 
-    def limits(self, examples: int) -> Mapping[str, float]:
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bound of the number of steps."""
         return {"steps": self.settings.local.count(examples)}
 
@@ -85,11 +85,11 @@ class HeurFedAMPServer(base.ServerHalf):
         return cohort.send(OwnModel(theta, torch.tensor([[float(not mine)] for mine in own]).double()))
 
 
-class HeurFedAMPClient(base.ClientHalf):
+class HeurFedAMPClient(base.ClientAlgorithm):
     """Client that trains in the proximity of the model it receives."""
 
     @conversation
-    def train(self, clients: Group, opening: Centre) -> Conversation:
+    def train(self, clients: ClientGroup, opening: Centre) -> Conversation:
         """Minimize f_i(w) + λ/2 ‖w - u_i‖² from u_i (line 4)."""
         s = self.settings
         trained = train(self.task.model, clients, opening.theta, s.local, correct=s.pull)
@@ -97,7 +97,7 @@ class HeurFedAMPClient(base.ClientHalf):
         return None
 
     @conversation
-    def personalize(self, clients: Group, opening: OwnModel) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: OwnModel) -> Predictors:
         """Return ``personal``, the client's model; a new client makes one visit's steps from the mean."""
         s, theta = self.settings, opening.theta
         if new := opening.new[:, 0].nonzero().flatten().tolist():
@@ -158,7 +158,7 @@ HEURFEDAMP = base.Algorithm(
     needs_classes=False,
     needs_each_update=lambda settings: True,  # cosines of any two clients' models
     titles=lambda settings: {"personal": "HeurFedAMP"},
-    closed=lambda settings: (
+    requires_fixed_population=lambda settings: (
         "name",
         "found heurfedamp, whose server keeps a model of each client",
         "a method whose server keeps nothing of each client",

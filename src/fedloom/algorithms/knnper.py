@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import PIECE, LocalSGD, examples
 from fedloom.algorithms.recipe import Averaging, shared_model
 from fedloom.models.flat import FlatModel
@@ -102,7 +102,7 @@ def mixed(vote: Tensor, own: Tensor, mixing: float) -> Tensor:
     return torch.logaddexp(vote + first, own + second)
 
 
-def memorize(model: FlatModel, group: Group, theta: Tensor, s: KNNPerSettings) -> Predictors:
+def memorize(model: FlatModel, group: ClientGroup, theta: Tensor, s: KNNPerSettings) -> Predictors:
     """Return ``personal``, the mixture, and ``global``, the shared model, without training, for all clients."""
     found: Predictors = []
     for client, row in zip(group.clients, theta, strict=True):
@@ -114,7 +114,7 @@ def memorize(model: FlatModel, group: Group, theta: Tensor, s: KNNPerSettings) -
     return found
 
 
-def unfit(s: Any, examples: int, classes: int) -> str | None:
+def check_client(s: Any, examples: int, classes: int) -> str | None:
     """Return why a client cannot train: it has fewer examples than the smallest k; None if it can."""
     least = min(s.neighbours)
     if examples >= least:
@@ -143,7 +143,7 @@ KNNPER = shared_model(
     personalize=memorize,
     steps=lambda s, examples: 0,
     needs_classes=True,
-    unfit=unfit,
+    check_client=check_client,
     needs_features=True,
     titles={"personal": "kNN-Per", "global": "kNN-Per, shared model"},
 )

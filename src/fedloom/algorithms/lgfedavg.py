@@ -12,32 +12,32 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalSGD, Trained, train
 from fedloom.algorithms.recipe import Averaging, shared_model
 from fedloom.models.flat import FlatModel
 
 
-def body_and_head(model: FlatModel, group: Group, theta: Tensor, s: LGFedAvgSettings) -> Trained:
+def body_and_head(model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings) -> Trained:
     """Perform lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
     trained, size = train(model, group, with_bodies(model, group, theta), s.local), model.layout.body_size
-    group.keep(body=trained.theta[:, :size])
+    group.save_state(body=trained.theta[:, :size])
     return Trained(trained.theta[:, size:], trained.steps, trained.loss)
 
 
-def with_own_body(model: FlatModel, group: Group, theta: Tensor, s: LGFedAvgSettings) -> dict[str, Tensor]:
+def with_own_body(model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings) -> dict[str, Tensor]:
     """Return the shared head on each client's body (line 5); a new client trains a body, the head frozen (line 6)."""
     theta, new = with_bodies(model, group, theta), group.new
     if new and s.personalize_epochs:
-        sgd = s.local.lasting(epochs=s.personalize_epochs)
+        sgd = s.local.with_steps(epochs=s.personalize_epochs)
         theta[new] = train(model, group, theta[new], sgd, members=new, only="body", purpose="personalize").theta
     return {"personal": theta}
 
 
-def with_bodies(model: FlatModel, group: Group, theta: Tensor) -> Tensor:
+def with_bodies(model: FlatModel, group: ClientGroup, theta: Tensor) -> Tensor:
     """Return θ ``[g, d]``: each client's kept body, or the common start if it is new, with the shared head."""
     size = model.layout.body_size
-    return torch.cat([group.recall("body", theta[:, :size]), theta[:, size:]], dim=1)
+    return torch.cat([group.load_state("body", theta[:, :size]), theta[:, size:]], dim=1)
 
 
 class LGFedAvgSettings(Averaging):
@@ -52,7 +52,7 @@ LGFEDAVG = shared_model(
     LGFedAvgSettings,
     local=body_and_head,
     personalize=with_own_body,
-    steps=lambda s, examples: s.local.lasting(epochs=s.personalize_epochs).count(examples),
+    steps=lambda s, examples: s.local.with_steps(epochs=s.personalize_epochs).count(examples),
     shared="head",
     whole=True,
     stateful=True,

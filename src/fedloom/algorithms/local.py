@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Group, Round, Statistics, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Round, Statistics, conversation
 from fedloom.algorithms.client import LocalSGD, train
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Replies
@@ -20,7 +20,7 @@ from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 
 
-class LocalServer(base.ServerHalf):
+class LocalServer(base.ServerAlgorithm):
     """Server that only requests local training."""
 
     def train_round(self, round: Round) -> Statistics:
@@ -35,14 +35,14 @@ class LocalServer(base.ServerHalf):
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Ask each client to train."""
-        return cohort.send(TrainAlone())
+        return cohort.send(LocalTrainRequest())
 
 
-class LocalClient(base.ClientHalf):
+class LocalClient(base.ClientAlgorithm):
     """Client that runs SGD from its own random start."""
 
     @conversation
-    def personalize(self, clients: Group, opening: TrainAlone) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: LocalTrainRequest) -> Predictors:
         """Train the client's predictor."""
         model, members = self.task.model, range(len(clients))
         start = torch.stack([model.init(clients.generator(i, "init"), self.task.dtype) for i in members])
@@ -63,7 +63,7 @@ class LocalSettings(Settings):
     local: LocalSGD = Field(default=LocalSGD(epochs=200), description="the training of each client")
 
 
-class TrainAlone(Message):
+class LocalTrainRequest(Message):
     """Opening of personalization, without content."""
 
 
@@ -73,9 +73,9 @@ LOCAL = base.Algorithm(
     settings=LocalSettings,
     server=lambda settings, task, generator: LocalServer(settings, task),
     client=LocalClient,
-    messages=(TrainAlone,),
+    messages=(LocalTrainRequest,),
     trains=False,
     needs_classes=False,
     titles=lambda settings: {"personal": "Local"},
-    stepping=lambda settings, k: settings.model_copy(update={"local": settings.local.lasting(steps=k)}),
+    stepping=lambda settings, k: settings.model_copy(update={"local": settings.local.with_steps(steps=k)}),
 )

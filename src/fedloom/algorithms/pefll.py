@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
 from fedloom.algorithms.client import LocalSGD, batches, examples, train
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
 from fedloom.algorithms.recipe import Update
@@ -34,7 +34,7 @@ from fedloom.theory.privacy import MAX_DELTA, on_grid
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class PeFLLServer(base.ServerHalf):
+class PeFLLServer(base.ServerAlgorithm):
     """Server of PeFLL, which owns η_v and η_h; its memory does not depend on the number of clients."""
 
     settings: PeFLLSettings
@@ -59,14 +59,14 @@ class PeFLLServer(base.ServerHalf):
         }
         self._pending: Callable[[], None] | None = None
 
-    def limits(self, examples: int) -> Mapping[str, float]:
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bounds of local training."""
-        return self.settings.local.limits(examples)
+        return self.settings.local.update_bounds(examples)
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform Algorithm 2, lines 2-18."""
         cohort = round.sample()  # line 2
-        described = cohort.send(DescribeAndTrain(self.state["eta_v"]), Descriptor, meanwhile=self.settle)  # lines 3-7
+        described = cohort.send(PeFLLTrainRequest(self.state["eta_v"]), Descriptor, meanwhile=self.settle)  # lines 3-7
         shift, scale, _ = standard = self._standard(described)
         theta, pullback = self.hypernetwork.vjp(self.eta_h, (described.v - shift) / scale)  # line 8
         updates = cohort.send(PersonalizedModel(theta), Update)  # lines 9-11
@@ -80,7 +80,7 @@ class PeFLLServer(base.ServerHalf):
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Perform Algorithm 1."""
         self.settle()
-        described = cohort.send(DescribeYourself(self.state["eta_v"]), Descriptor)  # lines 1-4
+        described = cohort.send(DescriptorRequest(self.state["eta_v"]), Descriptor)  # lines 1-4
         cohort.record("descriptor", described.v)
         shift, scale, _ = self.state["standard"]
         theta = self.hypernetwork(self.eta_h, (described.v - shift) / scale)  # line 5
@@ -142,7 +142,7 @@ def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 # --- the client -------------------------------------------------------------------------------------------------------
 
 
-class PeFLLClient(base.ClientHalf):
+class PeFLLClient(base.ClientAlgorithm):
     """Client of PeFLL: describes itself, trains the model it receives, and returns its half of the chain rule."""
 
     settings: PeFLLSettings
@@ -152,7 +152,7 @@ class PeFLLClient(base.ClientHalf):
         self.embedding = settings.embedding_network(task)
 
     @conversation
-    def train(self, clients: Group, opening: DescribeAndTrain) -> Conversation:
+    def train(self, clients: ClientGroup, opening: PeFLLTrainRequest) -> Conversation:
         """Perform Algorithm 2, lines 5-15."""
         v, pullback = self._describe(clients, opening.eta_v, self.settings.descriptor.train, "descriptor")  # lines 5-6
         model: PersonalizedModel = yield Descriptor(v)  # lines 7-9
@@ -163,14 +163,14 @@ class PeFLLClient(base.ClientHalf):
         return None
 
     @conversation
-    def personalize(self, clients: Group, opening: DescribeYourself) -> Conversation:
+    def personalize(self, clients: ClientGroup, opening: DescriptorRequest) -> Conversation:
         """Perform Algorithm 1, lines 2-6."""
         how = self.settings.descriptor.evaluate
         v, _ = self._describe(clients, opening.eta_v, how, "evaluation-descriptor", graph=False)
         model: PersonalizedModel = yield Descriptor(v)
         theta, steps = model.theta, self.settings.personalize_steps
         if steps:  # not in the paper: further local steps
-            sgd = self.settings.local.lasting(steps=steps)
+            sgd = self.settings.local.with_steps(steps=steps)
             theta = train(self.task.model, clients, theta, sgd, purpose="fine-tune").theta
         return predictors_of(self.task.model, personal=theta)
 
@@ -179,7 +179,7 @@ class PeFLLClient(base.ClientHalf):
         return self.settings.personalize_steps
 
     def _describe(
-        self, clients: Group, eta_v: Tensor, how: str, purpose: str, *, graph: bool = True
+        self, clients: ClientGroup, eta_v: Tensor, how: str, purpose: str, *, graph: bool = True
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return descriptors ``[g, l]``, and the pullback ``[g, l] -> [g, |η_v|]``, one row per client."""
         layout = self.embedding.layout
@@ -203,7 +203,7 @@ class PeFLLClient(base.ClientHalf):
 
     @staticmethod
     def _noisy(
-        clients: Group,
+        clients: ClientGroup,
         i: int,
         purpose: str,
         v: Tensor,
@@ -220,7 +220,7 @@ class PeFLLClient(base.ClientHalf):
         noise = clients.noise(i, purpose, about.digest(), len(v)).to(v.device)
         return on_grid(v + deviation * noise, deviation)
 
-    def _visible(self, clients: Group, i: int, how: str, purpose: str) -> tuple[Tensor, Tensor | None]:
+    def _visible(self, clients: ClientGroup, i: int, how: str, purpose: str) -> tuple[Tensor, Tensor | None]:
         """Return the data that φ sees of a client: its inputs, and its labels unless the variant is unlabelled."""
         client = clients.clients[i]
         train, labels = examples(client), self.settings.embedding.labels
@@ -366,13 +366,13 @@ def private(settings: PeFLLSettings, clip: float | None, noise_multiplier: float
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-class DescribeAndTrain(Message):
+class PeFLLTrainRequest(Message):
     """Opening of training (Algorithm 2, line 3)."""
 
     eta_v: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)  # [|η_v|]
 
 
-class DescribeYourself(Message):
+class DescriptorRequest(Message):
     """Opening of prediction (Algorithm 1, line 1)."""
 
     eta_v: Tensor = broadcast(Quantity.EMBEDDING_NETWORK)  # [|η_v|]
@@ -409,15 +409,15 @@ PEFLL = base.Algorithm(
     server=PeFLLServer,
     client=PeFLLClient,
     messages=(
-        DescribeAndTrain,
-        DescribeYourself,
+        PeFLLTrainRequest,
+        DescriptorRequest,
         Descriptor,
         PersonalizedModel,
         Update,
         DescriptorUpdate,
         EmbeddingUpdate,
     ),
-    closed=lambda settings: (
+    requires_fixed_population=lambda settings: (
         ("descriptor.size", "found null, which is 1 + n/4 for n clients", "a number")
         if settings.descriptor.size is None
         else None

@@ -15,15 +15,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import Batch, Local, LocalSGD, Parameters, Trained, laid_out, train
+from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client import Batch, LocalSGD, LocalTrainer, Parameters, Trained, laid_out, train
 from fedloom.algorithms.recipe import FineTuning, shared_model
 from fedloom.models.flat import FlatModel
 
 
-def meta_sgd(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings) -> Trained:
+def meta_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: PerFedAvgSettings) -> Trained:
     """Train a client as in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
-    local = Local(model, group, mask_absent=s.local.mask_absent)
+    local = LocalTrainer(model, group, mask_absent=s.local.mask_absent)
     w = local.parameters(theta)
     leaves, counts, losses = list(w.values()), [s.local.count(n) for n in local.sizes], []
     step, purposes = local.sgd(leaves, s.local), ("train", "inner", "hessian")[: 2 if s.hessian == "none" else 3]
@@ -40,7 +40,7 @@ def meta_sgd(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings
 
 
 def meta_gradient(
-    local: Local, w: Parameters, s: PerFedAvgSettings, inner: Batch, outer: Batch, third: Batch | None = None
+    local: LocalTrainer, w: Parameters, s: PerFedAvgSettings, inner: Batch, outer: Batch, third: Batch | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Return ∇F_i(w_i), to first order if there is no third batch, and F_i(w_i) ``[g]``."""
     slope, _ = local.gradient(w, inner)
@@ -50,7 +50,9 @@ def meta_gradient(
     return q, loss
 
 
-def hessian_product(local: Local, w: Parameters, q: list[Tensor], batch: Batch, delta: float | None) -> list[Tensor]:
+def hessian_product(
+    local: LocalTrainer, w: Parameters, q: list[Tensor], batch: Batch, delta: float | None
+) -> list[Tensor]:
     """Return ∇²f_i(w_i) q: (∇f_i(w_i + δq) - ∇f_i(w_i - δq)) / 2δ, or exactly if δ is None."""
     if delta is not None:
         ahead, behind = (local.gradient(along(w, q, by), batch)[0] for by in (delta, -delta))
@@ -68,7 +70,7 @@ def along(w: Parameters, direction: list[Tensor], by: float) -> Parameters:
         return {name: laid_out(to, leaf).requires_grad_() for (name, leaf), to in zip(w.items(), moved, strict=True)}
 
 
-def adapted(model: FlatModel, group: Group, theta: Tensor, s: PerFedAvgSettings) -> dict[str, Tensor]:
+def adapted(model: FlatModel, group: ClientGroup, theta: Tensor, s: PerFedAvgSettings) -> dict[str, Tensor]:
     """Return ``personal``, w after SGD steps at rate α (line 9), and ``global``, w."""
     personal = theta
     if s.adaptation is not None:
@@ -113,7 +115,7 @@ class PerFedAvgSettings(FineTuning):
         if not self.personalize_steps or not self.inner_lr:
             return None
         plain = {"lr": self.inner_lr, "momentum": 0.0, "lambda_theta": 0.0, "clip": None}
-        return self.local.lasting(steps=self.personalize_steps).model_copy(update=plain)
+        return self.local.with_steps(steps=self.personalize_steps).model_copy(update=plain)
 
 
 PER_FEDAVG = shared_model(

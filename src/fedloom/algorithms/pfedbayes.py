@@ -18,8 +18,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
-from fedloom.algorithms.client import Local, NothingToTrainOn
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.client import LocalTrainer, NothingToTrainOn
 from fedloom.algorithms.optimizers import adam_
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
@@ -37,14 +37,14 @@ from fedloom.theory.gaussian import (
 )
 
 
-class PFedBayesServer(base.ServerHalf):
+class PFedBayesServer(base.ServerAlgorithm):
     """Server that sets v ← (1 - β) v + β · average of the localized global distributions."""
 
     def __init__(self, settings: PFedBayesSettings, task: Task, generator: torch.Generator) -> None:
         super().__init__(settings, task)
         self.state["v"] = gaussian(task.model.init(generator, task.dtype), settings.rho)
 
-    def limits(self, examples: int) -> Mapping[str, float]:
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bound of the number of steps, the same for all clients."""
         return {"steps": self.settings.steps}
 
@@ -85,31 +85,31 @@ class PFedBayesServer(base.ServerHalf):
         return torch.where(still, v, matched_moments(mu, second))
 
 
-class PFedBayesClient(base.ClientHalf):
+class PFedBayesClient(base.ClientAlgorithm):
     """Client of pFedBayes, which runs ClientUpdate of Algorithm 1; q_i is its state between rounds."""
 
     predictors = ("personal", "global")
     stateful = True
 
     @conversation
-    def train(self, clients: Group, opening: GlobalGaussian) -> Conversation:
+    def train(self, clients: ClientGroup, opening: GlobalGaussian) -> Conversation:
         """Run ClientUpdate(i, v) of Algorithm 1."""
         s = self.settings
         prior = opening.v.expand(len(clients), -1, -1)
-        q, w = MeanField(prior if s.reset else clients.recall("v", prior)), MeanField(prior)
+        q, w = MeanField(prior if s.reset else clients.load_state("v", prior)), MeanField(prior)
         adam = Moments.none(prior)
         if s.moments == "kept":
-            adam = Moments(clients.recall("moments", adam.of), clients.recall("steps", adam.steps))
+            adam = Moments(clients.load_state("moments", adam.of), clients.load_state("steps", adam.steps))
         loss = self.visit(clients, range(len(clients)), q, w, s.steps, "train", adam)
-        clients.keep(v=q.v, **({"moments": adam.of, "steps": adam.steps} if s.moments == "kept" else {}))
+        clients.save_state(v=q.v, **({"moments": adam.of, "steps": adam.steps} if s.moments == "kept" else {}))
         yield LocalizedGaussian(w.v, torch.full_like(loss, s.steps), loss)
         return None
 
     @conversation
-    def personalize(self, clients: Group, opening: Prior) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: Prior) -> Predictors:
         """Return ``personal``, the client's kept q_i or one derived from the prior, and ``global``, the prior."""
         s, prior = self.settings, opening.v.expand(len(clients), -1, -1)
-        v, new = clients.recall("v", prior), clients.new
+        v, new = clients.load_state("v", prior), clients.new
         made = {"personal": v, "global": prior}
         if new and s.personalize_steps:
             q, w = MeanField(v[new]), MeanField(prior[new])
@@ -127,7 +127,7 @@ class PFedBayesClient(base.ClientHalf):
 
     def visit(
         self,
-        clients: Group,
+        clients: ClientGroup,
         members: Sequence[int],
         q: MeanField,
         w: MeanField,
@@ -151,7 +151,7 @@ class PFedBayesClient(base.ClientHalf):
         ExperimentError
             If gradient descent exceeds its stability bound under this prior.
         """
-        s, local = self.settings, Local(self.task.model, clients, members=members)
+        s, local = self.settings, LocalTrainer(self.task.model, clients, members=members)
         n = torch.tensor(local.sizes, dtype=q.mu.dtype, device=q.mu.device)[:, None]
         noises = [clients.generator(i, f"{purpose}-noise") for i in members]
         lr_q = s.lr_personal / n if s.objective == "mean" else torch.full_like(n, s.lr_personal)

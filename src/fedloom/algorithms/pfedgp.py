@@ -20,8 +20,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import PIECE, Local, LocalSGD, Trained, examples
+from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client import PIECE, LocalSGD, LocalTrainer, Trained, examples
 from fedloom.algorithms.recipe import Averaging, shared_model
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError
@@ -240,11 +240,11 @@ def predictive_loss(z: Tensor, y: Tensor, splits: Tensor, s: PFedGPSettings, ran
     return loss
 
 
-def visit(model: FlatModel, group: Group, i: int, body: Tensor, s: PFedGPSettings) -> Trained:
+def visit(model: FlatModel, group: ClientGroup, i: int, body: Tensor, s: PFedGPSettings) -> Trained:
     """Perform lines 3-10: SGD steps on the body of one client, each on all of its examples."""
     client, sgd = group.clients[i], s.sgd
-    local, x, y = Local(model, group, members=[i]), *labelled(client)
-    if (wrong := unfit(s, len(x), int(client.present.sum()))) is not None:
+    local, x, y = LocalTrainer(model, group, members=[i]), *labelled(client)
+    if (wrong := check_client(s, len(x), int(client.present.sum()))) is not None:
         raise DataError(f"client {client.id}: {wrong}")
     w, random = local.parameters(F.pad(body, (0, model.layout.size - body.shape[1]))), numbers(group.generator(i, "gp"))
     leaves, losses, splits = [w[name] for name in model.layout.body], [], None
@@ -261,7 +261,7 @@ def visit(model: FlatModel, group: Group, i: int, body: Tensor, s: PFedGPSetting
     return local.trained(local.join(w)[:, : body.shape[1]], losses, [s.steps], "lr", s.lr)
 
 
-def learn(model: FlatModel, group: Group, body: Tensor, s: PFedGPSettings) -> Trained:
+def learn(model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Trained:
     """Visit the clients of a group one by one: each has a tree and matrices of its own size."""
     made = [visit(model, group, i, body[i : i + 1], s) for i in range(len(group))]
     theta, steps, loss = (torch.cat([getattr(one, name) for one in made]) for name in ("theta", "steps", "loss"))
@@ -275,7 +275,7 @@ def labelled(client: ClientData) -> tuple[Tensor, Tensor]:
     return split.x, split.y
 
 
-def unfit(s: Any, examples: int, classes: int) -> str | None:
+def check_client(s: Any, examples: int, classes: int) -> str | None:
     """Return why a client cannot train; None if it can."""
     if classes == 1:
         return "found train examples of one class; allowed: of two or more, between which a Gaussian process decides"
@@ -346,11 +346,11 @@ class GPTree:
         return log_p.to(z.dtype)
 
 
-def told_everything(model: FlatModel, group: Group, body: Tensor, s: PFedGPSettings) -> Predictors:
+def collect_training_data(model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Predictors:
     """Return ``personal`` for seen and unseen clients alike, without training."""
     found: Predictors = []
     for i, client in enumerate(group.clients):
-        if (wrong := unfit(s, len(client.train), 2)) is not None:
+        if (wrong := check_client(s, len(client.train), 2)) is not None:
             raise DataError(f"client {client.id}: {wrong}")
         found.append({"personal": GPTree(model, body[i], client, s, numbers(group.generator(i, "gp")))})
     return found
@@ -399,12 +399,12 @@ PFEDGP = shared_model(
     "pfedgp",
     PFedGPSettings,
     local=learn,
-    personalize=told_everything,
+    personalize=collect_training_data,
     steps=lambda s, examples: 0,
-    limits=lambda s, examples: s.sgd.limits(examples),
+    update_bounds=lambda s, examples: s.sgd.update_bounds(examples),
     shared="body",
     needs_classes=True,
     own_loss=False,
-    unfit=unfit,
+    check_client=check_client,
     titles={"personal": "pFedGP"},
 )

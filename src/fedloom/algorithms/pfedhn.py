@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
 from fedloom.algorithms.client import LocalSGD, train
 from fedloom.algorithms.optimizers import MomentumAscent
 from fedloom.algorithms.pefll import named, under
@@ -27,7 +27,7 @@ from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 
 
-class PFedHNServer(base.ServerHalf):
+class PFedHNServer(base.ServerAlgorithm):
     """Server that owns the hypernetwork and a table of embeddings [n + 1, l], whose last row starts unknown clients."""
 
     settings: PFedHNSettings
@@ -49,16 +49,16 @@ class PFedHNServer(base.ServerHalf):
             **named("step", self.optimizer.start(list(weights.values()))),
         }
 
-    def limits(self, examples: int) -> dict[str, float]:
+    def update_bounds(self, examples: int) -> dict[str, float]:
         """Return the bounds of local training."""
-        return self.settings.local.limits(examples)
+        return self.settings.local.update_bounds(examples)
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 1-6."""
         cohort = round.sample()  # line 1
         mine = torch.tensor([self.row[client] for client in cohort.clients])
         theta, pullback = self.hypernetwork.vjp(under("h", self.state), self.state["embeddings"][mine])  # line 2
-        updates = cohort.send(TrainThis(theta), Update)  # lines 2-3
+        updates = cohort.send(PFedHNTrainRequest(theta), Update)  # lines 2-3
         back = pullback(updates.delta_theta, updates.mean_weights)
         d_h = list(back.d_eta_h().values())
         factor = self._factor(torch.stack([*torch._foreach_norm(d_h), back.d_v.norm()]).norm())  # line 4
@@ -79,45 +79,45 @@ class PFedHNServer(base.ServerHalf):
         momentum, h = torch.zeros_like(e), under("h", self.state)
         for _ in range(self.settings.personalize_exchanges if new.any() else 0):
             theta, pullback = self.hypernetwork.vjp(h, e)  # line 2, for a new client
-            updates = cohort.send(TryThis(theta, new.double()), Update)  # line 3
+            updates = cohort.send(TrialModel(theta, new.double()), Update)  # line 3
             d_e = pullback(updates.delta_theta, updates.mean_weights).d_v
             d_e = torch.stack([row * self._factor(row.norm()) for row in d_e])  # line 4, each client's own gradient
             moved = e.clone()
             self.descent.apply([moved], [d_e], {"0.momentum": momentum}, 1.0)  # line 6
             e = torch.where(new, moved, e)
-        return cohort.send(YourModel(self.hypernetwork(h, e)))
+        return cohort.send(GeneratedModel(self.hypernetwork(h, e)))
 
     def _factor(self, norm: Tensor) -> float:
         return min(1.0, self.settings.clip / (float(norm) + 1e-6))
 
 
-class PFedHNClient(base.ClientHalf):
+class PFedHNClient(base.ClientAlgorithm):
     """Client that trains the models it receives."""
 
     settings: PFedHNSettings
 
     @conversation
-    def train(self, clients: Group, opening: TrainThis) -> Conversation:
+    def train(self, clients: ClientGroup, opening: PFedHNTrainRequest) -> Conversation:
         """Perform line 3."""
         yield self._update(clients, opening.theta, list(range(len(clients))), "train")
         return None
 
     @conversation
-    def search(self, clients: Group, opening: TryThis) -> Conversation:
+    def search(self, clients: ClientGroup, opening: TrialModel) -> Conversation:
         """Train from each model received, and keep the last one untrained. Known clients do nothing."""
         new, exchange = opening.new[:, 0].nonzero()[:, 0].tolist(), 0
-        message: TryThis | YourModel = opening
-        while isinstance(message, TryThis):
+        message: TrialModel | GeneratedModel = opening
+        while isinstance(message, TrialModel):
             message = yield self._update(clients, message.theta, new, f"search-{exchange}")
             exchange += 1
         return self.personalize(clients, message)
 
     @conversation
-    def personalize(self, clients: Group, opening: YourModel) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: GeneratedModel) -> Predictors:
         """Return the received model as ``personal``."""
         return predictors_of(self.task.model, personal=opening.theta)
 
-    def _update(self, clients: Group, theta: Tensor, members: list[int], purpose: str) -> Update:
+    def _update(self, clients: ClientGroup, theta: Tensor, members: list[int], purpose: str) -> Update:
         delta, numbers = torch.zeros_like(theta), torch.zeros(len(clients), 1, dtype=torch.float64)
         steps, loss = numbers, numbers.clone()
         if members:
@@ -162,20 +162,20 @@ class PFedHNSettings(Settings):
         return MomentumAscent(lr, self.server_momentum, self.server_decay)
 
 
-class TrainThis(Message):
+class PFedHNTrainRequest(Message):
     """Opening of training (line 2)."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
-class TryThis(Message):
+class TrialModel(Message):
     """Opening of the search for an embedding, and each later step of it."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
     new: Tensor = rows(Quantity.OTHER)  # [c, 1] float64, 1 for clients that train
 
 
-class YourModel(Message):
+class GeneratedModel(Message):
     """Opening or end of personalization: h(e_i)."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
@@ -187,10 +187,10 @@ PFEDHN = base.Algorithm(
     settings=PFedHNSettings,
     server=PFedHNServer,
     client=PFedHNClient,
-    messages=(TrainThis, TryThis, YourModel, Update),
+    messages=(PFedHNTrainRequest, TrialModel, GeneratedModel, Update),
     needs_classes=False,
     needs_each_update=lambda settings: True,
-    closed=lambda settings: (
+    requires_fixed_population=lambda settings: (
         "name",
         "found pfedhn, whose server has an embedding of each client",
         "a method whose server keeps nothing of each client",

@@ -15,15 +15,15 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import Local, LocalSGD, Trained, proximal, train
+from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client import LocalSGD, LocalTrainer, Trained, proximal, train
 from fedloom.algorithms.recipe import Averaging, shared_model
 from fedloom.models.flat import FlatModel
 
 
-def moreau_steps(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSettings) -> Trained:
+def moreau_steps(model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> Trained:
     """Train a client as in Algorithm 1: R steps of w_i along λ(w_i - θ_i), the gradient of its Moreau envelope."""
-    local = Local(model, group)
+    local = LocalTrainer(model, group)
     w, personal = local.parameters(theta), local.parameters(theta)  # line 1
     w_i, theta_i = list(w.values()), list(personal.values())
     correct, losses = proximal(s.proximity), []
@@ -38,7 +38,7 @@ def moreau_steps(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSetting
     return local.trained(local.join(w), losses, [s.steps * s.inner_steps] * len(group), "inner_lr", s.inner_lr)
 
 
-def proximal_model(model: FlatModel, group: Group, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
+def proximal_model(model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
     """Return ``personal``, θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖², and ``global``, w."""
     correct = proximal(s.proximity)  # line 6
     made = train(model, group, theta, by_epochs(s), correct=correct, purpose="personalize", key="inner_lr")
@@ -78,7 +78,7 @@ PFEDME = shared_model(
     local=moreau_steps,
     personalize=proximal_model,
     steps=lambda s, examples: by_epochs(s).count(examples),
-    limits=lambda s, examples: {"steps": s.steps * s.inner_steps},
+    update_bounds=lambda s, examples: {"steps": s.steps * s.inner_steps},
     by_batch=False,
     titles={"personal": "pFedMe", "global": "pFedMe, shared model"},
 )

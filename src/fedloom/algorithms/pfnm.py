@@ -16,9 +16,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
 from fedloom.algorithms.client import LocalSGD, train
-from fedloom.algorithms.recipe import MakeItYours, Update, fine_tune, or_shared_alone
+from fedloom.algorithms.recipe import PersonalizeRequest, Update, fine_tune, or_shared_alone
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
@@ -56,7 +56,7 @@ def wide(task: Task, theta: Tensor) -> FlatModel:
     return type(model)(task.input_shape, [units], classes)
 
 
-class PFNMServer(base.ServerHalf):
+class PFNMServer(base.ServerAlgorithm):
     """Server that keeps every client's last network, the atoms of its neurons, and its number of examples per class."""
 
     def __init__(self, settings: PFNMSettings, task: Task, generator: torch.Generator) -> None:
@@ -76,10 +76,10 @@ class PFNMServer(base.ServerHalf):
             "classes": torch.zeros(n, task.classes, dtype=torch.float64),
         }
 
-    def limits(self, examples: int) -> Mapping[str, float]:
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bounds of local training and of the example counts."""
         local: LocalSGD = self.settings.local
-        return local.limits(examples) | {"classes": examples}
+        return local.update_bounds(examples) | {"classes": examples}
 
     def train_round(self, round: Round) -> base.Statistics:
         """Train clients from their atoms, or from a network of their own, and rematch all known networks."""
@@ -114,7 +114,7 @@ class PFNMServer(base.ServerHalf):
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the global network, or an untrained one of the clients' width before the first round."""
         merged = self._merged()
-        return cohort.send(MakeItYours(self.state["start"] if merged is None else network(*merged, self.task)))
+        return cohort.send(PersonalizeRequest(self.state["start"] if merged is None else network(*merged, self.task)))
 
     def _centre(self) -> Tensor:
         """Return μ0 of a neuron's numbers ``[K]``: 0 except for its bias."""
@@ -143,13 +143,13 @@ class PFNMServer(base.ServerHalf):
         return total / precision, (prior * mean + (p_out * out).sum(0)) / (prior + p_out.sum(0))
 
 
-class PFNMClient(base.ClientHalf):
+class PFNMClient(base.ClientAlgorithm):
     """Client that trains its own network and predicts with the global one."""
 
     predictors = ("personal", "global")
 
     @conversation
-    def train(self, clients: Group, opening: Subnetwork) -> Conversation:
+    def train(self, clients: ClientGroup, opening: Subnetwork) -> Conversation:
         """Perform line 4."""
         trained = train(self.task.model, clients, opening.theta, self.settings.local)
         labels = [client.train.y for client in clients.clients]
@@ -158,7 +158,7 @@ class PFNMClient(base.ClientHalf):
         return None
 
     @conversation
-    def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the global network, and ``personal``, that network after fine-tuning."""
         model, start = wide(self.task, opening.theta), opening.theta.expand(len(clients), -1)
         return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, self.settings))
@@ -221,11 +221,11 @@ PFNM = base.Algorithm(
     settings=PFNMSettings,
     server=PFNMServer,
     client=PFNMClient,
-    messages=(Subnetwork, Trained, MakeItYours),
+    messages=(Subnetwork, Trained, PersonalizeRequest),
     check_model=check_model,
     needs_each_update=lambda settings: True,  # neurons are matched before they are averaged
     titles=lambda settings: {"personal": "PFNM + fine-tuning", "global": "PFNM"},
-    closed=lambda settings: (
+    requires_fixed_population=lambda settings: (
         "name",
         "found pfnm, whose server keeps a network of each client",
         "a method whose server keeps nothing of each client",

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import Group
-from fedloom.algorithms.client import Local, LocalSGD, Trained, train
+from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client import LocalSGD, LocalTrainer, Trained, train
 from fedloom.algorithms.recipe import Update, shared_model
 from fedloom.messages import Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
@@ -28,16 +28,18 @@ class FairUpdate(Update):
     h: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] float64
 
 
-def fair_sgd(model: FlatModel, group: Group, theta: Tensor, s: QFedAvgSettings) -> Trained:
+def fair_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: QFedAvgSettings) -> Trained:
     """Perform lines 5-7: SGD from w, and F_k at the received w, over all train data."""
-    local = Local(model, group, mask_absent=s.local.mask_absent)
+    local = LocalTrainer(model, group, mask_absent=s.local.mask_absent)
     f = local.measured(local.parameters(theta), *local.everything()).double() + s.epsilon
     trained = train(model, group, theta, s.local)  # line 5
     change, weight = trained.theta - theta, f**s.q
     h = s.q * f ** (s.q - 1) * change.double().square().sum(1) / s.local.lr + weight  # lines 6-7, L being 1/lr
     overflown = f.isfinite() & ~(weight.to(change.dtype) * h).isfinite()
     for i in overflown.nonzero()[:, 0].tolist():
-        group.lose(i, f"F_k^q overflows, F_k being {float(f[i]):.3g}; allowed: a smaller algorithm.q (found {s.q:g})")
+        group.fail_client(
+            i, f"F_k^q overflows, F_k being {float(f[i]):.3g}; allowed: a smaller algorithm.q (found {s.q:g})"
+        )
     answer = {"delta_theta": weight.to(change.dtype)[:, None] * change, "h": h[:, None]}
     return dataclasses.replace(trained, also=answer)
 
@@ -79,7 +81,7 @@ Q_FEDAVG = shared_model(
     QFedAvgSettings,
     local=fair_sgd,
     aggregate=fair_mean,
-    limits=lambda s, examples: {"steps": s.local.count(examples)},
+    update_bounds=lambda s, examples: {"steps": s.local.count(examples)},
     update=FairUpdate,
     titles={"personal": "q-FedAvg + fine-tuning", "global": "q-FedAvg"},
 )

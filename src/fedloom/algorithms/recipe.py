@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
 from fedloom.algorithms.client import LocalSGD, NothingToTrainOn, Trained, train
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
@@ -27,13 +27,13 @@ from fedloom.settings import Settings
 
 # --- what differs -----------------------------------------------------------------------------------------------------
 
-Train: TypeAlias = Callable[[FlatModel, Group, Tensor, Any], Trained]
+Train: TypeAlias = Callable[[FlatModel, ClientGroup, Tensor, Any], Trained]
 """``(model, group, shared [g, s], settings) -> Trained``, whose ``theta`` is the shared part after training."""
 
 Aggregate: TypeAlias = Callable[[Tensor, Replies[Any], Any], Tensor]
 """``(shared [s], updates, settings) -> shared [s]``."""
 
-Personalize: TypeAlias = Callable[[FlatModel, Group, Tensor, Any], Mapping[str, Tensor] | Predictors]
+Personalize: TypeAlias = Callable[[FlatModel, ClientGroup, Tensor, Any], Mapping[str, Tensor] | Predictors]
 """``(model, group, shared [g, s], settings) -> {predictor: θ [g, d]}``, or predictors that are not vectors."""
 
 
@@ -74,7 +74,7 @@ class FineTuning(Averaging):
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 
-def local_sgd(model: FlatModel, group: Group, theta: Tensor, s: Any) -> Trained:
+def local_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: Any) -> Trained:
     """Train the shared model by plain SGD."""
     return train(model, group, theta, s.local)
 
@@ -137,16 +137,16 @@ def average(theta: Tensor, updates: Replies[Any], s: Any) -> Tensor:
     return theta + change
 
 
-def fine_tune(model: FlatModel, group: Group, theta: Tensor, s: Any) -> dict[str, Tensor]:
+def fine_tune(model: FlatModel, group: ClientGroup, theta: Tensor, s: Any) -> dict[str, Tensor]:
     """Return ``personal``, the shared model after ``personalize_steps`` local steps, and ``global``, before them."""
     personal = theta
     if s.personalize_steps:
-        personal = train(model, group, theta, s.local.lasting(steps=s.personalize_steps), purpose="fine-tune").theta
+        personal = train(model, group, theta, s.local.with_steps(steps=s.personalize_steps), purpose="fine-tune").theta
     return {"personal": personal, "global": theta}
 
 
 def or_shared_alone(
-    model: FlatModel, group: Group, shared: Tensor, make: Callable[[], Mapping[str, Tensor] | Predictors]
+    model: FlatModel, group: ClientGroup, shared: Tensor, make: Callable[[], Mapping[str, Tensor] | Predictors]
 ) -> Predictors:
     """Return the predictors from ``make``, or only ``global`` for a client without examples to train on.
 
@@ -191,7 +191,7 @@ class Update(Message):
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
-class MakeItYours(Message):
+class PersonalizeRequest(Message):
     """Opening of personalization: the same part of the model."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [s]
@@ -200,7 +200,7 @@ class MakeItYours(Message):
 # --- the two halves ---------------------------------------------------------------------------------------------------
 
 
-class SharedModelServer(base.ServerHalf):
+class SharedModelServer(base.ServerAlgorithm):
     """Server that keeps the shared model, or its shared part, and moves it by the result of ``aggregate``.
 
     The keyword parameters are those of :func:`shared_model`.
@@ -225,7 +225,7 @@ class SharedModelServer(base.ServerHalf):
         self.state["theta"] = theta if whole else theta[part].clone()
         self._part = part if whole else slice(None)  # of the kept tensor
 
-    def limits(self, examples: int) -> Mapping[str, float]:
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the method's bounds of an update."""
         return self._bounds(self.settings, examples)
 
@@ -240,7 +240,7 @@ class SharedModelServer(base.ServerHalf):
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model for the clients to personalize."""
-        return cohort.send(MakeItYours(self.state["theta"]))
+        return cohort.send(PersonalizeRequest(self.state["theta"]))
 
 
 def shared_model(
@@ -252,7 +252,7 @@ def shared_model(
     aggregate: Aggregate = average,
     personalize: Personalize = fine_tune,
     steps: Callable[[Any, int], int] = lambda s, examples: s.personalize_steps,
-    limits: Callable[[Any, int], Mapping[str, float]] = lambda s, examples: s.local.limits(examples),
+    update_bounds: Callable[[Any, int], Mapping[str, float]] = lambda s, examples: s.local.update_bounds(examples),
     shared: Literal["all", "body", "head"] = "all",
     whole: bool = False,
     needs_head: bool = False,
@@ -264,8 +264,8 @@ def shared_model(
     needs_classes: bool = False,
     update: type[Update] = Update,
     server: type[SharedModelServer] = SharedModelServer,
-    closed: Callable[[Any], tuple[str, str, str] | None] = lambda settings: None,
-    unfit: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None,
+    requires_fixed_population: Callable[[Any], tuple[str, str, str] | None] = lambda settings: None,
+    check_client: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None,
     version: int = 1,
 ) -> base.Algorithm:
     """Return a method, given its differences from the recipe.
@@ -278,8 +278,8 @@ def shared_model(
         Local training in a round, aggregation of the answers, and the way a client gets its predictors.
     steps
         ``(settings, train examples) -> int``: SGD steps by which a client gets ``personal``.
-    limits
-        ``(settings, train examples) -> bounds`` of an update (:meth:`ServerHalf.limits`).
+    update_bounds
+        ``(settings, train examples) -> bounds`` of an update (:meth:`ServerAlgorithm.update_bounds`).
     shared
         ``body``: all but the last linear layer is sent, averaged and checkpointed; the head stays with the client.
         ``head``: the reverse.
@@ -298,18 +298,25 @@ def shared_model(
         Train by :func:`train`, which tracks the statistics of a model that normalizes by the batch. If False, reject
         such a model.
     stateful
-        ``local`` keeps a state of each client (:meth:`Group.keep`).
+        ``local`` keeps a state of each client (:meth:`ClientGroup.save_state`).
     update
         Message class of the clients' answers; ``Trained.also`` has the fields that :class:`Update` lacks.
-    unfit
+    check_client
         ``(settings, train examples, classes among them)`` -> reason why a client cannot train, or None.
     server
         Server half; override it if rounds differ, or if more than the model is kept.
     """
 
-    def made(settings: Any, task: Task, generator: torch.Generator) -> base.ServerHalf:
+    def made(settings: Any, task: Task, generator: torch.Generator) -> base.ServerAlgorithm:
         return server(
-            settings, task, generator, aggregate=aggregate, bounds=limits, shared=shared, whole=whole, update=update
+            settings,
+            task,
+            generator,
+            aggregate=aggregate,
+            bounds=update_bounds,
+            shared=shared,
+            whole=whole,
+            update=update,
         )
 
     def check_model(settings: Any, model: FlatModel) -> None:
@@ -338,13 +345,13 @@ def shared_model(
         if not by_batch:
             base.no_batch_norm(name)(settings, model)
 
-    class Client(base.ClientHalf):
+    class Client(base.ClientAlgorithm):
         def __init__(self, settings: Any, task: Task) -> None:
             super().__init__(settings, task)
             self._part = part_of(task.model.layout, shared) if whole else slice(None)  # of the sent tensor
 
         @conversation
-        def train(self, clients: Group, opening: SharedModel) -> Conversation:
+        def train(self, clients: ClientGroup, opening: SharedModel) -> Conversation:
             start = opening.theta.expand(len(clients), -1)
             trained = local(self.task.model, clients, start, self.settings)
             answer = {"delta_theta": trained.theta - start[:, self._part], "steps": trained.steps, "loss": trained.loss}
@@ -352,7 +359,7 @@ def shared_model(
             return None
 
         @conversation
-        def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
+        def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
             model, start = self.task.model, opening.theta.expand(len(clients), -1)
 
             def make() -> Mapping[str, Tensor] | Predictors:
@@ -373,11 +380,11 @@ def shared_model(
         settings=settings,
         server=made,
         client=Client,
-        messages=(SharedModel, update, MakeItYours),
+        messages=(SharedModel, update, PersonalizeRequest),
         needs_classes=needs_classes,
         titles=lambda settings: titles,
-        closed=closed,
+        requires_fixed_population=requires_fixed_population,
         check_model=check_model,
-        unfit=unfit,
+        check_client=check_client,
         needs_each_update=lambda settings: isinstance(settings, Averaging) and settings.robust,
     )

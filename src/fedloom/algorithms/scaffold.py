@@ -16,14 +16,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
 from fedloom.algorithms.client import LocalSGD, train
-from fedloom.algorithms.recipe import FineTuning, MakeItYours, fine_tune, or_shared_alone
+from fedloom.algorithms.recipe import FineTuning, PersonalizeRequest, fine_tune, or_shared_alone
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
 
 
-class ScaffoldServer(base.ServerHalf):
+class ScaffoldServer(base.ServerAlgorithm):
     """Server that keeps w, and c, the mean of the c_i of all seen clients; c_i is zero for clients never drawn."""
 
     def __init__(self, settings: Any, task: Task, generator: torch.Generator) -> None:
@@ -31,7 +31,7 @@ class ScaffoldServer(base.ServerHalf):
         theta = task.model.init(generator, task.dtype)
         self.state |= {"theta": theta, "c": torch.zeros_like(theta)}
 
-    def limits(self, examples: int) -> Mapping[str, float]:
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bound of the number of steps."""
         return {"steps": self.settings.local.count(examples)}
 
@@ -46,29 +46,29 @@ class ScaffoldServer(base.ServerHalf):
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model."""
-        return cohort.send(MakeItYours(self.state["theta"]))
+        return cohort.send(PersonalizeRequest(self.state["theta"]))
 
 
-class ScaffoldClient(base.ClientHalf):
+class ScaffoldClient(base.ClientAlgorithm):
     """Client that keeps c_i."""
 
     predictors, stateful = ("personal", "global"), True
 
     @conversation
-    def train(self, clients: Group, opening: ModelAndControl) -> Conversation:
+    def train(self, clients: ClientGroup, opening: ModelAndControl) -> Conversation:
         """Perform lines 3-7."""
         w, c = (vector.expand(len(clients), -1) for vector in (opening.theta, opening.c))
-        c_i = clients.recall("c", torch.zeros_like(w))
+        c_i = clients.load_state("c", torch.zeros_like(w))
         s = self.settings.local
         trained = train(self.task.model, clients, w, s, correct=controlled, given={"c": c, "c_i": c_i})  # lines 3-5
         mean_step = (w - trained.theta) / (trained.steps.to(w) * s.lr)
         new = c_i - c + mean_step  # line 6
-        clients.keep(c=new)
+        clients.save_state(c=new)
         yield ControlledUpdate(trained.theta - w, trained.steps, trained.loss, new - c_i)  # line 7
         return None
 
     @conversation
-    def personalize(self, clients: Group, opening: MakeItYours) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return the shared model, fine-tuned as in FedAvg."""
         model, w = self.task.model, opening.theta.expand(len(clients), -1)
         return or_shared_alone(model, clients, w, lambda: fine_tune(model, clients, w, self.settings))
@@ -136,10 +136,10 @@ SCAFFOLD = base.Algorithm(
     server=ScaffoldServer,
     client=ScaffoldClient,
     check_model=base.no_batch_norm("scaffold"),
-    messages=(ModelAndControl, ControlledUpdate, MakeItYours),
+    messages=(ModelAndControl, ControlledUpdate, PersonalizeRequest),
     needs_classes=False,
     titles=lambda settings: {"personal": "SCAFFOLD + fine-tuning", "global": "SCAFFOLD"},
-    closed=lambda settings: (
+    requires_fixed_population=lambda settings: (
         "name",
         "found scaffold, whose control variate is a mean over a fixed roster",
         "fedavg, fedprox",

@@ -45,5 +45,5 @@ TR_MAML = shared_model(
     server=WeightedServer,
     by_batch=False,
     titles={"personal": "TR-MAML", "global": "TR-MAML, shared model"},
-    closed=lambda settings: CLIENTS_BEFOREHAND,
+    requires_fixed_population=lambda settings: CLIENTS_BEFOREHAND,
 )

@@ -20,8 +20,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Conversation, Group, Round, Task, conversation
-from fedloom.algorithms.client import Batch, Local, LocalSGD, train
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.client import Batch, LocalSGD, LocalTrainer, train
 from fedloom.algorithms.optimizers import adam_direction
 from fedloom.algorithms.recipe import or_shared_alone
 from fedloom.errors import ExperimentError
@@ -34,7 +34,7 @@ from fedloom.theory.collaboration import next_bias, weighted_gradient
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
-class WGAServer(base.ServerHalf):
+class WGAServer(base.ServerAlgorithm):
     """Server that keeps, for each user, its state θ, its bias estimate c, and its optimizer's moments."""
 
     settings: WGASettings
@@ -176,7 +176,7 @@ class WGAServer(base.ServerHalf):
 # --- the client -------------------------------------------------------------------------------------------------------
 
 
-class WGAClient(base.ClientHalf):
+class WGAClient(base.ClientAlgorithm):
     """Client that answers with gradients at other users' states, on its own data."""
 
     predictors = ("personal", "global")
@@ -191,10 +191,10 @@ class WGAClient(base.ClientHalf):
                 raise ExperimentError(f"algorithm.{key}: found {client!r}; allowed: a seen client, such as {some}")
 
     @conversation
-    def train(self, clients: Group, opening: SharedStates) -> Conversation:
+    def train(self, clients: ClientGroup, opening: SharedStates) -> Conversation:
         """Perform Algorithm 1: sample, compute, share, as often as the server asks."""
         s, model, roster, g = self.settings, self.task.model, self.task.roster, len(clients)
-        local = Local(model, clients)
+        local = LocalTrainer(model, clients)
         draws = local.batches(s.batch_size, [s.steps_per_round * s.local_steps] * g, "train")
         message: SharedStates | TrueGradients = opening
         step, drawn = -1, list[Batch]()
@@ -220,7 +220,7 @@ class WGAClient(base.ClientHalf):
             message = yield Gradients(gradient, variance / states.clamp(min=1), loss, count)
 
     @conversation
-    def personalize(self, clients: Group, opening: OwnModel) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: OwnModel) -> Predictors:
         """Return ``personal``, the client's own state or the mean after its own steps, and ``global``, the mean."""
         s, model, mean = self.settings, self.task.model, opening.mean.expand(len(clients), -1)
 
@@ -239,7 +239,7 @@ class WGAClient(base.ClientHalf):
         """Return ``personalize_steps`` for a client without a state of its own."""
         return self.settings.personalize_steps if predictor == "personal" else 0
 
-    def _gradient(self, local: Local, theta: Tensor, drawn: list[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+    def _gradient(self, local: LocalTrainer, theta: Tensor, drawn: list[Batch]) -> tuple[Tensor, Tensor, Tensor]:
         """Return each client's gradient at θ ``[g, d]``, and its loss and the gradient's variance, ``[g, 1]`` float64.
 
         The gradient is that of a batch, or the change over several local steps divided by their number and rate.
@@ -257,7 +257,7 @@ class WGAClient(base.ClientHalf):
         return g, loss.double()[:, None], torch.zeros_like(loss, dtype=torch.float64)[:, None]
 
 
-def halves(local: Local, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def halves(local: LocalTrainer, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradient and loss of a batch, and an unbiased estimate of the gradient's variance, from its two halves.
 
     With b₁ + b₂ = b independent examples, E‖g₁ - g₂‖² = s² (1/b₁ + 1/b₂), where s²/b is the variance of the whole. A
@@ -265,7 +265,7 @@ def halves(local: Local, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor, T
     """
     for i, n in zip(local.members, local.sizes, strict=True):
         if n < 2:
-            local.group.lose(i, "it has one train example, a variance needs two")
+            local.group.fail_client(i, "it has one train example, a variance needs two")
     one, other, share = local.halves(batch)
     (g_1, loss_1), (g_2, loss_2) = local.gradient_at(theta, one), local.gradient_at(theta, other)
     variance = (g_1 - g_2).double().square().sum(1, keepdim=True) * share * (1 - share)
@@ -425,7 +425,7 @@ WGA = base.Algorithm(
     messages=(SharedStates, TrueGradients, Gradients, OwnModel),
     needs_classes=False,
     needs_each_update=lambda settings: True,  # a user's own gradient is weighted separately
-    closed=lambda settings: (
+    requires_fixed_population=lambda settings: (
         "name",
         "found wga, whose server has a place for each client",
         "a method whose server keeps nothing of each client",

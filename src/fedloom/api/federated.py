@@ -73,7 +73,7 @@ class Federated:
         root
             Folder to store the data in; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
         settings
-            Further keys of ``data``, such as ``unseen_fraction=0.2``; ``partition={"scheme": "natural", ...}``.
+            Further keys of ``data``, such as ``held_out_fraction=0.2``; ``partition={"scheme": "natural", ...}``.
 
         Raises
         ------

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fedloom.api.frames import of_csv, of_lines
 from fedloom.errors import DataError, ExperimentError, FedloomError
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +54,7 @@ class Run:
 
             self._temporary = tempfile.TemporaryDirectory(prefix="fedloom-run-")
             folder = RunFolder(Path(self._temporary.name))
-            if not Published(folder, open_store(self.where), uuid.uuid4().hex).take_up():
+            if not Published(folder, open_store(self.where), uuid.uuid4().hex).restore():
                 raise DataError(f"{where}: found no published run there")
             self._folder: RunFolder = folder
         else:
@@ -253,7 +253,7 @@ class Run:
             for shown in [_shown(group)]
         )
         return (
-            f"<b>{escape(title)}</b>, seed {summary['seed']}, {counted(summary['rounds'], 'round')}: "
+            f"<b>{escape(title)}</b>, seed {summary['seed']}, {pluralize(summary['rounds'], 'round')}: "
             f"<code>{escape(self.where)}</code><table><tr><th></th><th>clients</th><th>test</th></tr>{rows}</table>"
         )
 
@@ -301,7 +301,7 @@ class Sweep(Sequence[Run]):
     def __repr__(self) -> str:
         """Return a text with the folder and the numbers of finished and failed runs."""
         failed = f", {len(self.failures)} failed" if self.failures else ""
-        return f"<{counted(len(self), 'run')} in {self.folder}{failed}>"
+        return f"<{pluralize(len(self), 'run')} in {self.folder}{failed}>"
 
     def compare(self) -> Comparison:
         """Compare the runs."""

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.sweep import SweepObserver
-from fedloom.words import counted, printable
+from fedloom.words import pluralize, printable
 
 if TYPE_CHECKING:
     from fedloom.errors import FedloomError
@@ -99,7 +99,7 @@ class Watch(RunObserver):
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
         """Show the bar and a description of the run."""
-        e, count = experiment, counted(clients, "client")
+        e, count = experiment, pluralize(clients, "client")
         what = f"{e.name}: {e.algorithm.name} on {e.data.dataset}, {count}, {where}"
         if self._bar is not None:
             self._bar.update(self._train, total=e.federation.rounds)
@@ -189,7 +189,7 @@ class Watch(RunObserver):
                 nobody = line["left_out"]["absent"] and line["seen"] is None
                 what, parts = "validation", ["none: no client answered" if nobody else "none: no validation examples"]
         if absent := line["left_out"]["absent"]:
-            parts.append(f"{counted(absent, 'client')} without an answer (journal.jsonl says why)")
+            parts.append(f"{pluralize(absent, 'client')} without an answer (journal.jsonl says why)")
         where = f" (time: {self.phases()})" if self._phases else ""
         said = f"after round {line['round']}: {what} {', '.join(parts)}{where}"
         if self._page is None:

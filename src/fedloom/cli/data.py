@@ -10,7 +10,7 @@ import typer
 from fedloom.api.progress import progress
 
 if TYPE_CHECKING:
-    from fedloom.data.sources import Official, Source
+    from fedloom.data.sources import RawDataset, Source
 
 ROOT = typer.Option(help="Folder for data; by default $FEDLOOM_DATA, else ~/.cache/fedloom.")
 
@@ -44,7 +44,7 @@ def fetch(
     typer.echo(description(source, official))
 
 
-def description(source: Source, official: Official) -> str:
+def description(source: Source, official: RawDataset) -> str:
     """Return a description of a data set in two lines: its examples, classes and owners, and its licence."""
     shape = " x ".join(map(str, source.input_shape))
     owners = official.owners
@@ -169,7 +169,7 @@ def partition(
         made_with = (
             data.partition.model_dump(mode="json"),
             settings.seed,
-            data.unseen_fraction,
+            data.held_out_fraction,
             data.validation_fraction,
         )
         if store is not None and (found := is_published(store, data.dataset, *made_with)):
@@ -180,7 +180,7 @@ def partition(
         data.opened(),
         data.partition,
         seed=settings.seed,
-        unseen_fraction=data.unseen_fraction,
+        held_out_fraction=data.held_out_fraction,
         validation_fraction=data.validation_fraction,
         root=data.root,
         fix=True,

@@ -23,7 +23,7 @@ def runs(
 
     from fedloom.cli.tables import print_table
     from fedloom.reporting.run_list import list_runs
-    from fedloom.words import counted
+    from fedloom.words import pluralize
 
     found = list_runs(folder)
     if as_json:
@@ -34,7 +34,7 @@ def runs(
         return
     headings = ("run", "method", "data", "rounds", "seen %", "unseen %", "state", "last change")
     print_table(
-        f"{counted(len(found), 'run')} in {folder}",
+        f"{pluralize(len(found), 'run')} in {folder}",
         headings,
         [_row(run, folder) for run in found],
         texts=(0, 1, 2, 6, 7),

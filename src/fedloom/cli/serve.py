@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli import trusted
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 
 def serve(
@@ -96,4 +96,4 @@ def serve(
         metrics=metrics,
         wait_s=wait,
     )
-    typer.echo(f"{counted(handed_out, 'model')} handed out")
+    typer.echo(f"{pluralize(handed_out, 'model')} handed out")

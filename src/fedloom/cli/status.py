@@ -96,7 +96,7 @@ def clients(
     from dataclasses import asdict
 
     from fedloom.cli.tables import print_table
-    from fedloom.words import counted, printable
+    from fedloom.words import pluralize, printable
 
     with _source(where, tls_ca, tls_certificate, tls_key, token_file, insecure) as source:
         found = source.clients()
@@ -123,7 +123,7 @@ def clients(
     headings = ("client", "role", "state", "worker", "identity", "examples", "last round", "awaited for")
     kept = [i for i in range(len(headings)) if i < 2 or any(row[i] for row in rows)]
     print_table(
-        counted(len(rows), "client"),
+        pluralize(len(rows), "client"),
         [headings[i] for i in kept],
         [[row[i] for i in kept] for row in rows],
         texts=[n for n, i in enumerate(kept) if i < 5],
@@ -403,7 +403,7 @@ _NAMES = 12
 
 def _facts(now: Activity) -> Iterator[tuple[str, str]]:
     """Yield the known facts about a federation as (name, text)."""
-    from fedloom.words import counted
+    from fedloom.words import pluralize
 
     if now.message:
         yield "", now.message
@@ -419,7 +419,7 @@ def _facts(now: Activity) -> Iterator[tuple[str, str]]:
     parts += [f"{c.answered:,} of {c.cohort:,} answered in round {now.round}"] if c.cohort else []
     yield "clients", ", ".join(parts)
     if now.awaited:
-        yield "awaited", f"{counted(now.awaited, 'client')}, {now.late:,} late"
+        yield "awaited", f"{pluralize(now.awaited, 'client')}, {now.late:,} late"
     for each in [each for each in now.awaiting if each.late]:
         whom = "nobody serves it" if each.worker is None else f"worker {each.worker}"
         until = "" if each.deadline is None else f", lost in {_duration(each.deadline - now.time)}"
@@ -461,12 +461,12 @@ def _measured(now: Activity) -> Iterator[tuple[str, str]]:
 
 
 def _worker(worker: ConnectedWorker, now: float) -> str:
-    from fedloom.words import counted
+    from fedloom.words import pluralize
 
     whose = "" if worker.identity is None else f" of {worker.identity}"
     silent = "" if now - worker.sign < 30 else f", silent for {_duration(now - worker.sign)}"
     return (
-        f"{worker.name}{whose}: {counted(worker.clients, 'client')}, {worker.device}, "
+        f"{worker.name}{whose}: {pluralize(worker.clients, 'client')}, {worker.device}, "
         f"connected for {_duration(now - worker.since)}{silent}"
     )
 

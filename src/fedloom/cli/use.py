@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.cli import trusted
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from fedloom.trust.options import ClientOptions
@@ -75,7 +75,7 @@ def overlapping(found: Mapping[str, Any] | None) -> str | None:
     split = ", ".join(f"{found[name]:,} {name}" for name in ("train", "validation", "test") if found[name])
     return (
         f"these clients are not all new: the run was trained on {split} examples of "
-        f"{counted(found['clients'], 'client')}; data.partition.reserve keeps examples back for new clients"
+        f"{pluralize(found['clients'], 'client')}; data.partition.reserve keeps examples back for new clients"
     )
 
 
@@ -182,11 +182,11 @@ def personalize(
     from fedloom.runner.client_models import personalize
 
     made = personalize(run, out, checkpoint, partition, clients, data or (), predictor)
-    typer.echo(f"{counted(len(made.saved), 'model')} in {out}")
+    typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")
     for client, reason in made.lost.items():
         typer.echo(f"{client}: no model: {reason}", err=True)
     if made.lost:
-        everyone = counted(len(made.saved) + len(made.lost), "client")
+        everyone = pluralize(len(made.saved) + len(made.lost), "client")
         raise QuorumError(f"{len(made.lost)} of {everyone} got no model")
 
 
@@ -202,11 +202,11 @@ def _personalize_one(
     private: Mapping[str, Any],
 ) -> None:
     """Request the model of one packed client and save it."""
-    from fedloom.runner.personal import Asked, personal_model
+    from fedloom.runner.personal import PersonalizationRequest, personal_model
     from fedloom.runner.personal_model import check_format
 
     check_format(out)
-    asked = Asked(None, None, data, None, checkpoint, predictor, precision, timeout_s, **private)
+    asked = PersonalizationRequest(None, None, data, None, checkpoint, predictor, precision, timeout_s, **private)
     model = personal_model(where, asked, trust)
     card = model.card
     for path in model.save(out):
@@ -214,12 +214,12 @@ def _personalize_one(
     typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]}), {card.precision}")
     if (promise := card.privacy) is not None:
         typer.echo(
-            f"what the server learned of its {counted(promise.examples, 'example')}: ({promise.epsilon:.3g}, "
+            f"what the server learned of its {pluralize(promise.examples, 'example')}: ({promise.epsilon:.3g}, "
             f"{promise.delta:.3g})-differentially private, replacing one; each model more costs as much again"
         )
         if promise.total_epsilon is not None:
             typer.echo(
-                f"all told, after {counted(promise.requests or 0, 'request')} in {private['ledger']}: "
+                f"all told, after {pluralize(promise.requests or 0, 'request')} in {private['ledger']}: "
                 f"({promise.total_epsilon:.3g}, {promise.total_delta:.3g})"
             )
 
@@ -256,7 +256,7 @@ def report(
 
     end = follow_report(run, every, wrote)
     where = "the run has finished" if end.phase == "finished" else "the run is not finished, and no process works on it"
-    typer.echo(f"{where}: {counted(end.round, 'round')} done")
+    typer.echo(f"{where}: {pluralize(end.round, 'round')} done")
 
 
 def compare(

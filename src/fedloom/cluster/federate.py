@@ -21,7 +21,7 @@ from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
 from fedloom.models.factories import FACTORIES
 from fedloom.trust.options import TOKEN
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from fedloom.cluster.launcher import Launcher
@@ -294,7 +294,7 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
         storage_environment={**plain, **_permission(experiment)},
         orphan_after_s=cluster.orphan_after_s or orphan_after_s,
     )
-    workers = counted(federation.workers, "worker")
+    workers = pluralize(federation.workers, "worker")
     say(f"federation {federation.name} in namespace {api.namespace}, {workers}; run {run.url}")
     publish(step.partition, shards)
     _publish_experiment(run, experiment)

@@ -33,7 +33,7 @@ OURS = f"{MANAGED_BY}=fedloom"
 INDEX = "batch.kubernetes.io/job-completion-index"
 ANSWERS_S = 5.0
 """Seconds that an aggregator may take to report its progress."""
-LOOK_AGAIN_S = 1.0
+ANNOUNCEMENT_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def logs(api: Api, status: Status, *, worker: int | None = None, followed: bool 
         pod = pods[-1]
         if (pod.get("status") or {}).get("phase", "Pending") != "Pending" or not followed:
             break
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(ANNOUNCEMENT_INTERVAL_S)
     name = pod["metadata"]["name"]
     yield from api.follow_log(name, component) if followed else api.log(name, component).splitlines()
 

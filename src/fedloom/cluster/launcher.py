@@ -39,7 +39,7 @@ from fedloom.errors import ExperimentError, RefusedError, WorkerLostError
 POLL_S = 3.0
 """Poll interval while some pod is not running: a pod's problems do not show in its Job."""
 SETTLED_POLL_S = 15.0
-GONE_WITHIN_S = 120.0
+DELETE_TIMEOUT_S = 120.0
 REFUSED_PAUSE_S = 1.0
 """Pause after a refused create: a quota is charged shortly before another launcher's new object becomes visible."""
 API_PATIENCE_S = 300.0
@@ -181,12 +181,12 @@ class Launcher:
         # Look up all objects first: deleting a Job may delete what it owns.
         for kind, found in self._own_objects(KINDS):
             self._api.delete(kind, found["metadata"]["name"], found["metadata"]["uid"])
-        until = time.monotonic() + GONE_WITHIN_S
+        until = time.monotonic() + DELETE_TIMEOUT_S
         while wait and (left := self._own_objects((*KINDS, "Pod"))):
             if time.monotonic() > until:
                 names = ", ".join(f"{kind} {found['metadata']['name']}" for kind, found in left)
                 raise WorkerLostError(
-                    f"still there {GONE_WITHIN_S:.0f} s after being deleted: {names}",
+                    f"still there {DELETE_TIMEOUT_S:.0f} s after being deleted: {names}",
                     hint="see why with kubectl describe, then start again with the same run id",
                 )
             time.sleep(0.5)
@@ -199,7 +199,7 @@ class Launcher:
         of 409, and a quota stays charged for the refused request.
         """
         kind, name = cast(Kind, manifest["kind"]), manifest["metadata"]["name"]
-        until = time.monotonic() + GONE_WITHIN_S
+        until = time.monotonic() + DELETE_TIMEOUT_S
         while time.monotonic() < until:
             found = self._api.read(kind, name)
             if found is None:
@@ -215,7 +215,7 @@ class Launcher:
                     raise Occupied(f"{kind} {name} is there already, and belongs to no federation")
                 # An object owned by another Job belongs to an earlier attempt, and will be garbage-collected.
             time.sleep(0.5)
-        raise WorkerLostError(f"{kind} {name} is being deleted, and is still there after {GONE_WITHIN_S:.0f} s")
+        raise WorkerLostError(f"{kind} {name} is being deleted, and is still there after {DELETE_TIMEOUT_S:.0f} s")
 
     def _create(self, kind: Kind, manifest: Manifest) -> Manifest | None:
         """Create an object; None if another launcher was faster."""

@@ -11,11 +11,11 @@ from dataclasses import replace
 from fedloom.errors import ExperimentError, RefusedError
 from fedloom.transport.progress import Progress, follow
 from fedloom.trust.options import ClientOptions, Credentials
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 LINE_EVERY_S = 10.0
 CONNECT_S = 10.0
-AGAIN_S = 1.0
+RETRY_INTERVAL_S = 1.0
 DOUBT_AFTER_S = 60.0
 
 
@@ -97,7 +97,7 @@ class ProgressClient:
                 if not self._doubted and time.monotonic() - self._heard_at > self._doubt_after_s:
                     self._doubted = True
                     self._say(f"no progress is shown: {error}{self._warning()}")
-            self._stopping.wait(AGAIN_S)
+            self._stopping.wait(RETRY_INTERVAL_S)
 
     def _warning(self) -> str:
         if self._orphan_after_s is None:
@@ -117,7 +117,7 @@ class ProgressClient:
         if changed or urgent or (moved and time.monotonic() - self._said_at >= LINE_EVERY_S):
             self._said_at = time.monotonic()
             unserved = (
-                f", {counted(now.clients_unserved, 'client')} without a worker"
+                f", {pluralize(now.clients_unserved, 'client')} without a worker"
                 if now.clients_unserved and now.state == "waiting"
                 else ""
             )

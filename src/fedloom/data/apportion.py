@@ -7,13 +7,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.keyed import make_rng, shuffled
 
 Mixes: TypeAlias = NDArray[np.float64]
 """``[n, C]``; rows sum to one."""
 
 
-def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDArray[np.int64]:
+def partition_classes(clients: int, classes: int, per_client: int, seed: int) -> NDArray[np.int64]:
     """Assign k distinct classes to every client, each class equally often (±1); ``[n, k]``, in the order drawn.
 
     Each of the C classes gets ⌊nk/C⌋ or ⌈nk/C⌉ places; which classes get the extra one is random. Clients choose in
@@ -22,7 +22,7 @@ def deal_classes(clients: int, classes: int, per_client: int, seed: int) -> NDAr
     R - 1 clients that remain, and the places add up to k(R - 1). There are therefore always k distinct classes to
     choose from, and the draw ends for every seed.
     """
-    generator = keyed_generator(seed, "classes")
+    generator = make_rng(seed, "classes")
     places = np.full(classes, clients * per_client // classes)
     places[shuffled(generator, classes)[: clients * per_client % classes]] += 1
     held = np.empty((clients, per_client), dtype=np.int64)
@@ -77,7 +77,7 @@ def quotas(
     open_to = remainders > 1e-9  # [n, C]: may still be rounded up
     spare = available - counts.sum(0)
     missing = size - counts.sum(1)
-    for client in shuffled(keyed_generator(seed, "round", split), len(size)):
+    for client in shuffled(make_rng(seed, "round", split), len(size)):
         # Ties go to the class with most spare examples.
         order = np.lexsort((-spare, -np.round(remainders[client], 9)))
         chosen = [c for c in order if spare[c] > 0 and open_to[client, c]][: missing[client]]

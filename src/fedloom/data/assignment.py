@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.apportion import Mixes, quotas
-from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS
 from fedloom.data.natural import assign_owners
 from fedloom.data.reserve import Reserved, reserved_classes
@@ -35,9 +35,9 @@ from fedloom.data.schemes import (
     Scheme,
     unseen_count,
 )
-from fedloom.data.sources import Official, Source
+from fedloom.data.sources import RawDataset, Source
 from fedloom.errors import ExperimentError
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 UNUSED = 0.2
 """Fraction of a pool that may stay unused without a note."""
@@ -49,7 +49,7 @@ class PartitionSettings:
 
     scheme: Scheme
     seed: int
-    unseen_fraction: float
+    held_out_fraction: float
     validation_fraction: float
 
     def check(self, source: Source) -> None:
@@ -60,8 +60,10 @@ class PartitionSettings:
         ExperimentError
             Names the key, the value found and the values allowed.
         """
-        if not 0 <= self.unseen_fraction < 1:
-            raise ExperimentError(f"data.unseen_fraction: found {self.unseen_fraction}; allowed: 0 or more, below 1")
+        if not 0 <= self.held_out_fraction < 1:
+            raise ExperimentError(
+                f"data.held_out_fraction: found {self.held_out_fraction}; allowed: 0 or more, below 1"
+            )
         if not 0 < self.validation_fraction < 1:
             raise ExperimentError(
                 f"data.validation_fraction: found {self.validation_fraction}; allowed: between 0 and 1"
@@ -104,7 +106,7 @@ class Assignment:
 
 
 def assign_examples(
-    official: Official, classes: int, settings: PartitionSettings, dataset: str = "the data set"
+    official: RawDataset, classes: int, settings: PartitionSettings, dataset: str = "the data set"
 ) -> Assignment:
     """Assign the examples of a source to clients.
 
@@ -126,7 +128,7 @@ def assign_examples(
     if not isinstance(scheme, NaturalScheme):
         return _assign_by_mix(official, classes, scheme, settings)
     owned = assign_owners(official, scheme, settings.validation_fraction, settings.seed, dataset)
-    seen = draw_seen(len(owned.owners), settings.unseen_fraction, settings.seed)
+    seen = draw_seen(len(owned.owners), settings.held_out_fraction, settings.seed)
     measured = [pool for pool, is_seen in zip(owned.training_pools, seen, strict=True) if is_seen]
     return Assignment(
         seen,
@@ -139,10 +141,10 @@ def assign_examples(
     )
 
 
-def _assign_by_mix(official: Official, classes: int, scheme: MixScheme, settings: PartitionSettings) -> Assignment:
+def _assign_by_mix(official: RawDataset, classes: int, scheme: MixScheme, settings: PartitionSettings) -> Assignment:
     """Assign examples by class mix; raises like :func:`assign_examples`."""
     seed = settings.seed
-    seen = draw_seen(scheme.clients, settings.unseen_fraction, seed)
+    seen = draw_seen(scheme.clients, settings.held_out_fraction, seed)
     train = _by_class(official.train.labels, classes)
     test = [members + len(official.train) for members in _by_class(official.test.labels, classes)]
     reserved = None
@@ -170,10 +172,10 @@ def _assign_by_mix(official: Official, classes: int, scheme: MixScheme, settings
     return Assignment(seen, examples, pool, measured, (None,) * scheme.clients, reserved, tuple(notes))
 
 
-def draw_seen(clients: int, unseen_fraction: float, seed: int) -> NDArray[np.bool_]:
+def draw_seen(clients: int, held_out_fraction: float, seed: int) -> NDArray[np.bool_]:
     """Draw the clients that take part in training, ``[n]`` bool."""
     seen = np.ones(clients, dtype=np.bool_)
-    seen[shuffled(keyed_generator(seed, "unseen"), clients)[: unseen_count(clients, unseen_fraction)]] = False
+    seen[shuffled(make_rng(seed, "unseen"), clients)[: unseen_count(clients, held_out_fraction)]] = False
     return seen
 
 
@@ -187,25 +189,25 @@ def _hand_out(members: ByClass, counts: NDArray[np.int64], seed: int, split: str
     """Deal each class out in random order: ``counts`` [n, C] -> ascending positions for each client."""
     hands: list[list[NDArray[np.int64]]] = [[] for _ in range(len(counts))]
     for c, positions in enumerate(members):
-        order = positions[shuffled(keyed_generator(seed, "deal", split, c), len(positions))]
+        order = positions[shuffled(make_rng(seed, "deal", split, c), len(positions))]
         for hand, share in zip(hands, np.split(order, np.cumsum(counts[:, c])), strict=False):
             hand.append(share)
     return [np.sort(np.concatenate(hand)) for hand in hands]
 
 
-def _notes_on_copies(official: Official) -> list[str]:
+def _notes_on_copies(official: RawDataset) -> list[str]:
     """Return notes on the repeated inputs of a local data set: their number, and those in both given splits."""
     if official.equal is None:
         return []
     notes, first_test = [], len(official.train)
     copies = len(official.equal) - len(np.unique(official.equal))
     if copies:
-        repeat = counted(copies, "example repeats another's input", "examples repeat another's input")
+        repeat = pluralize(copies, "example repeats another's input", "examples repeat another's input")
         notes.append(f"{repeat}; equal inputs stay in one split")
     shared = np.isin(official.equal[first_test:], official.equal[:first_test])
     if shared.any():
         first = int(shared.argmax())
-        those = f"{shared.sum():,} of {counted(len(shared), 'test example')}"
+        those = f"{shared.sum():,} of {pluralize(len(shared), 'test example')}"
         pair = f"test example {first} and training example {official.equal[first_test + first]}"
         notes.append(
             f"the split that the source itself gives stays: {those} have inputs that are training inputs, too (first: "

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.apportion import largest_remainders
-from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.keyed import make_rng, shuffled
 
 Positions: TypeAlias = NDArray[np.int64]
 
@@ -96,7 +96,7 @@ def hold_out(
     wanted = largest_remainders(np.array([sizes[of_class].sum() for of_class in firsts]) * fraction)
     rank, out = np.zeros(len(group), dtype=np.int64), np.zeros(len(group), dtype=np.bool_)
     for c, of_class in enumerate(firsts):
-        order = of_class[shuffled(keyed_generator(seed, "validation", c), len(of_class))]
+        order = of_class[shuffled(make_rng(seed, "validation", c), len(of_class))]
         rank[order] = np.arange(len(order))
         out[order[near(sizes[order], int(wanted[c]))]] = True
     kept, held = [], []

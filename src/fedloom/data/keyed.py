@@ -8,7 +8,7 @@ import json
 import numpy as np
 
 
-def keyed_generator(seed: int, *purpose: str | int) -> np.random.Generator:
+def make_rng(seed: int, *purpose: str | int) -> np.random.Generator:
     """Return the generator for one purpose: the same on every machine, independent of all others.
 
     Parameters

@@ -24,19 +24,19 @@ from pydantic import Field
 from fedloom.data.apportion import stratified
 from fedloom.data.copies import equal_inputs
 from fedloom.data.folders import data_root, locked, naming_owner, published
-from fedloom.data.keyed import keyed_generator
+from fedloom.data.keyed import make_rng
 from fedloom.data.listing import files_below
 from fedloom.data.pack.arrays import examples_of, read_arrays
 from fedloom.data.pack.columns import read_frame, read_parquet
-from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell, listed
+from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
-from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
+from fedloom.data.sources.base import Owners, Pool, RawDataset, Source, SourceFile
 from fedloom.errors import DataError, ExperimentError
 from fedloom.home import expanded
 from fedloom.settings import Settings
 from fedloom.storage.folder import fill, read_file, sync, write_atomically
-from fedloom.words import counted, parsed_json
+from fedloom.words import parsed_json, pluralize
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -49,7 +49,7 @@ VERSION = 1
 TEST_FRACTION = 0.2
 """Fraction of the examples used for testing, where neither the source nor a scheme sets a test split."""
 
-Reader = Callable[[Path, Request, Mistakes, Tell], Examples]
+Reader = Callable[[Path, Request, ValidationErrors, Tell], Examples]
 
 READERS: Mapping[str, Mapping[str, Reader]] = {
     "arrays": {".npz": read_arrays, ".safetensors": read_arrays},
@@ -157,7 +157,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or the kept data set is gone
         kept = parsed_json(record.read_bytes())
         return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
-    mistakes = Mistakes(str(path))
+    mistakes = ValidationErrors(str(path))
     request = Request(None, True, files.label, files.split, files.resize, files.client, "data.source.")
     try:
         examples = reader(path, request, mistakes, lambda what, done, total: None)
@@ -199,7 +199,7 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
         raise DataError(f"{where}: found {n} examples; allowed: some, with labels")
     test = _tested(examples)
     if test.all() or not test.any():
-        raise DataError(f"{where}: found {counted(n, 'example')}, none for {'training' if test.all() else 'testing'}")
+        raise DataError(f"{where}: found {pluralize(n, 'example')}, none for {'training' if test.all() else 'testing'}")
     names = None if examples.owners is None else tuple(sorted(set(examples.owners)))
     tensors: dict[str, NDArray[Any]] = {}
     for part, chosen in (("train", ~test), ("test", test)):
@@ -235,13 +235,13 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Source:
     """The source that a kept data set is."""
     card = Card.read(home / name / CARD)
 
-    def read(contents: Mapping[str, bytes]) -> Official:
+    def read(contents: Mapping[str, bytes]) -> RawDataset:
         tensors = safetensors.numpy.load(contents[EXAMPLES])
         train, test = (
             Pool(tensors[f"{part}_x"], tensors[f"{part}_y"], tensors.get(f"{part}_owner")) for part in ("train", "test")
         )
         owners = None if card.owners is None else Owners(card.owners, divided=card.divided)
-        return Official(train, test, owners, equal_inputs(np.concatenate([train.inputs, test.inputs])))
+        return RawDataset(train, test, owners, equal_inputs(np.concatenate([train.inputs, test.inputs])))
 
     return Source(
         name=name,
@@ -291,7 +291,7 @@ def _tested(examples: Examples) -> NDArray[np.bool_]:
     firsts = np.unique(group)
     size = min(max(1, round(TEST_FRACTION * len(firsts))), len(firsts))
     tested = np.zeros(len(group), dtype=np.bool_)
-    tested[firsts] = stratified(examples.y[firsts], size, keyed_generator(1, "local", "test"))
+    tested[firsts] = stratified(examples.y[firsts], size, make_rng(1, "local", "test"))
     return tested[group]
 
 
@@ -332,7 +332,7 @@ def of_frame(frame: DataFrame, label: str, client: str | None, root: Path | str 
         If the frame is invalid; lists all errors, with a count of each kind.
     """
     request = Request(None, True, label, None, False, client, keys="")
-    return keep_in_memory(read_frame(frame, request, Mistakes("the frame")), "the frame", root)
+    return keep_in_memory(read_frame(frame, request, ValidationErrors("the frame")), "the frame", root)
 
 
 def keep_in_memory(examples: Examples, where: str, root: Path | str | None) -> Path:

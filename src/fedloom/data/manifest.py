@@ -103,7 +103,7 @@ class Manifest:
         Version of this format.
     dataset, classes, class_names, input_shape, kind
         The source: its name, C, class names, shape of one input, and kind of input.
-    scheme, seed, unseen_fraction, validation_fraction
+    scheme, seed, held_out_fraction, validation_fraction
         Settings that the partition was made with.
     normalization
         Applied to every input.
@@ -126,7 +126,7 @@ class Manifest:
     kind: Kind
     scheme: Mapping[str, Any]
     seed: int
-    unseen_fraction: float
+    held_out_fraction: float
     validation_fraction: float
     normalization: Normalization
     source_sha256: Mapping[str, str]

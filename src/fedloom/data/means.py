@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.assignment import Assignment, PartitionSettings, draw_seen
-from fedloom.data.keyed import keyed_generator
+from fedloom.data.keyed import make_rng
 from fedloom.data.schemes import MeansScheme
-from fedloom.data.sources import Official, Pool, Source
+from fedloom.data.sources import Pool, RawDataset, Source
 
 
 def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDArray[np.float64]:
@@ -25,12 +25,14 @@ def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDA
     return means
 
 
-def draw_means(source: Source, scheme: MeansScheme, settings: PartitionSettings) -> tuple[Source, Official, Assignment]:
+def draw_means(
+    source: Source, scheme: MeansScheme, settings: PartitionSettings
+) -> tuple[Source, RawDataset, Assignment]:
     """Draw examples and assign them; also return the source with the shape of the examples.
 
     A client's validation examples are the last ``validation_fraction`` of those not used for testing.
     """
-    seen = draw_seen(scheme.clients, settings.unseen_fraction, settings.seed)
+    seen = draw_seen(scheme.clients, settings.held_out_fraction, settings.seed)
     means = client_means(scheme, seen, settings.seed)
     pools = {}
     for split, size in (("train", scheme.train_per_client), ("test", scheme.test_per_client)):
@@ -49,12 +51,12 @@ def draw_means(source: Source, scheme: MeansScheme, settings: PartitionSettings)
     measured = np.sort(positions[seen, :cut].reshape(-1))
     assignment = Assignment(seen, split_positions, pool, measured, (None,) * scheme.clients)
     shaped = dataclasses.replace(source, input_shape=(scheme.dimension,))
-    return shaped, Official(pools["train"], pools["test"]), assignment
+    return shaped, RawDataset(pools["train"], pools["test"]), assignment
 
 
 def _normals(seed: int, shape: tuple[int, ...], *purpose: str | int) -> NDArray[np.float64]:
     """Return standard normal numbers by Box-Muller: numpy keeps only its uniform stream stable across releases."""
-    uniform = keyed_generator(seed, "means", *purpose).random((2, *shape))
+    uniform = make_rng(seed, "means", *purpose).random((2, *shape))
     normals: NDArray[np.float64] = np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * math.pi * uniform[1])
     return normals
 

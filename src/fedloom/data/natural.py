@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from fedloom.data.apportion import stratified
 from fedloom.data.copies import firsts_of
-from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS
 from fedloom.data.reserve import Reserved, reserved_owners
 from fedloom.data.schemes import NaturalScheme
-from fedloom.data.sources import Official
+from fedloom.data.sources import RawDataset
 from fedloom.errors import ExperimentError
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 TEST_FRACTION = 0.2
 """Fraction of an owner's examples for testing, where neither the data set nor the user sets a split (as in LEAF)."""
@@ -51,7 +51,7 @@ class Owned:
 
 
 def assign_owners(
-    official: Official, scheme: NaturalScheme, validation_fraction: float, seed: int, dataset: str
+    official: RawDataset, scheme: NaturalScheme, validation_fraction: float, seed: int, dataset: str
 ) -> Owned:
     """Split every owner's examples, and draw the owners that become clients.
 
@@ -86,7 +86,7 @@ def assign_owners(
         if scheme.reserve.deal:
             available = ~allowed[whose] | ~np.isin(group, group[~allowed[whose]])
             if not available.all():
-                copies = counted(int((~available).sum()), "example")
+                copies = pluralize(int((~available).sum()), "example")
                 notes.append(f"{copies} of the owners kept back are left out: owners not kept back have equal inputs")
     holdings = np.split(np.argsort(whose, kind="stable"), np.cumsum(np.bincount(whose, minlength=len(names)))[:-1])
     divided = [division.divide(name, mine[available[mine]]) for name, mine in zip(names, holdings, strict=True)]
@@ -105,7 +105,7 @@ def assign_owners(
         )
     if any(few) or any(empty):
         notes.append(_left_out(names, few, empty, scheme.min_examples))
-    drawn = sorted(shuffled(keyed_generator(seed, "owners"), len(qualified))[:wanted].tolist())
+    drawn = sorted(shuffled(make_rng(seed, "owners"), len(qualified))[:wanted].tolist())
     chosen = [qualified[place] for place in drawn]
     caps = {"train": scheme.train_per_client, "validation": None, "test": scheme.test_per_client}
     return Owned(
@@ -128,7 +128,7 @@ def _left_out(names: Sequence[str], few: Sequence[bool], empty: Sequence[bool], 
         who = [name for name, is_one in zip(names, which, strict=True) if is_one]
         if who:
             why.append(f"{', '.join(who[:NAMED])}{', ...' if len(who) > NAMED else ''} ({len(who)} with {reason})")
-    return f"{sum(few) + sum(lacking)} of {counted(len(names), 'owner')} cannot become clients: {'; '.join(why)}"
+    return f"{sum(few) + sum(lacking)} of {pluralize(len(names), 'owner')} cannot become clients: {'; '.join(why)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +223,7 @@ class _Division:
         return positions[self._drawn(positions, cap, name, "cap", split)]
 
     def _drawn(self, positions: NDArray[np.int64], size: int, *purpose: str) -> NDArray[np.bool_]:
-        return stratified(self.labels[positions], size, keyed_generator(self.seed, "owner", *purpose))
+        return stratified(self.labels[positions], size, make_rng(self.seed, "owner", *purpose))
 
 
 def _held_out(fraction: float, count: int) -> int:

@@ -18,7 +18,7 @@ from fedloom.data.federated import ClientData, FederatedDataset, Split, normaliz
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind, Manifest, Normalization
 from fedloom.data.own import AGAIN, check_features, is_same, read_card, read_own_shard
 from fedloom.data.pack.arrays import numbered, with_channels
-from fedloom.data.pack.examples import Mistakes
+from fedloom.data.pack.examples import ValidationErrors
 from fedloom.data.problem import Problem
 from fedloom.data.values import Rounding, as_array, numbers
 from fedloom.errors import DataError
@@ -92,7 +92,7 @@ class Newcomer(FederatedDataset):
             kind=wanted.kind,
             scheme={"scheme": "newcomer"},
             seed=0,
-            unseen_fraction=0.0,
+            held_out_fraction=0.0,
             validation_fraction=0.0,
             normalization=wanted.normalization,
             source_sha256={},
@@ -252,7 +252,7 @@ def _positions(y: NDArray[Any], wanted: Wanted) -> Tensor:
     """
     if y.ndim != 1 or not wanted.class_names:
         return _tensor(y, "y")  # refused for that
-    mistakes = Mistakes("y", outcome="")
+    mistakes = ValidationErrors("y", outcome="")
     found, _ = numbered([y], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", mistakes)
     mistakes.refuse()
     return torch.from_numpy(found)

@@ -29,7 +29,7 @@ from fedloom.data.manifest import (
 from fedloom.errors import DataError, argument
 from fedloom.settings import Settings
 from fedloom.storage.folder import read_file
-from fedloom.words import composed, counted, named_twice
+from fedloom.words import composed, named_twice, pluralize
 
 CARD = "client.json"
 SHARD = "shard.safetensors"
@@ -408,7 +408,7 @@ def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Nor
         kind=own.kind,
         scheme={"scheme": OWN},
         seed=seed,
-        unseen_fraction=0.0,
+        held_out_fraction=0.0,
         validation_fraction=0.0,
         normalization=found,
         source_sha256={},
@@ -458,5 +458,5 @@ def _shown(value: object) -> str:
     if isinstance(value, tuple):
         words = [str(item) for item in value]
         text = ", ".join(words if len(words) <= 12 else [*words[:12], "..."])
-        return f"[{text}]" if len(words) <= 12 else f"[{text}] ({counted(len(words), 'item')})"
+        return f"[{text}]" if len(words) <= 12 else f"[{text}] ({pluralize(len(words), 'item')})"
     return str(value)

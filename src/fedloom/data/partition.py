@@ -30,7 +30,7 @@ from fedloom.data.manifest import (
 )
 from fedloom.data.means import draw_means
 from fedloom.data.schemes import MeansScheme, Scheme
-from fedloom.data.sources import Official, Pool, Source
+from fedloom.data.sources import Pool, RawDataset, Source
 from fedloom.errors import DataError
 from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
 
@@ -51,7 +51,7 @@ def partition(
     scheme: Scheme,
     *,
     seed: int,
-    unseen_fraction: float,
+    held_out_fraction: float,
     validation_fraction: float,
     root: Path | str | None = None,
     fix: bool = False,
@@ -65,7 +65,7 @@ def partition(
     ----------
     dataset
         A source that is on disk (``fedloom data fetch``), or its name.
-    scheme, seed, unseen_fraction, validation_fraction
+    scheme, seed, held_out_fraction, validation_fraction
         As in the experiment file.
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
@@ -81,7 +81,7 @@ def partition(
         If the data set is missing or damaged.
     """
     source = sources.find(dataset) if isinstance(dataset, str) else dataset
-    settings = PartitionSettings(scheme, seed, float(unseen_fraction), float(validation_fraction))
+    settings = PartitionSettings(scheme, seed, float(held_out_fraction), float(validation_fraction))
     settings.check(source)
     checksums = sources.checksums(source, root)
     folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
@@ -178,7 +178,7 @@ def check_pool(source: Source, name: str, pool: Pool) -> None:
 
 
 def take(
-    official: Official, positions: NDArray[np.int64]
+    official: RawDataset, positions: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint8] | NDArray[np.float32], NDArray[np.int64]]:
     """Return inputs and labels at ascending positions in the official train, then test examples."""
     first_test = len(official.train)
@@ -194,7 +194,7 @@ def write(
     folder: Path,
     source: Source,
     checksums: Mapping[str, str],
-    official: Official,
+    official: RawDataset,
     settings: PartitionSettings,
     assignment: Assignment,
 ) -> Manifest:
@@ -246,7 +246,7 @@ def write(
         kind=source.kind,
         scheme=settings.scheme.model_dump(mode="json"),
         seed=settings.seed,
-        unseen_fraction=settings.unseen_fraction,
+        held_out_fraction=settings.held_out_fraction,
         validation_fraction=settings.validation_fraction,
         normalization=_as_they_are(source) if source.synthetic else normalization(official, source.kind, measured),
         source_sha256=dict(checksums),
@@ -258,7 +258,7 @@ def write(
     return manifest
 
 
-def normalization(official: Official, kind: Kind, pool: NDArray[np.int64]) -> Normalization:
+def normalization(official: RawDataset, kind: Kind, pool: NDArray[np.int64]) -> Normalization:
     """Return mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature; empty for tokens.
 
     The sums are exact, so that they are the same on every machine.
@@ -280,7 +280,7 @@ def _as_they_are(source: Source) -> Normalization:
     return Normalization((0.0,) * source.input_shape[0], (1.0,) * source.input_shape[0])
 
 
-def _pixel_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
+def _pixel_moments(official: RawDataset, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
     """Return mean and standard deviation of each channel, from counts of the 256 values."""
     channels = official.train.inputs.shape[1]
     counts = np.zeros((channels, 256), dtype=np.int64)
@@ -297,7 +297,7 @@ def _pixel_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[fl
     return moments
 
 
-def _feature_moments(official: Official, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
+def _feature_moments(official: RawDataset, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
     """Return mean and standard deviation of each feature, from correctly rounded sums."""
     features = take(official, pool)[0].astype(np.float64)
     moments = []
@@ -315,7 +315,7 @@ def _key(source: Source, checksums: Mapping[str, str], settings: PartitionSettin
         "source": [source.name, dict(checksums)],
         "scheme": settings.scheme.model_dump(mode="json"),
         "seed": settings.seed,
-        "unseen_fraction": settings.unseen_fraction,
+        "held_out_fraction": settings.held_out_fraction,
         "validation_fraction": settings.validation_fraction,
     }
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]

@@ -74,7 +74,12 @@ def publish(folder: Path, store: Store) -> None:
 
 
 def is_published(
-    store: Store, dataset: str, scheme: Mapping[str, Any], seed: int, unseen_fraction: float, validation_fraction: float
+    store: Store,
+    dataset: str,
+    scheme: Mapping[str, Any],
+    seed: int,
+    held_out_fraction: float,
+    validation_fraction: float,
 ) -> Manifest | None:
     """Return the manifest of a complete published partition; None if there is none, or it was made otherwise.
 
@@ -85,7 +90,7 @@ def is_published(
     ----------
     store
         A store for this partition only.
-    dataset, scheme, seed, unseen_fraction, validation_fraction
+    dataset, scheme, seed, held_out_fraction, validation_fraction
         Settings that the partition must have been made with; ``scheme`` as JSON.
 
     Raises
@@ -100,8 +105,8 @@ def is_published(
     except Absent:
         return None
     found = Manifest.from_json(there.decode(), where=f"{store.url}/{MANIFEST}")
-    made_with = found.dataset, found.scheme, found.seed, found.unseen_fraction, found.validation_fraction
-    if made_with != (dataset, scheme, seed, float(unseen_fraction), float(validation_fraction)):
+    made_with = found.dataset, found.scheme, found.seed, found.held_out_fraction, found.validation_fraction
+    if made_with != (dataset, scheme, seed, float(held_out_fraction), float(validation_fraction)):
         return None
     store.write(MANIFEST, there)
     return found

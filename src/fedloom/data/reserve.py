@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedloom.data.copies import leading
-from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.keyed import make_rng, shuffled
 from fedloom.errors import ExperimentError
 
 _SEED = 0
@@ -115,7 +115,7 @@ def reserved_classes(
         of_tests = math.floor(kept / max(len(of_train), 1) * len(of_test) + 0.5)
         for name, members, size in (("train", of_train, kept), ("test", of_test, of_tests)):
             firsts = members[group[members] == members]
-            order = firsts[shuffled(keyed_generator(_SEED, "reserve", name, c), len(firsts))]
+            order = firsts[shuffled(make_rng(_SEED, "reserve", name, c), len(firsts))]
             target = math.floor(size * int(sizes[order].sum()) / max(len(members), 1) + 0.5)
             back[order[leading(sizes[order], target)]] = True
     given = [[members[back[group[members]] == reserve.deal] for members in pool] for pool in (train, test)]
@@ -132,7 +132,7 @@ def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.
         If no owner would be left.
     """
     chosen = np.zeros(len(names), dtype=np.bool_)
-    order = shuffled(keyed_generator(_SEED, "reserve", "owners"), len(names))
+    order = shuffled(make_rng(_SEED, "reserve", "owners"), len(names))
     chosen[order[: reserve.size(len(names), "owners")]] = True
     which = [name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen]
     return (chosen if reserve.deal else ~chosen), _named(which)

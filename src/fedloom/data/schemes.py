@@ -25,9 +25,9 @@ from pydantic import (
     model_validator,
 )
 
-from fedloom.data.apportion import Mixes, deal_classes, feasible_sizes
+from fedloom.data.apportion import Mixes, feasible_sizes, partition_classes
 from fedloom.data.copies import fill_pools, hold_out
-from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS
 from fedloom.data.reserve import Reserve
 from fedloom.data.shift import Shift
@@ -200,7 +200,7 @@ class ClassesScheme(_CappedScheme):
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
         """Give each client k distinct classes with their shares, in the order drawn."""
-        held = deal_classes(self.clients, len(available), self.classes_per_client, seed)
+        held = partition_classes(self.clients, len(available), self.classes_per_client, seed)
         shares = np.asarray(self.shares or [1.0] * self.classes_per_client)
         return _shared_out(held, len(available), shares / shares.sum())
 
@@ -222,7 +222,7 @@ class DirichletScheme(_CappedScheme):
         unseen = self.alpha if self.alpha_unseen is None else self.alpha_unseen
         return np.stack(
             [
-                keyed_generator(seed, "mix", client).dirichlet([self.alpha if is_seen else unseen] * len(available))
+                make_rng(seed, "mix", client).dirichlet([self.alpha if is_seen else unseen] * len(available))
                 for client, is_seen in enumerate(seen)
             ]
         )
@@ -309,7 +309,7 @@ class ImbalancedScheme(MixScheme):
         if self.dominant_share is not None:
             return _dominant(self.clients, len(available), self.dominant_share)
         if self.classes_per_client is not None:
-            held = deal_classes(self.clients, len(available), self.classes_per_client, seed)
+            held = partition_classes(self.clients, len(available), self.classes_per_client, seed)
             return _shared_out(held, len(available), np.full(self.classes_per_client, 1 / self.classes_per_client))
         return np.tile(available / available.sum(), (self.clients, 1))
 
@@ -350,7 +350,7 @@ class ImbalancedScheme(MixScheme):
 
         Without a large client among the seen ones, training would never meet the imbalance that the scheme is for.
         """
-        order = shuffled(keyed_generator(seed, "large"), self.clients)
+        order = shuffled(make_rng(seed, "large"), self.clients)
         first = order[seen[order]][:1]
         others = order[order != first]
         large = np.zeros(self.clients, dtype=np.bool_)
@@ -378,7 +378,7 @@ class FixedScheme(MixScheme):
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
         """Give every client equal shares of its labels."""
-        held = deal_classes(self.clients, len(available), self.labels_per_client, seed)
+        held = partition_classes(self.clients, len(available), self.labels_per_client, seed)
         return _shared_out(held, len(available), np.full(self.labels_per_client, 1 / self.labels_per_client))
 
     def pools(
@@ -403,11 +403,11 @@ class FixedScheme(MixScheme):
                 "data.validation_fraction"
             )
         per_client = np.array([kept, validation, self.test_per_class])
-        held = deal_classes(self.clients, len(train), self.labels_per_client, seed)
+        held = partition_classes(self.clients, len(train), self.labels_per_client, seed)
         holders = np.bincount(held.reshape(-1), minlength=len(train))
         joined = [np.concatenate(both) for both in zip(train, test, strict=True)]
         self._refuse_shortage(holders, np.array([len(members) for members in joined]), per_client)
-        mixed = [members[shuffled(keyed_generator(seed, "fixed", c), len(members))] for c, members in enumerate(joined)]
+        mixed = [members[shuffled(make_rng(seed, "fixed", c), len(members))] for c, members in enumerate(joined)]
         needed = holders[:, None] * per_client
         pools = dict(zip(SPLITS, fill_pools(mixed, needed, group), strict=True))
         for place, (split, pool) in enumerate(pools.items()):
@@ -506,9 +506,9 @@ Scheme: TypeAlias = Annotated[
 """Union of all schemes, discriminated by the key ``scheme``."""
 
 
-def unseen_count(clients: int, unseen_fraction: float) -> int:
+def unseen_count(clients: int, held_out_fraction: float) -> int:
     """Return the number of unseen clients: the fraction, rounded half up, but always leaving one seen client."""
-    return min(math.floor(clients * unseen_fraction + 0.5), clients - 1)
+    return min(math.floor(clients * held_out_fraction + 0.5), clients - 1)
 
 
 def _shared_out(held: NDArray[np.int64], classes: int, shares: NDArray[np.float64]) -> Mixes:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedloom.data.keyed import keyed_generator, shuffled
+from fedloom.data.keyed import make_rng, shuffled
 from fedloom.errors import ExperimentError
 
 _SEED = 0
@@ -74,7 +74,7 @@ class Shift(BaseModel):
         """Return the group of each client; without groups, each client is its own group."""
         if self.groups is None:
             return tuple(range(clients))
-        dealt = shuffled(keyed_generator(seed, "shift"), clients) % self.groups
+        dealt = shuffled(make_rng(seed, "shift"), clients) % self.groups
         return tuple(int(group) for group in dealt)
 
     def shifted(self, x: X, y: NDArray[np.int64], group: int, classes: int, seed: int) -> tuple[X, NDArray[np.int64]]:
@@ -100,8 +100,8 @@ class Shift(BaseModel):
     def permutation(self, group: int, classes: int, seed: int) -> NDArray[np.int64]:
         """Return the label that a group uses for each label of the data set, ``[C]``."""
         if self.groups is None:
-            return shuffled(keyed_generator(seed, "shift", "client", group), classes)
-        return shuffled(keyed_generator(_SEED, "shift", group), classes) if group else np.arange(classes)
+            return shuffled(make_rng(seed, "shift", "client", group), classes)
+        return shuffled(make_rng(_SEED, "shift", group), classes) if group else np.arange(classes)
 
     def _turned(self, x: X, group: int) -> X:
         assert self.groups is not None, "checked: rotation has groups"

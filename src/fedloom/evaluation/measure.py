@@ -157,7 +157,7 @@ def measure(
     client
         Data of the client, on the device of the predictors.
     names
-        P names in reporting order (``ClientHalf.predictors``).
+        P names in reporting order (``ClientAlgorithm.predictors``).
     batch_size
         Examples per forward pass.
 

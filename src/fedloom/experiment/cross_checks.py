@@ -12,7 +12,7 @@ from fedloom.models.module import MEMORY
 from fedloom.models.registry import ModuleSettings, VGGSettings
 
 
-def impossible_combinations(experiment: Experiment) -> list[Mistake]:
+def check_compatibility(experiment: Experiment) -> list[Mistake]:
     """Return the combinations of keys that cannot run, each at the key to change."""
     found: list[Mistake] = []
 
@@ -23,7 +23,7 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
     algorithm = find(experiment.algorithm.name)
     if isinstance(data, OwnData):
         classes, shape, kind = len(data.own.classes), data.own.input_shape, data.own.kind
-        closed = algorithm.closed(experiment.algorithm.settings)
+        closed = algorithm.requires_fixed_population(experiment.algorithm.settings)
         if closed is not None:
             key, found_, allowed = closed
             refuse(f"algorithm.{key}", f"{found_}, with data.own, where clients come and go; allowed: {allowed}")
@@ -67,7 +67,7 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
         refuse(
             "federation.clients_per_round",
             f"found {federation.clients_per_round}; allowed: at most {data.seen}, the seen clients "
-            f"({data.partition.clients} clients, unseen_fraction {data.unseen_fraction:g})",
+            f"({data.partition.clients} clients, held_out_fraction {data.held_out_fraction:g})",
         )
     if isinstance(data, OwnData):
         if federation.rounds is None and not algorithm.trains:
@@ -78,7 +78,7 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
     else:
         if federation.rounds is None:
             refuse("federation.rounds", "found null; allowed: a number; null is for data.own")
-        for key in ("until", "min_clients", "absent_after_s"):
+        for key in ("until", "min_clients", "heartbeat_timeout_s"):
             if getattr(federation, key) != Federation.model_fields[key].default:
                 refuse(f"federation.{key}", "found without data.own; allowed: with it")
     if federation.min_replies > federation.clients_per_round:
@@ -91,8 +91,8 @@ def impossible_combinations(experiment: Experiment) -> list[Mistake]:
             "evaluation.label_mask", f"found true; allowed: false, because {algorithm.name} uses no labels as it is set"
         )
     if experiment.evaluation.own_steps is not None:
-        if not isinstance(data, Data) or not data.unseen_fraction:
-            found_ = "data.own" if isinstance(data, OwnData) else "unseen_fraction 0"
+        if not isinstance(data, Data) or not data.held_out_fraction:
+            found_ = "data.own" if isinstance(data, OwnData) else "held_out_fraction 0"
             allowed = "null, or with a data set of which some clients are unseen"
             refuse("evaluation.own_steps", f"found with {found_}; allowed: {allowed}")
         try:

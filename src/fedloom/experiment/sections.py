@@ -89,7 +89,7 @@ class Data(Section):
         description="Folder for data sets and partitions; null is $FEDLOOM_DATA, else ~/.cache/fedloom.",
     )
     partition: Scheme = Field(description="How the data are assigned to clients.")
-    unseen_fraction: float = Field(
+    held_out_fraction: float = Field(
         default=0.1, ge=0, lt=1, description="Part of the clients that takes no part in training."
     )
     validation_fraction: float = Field(
@@ -123,7 +123,7 @@ class Data(Section):
     def seen(self) -> int | None:
         """Number of seen clients, the length of the roster; None if only the data determine the number of clients."""
         clients = self.partition.clients
-        return None if clients is None else clients - unseen_count(clients, self.unseen_fraction)
+        return None if clients is None else clients - unseen_count(clients, self.held_out_fraction)
 
 
 class OwnData(Section):
@@ -153,7 +153,7 @@ def _data_way(value: Any) -> str:
     return "brought" if isinstance(value, OwnData) or (isinstance(value, dict) and "own" in value) else "dealt"
 
 
-class Until(Section):
+class EarlyStopping(Section):
     """Early stopping, checked after each evaluation."""
 
     metric: Literal["validation_accuracy"] = Field(
@@ -163,7 +163,7 @@ class Until(Section):
     not_better_for: int | None = Field(default=None, ge=1, description="It has not been higher for so many rounds.")
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Until:
+    def _one_of_two(self) -> EarlyStopping:
         if (self.at_least is None) == (self.not_better_for is None):
             found = "neither" if self.at_least is None else "both"
             raise ValueError(f"at_least: found {found} of at_least and not_better_for; allowed: one of them")
@@ -177,7 +177,7 @@ class Federation(Section):
         ge=0,
         description="Training rounds; 0 for a method that does not train together; with data.own also null: no end.",
     )
-    until: Until | None = Field(
+    until: EarlyStopping | None = Field(
         default=None,
         description="With data.own: ends the rounds before their number is reached, after an evaluation: "
         "{metric: validation_accuracy, at_least: A}, or {metric: validation_accuracy, not_better_for: ROUNDS}.",
@@ -185,7 +185,7 @@ class Federation(Section):
     min_clients: int = Field(
         default=1, ge=1, description="With data.own: clients that train and are connected; below it, rounds wait."
     )
-    absent_after_s: float = Field(
+    heartbeat_timeout_s: float = Field(
         default=60.0, gt=0, description="With data.own: a client not connected for so many seconds leaves the roster."
     )
     clients_per_round: int = Field(default=5, ge=1, description="Seen clients in each round's cohort.")

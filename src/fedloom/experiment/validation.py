@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from fedloom.algorithms.base import available
 from fedloom.data.local import LOCAL
 from fedloom.errors import ExperimentError
-from fedloom.experiment.cross_checks import impossible_combinations
+from fedloom.experiment.cross_checks import check_compatibility
 from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
 from fedloom.experiment.validation_errors import SET, KeyPath, explain, listing, shown
@@ -52,7 +52,7 @@ def validated(
         # The file's other keys belong to the method that it names.
         hint = f"{SET}'algorithm={{name: {name}}}' replaces the whole section" if renamed else None
         raise ExperimentError(listing(source, mistakes, origins), hint=hint) from None
-    found = impossible_combinations(experiment) if combined else []
+    found = check_compatibility(experiment) if combined else []
     if found:
         raise ExperimentError(listing(source, found, origins))
     return experiment

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 from fedloom.errors import argument
-from fedloom.words import counted, shortened
+from fedloom.words import pluralize, shortened
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys (and list positions) from the top level of the file."""
@@ -48,7 +48,7 @@ def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, 
     origins
         Origin of each key (``line 7``, or :data:`SET`); a missing key takes its parent's.
     """
-    count = counted(len(mistakes), "mistake")
+    count = pluralize(len(mistakes), "mistake")
     lines = [f"{source}: {count}"]
     for mistake in mistakes[:MOST_SHOWN]:
         origin = next((origins[p] for p in _upwards(mistake.path) if p in origins), None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom import tracing
-from fedloom.algorithms.base import ClientHalf, Conversation, Group
+from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, told
@@ -40,7 +40,7 @@ class _Open:
 
     key: ConversationKey
     rows: tuple[int, ...]
-    group: Group
+    group: ClientGroup
     coroutine: Conversation
     life: int = 0
     exchange: int = -1
@@ -71,25 +71,25 @@ class ClientSide:
     start_afresh
         Let a client whose state is lost start afresh; otherwise it is refused.
     secret
-        Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.Group`).
+        Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`).
     after_steps
         Client half for each number of local steps of a new client (``evaluation.own_steps``).
     """
 
     def __init__(
         self,
-        half: ClientHalf,
+        half: ClientAlgorithm,
         vocabulary: Mapping[str, type[Message]],
         load: Callable[[str], ClientData],
         seed: int,
-        conclude: Callable[[Predictors, Group], Message],
+        conclude: Callable[[Predictors, ClientGroup], Message],
         device: torch.device | None = None,
         clients_at_once: int = 1,
         states: States | None = None,
         *,
         start_afresh: bool = False,
         secret: bytes | None = None,
-        after_steps: Mapping[int, ClientHalf] | None = None,
+        after_steps: Mapping[int, ClientAlgorithm] | None = None,
     ) -> None:
         if half.stateful and states is None:
             raise ValueError(f"{type(half).__name__} keeps client states: found no place for them")
@@ -198,7 +198,7 @@ class ClientSide:
 
         conversation = self._open[key]
         try:
-            group = Group(
+            group = ClientGroup(
                 [_to(self._loaded(client), self._device) for client in clients],
                 keyed,
                 [self._state(client, version) for client, version in zip(clients, versions, strict=True)]
@@ -230,7 +230,7 @@ class ClientSide:
             why = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
             _log.error("clients %s cannot take part: %s", names, " ".join(why.split()), exc_info=said, extra=about)
             answers: list[Message | Lost] = [_lost(error)] * len(rows)
-            opened = _Open(key, rows, Group([], keyed), _ended(), exchange=0, answers=answers)
+            opened = _Open(key, rows, ClientGroup([], keyed), _ended(), exchange=0, answers=answers)
         for row in rows:
             conversation[row] = opened
 
@@ -247,7 +247,7 @@ class ClientSide:
         except DataError as error:
             raise DataError(f"client {client}: its data cannot be read, the worker's log says why") from error
 
-    def _half_for(self, purpose: str) -> ClientHalf:
+    def _half_for(self, purpose: str) -> ClientAlgorithm:
         """Return the client half for a purpose.
 
         Raises

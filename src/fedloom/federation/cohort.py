@@ -22,7 +22,7 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
 from fedloom.messages import Message, Metrics, Replies, stack
-from fedloom.words import REASON_CHARACTERS, counted, printable
+from fedloom.words import REASON_CHARACTERS, pluralize, printable
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class TooFewReplies(Exception):
 
 
 @dataclass(frozen=True)
-class Rules:
+class RoundConfig:
     """Settings that apply to every conversation of a run."""
 
     seed: int
@@ -52,7 +52,7 @@ class Rules:
     """Record of private answers, updated before they are requested."""
 
 
-class CarriedCohort:
+class RemoteCohort:
     """One cohort and the conversation held with it (``algorithms.base.Cohort``)."""
 
     def __init__(
@@ -61,7 +61,7 @@ class CarriedCohort:
         clients: Sequence[str],
         sizes: Tensor,
         carrier: Carrier,
-        rules: Rules,
+        rules: RoundConfig,
         attempt: Attempt,
         *,
         planned: ConversationRecord | None,
@@ -152,7 +152,7 @@ class CarriedCohort:
         self._at += 1
         if len(answers) < self._rules.min_replies:
             raise TooFewReplies(
-                f"{self._why_lost()}{len(answers)} of {counted(len(self.clients), 'client')} answered {name}, "
+                f"{self._why_lost()}{len(answers)} of {pluralize(len(self.clients), 'client')} answered {name}, "
                 f"federation.min_replies is {self._rules.min_replies}"
             )
         stacked = None
@@ -165,7 +165,7 @@ class CarriedCohort:
         lost = [loss for loss in self._record.lost if loss.exchange == self._at - 1]
         if lost and not self._alive and all(loss.row in self._bugs for loss in lost):
             return (
-                f"{counted(len(lost), 'client')} failed by a bug in the method or the model, not by their data: "
+                f"{pluralize(len(lost), 'client')} failed by a bug in the method or the model, not by their data: "
                 f"{self._bugs[lost[-1].row]}, whose traceback is in the log of their worker; "
             )
         return "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
@@ -244,7 +244,7 @@ class CarriedCohort:
         self._record.lost.append(Loss(row, self.clients[row], self._at, printable(reason, REASON_CHARACTERS)))
 
 
-class Attempting:
+class RoundAttempt:
     """One attempt at a round, or an evaluation (``algorithms.base.Round``)."""
 
     def __init__(
@@ -254,7 +254,7 @@ class Attempting:
         roster: Sequence[str],
         sizes: Mapping[str, int],
         carrier: Carrier,
-        rules: Rules,
+        rules: RoundConfig,
         helper: ThreadPoolExecutor,
         planned: Attempt | None = None,
         groups: Callable[[Sequence[str]], list[Sequence[str]]] | None = None,
@@ -269,7 +269,7 @@ class Attempting:
         self._rules = rules
         self._helper = helper
         self._planned = planned
-        self._conversations: list[CarriedCohort] = []
+        self._conversations: list[RemoteCohort] = []
 
     def sample(
         self,
@@ -278,7 +278,7 @@ class Attempting:
         weights: Tensor | None = None,
         replace: bool = False,
         always: Sequence[str] = (),
-    ) -> CarriedCohort:
+    ) -> RemoteCohort:
         """Draw a cohort from the roster.
 
         In an open federation a uniform draw prefers clients that answer, and is smaller where the others would take
@@ -307,7 +307,7 @@ class Attempting:
         n = len(self._roster)
         if size > n and not replace:
             raise ExperimentError(
-                f"cohort of {counted(size, 'client')}: found a roster of {n}, allowed: at most as many"
+                f"cohort of {pluralize(size, 'client')}: found a roster of {n}, allowed: at most as many"
             )
         random = generator(self._rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
         if always:
@@ -327,7 +327,7 @@ class Attempting:
         rows = torch.multinomial(chances, size, replacement=replace, generator=random)
         return self.hold([self._roster[i] for i in sorted(rows.tolist())])
 
-    def everyone(self) -> CarriedCohort:
+    def everyone(self) -> RemoteCohort:
         """Return the whole roster as one cohort."""
         return self.hold(self._roster)
 
@@ -335,13 +335,13 @@ class Attempting:
         """Return the server's random generator for this round and purpose."""
         return generator(self._rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
 
-    def hold(self, clients: Sequence[str]) -> CarriedCohort:
+    def hold(self, clients: Sequence[str]) -> RemoteCohort:
         """Begin a conversation with these clients."""
         planned = None
         if self._planned is not None:
             planned = self._planned_conversation(clients)
             clients = planned.clients
-        conversation = CarriedCohort(
+        conversation = RemoteCohort(
             ConversationKey(self.number, self.attempt.attempt, len(self._conversations), self._purpose),
             clients,
             torch.tensor([self._sizes[client] for client in clients]),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedloom import tracing
-from fedloom.algorithms.base import Algorithm, ClientHalf, ServerHalf, Statistics
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Statistics
 from fedloom.data.federated import Manifest
 from fedloom.errors import GO_ON, DataError, FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.measure import implausible, nothing_measured
@@ -27,7 +27,7 @@ from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.client_side import EVALUATE, after_steps_purpose
-from fedloom.federation.cohort import Attempting, CarriedCohort, Rules, TooFewReplies
+from fedloom.federation.cohort import RemoteCohort, RoundAttempt, RoundConfig, TooFewReplies
 from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
@@ -37,7 +37,7 @@ from fedloom.federation.roster import Change, Roster
 from fedloom.federation.states import Versions
 from fedloom.federation.validation import absurd, is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
-from fedloom.words import REASON_CHARACTERS, counted, printable
+from fedloom.words import REASON_CHARACTERS, pluralize, printable
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ Extra = Callable[[Evaluation], dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LoopConfig:
     """Settings of the loop, from the experiment."""
 
     rounds: int | None
@@ -108,11 +108,11 @@ class Loop:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: LoopConfig,
         roster: Roster,
         algorithm: Algorithm,
-        server: ServerHalf,
-        client_half: ClientHalf,
+        server: ServerAlgorithm,
+        client_half: ClientAlgorithm,
         carrier: Carrier,
         folder: RunFolder,
         observer: Observer,
@@ -160,7 +160,7 @@ class Loop:
             **answer_shapes(algorithm.messages, server.sizes),
             Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
         }
-        self._rules = Rules(
+        self._rules = RoundConfig(
             schedule.seed,
             schedule.clients_per_round,
             schedule.deadline_s,
@@ -201,7 +201,7 @@ class Loop:
             self._know()
             _log.info(
                 "%d joined and %d left, %s in the roster",
-                len(change.joined), len(change.left), counted(len(self.manifest.clients), "client"),
+                len(change.joined), len(change.left), pluralize(len(self.manifest.clients), "client"),
             )  # fmt: skip
         if self._experiment != self.journal.experiment:
             attempt.experiment = self._experiment
@@ -374,7 +374,7 @@ class Loop:
         if steps is None:
             self.unmeasured = attempt.losses
         if skipped:
-            _log.warning("the evaluation after round %d skips %s", self.round, counted(skipped, "silent client"))
+            _log.warning("the evaluation after round %d skips %s", self.round, pluralize(skipped, "silent client"))
         answered = int(present.sum())
         if answered:
             # Per client: the bytes for personalization, without the metrics, which only an evaluation needs.
@@ -403,7 +403,7 @@ class Loop:
             session.close()
         return attempt.losses
 
-    def _personalize(self, session: Attempting, cohort: CarriedCohort) -> Replies[Metrics] | None:
+    def _personalize(self, session: RoundAttempt, cohort: RemoteCohort) -> Replies[Metrics] | None:
         """Hold the conversation; return None if it had no result, and each client's loss says why."""
         try:
             return self.server.personalize(cohort)
@@ -418,7 +418,7 @@ class Loop:
             cohort.lose_all(self._failure(session, error))
             return None
 
-    def _failure(self, session: Attempting, error: Exception) -> str:
+    def _failure(self, session: RoundAttempt, error: Exception) -> str:
         """Return a line that describes a failure of the server half on the answers; its traceback is logged.
 
         Raises
@@ -439,7 +439,7 @@ class Loop:
         if isinstance(answer, Metrics):
             validation, test = self._held_out[client]
             return implausible(answer, validation=validation, test=test)
-        return absurd(answer, self.server.limits(self._sizes[client]), learning_rates(self.server.settings))
+        return absurd(answer, self.server.update_bounds(self._sizes[client]), learning_rates(self.server.settings))
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
         """Return the versions that each client starts from now, and would start from at kept checkpoints."""
@@ -455,14 +455,14 @@ class Loop:
 
         return tuple(versions(client) for client in clients)
 
-    def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> Attempting:
+    def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> RoundAttempt:
         """Return conversations outside training: clients that answer are measured, however few."""
         rules = replace(self._rules, min_replies=1)
-        return Attempting(
+        return RoundAttempt(
             attempt, purpose, self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
         )
 
-    def _training(self, attempt: Attempt, planned: Attempt | None, lost: Collection[str]) -> Attempting:
+    def _training(self, attempt: Attempt, planned: Attempt | None, lost: Collection[str]) -> RoundAttempt:
         """Return one attempt at a round, with the training clients that are connected; ``lost`` by earlier attempts."""
         roster, rules, groups = self.manifest.roster, self._rules, None
         if not self.roster.fixed:
@@ -470,7 +470,7 @@ class Loop:
             roster = tuple(client for client in roster if client in here)
             rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
             groups = partial(self.carrier.silence.groups, least=rules.min_replies, lost=lost)
-        return Attempting(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned, groups)
+        return RoundAttempt(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned, groups)
 
     # --- one round ----------------------------------------------------------------------------------------------------
 
@@ -518,7 +518,7 @@ class Loop:
             self.observer.attempt_failed(attempt, self.schedule.attempts)
             self._check_stop()
         raise QuorumError(
-            f"{attempt.outcome} (round {t} failed {counted(self.schedule.attempts, 'time')})",
+            f"{attempt.outcome} (round {t} failed {pluralize(self.schedule.attempts, 'time')})",
             hint=GO_ON,
         )
 

@@ -212,7 +212,7 @@ class Published:
         """True if the store may have a newer publication than the last one read or written."""
         return self._last is None or self._newest() != self._last.number
 
-    def take_up(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
+    def restore(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
         """Copy the files of the last publication into the run's folder.
 
         They replace files with the same names, and other checkpoints are removed.

@@ -19,7 +19,7 @@ from fedloom.errors import DataError, InterruptedRun, argument
 from fedloom.federation.activity import Monitor
 from fedloom.federation.journal import Replay, fold
 from fedloom.federation.silence import Silence
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 UNKNOWN = "0" * 64
 """Replaces the hash of a shard whose owner does not reveal it."""
@@ -193,7 +193,7 @@ class ReplayedRoster(_ChangingRoster):
         return tuple(self._members)
 
 
-class Presence:
+class AvailableClients:
     """Connected clients: written by the aggregator's event loop, read by the thread that runs the rounds."""
 
     def __init__(self) -> None:
@@ -261,7 +261,7 @@ class OpenRoster(_ChangingRoster):
         Connected clients.
     min_clients
         Number of connected training clients below which rounds wait.
-    absent_after_s
+    heartbeat_timeout_s
         Time after which an absent client leaves the roster.
     stop
         Set to end the run.
@@ -276,9 +276,9 @@ class OpenRoster(_ChangingRoster):
     def __init__(
         self,
         manifest: Manifest,
-        presence: Presence,
+        presence: AvailableClients,
         min_clients: int,
-        absent_after_s: float,
+        heartbeat_timeout_s: float,
         stop: threading.Event,
         say: Callable[[str], None],
         monitor: Monitor | None = None,
@@ -289,7 +289,7 @@ class OpenRoster(_ChangingRoster):
         self._monitor = monitor or Monitor()
         self._presence = presence
         self._min_clients = min_clients
-        self._absent_after_s = absent_after_s
+        self._absent_after_s = heartbeat_timeout_s
         self._stop = stop
         self._say = say
         self._begun = time.monotonic()
@@ -320,7 +320,7 @@ class OpenRoster(_ChangingRoster):
             if not waited:
                 when = f"after round {round}" if evaluating else f"before round {round}"
                 why = (
-                    f"waiting {when}: {counted(training, 'client')} to train with, federation.min_clients is "
+                    f"waiting {when}: {pluralize(training, 'client')} to train with, federation.min_clients is "
                     f"{self._min_clients}{_besides(len(silent))}"
                 )
                 self._say(why)
@@ -330,7 +330,7 @@ class OpenRoster(_ChangingRoster):
                 raise InterruptedRun(f"stopped while waiting for clients; go on with {argument('resume')}")
             self._presence.wait(POLL_S)
         if waited:
-            self._say(f"going on with {counted(training, 'client')}")
+            self._say(f"going on with {pluralize(training, 'client')}")
         now = time.monotonic()
         if changes == self._settled and now < self._next_leaves:
             return Change()  # makes the cost independent of the number of clients
@@ -349,4 +349,4 @@ class OpenRoster(_ChangingRoster):
 
 
 def _besides(silent: int) -> str:
-    return f"; {counted(silent, 'client')} let a deadline pass and gave no sign of life since" if silent else ""
+    return f"; {pluralize(silent, 'client')} let a deadline pass and gave no sign of life since" if silent else ""

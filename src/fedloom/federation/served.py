@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ServerHalf
+from fedloom.algorithms.base import Algorithm, ServerAlgorithm
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.checkpoint import Checkpoint, check_fits
 from fedloom.federation.validation import absurd, mismatch, non_finite, specs
@@ -77,7 +77,7 @@ class ServedRound:
     about: About
     round: int
     digest: str
-    server: ServerHalf
+    server: ServerAlgorithm
     shapes: Shapes
     dtype: torch.dtype
     opening: Message
@@ -90,7 +90,7 @@ class ServedRound:
         return wrong or absurd(message, {})
 
 
-def served_round(about: About, algorithm: Algorithm, fresh: ServerHalf, checkpoint: Checkpoint) -> ServedRound:
+def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, checkpoint: Checkpoint) -> ServedRound:
     """Make a checkpoint ready to serve.
 
     Parameters

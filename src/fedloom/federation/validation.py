@@ -119,9 +119,9 @@ def absurd(message: Message, limits: Mapping[str, float], rates: Mapping[str, fl
 
     Counts are whole numbers from 0 to ``COUNT_LIMIT``. The magnitude of losses and unnamed quantities is at most
     ``LOSS_LIMIT``, that of models, updates, gradients and descriptors at most ``VALUE_LIMIT``. Metrics are left to the
-    evaluation. ``limits`` are those of a method by field (``ServerHalf.limits``): the largest count, or the largest
-    norm. ``rates`` are the method's learning rates (:func:`learning_rates`): if given, values beyond all bounds mean
-    that training has diverged.
+    evaluation. ``limits`` are those of a method by field (``ServerAlgorithm.update_bounds``): the largest count, or the
+    largest norm. ``rates`` are the method's learning rates (:func:`learning_rates`): if given, values beyond all bounds
+    mean that training has diverged.
     """
     for field in message.fields():
         tensor: torch.Tensor = getattr(message, field.name)

@@ -23,7 +23,7 @@ LEVEL = 0.05
 """Significance level: a corrected p-value below it counts as a difference."""
 
 
-class Spread(NamedTuple):
+class MeanStd(NamedTuple):
     """Mean over seeds, and sample standard deviation (ddof = 1); None for a single seed."""
 
     mean: float
@@ -53,7 +53,7 @@ class Scale:
         """Name with its unit, for a table's title."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
-    def shown(self, value: Spread | None) -> str:
+    def shown(self, value: MeanStd | None) -> str:
         """Return percent with one decimal, or a loss with five digits; with ± if there is a standard deviation."""
         if value is None:
             return DASH
@@ -105,7 +105,7 @@ class Row:
         """True if the row is about the clients' final models, which is so for one row of each run."""
         return self.predictor == "personal" or "personal" not in _shown_predictors(self.runs)
 
-    def answers_to(self, name: str | None) -> bool:
+    def matches(self, name: str | None) -> bool:
         """Return whether a name is the row's label, method or algorithm; True for None."""
         return name is None or name in (self.label, self.method, self.runs[0].method, self.runs[0].algorithm)
 
@@ -135,16 +135,16 @@ class Row:
         """Measure of the row's quality."""
         return LOSS if self.runs[0].by_loss else ACCURACY
 
-    def over_seeds(self, group: str, statistic: str = "mean") -> Spread | None:
+    def over_seeds(self, group: str, statistic: str = "mean") -> MeanStd | None:
         """Return a statistic of :class:`GroupStatistics` over seeds; None unless every run has it."""
         found = [result.groups.get(group) for result in self.results]
         return spread(None if one is None else getattr(one, statistic) for one in found)
 
-    def of_runs(self, quantity: str) -> Spread | None:
+    def of_runs(self, quantity: str) -> MeanStd | None:
         """Return an attribute of :class:`Run`, such as ``duration_s``, over seeds."""
         return spread(getattr(run, quantity) for run in self.runs)
 
-    def training(self, quantity: str) -> Spread | None:
+    def training(self, quantity: str) -> MeanStd | None:
         """Return an attribute of the last :class:`Point`, such as ``client_steps``, over seeds."""
         return spread(getattr(result.curve[-1], quantity) for result in self.results)
 
@@ -155,18 +155,18 @@ class Row:
         return {t: math.fsum(run.training_loss[t] for run in self.runs) / len(self.runs) for t in sorted(rounds)}
 
     @property
-    def own_steps(self) -> dict[int, Spread]:
+    def own_steps(self) -> dict[int, MeanStd]:
         """Mean over unseen clients by number of extra local steps, over seeds; only where every run has it."""
         steps = set.intersection(*(set(run.own_steps) for run in self.runs))
         found = {k: spread(run.own_steps[k].mean for run in self.runs) for k in sorted(steps)}
         return {k: value for k, value in found.items() if value is not None}
 
-    def validation(self, *, best: bool) -> Spread | None:
+    def validation(self, *, best: bool) -> MeanStd | None:
         """Return the pooled validation accuracy (or mean validation loss) of the last round, or of the best."""
         points = [result.best if best else result.curve[-1] for result in self.results]
         return spread(None if point is None else point.validation for point in points)
 
-    def at_best(self, group: str) -> Spread | None:
+    def at_best(self, group: str) -> MeanStd | None:
         """Return the mean test accuracy (or loss) of the round that is best on validation."""
         return spread(None if result.best is None else result.best.mean.get(group) for result in self.results)
 
@@ -353,7 +353,7 @@ class Comparison:
         found = {}
         best = "highest" if self.scale is ACCURACY else "lowest"
         for block, members in self.blocks.items():
-            named = [i for i in members if self.rows[i].answers_to(self.against)]
+            named = [i for i in members if self.rows[i].matches(self.against)]
             candidates = [i for i in named if self.rows[i].is_own] or named
             validated = self._validated(candidates)
             because = f"of {best} validation {self.scale.name}" if validated else "the first, as nothing was validated"
@@ -528,7 +528,7 @@ def compare(run_folders: Sequence[str | Path], against: str | None = None) -> Co
         )
     for block in blocks:
         inside = [row for row in rows if row.block == block]
-        if not any(row.answers_to(against) for row in inside):
+        if not any(row.matches(against) for row in inside):
             names = dict.fromkeys(name for row in inside for name in (row.method, row.label))
             raise ExperimentError(
                 f"{argument('against')} must be one of {', '.join(names)} (got {against}).",
@@ -577,14 +577,14 @@ def shown_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
+def spread(values: Iterable[float | None]) -> MeanStd | None:
     """Return mean and sample standard deviation; None if there are no values or one is missing."""
     known = list(values)
     mean = _mean(known)
     if mean is None:
         return None
     squares = math.fsum((value - mean) ** 2 for value in known if value is not None)
-    return Spread(mean, math.sqrt(squares / (len(known) - 1)) if len(known) > 1 else None)
+    return MeanStd(mean, math.sqrt(squares / (len(known) - 1)) if len(known) > 1 else None)
 
 
 def differences(first: Row, second: Row, group: str) -> dict[int, list[float]]:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-from fedloom.reporting.compare import ACCURACY, FEATURED, Row, Spread, differences, spread
+from fedloom.reporting.compare import ACCURACY, FEATURED, MeanStd, Row, differences, spread
 from fedloom.reporting.compare_tables import GROUP_NAMES
 from fedloom.reporting.drawing import FULL, INK, MANY_ROUNDS, as_svg, neighbours, over_rounds, panel, percent, sheet
 from fedloom.reporting.runs import GROUPS, USERS
@@ -287,10 +287,10 @@ def _around(losses: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], Spread]]:
+def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], MeanStd]]:
     """Return (round, bytes, client steps) and value for rounds evaluated with every seed: means over seeds."""
     by_round = [{point.round: point for point in result.curve} for result in row.results]
-    found: list[tuple[tuple[float, float, float], Spread]] = []
+    found: list[tuple[tuple[float, float, float], MeanStd]] = []
     for number in sorted(set.intersection(*(set(points) for points in by_round))):
         points = [points[number] for points in by_round]
         value = spread(point.mean.get(group) for point in points)
@@ -301,7 +301,7 @@ def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], Sprea
     return found
 
 
-def _draw_curve(axes: Axes, curve: Sequence[tuple[float, Spread]], look: Look, label: str) -> None:
+def _draw_curve(axes: Axes, curve: Sequence[tuple[float, MeanStd]], look: Look, label: str) -> None:
     x = [x for x, _ in curve]
     mean = [point.mean for _, point in curve]
     std = [point.std or 0.0 for _, point in curve]

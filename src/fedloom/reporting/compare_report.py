@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedloom.errors import ExperimentError, StorageError, argument
-from fedloom.reporting.compare import ACCURACY, DASH, FEATURED, LEVEL, Comparison, Pair, Row, Spread, shown_value
+from fedloom.reporting.compare import ACCURACY, DASH, FEATURED, LEVEL, Comparison, MeanStd, Pair, Row, shown_value
 from fedloom.reporting.compare_tables import (
     GROUP_NAMES,
     Cell,
@@ -31,7 +31,7 @@ from fedloom.reporting.compare_tables import (
 )
 from fedloom.reporting.runs import GROUPS, USERS
 from fedloom.reporting.words import human_bytes
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare_figures import Look
@@ -198,7 +198,7 @@ def _whole(out: Path) -> Iterator[Path]:
 def _title(comparison: Comparison) -> str:
     names = list(dict.fromkeys(row.method for row in comparison.rows))
     if len(names) > NAMED:
-        return f"{counted(len({row.runs[0].method for row in comparison.rows}), 'method')} compared"
+        return f"{pluralize(len({row.runs[0].method for row in comparison.rows}), 'method')} compared"
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
@@ -206,7 +206,9 @@ def _subtitle(comparison: Comparison) -> str:
     runs = {run.path: run for row in comparison.rows for run in row.runs}.values()
     parts = (", ".join(dict.fromkeys(getattr(run, what) for run in runs)) for what in ("dataset", "model"))
     seeds = sorted({run.seed for run in runs})
-    return " · ".join([*parts, counted(len(runs), "run"), f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"])
+    return " · ".join(
+        [*parts, pluralize(len(runs), "run"), f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"]
+    )
 
 
 def _facts(comparison: Comparison) -> list[Fact]:
@@ -468,7 +470,7 @@ def _validation(comparison: Comparison) -> Part:
         rounds = ["–" if result.best is None else str(result.best.round) for result in row.results]
         last = [shown(row.over_seeds(group)) for group in groups]
         at_best = [shown(row.at_best(group)) for group in groups]
-        said = ", ".join(rounds) if len(rounds) <= 4 else counted(len(set(rounds)), "round")
+        said = ", ".join(rounds) if len(rounds) <= 4 else pluralize(len(set(rounds)), "round")
         texts = (shown(row.validation(best=False)), *last, said, shown(row.validation(best=True)), *at_best)
         return (Cell(row.label), *map(Cell, texts))
 
@@ -498,7 +500,7 @@ def _chosen(comparison: Comparison) -> tuple[Part, ...]:
         texts = (
             str(choice.candidates),
             ", ".join(map(str, choice.seeds)),
-            *(shown(Spread(value, None)) for value in (choice.validation, choice.runner_up)),
+            *(shown(MeanStd(value, None)) for value in (choice.validation, choice.runner_up)),
             *(shown(row.over_seeds(group)) for group in comparison.groups),
             edge_note(choice.edges) if choice.edges else "",
         )

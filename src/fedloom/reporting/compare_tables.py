@@ -12,9 +12,9 @@ from fedloom.reporting.compare import (
     DASH,
     LEVEL,
     Comparison,
+    MeanStd,
     Pair,
     Row,
-    Spread,
     differing,
     of_block,
     short_names,
@@ -81,7 +81,7 @@ def choices_as_text(comparison: Comparison) -> list[tuple[str, ...]]:
         row = comparison.rows[choice.row]
         tests = [shown(row.over_seeds(group)) for group in comparison.groups]
         name = _narrow(row.method, *row.details, *(f"({edge_note([key])})" for key in choice.edges))
-        validation = (shown(Spread(value, None)) for value in (choice.validation, choice.runner_up))
+        validation = (shown(MeanStd(value, None)) for value in (choice.validation, choice.runner_up))
         found.append((name, str(choice.candidates), *validation, *tests))
     return found
 
@@ -145,7 +145,7 @@ def value_cell(comparison: Comparison, row: Row, group: str) -> str:
     if found is None or comparison.several_seeds:
         return comparison.scale.shown(found)
     over_clients = None if group == USERS else row.over_seeds(group, "std")  # user 0 is one client
-    return comparison.scale.shown(Spread(found.mean, None if over_clients is None else over_clients.mean))
+    return comparison.scale.shown(MeanStd(found.mean, None if over_clients is None else over_clients.mean))
 
 
 def cost_cells(row: Row) -> tuple[str, str, str]:
@@ -314,7 +314,7 @@ def _plotted(rows: Sequence[Row], steps: Sequence[int], letters: Sequence[str], 
     scale = rows[0].scale
     shown = {0: high, PLOT_LINES // 2: high - room * (PLOT_LINES // 2) / (PLOT_LINES - 1), PLOT_LINES - 1: low}
     return [
-        f"{scale.shown(Spread(shown[y], None)) if y in shown else '':>{NARROW + 2}} |{''.join(line)}".rstrip()
+        f"{scale.shown(MeanStd(shown[y], None)) if y in shown else '':>{NARROW + 2}} |{''.join(line)}".rstrip()
         for y, line in enumerate(canvas)
     ]
 
@@ -416,9 +416,9 @@ def _value_cells(comparison: Comparison) -> list[list[Cell]]:
     return cells
 
 
-def plain(comparison: Comparison, value: Spread | None) -> str:
+def plain(comparison: Comparison, value: MeanStd | None) -> str:
     """Return a mean without its standard deviation, as the table shows it."""
-    return comparison.scale.shown(None if value is None else Spread(value.mean, None))
+    return comparison.scale.shown(None if value is None else MeanStd(value.mean, None))
 
 
 def _narrow(method: str, *details: str) -> str:
@@ -427,11 +427,11 @@ def _narrow(method: str, *details: str) -> str:
     return "\n".join([method, *(line for detail in details for line in wrap.wrap(detail))])
 
 
-def _columns(name: str, value: Spread | None) -> dict[str, object]:
+def _columns(name: str, value: MeanStd | None) -> dict[str, object]:
     return {name: None if value is None else value.mean, f"{name}_std": None if value is None else value.std}
 
 
-def _first(value: Spread | None) -> float | None:
+def _first(value: MeanStd | None) -> float | None:
     return None if value is None else value.mean
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from fedloom.federation.activity import Activity
 from fedloom.federation.folder import RunFolder
-from fedloom.reporting.report import Renewal, write_report
+from fedloom.reporting.report import AutoRefresh, write_report
 from fedloom.reporting.run_list import changed_at
 from fedloom.reporting.status import RunFiles
-from fedloom.words import counted
+from fedloom.words import pluralize
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Seconds between checks of the run's files."""
 
 SHARE = 10
@@ -57,16 +57,16 @@ def follow_report(
             found = changed_at(folder.path)
             if found != written and time.monotonic() >= due:
                 began = time.monotonic()
-                wrote(write_report(folder.path, Renewal(max(1, round(every_s)), _state(now))))
+                wrote(write_report(folder.path, AutoRefresh(max(1, round(every_s)), _state(now))))
                 written, spent = found, time.monotonic() - began
                 due = time.monotonic() + max(every_s, SHARE * spent)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
             now = files.activity()
     except BaseException:
         if written is not None:
-            write_report(folder.path, Renewal(None, f"{_state(now)} Nobody writes this page again."))
+            write_report(folder.path, AutoRefresh(None, f"{_state(now)} Nobody writes this page again."))
         raise
-    wrote(write_report(folder.path, None if now.phase == "finished" else Renewal(None, _state(now))))
+    wrote(write_report(folder.path, None if now.phase == "finished" else AutoRefresh(None, _state(now))))
     return now
 
 
@@ -75,7 +75,7 @@ def _state(now: Activity) -> str:
     of = "" if now.rounds is None else f" of {now.rounds}"
     if now.phase == "running":
         return f"This run is under way: round {now.round}{of} is done."
-    done = counted(now.round, "round") if now.round else "no round"
+    done = pluralize(now.round, "round") if now.round else "no round"
     return (
         f"This run is not finished, and no process works on it: it was stopped or killed after {done}{of}. "
         "`fedloom run EXPERIMENT --resume` goes on with it."

@@ -17,7 +17,7 @@ from fedloom.experiment.yaml_reader import parse
 from fedloom.federation.folder import ABSENT, EXPERIMENT, RunFolder
 from fedloom.reporting import inputs
 from fedloom.reporting.words import human_bytes, is_masked, method_title
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,7 +129,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Renewal:
+class AutoRefresh:
     """Automatic reload of the page of a run in progress: the interval in seconds, and the state of the run.
 
     ``every_s`` is None if the page will not be rewritten, because the run has ended.
@@ -139,7 +139,7 @@ class Renewal:
     state: str
 
 
-def write_report(run_folder: str | Path, renewal: Renewal | None = None) -> Path:
+def write_report(run_folder: str | Path, renewal: AutoRefresh | None = None) -> Path:
     """Write ``report.html`` and ``figures/*.svg`` from the other files of a run's folder.
 
     The same files give the same bytes. A section whose file is missing or damaged is replaced by a note, so that a run
@@ -291,19 +291,19 @@ def _head(run: RunFolder) -> Head:
         lines = run.metrics()
         inputs.check(run, ("metrics.jsonl",))
         if lines.unreadable:
-            notices.append(f"metrics.jsonl: {counted(lines.unreadable, 'unreadable line')} left out.")
+            notices.append(f"metrics.jsonl: {pluralize(lines.unreadable, 'unreadable line')} left out.")
         last = lines[-1] if lines else None
         if last is not None and any(last.get("left_out", {}).values()):
             missing = last["left_out"]
             notices.append(
-                f"Not in the statistics of round {last['round']}: {counted(missing['absent'], 'client')} that did not "
-                f"answer, {missing['untested']} without test examples."
+                f"Not in the statistics of round {last['round']}: {pluralize(missing['absent'], 'client')} that did "
+                f"not answer, {missing['untested']} without test examples."
             )
     except DataError:  # the sections that use this file report the fault
         last = None
     try:
         manifest = run.manifest()
-        data = f"{len(manifest.roster)} seen and {counted(len(manifest.unseen), 'unseen client')}, scheme "
+        data = f"{len(manifest.roster)} seen and {pluralize(len(manifest.unseen), 'unseen client')}, scheme "
         data += f"{manifest.scheme.get('scheme', DASH)}, {_range([client.train for client in manifest.clients])} "
         data += "training examples each"
     except DataError:
@@ -339,17 +339,17 @@ def _quality(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
     for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model")):
         group = summary[key]
         if group is not None and group["accuracy_mean"] is None:
-            note = f"mean over {counted(group['clients'], 'client')}"
+            note = f"mean over {pluralize(group['clients'], 'client')}"
             facts.append(Fact(f"{label}, test loss", f"{group['loss_mean']:.4g}", note, key))
         elif group is not None:
-            note = f"± {_percent(group['accuracy_std'])} over {counted(group['clients'], 'client')}; "
+            note = f"± {_percent(group['accuracy_std'])} over {pluralize(group['clients'], 'client')}; "
             note += f"worst decile {_percent(group['accuracy_worst_decile'])}"
             facts.append(Fact(f"{label}, test accuracy", f"{_percent(group['accuracy_mean'])} %", note, key))
     return tuple(facts)
 
 
 def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, ...]:
-    per_round = f"{counted(summary['clients_per_round'], 'client')} a round" if summary["clients_per_round"] else ""
+    per_round = f"{pluralize(summary['clients_per_round'], 'client')} a round" if summary["clients_per_round"] else ""
     facts = [Fact("rounds", str(summary["rounds"]), per_round)]
     speed = summary["client_steps_per_s"]
     if client_steps is not None:
@@ -571,7 +571,7 @@ def _one_client(run: RunFolder) -> Section:
         pairs = confusions.get(row["id"], [])
         accuracy = row.get(f"personal_accuracy_{reading}")
         facts = [f"accuracy {_percent(float(accuracy))} %"] if accuracy else ["not measured"]
-        facts += [f"{counted(int(row['train']), 'training example')}", _mix(counts.get(row["id"], ()), names)]
+        facts += [f"{pluralize(int(row['train']), 'training example')}", _mix(counts.get(row["id"], ()), names)]
         headings, lines = _matrix(pairs, names)
         mark, owner = "seen" if row["seen"] == "true" else "unseen", row.get("owner", "")
         note = owner if owner != row["id"] else ""
@@ -755,7 +755,7 @@ def _descriptors(run: RunFolder) -> Section:
         "distances and its class mix's distances to all clients; mean and ± one standard deviation over unseen "
         "clients. The dotted line is the value at the first evaluation: an untrained embedding network that sees "
         "labels already correlates."
-        + (f" {counted(excluded, 'unseen client')} without a coefficient (all distances equal)." if excluded else "")
+        + (f" {pluralize(excluded, 'unseen client')} without a coefficient (all distances equal)." if excluded else "")
     )
     return Section("Descriptors", tuple(panels), columns=2, text=text)
 
@@ -803,7 +803,7 @@ def _phases(run: RunFolder) -> Section:
         Panel("time-total", figures.phases_total(phases, others)),
     )
     text = (
-        f"Where the aggregator's time went in {counted(len(phases), 'round')}. A phase that is named after a message "
+        f"Where the aggregator's time went in {pluralize(len(phases), 'round')}. A phase that is named after a message "
         "lasts from sending it to the last reply."
     )
     return Section("Time", panels, columns=2, text=text)
@@ -831,7 +831,7 @@ def _partition(run: RunFolder) -> Section:
     manifest = run.manifest()
     scheme = {key: value for key, value in manifest.scheme.items() if value is not None}
     train = [client.class_counts["train"] for client in manifest.clients]
-    classes = counted(manifest.classes, "class", "classes")
+    classes = pluralize(manifest.classes, "class", "classes")
     pairs = (
         ("data set", f"{manifest.dataset}, {classes}, inputs {_shape(manifest.input_shape)}"),
         ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),

@@ -15,7 +15,7 @@ from fedloom.experiment.yaml_reader import parse
 from fedloom.federation.folder import EXPERIMENT, RunFolder
 from fedloom.reporting.inputs import OF_BROKEN_FILES, check_compared
 from fedloom.reporting.words import is_masked
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 GROUPS = ("seen", "unseen")
 USERS = "users"
@@ -160,10 +160,10 @@ def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
             )
         unfinished = [one for one in inside if not (one / "summary.json").exists()]
         if len(unfinished) == len(inside):
-            raise DataError(f"{path}: found {counted(len(inside), 'run')}, none of them finished", hint=RESUME)
+            raise DataError(f"{path}: found {pluralize(len(inside), 'run')}, none of them finished", hint=RESUME)
         if unfinished:
             names = ", ".join(one.name for one in unfinished)
-            notices.append(f"{path.resolve().name}: left out {counted(len(unfinished), 'unfinished run')}: {names}.")
+            notices.append(f"{path.resolve().name}: left out {pluralize(len(unfinished), 'unfinished run')}: {names}.")
         for one in inside:
             if one not in unfinished:
                 found.setdefault(one.resolve(), one)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.keyed import keyed_generator
+from fedloom.data.keyed import make_rng
 
 EXACT_UP_TO = 100
 """Maximum number of differences for the exact test; above it, the normal approximation is close."""
@@ -114,7 +114,7 @@ RESAMPLES = 2000
 @lru_cache(maxsize=4)
 def _drawn_weights(sizes: tuple[int, ...]) -> NDArray[np.float64]:
     """Return the weight of each value in each resample, ``[RESAMPLES, Σ sizes]``; it depends on ``sizes`` alone."""
-    random, seeds = keyed_generator(0, "bootstrap"), len(sizes)
+    random, seeds = make_rng(0, "bootstrap"), len(sizes)
     picked = (random.random((RESAMPLES, seeds)) * seeds).astype(np.int64)
     weights = np.zeros((RESAMPLES, sum(sizes)))
     first = np.concatenate([[0], np.cumsum(sizes)])

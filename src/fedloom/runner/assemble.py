@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 import fedloom
-from fedloom.algorithms.base import Algorithm, ClientHalf, Group, ServerHalf, Task, find
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Task, find
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import Own, OwnClients, own_manifest
 from fedloom.data.partition import partition
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.measure import metrics
 from fedloom.experiment import Data, Experiment, OwnData
-from fedloom.experiment.sections import Until
+from fedloom.experiment.sections import EarlyStopping
 from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best
@@ -31,22 +31,22 @@ from fedloom.federation.control import Control
 from fedloom.federation.folder import RELEASES, RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Replay
-from fedloom.federation.loop import Loop, Observer, Schedule, vocabulary
+from fedloom.federation.loop import Loop, LoopConfig, Observer, vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Keep, Releases
 from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
-from fedloom.runner.results import what_else
+from fedloom.runner.results import extra_metrics
 from fedloom.storage import is_url, open_store
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 DTYPE = torch.float32
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunContext:
     """Objects that follow from an experiment and a manifest."""
 
     experiment: Experiment
@@ -59,21 +59,21 @@ class Parts:
         """Settings of the algorithm."""
         return self.experiment.algorithm.settings
 
-    def server_half(self) -> ServerHalf:
+    def server_half(self) -> ServerAlgorithm:
         """Return a new server half; its initial state depends on the seed alone."""
         return self.algorithm.server(self.settings, self.task, generator(self.experiment.seed, "init"))
 
-    def client_half(self) -> ClientHalf:
+    def client_half(self) -> ClientAlgorithm:
         """Return a new client half."""
         return self.algorithm.client(self.settings, self.task)
 
-    def after_steps(self) -> dict[int, ClientHalf]:
+    def after_steps(self) -> dict[int, ClientAlgorithm]:
         """Return a client half for each number of extra local steps in ``evaluation.own_steps``."""
         steps = self.experiment.evaluation.own_steps or ()
         return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.task) for k in steps}
 
 
-def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> Parts:
+def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> RunContext:
     """Build the parts of an experiment from its manifest.
 
     ``trained_on`` is the manifest that the run was trained with, if it is another.
@@ -96,13 +96,13 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         roster=() if brought else trained_on.roster,
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
     )
-    parts = Parts(experiment, manifest, find(experiment.algorithm.name), task)
+    parts = RunContext(experiment, manifest, find(experiment.algorithm.name), task)
     parts.algorithm.check_model(parts.settings, model)
     parts.client_half()  # raises on unsupported settings before anything is written
     return parts
 
 
-def for_newcomers(parts: Parts, clients: int | None = None) -> Parts:
+def for_newcomers(parts: RunContext, clients: int | None = None) -> RunContext:
     """Return the parts for clients from outside the run, whose ids do not refer to the run's roster.
 
     Parameters
@@ -135,7 +135,7 @@ def make_data(data: Data, seed: int) -> FederatedDataset:
         data.opened(),
         data.partition,
         seed=seed,
-        unseen_fraction=data.unseen_fraction,
+        held_out_fraction=data.held_out_fraction,
         validation_fraction=data.validation_fraction,
         root=data.root,
     )
@@ -167,7 +167,7 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     found = {
         "data.dataset": (manifest.dataset, data.opened().name),
         "seed": (manifest.seed, experiment.seed),
-        "data.unseen_fraction": (manifest.unseen_fraction, data.unseen_fraction),
+        "data.held_out_fraction": (manifest.held_out_fraction, data.held_out_fraction),
         "data.validation_fraction": (manifest.validation_fraction, data.validation_fraction),
     }
     asked = data.partition.model_dump(mode="json")
@@ -253,11 +253,11 @@ def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> Non
     unfit: list[tuple[str, str]] = []
     for entry in clients if experiment.federation.rounds else ():
         classes = sum(count > 0 for count in entry.class_counts["train"])
-        wrong = find(method.name).unfit(method.settings, entry.train, classes) if entry.seen else None
+        wrong = find(method.name).check_client(method.settings, entry.train, classes) if entry.seen else None
         if wrong is not None:
             unfit.append((entry.id, wrong))
     if unfit:
-        (first, wrong), others = unfit[0], f" and {counted(len(unfit) - 1, 'other')}" if len(unfit) > 1 else ""
+        (first, wrong), others = unfit[0], f" and {pluralize(len(unfit) - 1, 'other')}" if len(unfit) > 1 else ""
         raise ExperimentError(f"algorithm.name: found {method.name}, which cannot train {first}{others}: {wrong}")
 
 
@@ -278,7 +278,7 @@ def _check_roster(experiment: Experiment, manifest: Manifest) -> None:
         raise ExperimentError(
             f"federation.clients_per_round: found {federation.clients_per_round}; allowed: at most "
             f"{len(manifest.roster)}, the seen clients of {manifest.dataset} "
-            f"({counted(len(manifest.clients), 'client')})"
+            f"({pluralize(len(manifest.clients), 'client')})"
         )
 
 
@@ -305,12 +305,12 @@ def use_device(name: str, threads: int) -> torch.device:
     return torch.device(name)
 
 
-Conclude = Callable[[Predictors, Group], Message]
+Conclude = Callable[[Predictors, ClientGroup], Message]
 """Function applied to the clients' final predictors."""
 
 
 def client_side(
-    parts: Parts,
+    parts: RunContext,
     dataset: FederatedDataset,
     device: torch.device,
     states: str | None,
@@ -338,7 +338,7 @@ def client_side(
         )
     batch_size = parts.experiment.evaluation.batch_size
 
-    def evaluate(predictors: Predictors, clients: Group) -> Message:
+    def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
         return metrics(predictors, clients.clients, half.predictors, batch_size=batch_size)
 
     return ClientSide(
@@ -357,7 +357,7 @@ def client_side(
 
 
 def in_process(
-    parts: Parts,
+    parts: RunContext,
     dataset: FederatedDataset,
     folder: RunFolder,
     conclude: Conclude | None = None,
@@ -385,7 +385,7 @@ def states_of(folder: RunFolder) -> str:
     return f"{published['url']}/states"
 
 
-def welcome(parts: Parts) -> str:
+def welcome(parts: RunContext) -> str:
     """Return the welcome message for workers: the shared part of the experiment and the partition's fingerprint.
 
     Clients with data of their own get the normalization instead of the fingerprint; null until it is known.
@@ -398,7 +398,7 @@ def welcome(parts: Parts) -> str:
 
 
 def loop(
-    parts: Parts,
+    parts: RunContext,
     carrier: Carrier,
     folder: RunFolder,
     observer: Observer,
@@ -436,7 +436,7 @@ def loop(
     e = parts.experiment
     promised = parts.algorithm.privacy(parts.settings)
     counts = keep_descriptors and (promised is not None or folder.has(RELEASES))
-    schedule = Schedule(
+    schedule = LoopConfig(
         rounds=e.federation.rounds if upto is None else upto,
         clients_per_round=e.federation.clients_per_round,
         deadline_s=e.federation.deadline_s,
@@ -447,7 +447,7 @@ def loop(
         evaluation_cohort=e.evaluation.cohort,
         label_mask=e.evaluation.label_mask,
         seed=e.seed,
-        enough=_enough(e.federation.until) if upto is None else None,
+        enough=_early_stopping(e.federation.until) if upto is None else None,
         measure_last=measure_last,
         own_steps=e.evaluation.own_steps or (),
     )
@@ -462,7 +462,7 @@ def loop(
         folder,
         observer,
         stop,
-        what_else(e, roster, folder, keep=keep_descriptors),
+        extra_metrics(e, roster, folder, keep=keep_descriptors),
         replay,
         after,
         "" if roster.fixed else e.shared_json(),
@@ -472,7 +472,7 @@ def loop(
     )
 
 
-def _enough(until: Until | None) -> Callable[[int, Best], bool] | None:
+def _early_stopping(until: EarlyStopping | None) -> Callable[[int, Best], bool] | None:
     """Return a predicate of (round, best round) that ends an open federation; None without ``until``."""
     if until is None:
         return None

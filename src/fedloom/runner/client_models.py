@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
@@ -138,7 +138,7 @@ def _give(
         e, problem = parts.experiment, Problem.from_json(about(parts).problem)
         digest = loop.checkpoints.load(loop.round).digest
 
-        def keep(predictors: Predictors, group: Group) -> Message:
+        def keep(predictors: Predictors, group: ClientGroup) -> Message:
             for named, client in zip(predictors, group.clients, strict=True):
                 card = card_of(
                     problem,

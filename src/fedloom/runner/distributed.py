@@ -14,14 +14,14 @@ from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.measuring import VOCABULARY
-from fedloom.federation.roster import Presence
+from fedloom.federation.roster import AvailableClients
 from fedloom.runner import assemble
-from fedloom.runner.assemble import Parts
+from fedloom.runner.assemble import RunContext
 from fedloom.runner.metrics import certificate_end, federation_families, metrics_served
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
-from fedloom.transport.notices import Notices
+from fedloom.transport.notices import ProgressPublisher
 from fedloom.transport.personalization import Personalization
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection
@@ -32,13 +32,13 @@ class Serving:
     """Running aggregator, its progress publisher and its address."""
 
     server: Aggregator
-    notices: Notices
+    notices: ProgressPublisher
     address: str
 
 
 @contextmanager
 def serving(
-    parts: Parts,
+    parts: RunContext,
     listen: str,
     protection: Protection,
     audit: Audit,
@@ -48,7 +48,7 @@ def serving(
     *,
     lingers: bool,
     resumed: bool,
-    presence: Presence | None = None,
+    presence: AvailableClients | None = None,
     monitor: Monitor | None = None,
     control: Control | None = None,
     models: Personalization | None = None,
@@ -101,7 +101,7 @@ def serving(
     e, monitor = parts.experiment, monitor or Monitor()
     monitor.know(parts.manifest.clients)
     monitor.enter("waiting", "waiting for workers")
-    notices = Notices(e.name, e.federation.rounds or 0, len(parts.manifest.clients))
+    notices = ProgressPublisher(e.name, e.federation.rounds or 0, len(parts.manifest.clients))
     server = Aggregator(
         run=e.name,
         incarnation=incarnation,
@@ -156,7 +156,7 @@ def serving(
 @contextmanager
 def with_workers(
     at: Serving,
-    parts: Parts,
+    parts: RunContext,
     workers: partial[Workers] | None,
     stop_request: StopRequest,
     wait_s: float,

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from fedloom import digests
 from fedloom.errors import DataError, ExperimentError, StorageError, argument
-from fedloom.runner.personal_model import Promise
+from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.storage.folder import PRIVATE_FILE
 from fedloom.theory.privacy import gaussian_epsilon, together
 from fedloom.words import parsed_json
@@ -21,7 +21,7 @@ KIND = "ledger"
 """Kind of the file in :mod:`fedloom.digests`."""
 
 
-class Ledger:
+class PrivacyAccountant:
     """File with one JSON object per request that has released something about the client's data.
 
     The first line states the δ at which the total ε is computed: that of the first request. A later request with a
@@ -40,7 +40,7 @@ class Ledger:
         self._path = path
         self._budget = budget
 
-    def spend(self, promise: Promise, **about: str) -> Promise:
+    def spend(self, promise: PrivacyGuarantee, **about: str) -> PrivacyGuarantee:
         """Record a request before it releases anything; return its promise with the new total.
 
         The record is on disk when the call returns, so a request that fails later has been counted.

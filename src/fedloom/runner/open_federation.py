@@ -18,9 +18,9 @@ from fedloom.federation.activity import Monitor
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.measuring import measured_normalization
-from fedloom.federation.roster import POLL_S, OpenRoster, Presence
+from fedloom.federation.roster import POLL_S, AvailableClients, OpenRoster
 from fedloom.runner import assemble
-from fedloom.runner.assemble import Parts
+from fedloom.runner.assemble import RunContext
 from fedloom.transport.aggregator import Aggregator
 
 
@@ -56,15 +56,15 @@ def is_known(manifest: Manifest) -> bool:
 
 
 def begun(
-    parts: Parts,
+    parts: RunContext,
     own: Own,
     server: Aggregator,
-    presence: Presence,
+    presence: AvailableClients,
     folder: RunFolder,
     stop: threading.Event,
     say: Callable[[str], None],
     monitor: Monitor,
-) -> tuple[Parts, OpenRoster]:
+) -> tuple[RunContext, OpenRoster]:
     """Return the parts and the roster of an open federation once the normalization is known.
 
     If it is unknown, measure it on the connected clients as soon as there are enough, send it to the workers, and
@@ -80,20 +80,20 @@ def begun(
     federation = parts.experiment.federation
 
     def roster_of(manifest: Manifest) -> OpenRoster:
-        limits = federation.min_clients, federation.absent_after_s
+        limits = federation.min_clients, federation.heartbeat_timeout_s
         return OpenRoster(manifest, presence, *limits, stop, say, monitor, server.silence)
 
     if not is_known(parts.manifest):
         roster = roster_of(parts.manifest)
-        found = _measured(server, own, roster, presence, federation.deadline_s, federation.absent_after_s)
+        found = _measured(server, own, roster, presence, federation.deadline_s, federation.heartbeat_timeout_s)
         parts = assemble.make_parts(parts.experiment, open_manifest(parts.experiment, own, found))
         folder.write("partition.json", parts.manifest.to_json())
-        server.go_on_as(uuid.uuid4().hex, assemble.welcome(parts))
+        server.start_new_session(uuid.uuid4().hex, assemble.welcome(parts))
     return parts, roster_of(parts.manifest)
 
 
 def _measured(
-    server: Aggregator, own: Own, roster: OpenRoster, presence: Presence, deadline_s: float, patience_s: float
+    server: Aggregator, own: Own, roster: OpenRoster, presence: AvailableClients, deadline_s: float, patience_s: float
 ) -> Normalization:
     """Measure the normalization on the clients that are there.
 
@@ -128,7 +128,7 @@ def _measured(
 
 
 @dataclass(frozen=True)
-class Leg:
+class ReplaySegment:
     """Segment of a replayed run with one experiment.
 
     Attributes
@@ -139,12 +139,12 @@ class Leg:
         Whether that round is evaluated.
     """
 
-    parts: Parts
+    parts: RunContext
     upto: int | None = None
     measured: bool = True
 
 
-def replayed(experiment: Experiment, replay: Replay, manifest: Manifest) -> list[Leg]:
+def replayed(experiment: Experiment, replay: Replay, manifest: Manifest) -> list[ReplaySegment]:
     """Return the segments to replay, one per experiment that the federation has had."""
     legs = []
     texts = [text for _, text in replay.experiments]
@@ -152,12 +152,12 @@ def replayed(experiment: Experiment, replay: Replay, manifest: Manifest) -> list
         shared = experiments.from_shared_json(text, runtime=experiment.runtime)
         parts = assemble.make_parts(shared, manifest)
         if i + 1 == len(texts):
-            legs.append(Leg(parts, replay.rounds))
+            legs.append(ReplaySegment(parts, replay.rounds))
         elif replay.evaluation_begins(i + 1):
-            legs.append(Leg(parts, replay.experiments[i + 1][0], measured=False))
+            legs.append(ReplaySegment(parts, replay.experiments[i + 1][0], measured=False))
         else:  # it may have stopped before a due evaluation that the next experiment omits
             upto = replay.experiments[i + 1][0] - 1
-            legs.append(Leg(parts, upto, measured=replay.evaluation(upto) is not None))
+            legs.append(ReplaySegment(parts, upto, measured=replay.evaluation(upto) is not None))
     return legs
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import Algorithm, Group, available, find
+from fedloom.algorithms.base import Algorithm, ClientGroup, available, find
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import read_card
@@ -36,10 +36,10 @@ from fedloom.federation.states import NoStates
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictor, Predictors, predictor_of
 from fedloom.runner import assemble
-from fedloom.runner.assemble import Parts
-from fedloom.runner.ledger import Ledger
+from fedloom.runner.assemble import RunContext
+from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.observer import RunObserver
-from fedloom.runner.personal_model import PersonalModel, Promise, card_of
+from fedloom.runner.personal_model import PersonalModel, PrivacyGuarantee, card_of
 from fedloom.runner.serve import DurableRounds, run_folder
 from fedloom.runner.trained import CheckpointEvaluation, check_checkpoint, found_of, restore
 from fedloom.storage import is_url
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PersonalizationRequest:
     """Request for a personalized model.
 
     Attributes
@@ -107,7 +107,7 @@ class Asked:
 class _Client:
     """Client with its data, able to answer a run's messages."""
 
-    parts: Parts
+    parts: RunContext
     about: About
     data: Newcomer
 
@@ -116,23 +116,23 @@ class _Client:
         return self.data.client_id
 
     @property
-    def promise(self) -> Promise | None:
+    def promise(self) -> PrivacyGuarantee | None:
         """Privacy promise of the client's answer; None without noise."""
         promised = self.parts.algorithm.privacy(self.parts.settings)
         if promised is None or not promised.noise_multiplier:
             return None
         z, delta = promised.noise_multiplier, promised.delta
         examples = self.data.manifest.clients[0].train
-        return Promise(gaussian_epsilon(z, delta), delta, promised.clip, z, examples)
+        return PrivacyGuarantee(gaussian_epsilon(z, delta), delta, promised.clip, z, examples)
 
-    def spend(self, where: str, ledger: Ledger | None) -> Promise | None:
+    def spend(self, where: str, ledger: PrivacyAccountant | None) -> PrivacyGuarantee | None:
         """Return the privacy promise; record it in the ledger, if any, before anything is released."""
         promise = self.promise
         if ledger is None or promise is None:
             return promise
         return ledger.spend(promise, where=where, run=self.parts.experiment.name, client=self.id)
 
-    def ledger(self, asked: Asked) -> Ledger | None:
+    def ledger(self, asked: PersonalizationRequest) -> PrivacyAccountant | None:
         """Return the ledger of this request, if one was asked for.
 
         Raises
@@ -151,10 +151,10 @@ class _Client:
                 key="epsilon",
                 found=asked.epsilon,
             )
-        return Ledger(asked.ledger, asked.budget)
+        return PrivacyAccountant(asked.ledger, asked.budget)
 
 
-def personal_model(where: str, asked: Asked, trust: ClientOptions | None = None) -> PersonalModel:
+def personal_model(where: str, asked: PersonalizationRequest, trust: ClientOptions | None = None) -> PersonalModel:
     """Return a personalized model.
 
     Parameters
@@ -180,7 +180,9 @@ def personal_model(where: str, asked: Asked, trust: ClientOptions | None = None)
     return _finished(personal_model_async(where, asked, trust))
 
 
-async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | None = None) -> PersonalModel:
+async def personal_model_async(
+    where: str, asked: PersonalizationRequest, trust: ClientOptions | None = None
+) -> PersonalModel:
     """Return a personalized model like :func:`personal_model`, without blocking the event loop."""
     if is_run(where):
         return await asyncio.to_thread(_from_run, where, asked)
@@ -193,7 +195,7 @@ async def personal_model_async(where: str, asked: Asked, trust: ClientOptions | 
         found = await models.describe(asked.timeout_s)
         client = await asyncio.to_thread(_client_of, found.about, asked)
         ledger = client.ledger(asked)
-        speaking = Speaking(
+        speaking = PersonalizationClient(
             client.parts,
             client.data,
             client.id,
@@ -221,7 +223,7 @@ def is_run(where: str) -> bool:
     return is_url(where) or Path(where).is_dir()
 
 
-def _check(asked: Asked) -> None:
+def _check(asked: PersonalizationRequest) -> None:
     if asked.precision not in PRECISIONS:
         raise ExperimentError(
             f"{argument('precision')} must be one of {', '.join(PRECISIONS)} (got {asked.precision!r}).",
@@ -243,7 +245,7 @@ def _check(asked: Asked) -> None:
         read_card(asked.data)  # report local errors before using the network
 
 
-def _client_of(about: About, asked: Asked) -> _Client:
+def _client_of(about: About, asked: PersonalizationRequest) -> _Client:
     """Build the client from the server's description of its run."""
     algorithm = find_method(about)
     e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
@@ -255,7 +257,7 @@ def _client_of(about: About, asked: Asked) -> _Client:
     return _Client(private(asked, dataclasses.replace(parts, algorithm=algorithm)), about, data)
 
 
-def check_privacy(asked: Asked) -> None:
+def check_privacy(asked: PersonalizationRequest) -> None:
     """Raise unless ε, δ, C, ledger and budget form a valid request.
 
     Raises
@@ -297,7 +299,7 @@ def check_privacy(asked: Asked) -> None:
         )
 
 
-def check_delta(asked: Asked, examples: int) -> None:
+def check_delta(asked: PersonalizationRequest, examples: int) -> None:
     """Raise if δ is too large to protect this many examples.
 
     Publishing one of n examples, chosen at random, is (0, 1/n)-differentially private.
@@ -318,7 +320,7 @@ def check_delta(asked: Asked, examples: int) -> None:
         )
 
 
-def private(asked: Asked, parts: Parts) -> Parts:
+def private(asked: PersonalizationRequest, parts: RunContext) -> RunContext:
     """Return the parts for a client that limits what its answer reveals, as requested.
 
     Raises
@@ -365,7 +367,7 @@ def find_method(about: About) -> Algorithm:
     return algorithm
 
 
-def _data(asked: Asked, problem: Problem, e: Experiment) -> Newcomer:
+def _data(asked: PersonalizationRequest, problem: Problem, e: Experiment) -> Newcomer:
     wanted = Wanted.of(problem, e.data.own.features if isinstance(e.data, OwnData) else None)
     if (asked.x is None) is (asked.data is None):
         raise ExperimentError("data: found x and a folder, or neither; allowed: one of them")
@@ -378,13 +380,13 @@ def _data(asked: Asked, problem: Problem, e: Experiment) -> Newcomer:
     return Newcomer.from_folder(asked.data, wanted)
 
 
-def _check_labels(asked: Asked, parts: Parts) -> None:
+def _check_labels(asked: PersonalizationRequest, parts: RunContext) -> None:
     """Raise on labels that the method would ignore."""
     if asked.y is not None and not parts.algorithm.labelled(parts.settings):
         raise DataError(f"y: found labels; allowed: none, {parts.algorithm.name} describes clients without them here")
 
 
-class Speaking:
+class PersonalizationClient:
     """Client half in this process that converses with a remote server half.
 
     Parameters
@@ -401,16 +403,16 @@ class Speaking:
         Called once, before the first answer to a server; its result is stored in ``told``.
     """
 
-    told: Promise | None = None
+    told: PrivacyGuarantee | None = None
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunContext,
         data: FederatedDataset,
         client: str,
         *,
         once: bool = False,
-        tell: Callable[[], Promise | None] = lambda: None,
+        tell: Callable[[], PrivacyGuarantee | None] = lambda: None,
     ) -> None:
         self._id = client
         self._once = once
@@ -464,7 +466,7 @@ class Speaking:
             raise DataError(answer.reason)
         return None if isinstance(answer, Metrics) else answer
 
-    def _conclude(self, predictors: Predictors, group: Group) -> Message:
+    def _conclude(self, predictors: Predictors, group: ClientGroup) -> Message:
         self._made = predictors[0]
         return self._nothing
 
@@ -511,7 +513,7 @@ async def converse_for_all(
         parts = dataclasses.replace(parts, algorithm=find_method(about))
         words = vocabulary(parts.algorithm)
         for entry in dataset.manifest.clients:
-            speaking = Speaking(parts, dataset, entry.id)
+            speaking = PersonalizationClient(parts, dataset, entry.id)
             answered = await models.converse(about, entry.id, words, speaking.speak, timeout_s=timeout_s)
             made.append(speaking.predictors)
             rounds.append(answered.round)
@@ -578,7 +580,11 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 
 def _made(
-    client: _Client, predictors: dict[str, Predictor], asked: Asked, answered: Answered, promise: Promise | None
+    client: _Client,
+    predictors: dict[str, Predictor],
+    asked: PersonalizationRequest,
+    answered: Answered,
+    promise: PrivacyGuarantee | None,
 ) -> PersonalModel:
     known = client.parts.client_half().predictors
     if asked.predictor not in known:
@@ -600,7 +606,7 @@ def _made(
     return PersonalModel(predictor, card)
 
 
-def _from_run(where: str, asked: Asked) -> PersonalModel:
+def _from_run(where: str, asked: PersonalizationRequest) -> PersonalModel:
     """Return a model from a run's checkpoint; the conversation runs in this process, as in an evaluation."""
     if asked.precision != "float32":
         raise ExperimentError(
@@ -624,7 +630,7 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
             found = Checkpoints(folder.checkpoints).load(check_checkpoint(asked.checkpoint))
             made: list[dict[str, Predictor]] = []
 
-            def keep(predictors: Predictors, group: Group) -> Message:
+            def keep(predictors: Predictors, group: ClientGroup) -> Message:
                 made.extend(predictors)
                 return nothing_measured(1, len(loop.predictors), parts.task.classes)
 
@@ -645,7 +651,7 @@ def _from_run(where: str, asked: Asked) -> PersonalModel:
     return _made(client, made[0], asked, answered, promise)
 
 
-def on_cpu(parts: Parts) -> Parts:
+def on_cpu(parts: RunContext) -> RunContext:
     """Return the parts for computing on a CPU, one client at a time."""
     e = parts.experiment
     runtime = e.runtime.model_copy(update={"device": "cpu", "clients_at_once": 1})
@@ -698,7 +704,7 @@ def asked_for(
     ledger: str | Path | None = None,
     budget: float | None = None,
     **unknown: Any,
-) -> tuple[Asked, ClientOptions | None]:
+) -> tuple[PersonalizationRequest, ClientOptions | None]:
     """Return the request and the credentials for :func:`fedloom.personalize`.
 
     The environment supplies the credentials that are not given.
@@ -716,7 +722,7 @@ def asked_for(
     folder = None if data is None else Path(data)
     counted = None if ledger is None else Path(ledger)
     private = (epsilon, delta, clip, counted, budget)
-    asked = Asked(x, y, folder, client, str(checkpoint), predictor, precision, timeout_s, *private)
+    asked = PersonalizationRequest(x, y, folder, client, str(checkpoint), predictor, precision, timeout_s, *private)
     if is_run(where):
         return asked, None
     said = ClientOptions.from_environment()

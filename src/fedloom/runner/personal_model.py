@@ -27,7 +27,7 @@ ONNX = "fedloom[onnx]"
 
 
 @dataclass(frozen=True)
-class Promise:
+class PrivacyGuarantee:
     """(ε, δ)-differential privacy of one answer, towards anyone who reads it.
 
     Attributes
@@ -91,7 +91,7 @@ class Card:
     classes: tuple[str, ...]
     normalization: Normalization
     precision: str = "float32"
-    privacy: Promise | None = None
+    privacy: PrivacyGuarantee | None = None
 
 
 class PersonalModel(nn.Module):

@@ -29,13 +29,13 @@ from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, answer_shapes
 from fedloom.reporting.inputs import checked
 from fedloom.theory.privacy import gaussian_epsilon, together
-from fedloom.words import as_csv, counted
+from fedloom.words import as_csv, pluralize
 
 if TYPE_CHECKING:
-    from fedloom.runner.assemble import Parts
+    from fedloom.runner.assemble import RunContext
 
 
-def what_else(e: Experiment, roster: Roster, folder: RunFolder, *, keep: bool) -> Extra:
+def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: bool) -> Extra:
     """Return a function that adds a method's own records to a line of ``metrics.jsonl``.
 
     Parameters
@@ -103,7 +103,7 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
     folder.write_json("uncertainty.json", document)
 
 
-def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
+def conclude(parts: RunContext, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
     """Write ``clients.csv``, ``summary.json`` and the other final results; return the summary.
 
     Raises
@@ -113,7 +113,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     """
     if len(final.clients) and not final.present.any():
         client, why = next(iter(run.unmeasured.items()), (final.clients[0], "no answer"))
-        everyone = counted(len(final.clients), "client")
+        everyone = pluralize(len(final.clients), "client")
         raise QuorumError(
             f"None of {everyone} could be measured after round {run.round}. {client}: {why}",
             hint=GO_ON,
@@ -156,7 +156,7 @@ def conclude(parts: Parts, run: Loop, final: Evaluation, duration_s: float) -> d
     return result
 
 
-def _privacy(parts: Parts, run: Loop) -> dict[str, Any]:
+def _privacy(parts: RunContext, run: Loop) -> dict[str, Any]:
     """Return the privacy of the clients' messages: for the client that released most, and for a new one.
 
     Requested answers count, including those of clients that have left (:mod:`fedloom.federation.releases`). ``noise``
@@ -201,7 +201,7 @@ def _multiplier(times: Mapping[float, int]) -> float:
     return each[0] if len(each) == 1 else together(each)
 
 
-def _new_client(parts: Parts, run: Loop) -> dict[str, Any]:
+def _new_client(parts: RunContext, run: Loop) -> dict[str, Any]:
     """Return a new client's cost for each predictor: SGD steps (mean over clients) and tensor bytes."""
     half = parts.client_half()
     entries = run.manifest.clients

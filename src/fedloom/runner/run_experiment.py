@@ -27,14 +27,14 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Observer
 from fedloom.federation.published import Published
-from fedloom.federation.roster import Presence, ReplayedRoster, Roster
+from fedloom.federation.roster import AvailableClients, ReplayedRoster, Roster
 from fedloom.logs import lines_about
 from fedloom.runner import assemble, results
 from fedloom.runner.distributed import serving, with_workers
 from fedloom.runner.log_file import log_kept
 from fedloom.runner.observer import Observers, RunObserver
 from fedloom.runner.open_federation import (
-    Leg,
+    ReplaySegment,
     begun,
     check_replay,
     is_known,
@@ -47,7 +47,7 @@ from fedloom.runner.options import RunOptions
 from fedloom.runner.resume import check_folder, check_partition, check_states, finished
 from fedloom.runner.serve import DurableRounds
 from fedloom.runner.stop_request import StopRequest
-from fedloom.runner.tracking import Tracked, find_trackers
+from fedloom.runner.tracking import TrackerObserver, find_trackers
 from fedloom.runner.worker_processes import Workers
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
@@ -103,7 +103,7 @@ def run_experiment(
     e, options = experiment, options or RunOptions()
     folder = RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
     trackers = find_trackers(dict.fromkeys((*e.tracking, *options.track)))
-    observer = Tracked(observer or RunObserver(), trackers, folder.path)
+    observer = TrackerObserver(observer or RunObserver(), trackers, folder.path)
     own = own_of(e)
     is_open = own is not None and options.listen is not None
     resume = check_folder(folder, e, options.resume, is_open=is_open)
@@ -145,7 +145,7 @@ def run_experiment(
             published = Published(folder, store, incarnation)
             if options.resume:
                 held.enter_context(folder.held())
-                resume = published.take_up(partial(check, where=url)) or resume
+                resume = published.restore(partial(check, where=url)) or resume
         before = finished(folder, e) if resume else None
         if own is not None and is_open and (known := known_normalization(own, folder)) is not None:
             parts = assemble.make_parts(e, open_manifest(e, own, known))  # the published run may have it
@@ -182,7 +182,7 @@ def run_experiment(
         held.callback(observer.ended)
         if options.resume and not resume:
             observer.notice(f"nothing to resume at {kept}: starting at round 0")
-        presence = Presence() if is_open else None
+        presence = AvailableClients() if is_open else None
         serve = partial(
             serving,
             parts,
@@ -245,12 +245,12 @@ def run_experiment(
             signals = stop_request.signals() if options.signals else nullcontext()
             with _logs_kept(published), signals, hands:
                 after = None if published is None else published.publish
-                legs: list[Leg] = [Leg(parts)]
+                legs: list[ReplaySegment] = [ReplaySegment(parts)]
                 roster: Roster | None = None
                 if own is not None and isinstance(carrier, Aggregator) and presence is not None:
                     told_of = (stop_request.event, observer.notice, monitor)
                     parts, roster = begun(parts, own, carrier, presence, folder, *told_of)
-                    legs = [Leg(parts)]
+                    legs = [ReplaySegment(parts)]
                 elif repeated is not None and repeated.is_open:
                     legs = replayed(e, repeated, parts.manifest)
                 earlier_s = 0.0
@@ -318,7 +318,7 @@ def check_roster(experiment: Experiment, options: RunOptions) -> None:
         Names the first such client and the reason.
     """
     method = experiment.algorithm
-    if find(method.name).unfit(method.settings, 1, 1) is not None:  # the minimum that a client can have
+    if find(method.name).check_client(method.settings, 1, 1) is not None:  # the minimum that a client can have
         _dataset(experiment, options, own_of(experiment))
 
 

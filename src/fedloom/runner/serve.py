@@ -20,7 +20,7 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.published import Published
 from fedloom.federation.served import About, ServedRound, served_round
 from fedloom.runner import assemble
-from fedloom.runner.assemble import Parts
+from fedloom.runner.assemble import RunContext
 from fedloom.runner.metrics import certificate_end, metrics_served, serving_families
 from fedloom.runner.trained import check_checkpoint
 from fedloom.storage import is_url, open_store
@@ -28,11 +28,11 @@ from fedloom.transport.personalization import Personalization, ServingLimits, se
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection
 
-LOOK_S = 1.0
+POLL_INTERVAL_S = 1.0
 """Seconds between checks for a first publication."""
 
 
-def about(parts: Parts) -> About:
+def about(parts: RunContext) -> About:
     """Return the description of a run that a client needs to request a model."""
     manifest = parts.manifest
     problem = {
@@ -75,11 +75,11 @@ class DurableRounds:
         self._refresh = refresh
         self._patient = patient
         self._checkpoints = Checkpoints(folder.checkpoints)
-        self._parts: Parts | None = None
+        self._parts: RunContext | None = None
         self._seen: list[int] | None = None
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> RunContext:
         """Parts of the run, for clients from outside it.
 
         Raises
@@ -177,10 +177,10 @@ def run_folder(
         published = Published(folder, open_store(run), uuid.uuid4().hex)
 
         def refresh() -> None:
-            if published.is_behind and not published.take_up():
+            if published.is_behind and not published.restore():
                 raise DataError(f"{run}: found no published run there")
 
-        while not published.take_up() and wait(LOOK_S):
+        while not published.restore() and wait(POLL_INTERVAL_S):
             pass
         refresh()
         yield folder, refresh

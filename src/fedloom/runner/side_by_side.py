@@ -18,9 +18,9 @@ from fedloom.experiment import Experiment
 from fedloom.processes import Told, command, environment
 from fedloom.runner.options import RunOptions
 from fedloom.runner.stop_request import StopRequest
-from fedloom.words import counted
+from fedloom.words import pluralize
 
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 """Seconds between checks for ended processes."""
 
 GRACE_S = 15.0
@@ -85,7 +85,7 @@ def run_side_by_side(
                         place = min(set(range(parallel)) - {one.place for one in running})
                         running.append(_start(job, place, parallel, Path(temporary)))
                         began(job.name)
-                    time.sleep(LOOK_S)
+                    time.sleep(POLL_INTERVAL_S)
                     if stop.event.is_set() and not told:
                         told = True
                         for one in running:
@@ -102,7 +102,8 @@ def run_side_by_side(
             _end(running)
     if stop.event.is_set():
         raise InterruptedRun(
-            f"asked to stop: {done} of {counted(len(jobs), 'run')} done; the others can go on with {argument('resume')}"
+            f"asked to stop: {done} of {pluralize(len(jobs), 'run')} done; the others can go on with "
+            f"{argument('resume')}"
         )
 
 

@@ -18,7 +18,7 @@ from fedloom.runner.resume import check_folder, finished
 from fedloom.runner.run_experiment import check_roster, run_experiment
 from fedloom.runner.side_by_side import Job, run_side_by_side
 from fedloom.storage import is_url
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 
 def complete(run: RunFolder, experiment: Experiment, report: bool = True) -> bool:
@@ -86,7 +86,7 @@ def run_sweep(
     if failures:
         first, *_ = failures.values()
         said = "\n".join(f"  {name}: {error}" for name, error in failures.items())
-        raise type(first)(f"{len(failures)} of {counted(len(points), 'run')} failed:\n{said}")
+        raise type(first)(f"{len(failures)} of {pluralize(len(points), 'run')} failed:\n{said}")
 
 
 def run_points(

@@ -55,7 +55,7 @@ def find_trackers(names: Iterable[str]) -> dict[str, Tracker]:
     return found
 
 
-class Tracked(RunObserver):
+class TrackerObserver(RunObserver):
     """Observer that forwards to another observer and to trackers, and drops trackers that fail.
 
     Parameters

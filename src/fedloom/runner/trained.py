@@ -25,10 +25,10 @@ from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Journal
 from fedloom.federation.loop import Loop
 from fedloom.runner import assemble
-from fedloom.runner.assemble import Parts
+from fedloom.runner.assemble import RunContext
 from fedloom.runner.observer import RunObserver
 from fedloom.storage import is_url
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class CheckpointEvaluation:
 
     statistics: dict[str, Any]
     evaluation: Evaluation
-    parts: Parts
+    parts: RunContext
 
 
 def evaluate(
@@ -68,7 +68,7 @@ def evaluate(
 def found_of(
     run: Path,
     partition: str | Path | None,
-    parts: Parts,
+    parts: RunContext,
     dataset: FederatedDataset,
     evaluation: Evaluation,
     extra: Mapping[str, Any],
@@ -83,7 +83,7 @@ def found_of(
     if not evaluation.present.all():  # statistics of a subset would pass for those of all clients
         missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
         named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        everyone = counted(len(evaluation.clients), "client")
+        everyone = pluralize(len(evaluation.clients), "client")
         raise QuorumError(f"{len(missing)} of {everyone} could not be measured: {named}")
     if not parts.task.same_clients:  # this run never saw them, whatever their partition says
         evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
@@ -128,7 +128,7 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
 
 def restore(
     run: Path, checkpoint: str = "last", partition: str | Path | None = None, data: Sequence[Path] = ()
-) -> tuple[Parts, Loop, FederatedDataset]:
+) -> tuple[RunContext, Loop, FederatedDataset]:
     """Return a run's parts, its loop at a checkpoint with clients in this process, and their data.
 
     Raises

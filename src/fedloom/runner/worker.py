@@ -112,11 +112,11 @@ class Worker:
         self._serves = serves(options)
         self._device = assemble.use_device(options.device, options.threads)
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
-        self._secret = os.urandom(32) if isinstance(self._serves, Brought) else None
+        self._secret = os.urandom(32) if isinstance(self._serves, OwnDataProvider) else None
         self._introduction = Introduction(
             worker=name,
             clients=self._serves.clients,
-            members=self._serves.members(options.class_counts) if isinstance(self._serves, Brought) else (),
+            members=self._serves.members(options.class_counts) if isinstance(self._serves, OwnDataProvider) else (),
             algorithms={known: find(known).version for known in available()},
             device=options.device,
         )
@@ -151,7 +151,7 @@ class Worker:
             workers=0, threads=options.threads, device=options.device, clients_at_once=options.clients_at_once
         )
         shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
-        if isinstance(self._serves, Brought) and "normalization" in told and told["normalization"] is None:
+        if isinstance(self._serves, OwnDataProvider) and "normalization" in told and told["normalization"] is None:
             return self._serves.measuring(shared)
         dataset = self._serves.dataset(shared, told)
         return assemble.client_side(
@@ -177,7 +177,7 @@ def _told(text: str) -> dict[str, Any]:
     return told
 
 
-class Dealt:
+class PartitionProvider:
     """Clients of a partition that the aggregator also has.
 
     Raises
@@ -222,7 +222,7 @@ class Dealt:
         return self._dataset
 
 
-class Brought:
+class OwnDataProvider:
     """Clients with data of their own.
 
     Raises
@@ -291,7 +291,7 @@ def member_of(packed: OwnClients, client: str, *, class_counts: bool) -> Member:
     return Member(client, card.train, card.validation, card.test, card.labelled, observer, counts)
 
 
-def serves(options: WorkerOptions) -> Dealt | Brought:
+def serves(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
     """Return the clients that a worker serves.
 
     Raises
@@ -307,7 +307,7 @@ def serves(options: WorkerOptions) -> Dealt | Brought:
         raise ExperimentError(
             f"Give either {argument('partition')} or {argument('packed')} (and {argument('observe')}): {found} given."
         )
-    return Brought(options) if options.partition is None else Dealt(options.partition, options)
+    return OwnDataProvider(options) if options.partition is None else PartitionProvider(options.partition, options)
 
 
 def select_clients(everyone: Sequence[str], clients: str | None, part: str | None = None) -> list[str]:

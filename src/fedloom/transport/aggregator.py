@@ -31,7 +31,7 @@ from fedloom.errors import ExperimentError, QuorumError
 from fedloom.federation.activity import Activity, Connected, ConnectedWorker, Monitor, RosterClient
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.control import Control
-from fedloom.federation.roster import Member, Presence
+from fedloom.federation.roster import AvailableClients, Member
 from fedloom.federation.silence import Silence
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
@@ -51,9 +51,9 @@ from fedloom.transport.control import CONTROL
 from fedloom.transport.control_service import ControlService
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, WorkerInfo
-from fedloom.transport.gate import PEER, Gate, Peer, watch_certificate
-from fedloom.transport.limits import Budget, Sparing, connections
-from fedloom.transport.notices import Notices
+from fedloom.transport.gate import PEER, AuthInterceptor, Peer, watch_certificate
+from fedloom.transport.limits import RateLimitFilter, TokenBucket, connections
+from fedloom.transport.notices import ProgressPublisher
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.server import listening
 from fedloom.transport.spoken import SERVICE as MODELS
@@ -63,10 +63,10 @@ from fedloom.trust.access import Denied
 from fedloom.trust.audit import Audit
 from fedloom.trust.identities import Action, Identity
 from fedloom.trust.options import Protection
-from fedloom.words import counted, printable
+from fedloom.words import pluralize, printable
 
 log = logging.getLogger("fedloom.transport.aggregator")
-log.addFilter(Sparing())
+log.addFilter(RateLimitFilter())
 
 HELLO_TIMEOUT_S = 10.0
 NAME_CHARACTERS = 200
@@ -150,12 +150,12 @@ class Aggregator:
         clients: Iterable[str],
         algorithm: str,
         version: int,
-        notices: Notices | None = None,
+        notices: ProgressPublisher | None = None,
         say: Callable[[str], None] | None = None,
         protection: Protection | None = None,
         audit: Audit | None = None,
         roster: Collection[str] = (),
-        presence: Presence | None = None,
+        presence: AvailableClients | None = None,
         classes: int = 0,
         monitor: Monitor | None = None,
         control: Control | None = None,
@@ -177,7 +177,7 @@ class Aggregator:
         self._protection = protection or Protection()
         self._audit = audit or Audit()
         access = self._protection.access
-        self._gate = None if access is None else Gate(access, self._audit)
+        self._gate = None if access is None else AuthInterceptor(access, self._audit)
         self._roster = frozenset(roster)
         self._welcome = self._welcoming(experiment)
         self._up = self._down = 0
@@ -191,7 +191,7 @@ class Aggregator:
         self._served = np.zeros(len(self._index), np.int32)  # workers that may serve each client; guarded by _joined
         self._absent: dict[str, float] = {}  # when each absent worker left; guarded by _joined
         self._started_at = time.monotonic()
-        self._joins = Budget(1_000, 200)
+        self._joins = TokenBucket(1_000, 200)
         self._most = connections()
         self._board = Dispatcher(run, incarnation, vocabulary, dtype, self._publish, self._tell)
 
@@ -206,7 +206,7 @@ class Aggregator:
             )
         return frame
 
-    def go_on_as(self, incarnation: str, experiment: str) -> None:
+    def start_new_session(self, incarnation: str, experiment: str) -> None:
         """Switch to another incarnation and Welcome; connected workers reconnect to receive it.
 
         All conversations must be closed first.
@@ -352,9 +352,9 @@ class Aggregator:
         connected = ", ".join(there[:20]) + (f" and {len(there) - 20} more" if len(there) > 20 else "") or "none"
         if left:
             names = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-            what = f"no worker serves {len(left)} of {counted(len(clients), 'client')}: {names}"
+            what = f"no worker serves {len(left)} of {pluralize(len(clients), 'client')}: {names}"
         else:
-            what = f"{len(self._workers)} of {counted(workers, 'worker')} joined"
+            what = f"{len(self._workers)} of {pluralize(workers, 'worker')} joined"
         return QuorumError(
             f"after {timeout_s:g} s {what} (connected workers: {connected})",
             hint="start a `fedloom worker` that has their shards, or look at the workers' logs",
@@ -642,7 +642,7 @@ class Aggregator:
             return ""
         elsewhere = f", and {others} through other workers" if others else ""
         return (
-            f"may announce {counted(identity.max_clients, 'client')} at one time, and announces "
+            f"may announce {pluralize(identity.max_clients, 'client')} at one time, and announces "
             f"{len(hello.clients)}{elsewhere}: raise its max_clients in a table of identities"
         )
 
@@ -655,7 +655,7 @@ class Aggregator:
         return {client for client, told in zip(hello.clients, hello.announced, strict=True) if not told.observer}
 
     @staticmethod
-    async def _watch(notices: Notices, request: wire.WatchRequest, context: Any) -> None:
+    async def _watch(notices: ProgressPublisher, request: wire.WatchRequest, context: Any) -> None:
         """Stream the run's progress to a watcher."""
         if (peer := PEER.get()) is not None:
             peer.join()

@@ -18,7 +18,7 @@ from fedloom.transport import dial
 from fedloom.transport.address import split_address
 from fedloom.transport.failures import REFUSALS, described, hint
 from fedloom.transport.wire import control_pb2 as wire
-from fedloom.trust.options import Credentials, Shown
+from fedloom.trust.options import ClientCredentials, Credentials
 from fedloom.words import shortened
 
 CONTROL = "fedloom.v1.Control"
@@ -91,7 +91,7 @@ class ControlClient:
         If the aggregator could not record the request.
     """
 
-    def __init__(self, address: str, channel: Any, shown: Shown) -> None:
+    def __init__(self, address: str, channel: Any, shown: ClientCredentials) -> None:
         self._address, self._channel, self._shown = address, channel, shown
 
     def status(self) -> Activity:

@@ -9,10 +9,10 @@ import grpc
 
 from fedloom.errors import argument, spelled
 from fedloom.transport.failures import BROKEN
-from fedloom.trust.options import Shown
+from fedloom.trust.options import ClientCredentials
 
 
-def channel(address: str, shown: Shown, options: Any, *, sync: bool = False) -> Any:
+def channel(address: str, shown: ClientCredentials, options: Any, *, sync: bool = False) -> Any:
     """Return a channel to an aggregator, of ``grpc.aio`` or synchronous."""
     kind = grpc if sync else grpc.aio
     if shown.ca is None:
@@ -22,12 +22,12 @@ def channel(address: str, shown: Shown, options: Any, *, sync: bool = False) -> 
     return kind.secure_channel(address, grpc.ssl_channel_credentials(shown.ca, *own), options=options)
 
 
-def metadata(shown: Shown) -> tuple[tuple[str, str], ...]:
+def metadata(shown: ClientCredentials) -> tuple[tuple[str, str], ...]:
     """Return the metadata of each call: the token, if we have one."""
     return () if shown.token is None else (("authorization", f"Bearer {shown.token.get_secret_value()}"),)
 
 
-def distrust(address: str, shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:
+def distrust(address: str, shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
     """Return why one side rejected the other during the TLS handshake; None if something else failed.
 
     Parameters
@@ -52,7 +52,7 @@ def distrust(address: str, shown: Shown, code: grpc.StatusCode, details: str | N
     return None
 
 
-def perhaps_tls(shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:
+def perhaps_tls(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
     """Return the likely reason why a plaintext connection was closed before any data; None if it was not."""
     said = (details or "").lower()
     closed = "socket closed" in said or "connection reset" in said
@@ -61,7 +61,7 @@ def perhaps_tls(shown: Shown, code: grpc.StatusCode, details: str | None) -> str
     return f"{BROKEN} before anything was said: it may speak TLS ({spelled(argument('tls_ca'))})"
 
 
-def closed_after_handshake(shown: Shown, code: grpc.StatusCode, details: str | None) -> str | None:
+def closed_after_handshake(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
     """Return the likely reason why a TLS connection was closed before any data (the server sends none), or None."""
     if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE or "socket closed" not in (details or "").lower():
         return None

@@ -36,10 +36,10 @@ from fedloom.transport.codec import (
     serialize,
 )
 from fedloom.transport.exchanges import Arrival, Arrived, Exchange, Link, OpenConversation, WorkerInfo
-from fedloom.transport.limits import Budget
+from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import REASON_CHARACTERS, counted, printable
+from fedloom.words import REASON_CHARACTERS, pluralize, printable
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
@@ -89,7 +89,7 @@ class Dispatcher:
         self._newest: tuple[int, int, int] = (-1, -1, -1)
         self._longest_s: dict[tuple[str, int], float] = {}  # longest time to an answer, by purpose and exchange
         self._settled: list[tuple[Exchange, int, Arrived | Lost]] = []  # outcomes settled by the current frame
-        self._useless = Budget(20_000, 1_000)  # refused and late parts of all streams together
+        self._useless = TokenBucket(20_000, 1_000)  # refused and late parts of all streams together
 
     # ---- state
 
@@ -140,7 +140,7 @@ class Dispatcher:
         self._claims.update((member.id, link.name) for member in link.worker.members)
         for told in islice(held, HELD_CONVERSATIONS):
             self._believe(link, told)
-        served = counted(len(link.worker.clients), "client")
+        served = pluralize(len(link.worker.clients), "client")
         log.info("worker %s (%s, %s) joined", link.name, link.worker.device, served, extra={"worker": link.name})
         self._publish(link.worker, None if old is None else old.worker)
         self._dispatch_all()
@@ -394,7 +394,7 @@ class Dispatcher:
             until = f"waiting for one until {at}, {left:.0f} s (federation.deadline_s)"
         key, asked = exchange.call.key, len(set(exchange.call.clients))
         when = f"round {key.round}, attempt {key.attempt}" if key.purpose == TRAIN else f"after round {key.round}"
-        who = f"{len(exchange.unserved)} of {counted(asked, 'client')} ({names}{more})"
+        who = f"{len(exchange.unserved)} of {pluralize(asked, 'client')} ({names}{more})"
         self._say(f"{because}{when}: no worker for {who}; {until}")
 
     def _send(

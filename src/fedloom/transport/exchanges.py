@@ -24,7 +24,7 @@ from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
 from fedloom.transport import stream
 from fedloom.transport.codec import Assembler, Cutter, WireError, memory, serialize
-from fedloom.transport.limits import Budget
+from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import Outbox
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -117,7 +117,7 @@ class Link:
     rests_until: float = 0.0  # until then, other workers are preferred when rows are dealt
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     fault: WireError | None = None
-    heartbeats: Budget = field(default_factory=lambda: Budget(10, 10 / stream.HEARTBEAT_S))
+    heartbeats: TokenBucket = field(default_factory=lambda: TokenBucket(10, 10 / stream.HEARTBEAT_S))
     """Limit on heartbeats from the worker."""
 
     def end(self, fault: WireError) -> None:

@@ -11,13 +11,13 @@ NOBODY = "nothing listens there"
 STRANGER = "what answers there is not a FedLoom aggregator"
 BROKEN = "the connection broke"
 
-COME_AGAIN = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
+RETRYABLE = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
 """Statuses with which a running aggregator refuses everyone temporarily."""
 
 OUR_OWN = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
-    *COME_AGAIN,
+    *RETRYABLE,
 )
 """Statuses that the aggregator sends, with its reason."""
 

@@ -22,12 +22,12 @@ from fedloom.errors import FedloomError
 from fedloom.transport import spoken
 from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP
 from fedloom.transport.failures import FINAL
-from fedloom.transport.limits import Budget
+from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import METHOD, OBSERVATION, SERVICE, WATCH
-from fedloom.trust.access import SHARED, Access, Admitted, Denied, Presented
+from fedloom.trust.access import SHARED, Access, Admitted, Denied, PeerCredentials
 from fedloom.trust.audit import Audit, Value
 from fedloom.trust.credentials import parse_certificate
-from fedloom.trust.files import Reread
+from fedloom.trust.files import ReloadingFile
 from fedloom.trust.identities import Action, Identity
 from fedloom.trust.options import ServerFiles
 
@@ -135,7 +135,7 @@ PEER: ContextVar[Peer | None] = ContextVar("PEER", default=None)
 """Peer of the current call; None where no identity is required."""
 
 
-class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Interceptor that admits calls and ends them when they expire.
 
     Belongs to one event loop.
@@ -152,7 +152,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._access = access
         self._audit = audit
         self._peers: set[Peer] = set()
-        self._budgets: dict[str, Budget] = {}  # by the name of each identity that has been admitted
+        self._budgets: dict[str, TokenBucket] = {}  # by the name of each identity that has been admitted
         self._versions = access.refresh()  # of the files, when streams were last reviewed
         self._reading: asyncio.Task[dict[Path, int]] | None = None
 
@@ -261,7 +261,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             await context.abort(status, str(denied), _final(denied))
             raise AssertionError("abort raises") from None
         identity = admitted.identity
-        budget = self._budgets.setdefault(identity.name, Budget(*(CALLS if identity != SHARED else SHARED_CALLS)))
+        budget = self._budgets.setdefault(identity.name, TokenBucket(*(CALLS if identity != SHARED else SHARED_CALLS)))
         if not budget.spend():
             reason = f"too many calls of {identity.name}: come again"
             refused(self._audit, host, "rate", identity=identity.name, call=call, reason=reason)
@@ -323,7 +323,7 @@ def refused(audit: Audit, host: str, kind: str, **told: Value) -> None:
         log.error("the audit log: %s", error)
 
 
-def presented_by(context: Any) -> Presented:
+def presented_by(context: Any) -> PeerCredentials:
     """Return the credentials that a peer presents.
 
     Raises
@@ -345,7 +345,7 @@ def presented_by(context: Any) -> Presented:
         certificate = None if not pem else parse_certificate(pem[0])
     except ValueError:
         raise Denied("the certificate cannot be read") from None
-    return Presented(certificate, token)
+    return PeerCredentials(certificate, token)
 
 
 def host_of(peer: str) -> str:
@@ -353,7 +353,7 @@ def host_of(peer: str) -> str:
     return unquote(peer.partition(":")[2].rpartition(":")[0] or peer)
 
 
-def server_credentials(files: Reread[ServerFiles]) -> grpc.ServerCredentials:
+def server_credentials(files: ReloadingFile[ServerFiles]) -> grpc.ServerCredentials:
     """Return server TLS credentials that use the certificate and CA in the files at the start of each connection."""
 
     def configuration() -> Any:
@@ -384,7 +384,7 @@ def connection_age() -> tuple[tuple[str, int], ...]:
     )
 
 
-async def watch_certificate(files: Reread[ServerFiles], say: Callable[[str], None], audit: Audit) -> None:
+async def watch_certificate(files: ReloadingFile[ServerFiles], say: Callable[[str], None], audit: Audit) -> None:
     """Warn once per certificate when a server's certificate is about to expire, and log replacements; runs forever."""
     said, version = None, files.version
     while True:

@@ -24,7 +24,7 @@ def connections() -> int:
     return max(files - RESERVED_FILES, files // 4)
 
 
-class Budget:
+class TokenBucket:
     """Token bucket.
 
     Parameters
@@ -50,18 +50,18 @@ class Budget:
         return True
 
 
-class Sparing(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Log filter that passes 20 lines of a kind at once, then one every two seconds with the number left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._kinds: dict[str, tuple[Budget, int]] = {}
+        self._kinds: dict[str, tuple[TokenBucket, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a line passes; lines with the same format string are of one kind."""
         kind = str(record.msg)
-        budget, left_out = self._kinds.get(kind) or (Budget(20, 0.5, self._clock), 0)
+        budget, left_out = self._kinds.get(kind) or (TokenBucket(20, 0.5, self._clock), 0)
         passes = budget.spend()
         self._kinds[kind] = (budget, 0 if passes else left_out + 1)
         if passes and left_out:

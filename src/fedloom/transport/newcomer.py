@@ -47,10 +47,10 @@ MOST_BYTES = 1 << 32
 REMEMBERED_BYTES = 256 << 20
 """Maximum size of the broadcasts cached for later models."""
 
-AGAIN_S = 0.5
+RETRY_INTERVAL_S = 0.5
 """Delay before retrying an unavailable server that names no delay of its own."""
 
-COME_AGAIN = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+RETRYABLE = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 ENDED = "Internal error from Core"
 """Message that grpc.aio reports for a frame on a stream refused meanwhile: a connection carries few streams."""
 
@@ -348,7 +348,7 @@ class Models:
     @contextlib.contextmanager
     def _failures(self, ends: float) -> Iterator[list[float]]:
         """Translate the errors of a call; suppress those to retry after the seconds in the yielded list."""
-        wait_s = [AGAIN_S]
+        wait_s = [RETRY_INTERVAL_S]
         try:
             yield wait_s
         except (grpc.aio.AioRpcError, _Ended) as error:
@@ -356,9 +356,11 @@ class Models:
             said = f"{self._address}: {printable(details or '', 500) or code.name}"
             if why := distrust(self._address, self._shown, code, details):
                 raise RefusedError(f"{self._address}: {why}", hint="see docs/security.md") from error
-            if code in COME_AGAIN or details == ENDED:
+            if code in RETRYABLE or details == ENDED:
                 asked = dict(error.trailing_metadata() or ()).get(RETRY)
-                wait_s[:] = [int(str(asked)) / 1e3 if asked is not None and str(asked).isdecimal() else AGAIN_S]
+                wait_s[:] = [
+                    int(str(asked)) / 1e3 if asked is not None and str(asked).isdecimal() else RETRY_INTERVAL_S
+                ]
                 if time.monotonic() + wait_s[0] < ends:
                     return
                 found = self._shown, code, details

@@ -14,7 +14,7 @@ from fedloom.federation.journal import Attempt
 from fedloom.transport import stream
 from fedloom.transport.progress import ENDS, Progress, State, to_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 EVERY_S = 0.2
 """Minimum interval between progress messages to a watcher: rounds may take milliseconds."""
@@ -23,7 +23,7 @@ WATCHERS = 256
 """Maximum number of watchers at one time: each checks for news several times a second."""
 
 
-class Notices:
+class ProgressPublisher:
     """Progress of a run (:class:`~fedloom.transport.progress.Progress`) and its watchers.
 
     Any thread may write it (it is an observer of the round loop, ``federation.loop.Observer``); it is read on the
@@ -78,7 +78,7 @@ class Notices:
 
     def evaluating(self, round: int, done: int, clients: int) -> None:
         """Report how many clients an evaluation has measured so far."""
-        self.tell("evaluating", f"{done} of {counted(clients, 'client')} measured", round=round)
+        self.tell("evaluating", f"{done} of {pluralize(clients, 'client')} measured", round=round)
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Report a line written to metrics.jsonl."""

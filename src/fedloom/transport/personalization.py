@@ -28,8 +28,8 @@ from fedloom.federation.bugs import place
 from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message, Metrics
-from fedloom.transport.gate import PEER, Gate, Peer, watch_certificate
-from fedloom.transport.limits import Sparing, connections
+from fedloom.transport.gate import PEER, AuthInterceptor, Peer, watch_certificate
+from fedloom.transport.limits import RateLimitFilter, connections
 from fedloom.transport.server import listening
 from fedloom.transport.spoken import (
     DESCRIBE,
@@ -48,10 +48,10 @@ from fedloom.transport.stream import SERVER_OPTIONS
 from fedloom.transport.wire import personalization_pb2 as wire
 from fedloom.trust.audit import Audit, Value
 from fedloom.trust.options import Protection
-from fedloom.words import counted, printable
+from fedloom.words import pluralize, printable
 
 log = logging.getLogger("fedloom.transport.personalization")
-log.addFilter(Sparing())
+log.addFilter(RateLimitFilter())
 
 ASK_TIMEOUT_S = 10.0
 WAITING_TILES = 64
@@ -145,7 +145,7 @@ class _Said:
 
 
 @dataclass(eq=False)
-class _Seat:
+class _PendingClient:
     """A client that has answered the opening and waits for the server half's next message."""
 
     client: str
@@ -189,7 +189,7 @@ class Personalization:
         self._now: _Prepared | None = None
         self._following: asyncio.Task[None] | None = None
         self._looked: asyncio.Event | None = None
-        self._queue: deque[_Seat] = deque()
+        self._queue: deque[_PendingClient] = deque()
         self._computing = threading.Lock()
         self._busy = 0  # tiles that compute, or are about to
         self._tiles = 0
@@ -364,7 +364,7 @@ class Personalization:
                 await self._write(context, self._opening(prepared, ask, last=False))
                 answer = await self._answer(context, served, served.answer)
             heard_at = time.perf_counter()
-            seat = _Seat(ask.client, prepared, ask.precision, answer, time.monotonic())
+            seat = _PendingClient(ask.client, prepared, ask.precision, answer, time.monotonic())
             await self._admit(context, seat)
             try:
                 while True:
@@ -449,7 +449,7 @@ class Personalization:
                 f"round: found {ask.round}; allowed: {served.round}, which is served",
             )
         if self._open > self._limits.conversations:
-            await self._overloaded(context, f"{counted(self._limits.conversations, 'conversation')} are open")
+            await self._overloaded(context, f"{pluralize(self._limits.conversations, 'conversation')} are open")
         return prepared
 
     async def _refuse(self, context: Any, code: grpc.StatusCode, reason: str, retry_ms: int | None = None) -> NoReturn:
@@ -517,13 +517,13 @@ class Personalization:
 
     # ---- tiles
 
-    async def _admit(self, context: Any, seat: _Seat) -> None:
+    async def _admit(self, context: Any, seat: _PendingClient) -> None:
         if len(self._queue) >= self._limits.waiting:
-            await self._overloaded(context, f"{counted(self._limits.waiting, 'client')} wait already")
+            await self._overloaded(context, f"{pluralize(self._limits.waiting, 'client')} wait already")
         self._queue.append(seat)
         self._pump()
 
-    def _leave(self, seat: _Seat) -> None:
+    def _leave(self, seat: _PendingClient) -> None:
         seat.gone = True
         if seat.waits:
             self._queue.remove(seat)
@@ -546,7 +546,7 @@ class Personalization:
         if len(self._queue) < min(first.prepared.together, max(TILE, self._open)) and linger_s > 0:
             self._timer = asyncio.get_running_loop().call_later(linger_s, self._pump)
             return
-        seats: list[_Seat] = []
+        seats: list[_PendingClient] = []
         while self._queue and len(seats) < first.prepared.together and self._queue[0].prepared is first.prepared:
             seats.append(self._queue.popleft())
             seats[-1].waits = False
@@ -584,7 +584,7 @@ class _Work:
 
     def __init__(
         self,
-        seats: Sequence[_Seat],
+        seats: Sequence[_PendingClient],
         answer_s: float,
         loop: asyncio.AbstractEventLoop,
         computing: threading.Lock,
@@ -737,7 +737,7 @@ async def serve_models(
     FedloomError
         If there is nothing to serve.
     """
-    gate = None if protection.access is None else Gate(protection.access, audit)
+    gate = None if protection.access is None else AuthInterceptor(protection.access, audit)
     options = (
         *(option for option in SERVER_OPTIONS if option[0] != "grpc.max_concurrent_streams"),
         ("grpc.max_concurrent_streams", STREAMS),

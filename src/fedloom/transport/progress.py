@@ -16,7 +16,7 @@ from fedloom.transport.address import split_address
 from fedloom.transport.failures import REFUSALS, described, hint
 from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.trust.options import Credentials, Shown
+from fedloom.trust.options import ClientCredentials, Credentials
 from fedloom.words import DEEPEST, parsed_json, printable
 
 State = Literal["waiting", "training", "evaluating", "finished", "failed"]
@@ -31,7 +31,7 @@ STATES: dict[State, wire.State] = {
 ENDS: frozenset[State] = frozenset(("finished", "failed"))
 """Final states."""
 
-ANSWER_S, AGAIN_S = 2.0, 0.1
+ANSWER_S, RETRY_INTERVAL_S = 2.0, 0.1
 """Timeout for learning why there is no connection, and interval between attempts."""
 
 DIALLING = (
@@ -180,7 +180,7 @@ def _evaluated(text: str) -> Any:
         ) from error
 
 
-def _distrust(channel: Any, address: str, shown: Shown) -> str | None:
+def _distrust(channel: Any, address: str, shown: ClientCredentials) -> str | None:
     """Return why one side rejected the other, if that prevents the connection: a call that does not wait reports it."""
     if shown.ca is None:
         return None
@@ -192,5 +192,5 @@ def _distrust(channel: Any, address: str, shown: Shown) -> str | None:
             found = error.code(), error.details()
             if reason := dial.distrust(address, shown, *found) or dial.closed_after_handshake(shown, *found):
                 return reason
-        time.sleep(AGAIN_S)
+        time.sleep(RETRY_INTERVAL_S)
     return None

@@ -13,12 +13,12 @@ from grpc_reflection.v1alpha import reflection
 
 from fedloom.errors import ExperimentError, argument
 from fedloom.transport.address import split_address
-from fedloom.transport.gate import Gate, connection_age, server_credentials
+from fedloom.transport.gate import AuthInterceptor, connection_age, server_credentials
 from fedloom.transport.health import Health, Probes, probed
-from fedloom.transport.limits import Sparing
+from fedloom.transport.limits import RateLimitFilter
 from fedloom.trust.options import Protection
 
-logging.getLogger("grpc._cython.cygrpc").addFilter(Sparing())
+logging.getLogger("grpc._cython.cygrpc").addFilter(RateLimitFilter())
 """Rate limit on gRPC's own log, which shows a traceback of each malformed health check or ungated call."""
 
 
@@ -43,7 +43,7 @@ async def listening(
     address: str,
     services: Mapping[str, Mapping[str, Any]],
     protection: Protection,
-    gate: Gate | None,
+    gate: AuthInterceptor | None,
     options: Sequence[tuple[str, Any]],
     health_address: str | None = None,
 ) -> Listening:

@@ -51,7 +51,7 @@ from fedloom.transport.codec import (
     serialize,
     together,
 )
-from fedloom.transport.failures import COME_AGAIN, FINAL, REFUSALS, described, hint
+from fedloom.transport.failures import FINAL, REFUSALS, RETRYABLE, described, hint
 from fedloom.transport.stream import (
     CHANNEL_OPTIONS,
     HELD_CONVERSATIONS,
@@ -66,7 +66,7 @@ from fedloom.transport.stream import (
     states_from_wire,
 )
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.trust.options import Credentials, Shown
+from fedloom.trust.options import ClientCredentials, Credentials
 from fedloom.words import REASON_CHARACTERS, printable
 
 log = logging.getLogger("fedloom.transport.worker")
@@ -674,7 +674,7 @@ class _Connection:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
 
-    def _show(self) -> Shown:
+    def _show(self) -> ClientCredentials:
         """Return our credentials; if our certificate has expired, raise _Distrust, which may be retried."""
         try:
             return self._credentials.show(split_address(self._address, what="the aggregator", lowest=1)[0])
@@ -697,7 +697,7 @@ class _Connection:
             refused = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
             unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in told)
             return _Distrust(words, refused, certain=True) if unknown and self.incarnation else refused
-        if code in COME_AGAIN:
+        if code in RETRYABLE:
             return _LaterError(described(code, details))
         certain = dial.distrust(self._address, self._shown, code, details)
         perhaps = None if self._outbox is not None else dial.closed_after_handshake(self._shown, code, details)

@@ -11,13 +11,13 @@ from typing import Any
 from pydantic import SecretStr
 
 from fedloom.trust.credentials import Certificate, validity
-from fedloom.trust.files import Reread
+from fedloom.trust.files import ReloadingFile
 from fedloom.trust.identities import MAX_CLIENTS, Action, Identity, Role, read_identities
 from fedloom.trust.tokens import Token, Tokens, keep_token, read_tokens, token_id
 
 
 @dataclass(frozen=True)
-class Presented:
+class PeerCredentials:
     """Credentials that a peer presents: a certificate, a token, both or neither."""
 
     certificate: Certificate | None = None
@@ -113,8 +113,10 @@ class Access:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._now = now
-        self._tokens = Reread([tokens], lambda: read_tokens(tokens)) if tokens is not None else None
-        self._table = Reread([identities], lambda: read_identities(identities)) if identities is not None else None
+        self._tokens = ReloadingFile([tokens], lambda: read_tokens(tokens)) if tokens is not None else None
+        self._table = (
+            ReloadingFile([identities], lambda: read_identities(identities)) if identities is not None else None
+        )
         self._shared = Tokens(() if shared is None else (keep_token(SHARED.name, shared),))
 
     @property
@@ -134,10 +136,10 @@ class Access:
         return {path: file.version for file in self._files for path in file.paths}
 
     @property
-    def _files(self) -> list[Reread[Any]]:
+    def _files(self) -> list[ReloadingFile[Any]]:
         return [file for file in (self._tokens, self._table) if file is not None]
 
-    def admit(self, presented: Presented, action: Action) -> Admitted:
+    def admit(self, presented: PeerCredentials, action: Action) -> Admitted:
         """Return the admitted peer if it may do this.
 
         Raises

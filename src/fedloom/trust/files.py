@@ -95,7 +95,7 @@ def _fill(path: Path, text: str, mode: int) -> None:
         os.fsync(file.fileno())
 
 
-class Reread(Generic[_T]):
+class ReloadingFile(Generic[_T]):
     """Value read from files, reloaded when one of them changes.
 
     Files that cannot be read or are invalid cause a warning; the previous value stays in force until they change again.

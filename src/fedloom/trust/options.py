@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from fedloom.errors import ExperimentError, RefusedError, argument, spelled
 from fedloom.trust.access import Access
 from fedloom.trust.credentials import KeyPair, read_ca, read_key_pair, validity
-from fedloom.trust.files import Reread
+from fedloom.trust.files import ReloadingFile
 from fedloom.trust.tokens import checked_token, read_secret
 
 log = logging.getLogger("fedloom.trust")
@@ -90,7 +90,7 @@ def token_of(environment: Mapping[str, str] = os.environ) -> SecretStr | None:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ClientCredentials:
     """Our credentials, and the trusted authorities, as currently in the files."""
 
     ca: bytes | None
@@ -123,24 +123,24 @@ class Credentials:
         paths = [
             path for path in (options.ca, options.certificate, options.key, options.token_file) if path is not None
         ]
-        self._files = Reread(paths, self._read)
+        self._files = ReloadingFile(paths, self._read)
 
-    def _read(self) -> Shown:
+    def _read(self) -> ClientCredentials:
         options = self._options
         pair = token = None
         if options.certificate is not None and options.key is not None:
             pair = read_key_pair(options.certificate, options.key)
         if options.token_file is not None:
             token = read_secret(options.token_file)
-        return Shown(None if options.ca is None else read_ca(options.ca), pair, token or options.token)
+        return ClientCredentials(None if options.ca is None else read_ca(options.ca), pair, token or options.token)
 
     @property
-    def current(self) -> Shown:
+    def current(self) -> ClientCredentials:
         """Current credentials, reloaded if the files have changed."""
         self._files.refresh()
         return self._files.value
 
-    def show(self, host: str) -> Shown:
+    def show(self, host: str) -> ClientCredentials:
         """Return the credentials to present to an aggregator on a host.
 
         Raises
@@ -231,11 +231,11 @@ class Protection:
                 f"{argument('identities')} needs {argument('tls_ca')}, {argument('tokens')}, or both.", key="identities"
             )
         self._insecure = options.insecure
-        self.tls: Reread[ServerFiles] | None = None
+        self.tls: ReloadingFile[ServerFiles] | None = None
         if certificate is not None and key is not None:
             paths = [path for path in (certificate, key, ca) if path is not None]
             read = lambda: ServerFiles(read_key_pair(certificate, key), None if ca is None else read_ca(ca))  # noqa: E731
-            self.tls = Reread(paths, read)
+            self.tls = ReloadingFile(paths, read)
         self.access = Access(options.tokens, options.identities, shared=options.token) if known else None
 
     def check(self, host: str) -> None:

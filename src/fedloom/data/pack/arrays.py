@@ -19,9 +19,9 @@ from fedloom.data.own import Own
 from fedloom.data.pack.examples import (
     Batches,
     Examples,
-    Mistakes,
     Request,
     Tell,
+    ValidationErrors,
     check_unpacked,
     listed,
     names_of,
@@ -39,7 +39,7 @@ MOST_CHANNELS = 4
 """Maximum channels of an image: a larger channel axis before a last axis this small means channels-last images."""
 
 
-def read_arrays(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
+def read_arrays(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
     """Read the arrays of a file.
 
     ``y`` holds positions in the classes, from 0, or class names.
@@ -104,7 +104,7 @@ def _owners(
     named: list[tuple[str, int]],
     arrays: Mapping[str, NDArray[Any]],
     where: Callable[[int], str],
-    mistakes: Mistakes,
+    mistakes: ValidationErrors,
 ) -> tuple[str, ...]:
     for name, size in named:
         found = arrays[name]
@@ -137,7 +137,7 @@ def examples_of(
     DataError
         If the arrays are invalid; names the owner, the array, the value found and the values allowed.
     """
-    mistakes, form = Mistakes("the arrays"), None
+    mistakes, form = ValidationErrors("the arrays"), None
     names = None if classes is None else _given_classes(classes)
     xs: list[tuple[str, NDArray[Any]]] = []
     ys: list[NDArray[Any]] = []
@@ -248,7 +248,7 @@ def numbered(
     classes: tuple[str, ...] | None,
     kind: Kind,
     where: Callable[[int], str],
-    mistakes: Mistakes,
+    mistakes: ValidationErrors,
     *,
     in_order: bool = False,
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:

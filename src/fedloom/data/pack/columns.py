@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell, check_unpacked
+from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, check_unpacked
 from fedloom.data.pack.tables import ROWS, Table, begin
 from fedloom.data.values import found_classes, numbers
 from fedloom.errors import DataError, ExperimentError
@@ -23,7 +23,7 @@ NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
 """Numpy type that holds a numeric column, by the kind code of its dtype."""
 
 
-def read_parquet(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
+def read_parquet(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
     """Read a Parquet file with one column for each number of an input.
 
     Raises
@@ -77,7 +77,7 @@ def _of_arrow(column: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     return whole.to_numpy(zero_copy_only=False), missing
 
 
-def read_frame(frame: DataFrame, request: Request, mistakes: Mistakes) -> Examples:
+def read_frame(frame: DataFrame, request: Request, mistakes: ValidationErrors) -> Examples:
     """Read a DataFrame with one row per example; the result is grouped by owner, in order of the owners' names.
 
     Raises
@@ -137,7 +137,7 @@ def _take(
     columns: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]],
     texts: dict[str, list[object]],
     places: Sequence[object],
-    mistakes: Mistakes,
+    mistakes: ValidationErrors,
 ) -> None:
     """Add rows: the values and missing mask of each feature, and the label, split and owner columns."""
     first = len(table.places)

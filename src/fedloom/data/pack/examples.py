@@ -24,7 +24,7 @@ from fedloom.data.values import (
     plain_numbers,
 )
 from fedloom.errors import DataError, argument
-from fedloom.words import composed, counted, shortened
+from fedloom.words import composed, pluralize, shortened
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 
@@ -111,7 +111,7 @@ class Request:
 
 
 @dataclass
-class Mistakes:
+class ValidationErrors:
     """Errors in a source: a count for each kind of error, and its first places."""
 
     source: str
@@ -140,10 +140,10 @@ class Mistakes:
         """
         if not self._counts:
             return
-        lines = [f"{self.source}: {counted(sum(self._counts.values()), 'mistake')}{self.outcome}"]
+        lines = [f"{self.source}: {pluralize(sum(self._counts.values()), 'mistake')}{self.outcome}"]
         for what, count in self._counts.items():
             places = "; ".join(self._places[what]) + ("; ..." if count > len(self._places[what]) else "")
-            lines.append(f"  {what}, in {counted(count, 'place')}: {places}")
+            lines.append(f"  {what}, in {pluralize(count, 'place')}: {places}")
         raise DataError("\n".join(lines))
 
 
@@ -154,7 +154,7 @@ class Batches:
     kind: Kind
     shape: tuple[int, ...]
     classes: int
-    mistakes: Mistakes
+    mistakes: ValidationErrors
     name: Callable[[int], str]
     """Returns the name of the j-th number of an input."""
     _kept: list[Inputs] = field(default_factory=list)
@@ -209,7 +209,7 @@ class Batches:
 
 
 def names_of(
-    labels: Iterable[object], where: Callable[[int], str], mistakes: Mistakes, what: str = "label"
+    labels: Iterable[object], where: Callable[[int], str], mistakes: ValidationErrors, what: str = "label"
 ) -> list[str | None]:
     """Return labels or owners as text: digits if all are numbers, None where missing, ``?`` where invalid."""
     known: dict[tuple[type, object], tuple[str | None, str | None]] = {}
@@ -235,7 +235,7 @@ def _name_of(label: object) -> tuple[str | None, str | None]:
 
 
 def positions(
-    labels: Sequence[str | None], classes: Sequence[str] | None, where: Callable[[int], str], mistakes: Mistakes
+    labels: Sequence[str | None], classes: Sequence[str] | None, where: Callable[[int], str], mistakes: ValidationErrors
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Return each label's position in the classes, ``[n]``, and the classes.
 
@@ -269,10 +269,12 @@ def notes_of_classes(classes: Sequence[str]) -> tuple[str, ...]:
     """Return a note for the owner of integer labels, unless the labels are 0, 1, 2 and so on."""
     if not are_numbers(classes) or tuple(classes) == tuple(map(str, range(len(classes)))):
         return ()
-    return (f"{counted(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
+    return (f"{pluralize(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
 
 
-def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], mistakes: Mistakes) -> tuple[str, ...]:
+def _classes_of(
+    labels: Sequence[str | None], where: Callable[[int], str], mistakes: ValidationErrors
+) -> tuple[str, ...]:
     """Return the distinct labels, and record an error if they are a measured quantity."""
     different = {label for label in labels if label}
     classes = found_classes(different)
@@ -281,15 +283,17 @@ def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], mista
         quantity = different
     places = [i for i, label in enumerate(labels) if label in quantity]
     mistakes.add_many(
-        f"a measured quantity ({counted(len(different), 'different number')}), and classes are names or whole numbers "
-        "that repeat",
+        f"a measured quantity ({pluralize(len(different), 'different number')}), and classes are names or whole "
+        "numbers that repeat",
         len(places),
         (f"{where(i)}: {labels[i]}" for i in places),
     )
     return classes
 
 
-def split_positions(names: Sequence[str | None], where: Callable[[int], str], mistakes: Mistakes) -> NDArray[np.int64]:
+def split_positions(
+    names: Sequence[str | None], where: Callable[[int], str], mistakes: ValidationErrors
+) -> NDArray[np.int64]:
     """Return the position in ``SPLITS`` for each split name of a source, ``[n]``."""
     place = np.array([SPLIT_NAMES.get((name or "").strip().lower(), -1) for name in names], dtype=np.int64)
     wrong = np.flatnonzero(place < 0).tolist()

@@ -16,20 +16,20 @@ from numpy.typing import NDArray
 from fedloom.data.apportion import stratified
 from fedloom.data.copies import equal_inputs
 from fedloom.data.folders import published
-from fedloom.data.keyed import keyed_generator
+from fedloom.data.keyed import make_rng
 from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard, Moments
 from fedloom.data.pack.arrays import read_arrays
 from fedloom.data.pack.columns import read_parquet
-from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell
+from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
 from fedloom.data.pack.texts import read_text
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, sync
-from fedloom.words import counted
+from fedloom.words import pluralize
 
-Reader: TypeAlias = Callable[[Path, Request, Mistakes, Tell], Examples]
+Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, Tell], Examples]
 
 FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".csv": ("csv", read_csv),
@@ -113,7 +113,7 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
     if out.exists():
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
     form, reader = _reader(source)
-    mistakes = Mistakes(str(source))
+    mistakes = ValidationErrors(str(source))
     try:
         examples = reader(source, settings.request, mistakes, tell)
     except OSError as error:
@@ -169,7 +169,7 @@ def _reader(source: Path) -> tuple[str, Reader]:
 
 
 def _divided(
-    examples: Examples, settings: PackSettings, name: str, mistakes: Mistakes
+    examples: Examples, settings: PackSettings, name: str, mistakes: ValidationErrors
 ) -> tuple[NDArray[np.int64], list[str]]:
     """Return each example's position in ``SPLITS``, ``[n]``, and notes on the split.
 
@@ -189,7 +189,7 @@ def _divided(
             split = _drawn(examples, group, settings, name)
             copies = len(group) - len(np.unique(group))
             if copies:
-                repeat = counted(copies, "example repeats an earlier input", "examples repeat an earlier input")
+                repeat = pluralize(copies, "example repeats an earlier input", "examples repeat an earlier input")
                 notes.append(f"{repeat}; equal inputs stay in one split")
         else:
             split = examples.split
@@ -197,7 +197,7 @@ def _divided(
     empty = [SPLITS[place] for place in range(len(SPLITS)) if not (split == place).any()]
     if empty:
         raise DataError(
-            f"{mistakes.source}: found {counted(len(examples.x), 'example')}, and none for {', '.join(empty)}; "
+            f"{mistakes.source}: found {pluralize(len(examples.x), 'example')}, and none for {', '.join(empty)}; "
             "allowed: at least one different input in each of train, validation and test"
         )
     return split, notes
@@ -212,7 +212,7 @@ def _drawn(examples: Examples, group: NDArray[np.int64], settings: PackSettings,
     for place, fraction in ((2, settings.test_fraction), (1, settings.validation_fraction)):
         candidates = firsts[rest]
         size = min(max(1, math.floor(fraction * len(candidates) + 0.5)), len(candidates))
-        out = stratified(labels[candidates], size, keyed_generator(settings.seed, "pack", name, SPLITS[place]))
+        out = stratified(labels[candidates], size, make_rng(settings.seed, "pack", name, SPLITS[place]))
         of_first[candidates[out]] = place
         rest[rest] = ~out
     split: NDArray[np.int64] = of_first[group]
@@ -231,7 +231,9 @@ def _by_time(count: int, settings: PackSettings, overlap: int) -> NDArray[np.int
     return split
 
 
-def _refuse_shared(examples: Examples, group: NDArray[np.int64], split: NDArray[np.int64], mistakes: Mistakes) -> None:
+def _refuse_shared(
+    examples: Examples, group: NDArray[np.int64], split: NDArray[np.int64], mistakes: ValidationErrors
+) -> None:
     """Reject inputs that occur in more than one of the splits that a source sets."""
     shared = np.flatnonzero(split != split[group]).tolist()
     mistakes.add_many(

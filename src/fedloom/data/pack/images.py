@@ -11,17 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.listing import files_below, folders_in
-from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Mistakes, Request, Tell, listed
+from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.pixels import GREY, UnfitImage, endings, read_picture
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.words import composed, counted
+from fedloom.words import composed, pluralize
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def read_images(folder: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
+def read_images(folder: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
     """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on.
 
     Hidden files and those that operating systems leave behind are skipped; links to folders are followed. With
@@ -192,7 +192,7 @@ class _Taken:
 
     def notes(self) -> tuple[str, ...]:
         """Return how many images were changed, and how."""
-        return tuple(f"{counted(count, 'image')} {what}" for what, count in self._changed.items())
+        return tuple(f"{pluralize(count, 'image')} {what}" for what, count in self._changed.items())
 
 
 def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:

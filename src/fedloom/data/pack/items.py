@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedloom.data.pack.pixels import PALETTES, UnfitImage, check_depth, check_frames, orientation
 from fedloom.data.values import as_array
 from fedloom.errors import DataError
-from fedloom.words import counted
+from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -64,7 +64,7 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
         raise DataError(f"{what}: has no examples")
     if len({isinstance(label, str) for label in labels}) > 1:
         raise DataError(f"{what}: has labels that are numbers and labels that are names; use one of the two for all")
-    told = tuple(f"{counted(count, 'image')} {note}" for note, count in changed.items())
+    told = tuple(f"{pluralize(count, 'image')} {note}" for note, count in changed.items())
     return np.stack(images), np.array(labels), told
 
 

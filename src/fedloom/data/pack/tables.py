@@ -16,9 +16,9 @@ from fedloom.data.manifest import Kind
 from fedloom.data.pack.examples import (
     Batches,
     Examples,
-    Mistakes,
     Request,
     Tell,
+    ValidationErrors,
     input_shape,
     listed,
     names_of,
@@ -92,7 +92,7 @@ class Table:
 
 
 def begin(
-    header: Sequence[str], request: Request, mistakes: Mistakes, row_name: str, index: Sequence[str] = ()
+    header: Sequence[str], request: Request, mistakes: ValidationErrors, row_name: str, index: Sequence[str] = ()
 ) -> tuple[Table, tuple[str, ...]]:
     """Find the columns by their names.
 
@@ -165,7 +165,7 @@ def _nameless(name: str) -> bool:
     return not name or UNNAMED.fullmatch(name) is not None
 
 
-def read_csv(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
+def read_csv(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
     """Read a CSV file (RFC 4180, UTF-8) with a header.
 
     Raises
@@ -219,7 +219,7 @@ def _check_header(header: Sequence[str], source: str) -> None:
         raise DataError(f"{source}: found {header[0]!r:.60} in the first line; expected names separated by commas")
 
 
-def _take_text(table: Table, rows: Sequence[Sequence[str]], mistakes: Mistakes) -> None:
+def _take_text(table: Table, rows: Sequence[Sequence[str]], mistakes: ValidationErrors) -> None:
     """Add rows of text; cells that are not numbers are recorded as errors."""
     if not rows:
         return
@@ -243,7 +243,7 @@ def _take_text(table: Table, rows: Sequence[Sequence[str]], mistakes: Mistakes) 
 
 
 def _cell_by_cell(
-    rows: Sequence[Sequence[str]], table: Table, first: int, mistakes: Mistakes
+    rows: Sequence[Sequence[str]], table: Table, first: int, mistakes: ValidationErrors
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     where = table.cell(first)
     values = np.zeros((len(rows), len(rows[0])))

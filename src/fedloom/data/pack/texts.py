@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fedloom.data.pack.examples import Examples, Mistakes, Request, Tell, undecodable_line
+from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, undecodable_line
 from fedloom.errors import DataError, ExperimentError, argument
 
 
-def read_text(path: Path, request: Request, mistakes: Mistakes, tell: Tell) -> Examples:
+def read_text(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
     """Read a UTF-8 text; the classes are its characters, and ``input_shape`` sets the characters per input.
 
     Raises

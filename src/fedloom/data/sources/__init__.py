@@ -6,7 +6,7 @@ another package, use the entry point ``fedloom.sources`` (docs/extending.md).
 
 from __future__ import annotations
 
-from fedloom.data.sources.base import Official, Owners, Pool, Progress, Source
+from fedloom.data.sources.base import Owners, Pool, Progress, RawDataset, Source
 from fedloom.data.sources.cifar10 import CIFAR10
 from fedloom.data.sources.cifar100 import CIFAR100
 from fedloom.data.sources.fashion_mnist import FASHION_MNIST
@@ -20,7 +20,19 @@ from fedloom.data.sources.vowel import VOWEL
 from fedloom.errors import ExperimentError
 from fedloom.plugins import plugins
 
-__all__ = ["SOURCES", "Official", "Owners", "Pool", "Progress", "Source", "checksums", "fetch", "find", "load", "size"]
+__all__ = [
+    "SOURCES",
+    "Owners",
+    "Pool",
+    "Progress",
+    "RawDataset",
+    "Source",
+    "checksums",
+    "fetch",
+    "find",
+    "load",
+    "size",
+]
 
 SOURCES: dict[str, Source] = {
     source.name: source

@@ -68,7 +68,7 @@ class Owners:
 
 
 @dataclass(frozen=True, eq=False)
-class Official:
+class RawDataset:
     """Content of a source's files: the official train and test pools, and the owners of the examples where known.
 
     Attributes
@@ -204,7 +204,7 @@ class Source:
     licence: str
     files: tuple[SourceFile, ...]
     fetchers: tuple[Fetcher, ...]
-    read: Callable[[Mapping[str, bytes]], Official]
+    read: Callable[[Mapping[str, bytes]], RawDataset]
     kind: Kind = "pixels"
     needs: tuple[Source, ...] = ()
     own: OwnFiles | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.base import FetchFailed, Official, Pool, Progress, Report, Source, SourceFile
+from fedloom.data.sources.base import FetchFailed, Pool, Progress, RawDataset, Report, Source, SourceFile
 from fedloom.data.sources.fetchers import DownloadArchive, NpmPackage
 from fedloom.errors import DataError
 
@@ -57,10 +57,10 @@ def pool(contents: Mapping[str, bytes], names: Sequence[str], label_bytes: int, 
     return Pool(np.concatenate(inputs), np.concatenate(labels))
 
 
-def read(contents: Mapping[str, bytes]) -> Official:
+def read(contents: Mapping[str, bytes]) -> RawDataset:
     """Return the content of the six binary files."""
     train = [f"data_batch_{i}.bin" for i in range(1, 6)]
-    return Official(pool(contents, train, 1, 10), pool(contents, ["test_batch.bin"], 1, 10))
+    return RawDataset(pool(contents, train, 1, 10), pool(contents, ["test_batch.bin"], 1, 10))
 
 
 @dataclass(frozen=True)

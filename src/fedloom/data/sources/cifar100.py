@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedloom.data.sources.base import Official, Source, SourceFile
+from fedloom.data.sources.base import RawDataset, Source, SourceFile
 from fedloom.data.sources.cifar10 import SHAPE, pool
 from fedloom.data.sources.fetchers import DownloadArchive
 
@@ -28,10 +28,10 @@ FINE = (
 # fmt: on
 
 
-def read(contents: Mapping[str, bytes]) -> Official:
+def read(contents: Mapping[str, bytes]) -> RawDataset:
     """Return the content of the two binary files."""
     train, test = (pool(contents, [name], 2, len(FINE)) for name in ("train.bin", "test.bin"))
-    return Official(train, test)
+    return RawDataset(train, test)
 
 
 CIFAR100 = Source(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources import leaf
-from fedloom.data.sources.base import Official, Source
+from fedloom.data.sources.base import RawDataset, Source
 from fedloom.errors import DataError
 
 SIDE = 28
@@ -52,7 +52,7 @@ def encode(x: list[Any], y: list[Any], where: str) -> tuple[NDArray[np.uint8], N
     return pixels.astype(np.uint8).reshape(-1, 1, SIDE, SIDE), np.array(y, dtype=np.int64)
 
 
-def read(contents: Mapping[str, bytes]) -> Official:
+def read(contents: Mapping[str, bytes]) -> RawDataset:
     """Return the content of LEAF's files."""
     return leaf.read(contents, encode)
 

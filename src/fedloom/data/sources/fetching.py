@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedloom.data.folders import data_root, locked, naming_owner, published
-from fedloom.data.sources.base import Fetcher, FetchFailed, Official, Progress, Report, Source, SourceFile
+from fedloom.data.sources.base import Fetcher, FetchFailed, Progress, RawDataset, Report, Source, SourceFile
 from fedloom.data.sources.fetchers import Copy
 from fedloom.errors import DataError
 from fedloom.storage.folder import fill, read_file, sync
@@ -78,7 +78,7 @@ def fetch(
     return folder
 
 
-def load(source: Source, root: Path | str | None = None) -> Official:
+def load(source: Source, root: Path | str | None = None) -> RawDataset:
     """Return the content of a source's files, read from disk and verified against their checksums.
 
     Raises

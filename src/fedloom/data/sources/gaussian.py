@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedloom.data.sources.base import Official, Source
+from fedloom.data.sources.base import RawDataset, Source
 from fedloom.errors import DataError
 
 
-def read(contents: Mapping[str, bytes]) -> Official:
+def read(contents: Mapping[str, bytes]) -> RawDataset:
     """Raise: there is nothing to read.
 
     Raises

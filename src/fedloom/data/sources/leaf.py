@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.base import Official, Owners, OwnFiles, Pool
+from fedloom.data.sources.base import Owners, OwnFiles, Pool, RawDataset
 from fedloom.errors import DataError
 
 Encode: TypeAlias = Callable[[list[Any], list[Any], str], tuple[NDArray[np.uint8], NDArray[np.int64]]]
@@ -48,7 +48,7 @@ def names(folder: Path) -> tuple[str, ...]:
 OWN_FILES = OwnFiles("LEAF's train/*.json and test/*.json, or its all_data/*.json", names)
 
 
-def read(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -> Official:
+def read(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -> RawDataset:
     """Return the content of LEAF's files, with one file in memory at a time; its users are the owners.
 
     Parameters
@@ -93,7 +93,7 @@ def read(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -> Off
     if not divided:
         train = pools[0]
         pools.append(Pool(train.inputs[:0], train.labels[:0], np.empty(0, dtype=np.int64)))
-    return Official(pools[0], pools[1], Owners(tuple(index), divided, overlap))
+    return RawDataset(pools[0], pools[1], Owners(tuple(index), divided, overlap))
 
 
 def _users(content: bytes, name: str) -> list[tuple[str, list[Any], list[Any]]]:

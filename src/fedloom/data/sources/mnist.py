@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedloom.data import idx
-from fedloom.data.sources.base import Official, Pool, Source, SourceFile
+from fedloom.data.sources.base import Pool, RawDataset, Source, SourceFile
 from fedloom.data.sources.fetchers import Download, NpmPackage
 
 
-def read(contents: Mapping[str, bytes]) -> Official:
+def read(contents: Mapping[str, bytes]) -> RawDataset:
     """Return the content of the four IDX files of MNIST and data sets in its format."""
     train, test = (
         Pool(
@@ -20,7 +20,7 @@ def read(contents: Mapping[str, bytes]) -> Official:
         )
         for part in ("train", "t10k")
     )
-    return Official(train, test)
+    return RawDataset(train, test)
 
 
 MNIST = Source(

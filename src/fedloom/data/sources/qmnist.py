@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedloom.data import idx
 from fedloom.data.sources import mnist
-from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
+from fedloom.data.sources.base import Owners, Pool, RawDataset, Source, SourceFile
 from fedloom.data.sources.fetchers import Download
 from fedloom.errors import DataError
 
@@ -21,7 +21,7 @@ COLUMNS = 8
 CLASS, WRITER = 0, 2
 
 
-def read(contents: Mapping[str, bytes]) -> Official:
+def read(contents: Mapping[str, bytes]) -> RawDataset:
     """Return MNIST's examples with their writers; the test writers differ from the train writers.
 
     Raises
@@ -39,7 +39,7 @@ def read(contents: Mapping[str, bytes]) -> Official:
     }
     ids, owners = np.unique(np.concatenate([writers["train"], writers["test"]]), return_inverse=True)
     train, test = np.split(owners.astype(np.int64), [len(digits.train)])
-    return Official(
+    return RawDataset(
         Pool(digits.train.inputs, digits.train.labels, train),
         Pool(digits.test.inputs, digits.test.labels, test),
         Owners(tuple(f"writer-{i:04d}" for i in ids), divided=False),

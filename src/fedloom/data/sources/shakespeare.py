@@ -16,7 +16,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from fedloom.data.sources import leaf
-from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
+from fedloom.data.sources.base import Owners, Pool, RawDataset, Source, SourceFile
 from fedloom.data.sources.fetchers import SourcePackage
 from fedloom.errors import DataError
 
@@ -130,7 +130,7 @@ def _label(line: str) -> str | None:
     return name if found[2] or name.isupper() else None
 
 
-def read(contents: Mapping[str, bytes]) -> Official:
+def read(contents: Mapping[str, bytes]) -> RawDataset:
     """Return LEAF's windows if the user supplied LEAF's files, else those of the plays."""
     if any(name.endswith(".json") for name in contents):
         return leaf.read(contents, encode, overlap=WINDOW)
@@ -147,7 +147,7 @@ def read(contents: Mapping[str, bytes]) -> Official:
     return windows(texts)
 
 
-def windows(texts: Mapping[str, NDArray[np.uint8]]) -> Official:
+def windows(texts: Mapping[str, NDArray[np.uint8]]) -> RawDataset:
     """Return every window of 80 characters of each owner's text, with the character after it.
 
     A window and its next character lie in the first 80 % of the text (train) or in the rest (test). The 80 windows
@@ -169,7 +169,7 @@ def windows(texts: Mapping[str, NDArray[np.uint8]]) -> Official:
         for part in ("train", "test")
         for chosen in [np.concatenate(starts[part])]
     )
-    return Official(train, test, Owners(tuple(texts), divided=True, overlap=WINDOW))
+    return RawDataset(train, test, Owners(tuple(texts), divided=True, overlap=WINDOW))
 
 
 SHAKESPEARE = Source(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.data.sources.base import Official, Owners, Pool, Source, SourceFile
+from fedloom.data.sources.base import Owners, Pool, RawDataset, Source, SourceFile
 from fedloom.data.sources.fetchers import Copy, DebianPackage
 from fedloom.data.sources.rda import Factor, data_frame
 
@@ -21,7 +21,7 @@ REPETITIONS = 6
 """Repetitions of each vowel by each speaker; the first half is for training."""
 
 
-def read(contents: Mapping[str, bytes]) -> Official:
+def read(contents: Mapping[str, bytes]) -> RawDataset:
     """Return nine features of each utterance; the first three repetitions of a speaker's vowel are for training."""
     columns = data_frame(contents["Vowel.rda"], "Vowel")
     speaker, vowel = columns["V1"], columns["Class"]
@@ -33,7 +33,7 @@ def read(contents: Mapping[str, bytes]) -> Official:
     repetition = np.array([np.count_nonzero(spoken[:i] == spoken[i]) for i in range(len(spoken))])
     train = repetition < REPETITIONS // 2
     pools = [Pool(inputs[part], vowel.codes[part], speaker.codes[part]) for part in (train, ~train)]
-    return Official(pools[0], pools[1], Owners(tuple(f"speaker-{level}" for level in speaker.levels), divided=True))
+    return RawDataset(pools[0], pools[1], Owners(tuple(f"speaker-{level}" for level in speaker.levels), divided=True))
 
 
 VOWEL = Source(
