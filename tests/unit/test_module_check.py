@@ -221,6 +221,7 @@ def test_a_parametrized_or_shared_head_is_refused_by_methods_that_cannot_have_it
 # --- draws, states, probabilities -------------------------------------------------------------------------------------
 
 
+NUMBERS = np.random.default_rng(0)
 GENERATOR = torch.Generator().manual_seed(0)
 
 
@@ -253,8 +254,9 @@ class Inner(nn.Module):
         random.random,
         lambda: np.random.rand(),  # noqa: NPY002
         lambda: torch.rand((), generator=GENERATOR),
+        lambda: NUMBERS.random(),
     ],
-    ids=["torch", "python", "numpy", "own"],
+    ids=["torch", "python", "numpy", "own", "numpy's own"],
 )
 def test_a_draw_is_refused_however_seldom_it_matters(draw: Any) -> None:
     states = torch.get_rng_state(), random.getstate()

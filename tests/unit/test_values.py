@@ -32,6 +32,7 @@ from fedloom.data.sources.fetchers import uncompressed
 from fedloom.data.values import number, numbers
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of
+from fedloom.models.codes import check_codes
 from fedloom.models.factories import FACTORIES
 from fedloom.models.registry import ModuleSettings
 from fedloom.runner.assemble import make_partition
@@ -454,35 +455,51 @@ def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
 
 
 class Codes(nn.Module):
-    """Looks a feature up as a code, or the number of a bucket."""
+    """Looks a feature up as a code, or the number of a bucket, in one of the ways that torch has."""
 
-    def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, cut: Callable[[torch.Tensor], torch.Tensor], way: str = "table") -> None:
         super().__init__()
-        self.cut, self.table, self.out = cut, nn.Embedding(50, 4), nn.Linear(4, 3)
+        self.cut, self.way, self.table, self.out = cut, way, nn.Embedding(50, 4), nn.Linear(4, 3)
+        self.widen = nn.Linear(50, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.out(self.table(self.cut(x[:, 0])))
+        codes = self.cut(x[:, 0])
+        rows = {
+            "table": lambda: self.table(codes),
+            "function": lambda: nn.functional.embedding(codes, self.table.weight),
+            "index": lambda: self.table.weight[codes],
+            "select": lambda: self.table.weight.index_select(0, codes),
+            "one_hot": lambda: self.widen(nn.functional.one_hot(codes, 50).float()),
+        }[self.way]()
+        found: torch.Tensor = self.out(rows)
         return found
 
 
-def folded() -> nn.Module:
-    """A module that folds codes into its table."""
-    return Codes(lambda x: x.long() % 50)
+def fold(x: torch.Tensor) -> torch.Tensor:
+    return x.long() % 50
 
 
-def bucketed() -> nn.Module:
-    """A module that looks up in which bucket a standardized value is."""
-    return Codes(lambda x: torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])))
+def bucket(x: torch.Tensor) -> torch.Tensor:
+    return torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0]))
 
 
-def test_codes_that_are_cut_from_standardized_features_are_refused_before_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(FACTORIES, f"{__name__}:folded,{__name__}:bucketed")
+@pytest.mark.parametrize("way", ["table", "function", "index", "select", "one_hot"])
+def test_codes_that_are_cut_from_standardized_features_are_refused_before_training(way: str) -> None:
     with pytest.raises(ExperimentError) as error:
+        check_codes(lambda: nn.Sequential(Codes(fold, way)), (1,))
+    assert tells(str(error.value), "model.factory", "'0.table'" if way == "table" else "'0'", "standardized")
+    check_codes(lambda: nn.Sequential(Codes(bucket, way)), (1,))
+
+
+def folded() -> nn.Module:
+    """Fold codes into a table."""
+    return Codes(fold)
+
+
+def test_a_factory_is_checked_for_codes_where_the_data_are_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FACTORIES, f"{__name__}:folded")
+    with pytest.raises(ExperimentError, match="standardized"):
         ModuleSettings(factory=f"{__name__}:folded").build((1,), 3, "features")
-    assert tells(str(error.value), "model.factory", "'table'", "standardized")
-    assert ModuleSettings(factory=f"{__name__}:bucketed").build((1,), 3, "features").layout
 
 
 def test_numbers_of_other_types_are_refused() -> None:

@@ -1,21 +1,29 @@
-"""Check that no embedding looks up category codes cut from features, which are standardized before use."""
+"""Check that no module looks up category codes cut from features, which are standardized before use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fedloom.errors import ExperimentError
+from fedloom.models.module_layers import hooks, named
 
 PROBES = (5.0, 6.0, 7.0)
 """Far-out standardized features at which codes cut from them differ and codes from buckets do not."""
 
+LOOKUPS = frozenset(
+    {"__getitem__", "embedding", "embedding_bag", "gather", "index_select", "one_hot", "take", "take_along_dim"}
+)
+"""Functions of torch that look values up by integers."""
+
 
 def check_codes(make: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> None:
-    """Reject a module whose embeddings look up codes cut from features.
+    """Reject a module that looks up codes cut from features.
 
     Parameters
     ----------
@@ -27,31 +35,59 @@ def check_codes(make: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
     Raises
     ------
     ExperimentError
-        If there is such an embedding; the error names the layer.
+        If there is such a lookup; the error names the layer.
     """
     with torch.random.fork_rng(devices=[]):
-        found = _cut_from_features(make(), input_shape)
-    if found is not None:
-        raise ExperimentError(
-            f"model.factory: layer {found!r} looks up codes that are cut from the features, and features are "
-            "standardized as measurements: it would get other codes than the data have",
-            hint="give the network a column of 0 and 1 for each category, and multiply them by a linear layer",
-        )
+        module = make().eval()
+        seen = [_lookups(module, input_shape, value) for value in PROBES]
+    for (where, first), *others in zip(*seen, strict=False):
+        if any(not torch.equal(first, other) for _, other in others):
+            raise ExperimentError(
+                f"{named(where, module.get_submodule(where))} looks up codes that are cut from the features, and "
+                "features are standardized as measurements: it would get other codes than the data have",
+                hint="give the network a column of 0 and 1 for each category, and multiply them by a linear layer",
+            )
 
 
-def _cut_from_features(module: nn.Module, input_shape: tuple[int, ...]) -> str | None:
-    """Return the name of an embedding whose indices depend on the inputs; None if there is none."""
-    layers = {
-        name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
-    }
-    seen: dict[str, list[Tensor]] = {name: [] for name in layers}
+def _lookups(module: nn.Module, input_shape: tuple[int, ...], value: float) -> list[tuple[str, Tensor]]:
+    """Return the layer and the integers of each lookup, for inputs that consist of one value."""
+    layers: list[str] = []
+    mode = _Lookups(layers)
+    inside = hooks(module, lambda name, layer: layers.remove(name), lambda name, layer: layers.append(name))
+    with inside, mode, torch.no_grad(), suppress(Exception):  # expected: integers out of range
+        module(torch.full((2, *input_shape), value))
+    return mode.found
 
-    def noted(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, given: seen[name].append(given[0].detach().clone())
 
-    for name, layer in layers.items():
-        layer.register_forward_pre_hook(noted(name))
-    for value in PROBES if layers else ():
-        with torch.no_grad(), suppress(Exception):  # expected: indices out of range
-            module(torch.full((2, *input_shape), value))
-    return next((name for name, x in seen.items() if any(not torch.equal(x[0], other) for other in x)), None)
+class _Lookups(TorchFunctionMode):
+    """Mode that records the integers by which functions of torch look values up.
+
+    Parameters
+    ----------
+    layers
+        Names of the layers that are being called, the innermost last.
+    """
+
+    def __init__(self, layers: list[str]) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Tensor]] = []
+        self._layers = layers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch."""
+        if getattr(func, "__name__", "") in LOOKUPS:
+            where = self._layers[-1] if self._layers else ""
+            self.found += [(where, integers.clone()) for integers in _integers((args, kwargs or {}))]
+        return func(*args, **(kwargs or {}))
+
+
+def _integers(value: Any) -> Iterator[Tensor]:
+    """Yield the integer tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
+            yield value
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _integers(item)

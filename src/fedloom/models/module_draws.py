@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,13 +23,13 @@ def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[N
 
     ``watch`` also detects generators other than the global ones; some layers then use another kernel.
     """
-    given = _GivenGenerators()
-    before = _generators() | {given.name: given.used}
+    given, numpy = _GivenGenerators(), _numpy_generators()
+    before = _generators(numpy) | {given.name: given.used}
     drew: list[tuple[str, nn.Module]] = []  # the innermost first, since it returns first
     untouched: list[bool] = []
 
     def used() -> list[str]:
-        now = _generators() | {given.name: given.used}
+        now = _generators(numpy) | {given.name: given.used}
         return [name for name, state in now.items() if state != before[name]]
 
     def leave(name: str, layer: nn.Module) -> None:
@@ -44,6 +45,8 @@ def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[N
             random.setstate(before["Python"])
             np.random.set_state(before["numpy"])  # noqa: NPY002  # modules may use it
             torch.default_generator.set_state(torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8))
+            for generator, state in zip(numpy, before["a generator of numpy"], strict=True):
+                generator.bit_generator.state = state
     if found:
         raise ExperimentError(
             f"{named(*(drew or [('', module)])[0])} has other outputs for the same inputs in another run, since it "
@@ -51,14 +54,27 @@ def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[N
         )
 
 
-def _generators() -> dict[str, Any]:
-    """Return the states of the process's global generators."""
+def _numpy_generators() -> list[np.random.Generator]:
+    """Return numpy's generators in this process, such as one in a global name of the module's file."""
+    return [value for value in gc.get_objects() if type(value) is np.random.Generator]
+
+
+def _generators(numpy: Sequence[np.random.Generator]) -> dict[str, Any]:
+    """Return the states of the process's global generators, and of numpy's others."""
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
         "torch": torch.default_generator.get_state().numpy().tobytes(),
         "numpy": (name, tuple(np.asarray(keys).tolist()), *rest),
         "Python": random.getstate(),
+        "a generator of numpy": [_plain(generator.bit_generator.state) for generator in numpy],
     }
+
+
+def _plain(state: Any) -> Any:
+    """Return a state with lists in place of arrays, so that two states can be compared."""
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 class _GivenGenerators(TorchFunctionMode):
