@@ -372,7 +372,8 @@ def test_a_member_whose_clients_stay_silent_ends_no_run_and_stops_it_for_no_long
     ghosts = [f"ghost-{i:03d}" for i in range(300)]
     told = wire.Announced(train=10, validation=2, test=3, labelled=True, observer=observes)
     until(lambda: (federation.run / "logs" / "aggregator.jsonl").exists(), "the run's folder")
-    with contextlib.closing(Silent(federation.address, ghosts, [told] * len(ghosts))):
+    with contextlib.closing(Silent(federation.address, ghosts, [told] * len(ghosts))) as crowd:
+        assert crowd.has_joined.wait(WAIT_S)
         began = time.monotonic()
         workers = [federation.worker(i, name=f"honest-{i}") for i in range(2)]
         ended(aggregator, 0)
@@ -400,7 +401,8 @@ def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_
     ghosts = [f"ghost-{i:03d}" for i in range(300)]
     told = wire.Announced(train=10, validation=2, test=3, labelled=True)
     until(lambda: (federation.run / "logs" / "aggregator.jsonl").exists(), "the run's folder")
-    with contextlib.closing(Silent(federation.address, ghosts, [told] * len(ghosts), refuses=refuses)):
+    with contextlib.closing(Silent(federation.address, ghosts, [told] * len(ghosts), refuses=refuses)) as crowd:
+        assert crowd.has_joined.wait(WAIT_S)
         began = time.monotonic()
         workers = [federation.worker(i, name=f"honest-{i}") for i in range(2)]
         ended(aggregator, 0)
@@ -419,6 +421,7 @@ class Silent:
         self._refuses = refuses
         self._over = threading.Event()
         self._joined: Hostile | None = None
+        self.has_joined = threading.Event()
         self._thread = threading.Thread(target=self._hold, args=(address, clients, announced))
         self._thread.start()
 
@@ -428,6 +431,7 @@ class Silent:
             self._joined = Hostile(address, "silent", clients, announced=announced, algorithms={"fedavg": version})
             with contextlib.suppress(grpc.RpcError, StopIteration):
                 self._joined.join()
+                self.has_joined.set()
                 while True:
                     part = self._joined.next()
                     asked = part.begin.envelope

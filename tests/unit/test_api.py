@@ -215,7 +215,7 @@ def test_errors_name_keywords_and_not_options(run: fedloom.Run, vowels: dict[str
         assert "--" not in str(error.value)
         return str(error.value)
 
-    assert tells(told(ExperimentError, out=run.folder), "resume=True", "with out")
+    assert tells(told(ExperimentError, out=run.folder), "resume=True", "(out)")
     assert "federation.round" in told(ExperimentError, federation__round=3)
     with refused(ExperimentError, "parallel", "1", "0"):
         fedloom.sweep(vowels, seeds="1-2", parallel=0, out=tmp_path / "sweep")

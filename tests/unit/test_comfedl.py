@@ -565,12 +565,13 @@ def test_one_client_is_trained_without_sympy() -> None:
     """It takes torch seconds to import (docs/design.md, §9)."""
     program = """
 import json, sys, torch
-from fedloom.algorithms.base import Group
+from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd, loss_there
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.lenet import LeNet
 split = Split(torch.randn(4, 1, 16, 16), torch.tensor([0, 1, 2, 0]))
-clients = Group([ClientData("c", split, split, split, 3)], lambda client, purpose: torch.Generator().manual_seed(0))
+client = ClientData("c", split, split, split, 3)
+clients = ClientGroup([client], lambda client, purpose: torch.Generator().manual_seed(0))
 model = LeNet((1, 16, 16), 3)
 theta = model.init(torch.Generator().manual_seed(0))[None]
 for objective in ("robust", "damaml"):

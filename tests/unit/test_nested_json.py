@@ -19,7 +19,7 @@ from fedloom.errors import DataError, FedloomError, RefusedError
 from fedloom.experiment import from_shared_json
 from fedloom.federation import tensor_file
 from fedloom.federation.folder import RunFolder
-from fedloom.runner.ledger import Ledger
+from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.runner.worker import _told
 from fedloom.transport.newcomer import _found
@@ -90,7 +90,7 @@ def test_json_that_is_nested_too_deeply_is_refused(reader: str, text: str, tmp_p
 def test_a_nested_line_of_a_ledger_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_text(DEEP + "\n")
     with pytest.raises(DataError) as caught:
-        Ledger(tmp_path / "ledger", None).spend(PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 10))
+        PrivacyAccountant(tmp_path / "ledger", None).spend(PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 10))
     assert tells(str(caught.value), "line 1")
 
 

@@ -499,7 +499,7 @@ def test_a_client_without_training_examples_says_so(opening: type) -> None:
 
 
 def test_a_message_that_opens_nothing_is_named() -> None:
-    with pytest.raises(TypeError, match=r"PersonalizedModel .*PeFLLTrainRequest, DescriptorRequest"):
+    with pytest.raises(TypeError, match=r"PersonalizedModel .*DescriptorRequest, PeFLLTrainRequest"):
         PeFLLClient(literal(), task()).open(group(clients((3,))), PersonalizedModel(torch.zeros(1, 1)))
 
 

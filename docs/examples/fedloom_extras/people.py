@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.data.sources import Official, Owners, Pool, Source
+from fedloom.data.sources import Owners, Pool, RawDataset, Source
 from fedloom.data.sources.base import OwnFiles
 from fedloom.errors import DataError
 
@@ -18,7 +18,7 @@ CLASS_NAMES = tuple(f"vowel-{i}" for i in range(11))
 FEATURES = 9
 
 
-def read(contents: Mapping[str, bytes]) -> Official:
+def read(contents: Mapping[str, bytes]) -> RawDataset:
     """Return the rows as examples, owned by persons. The first half of each person's rows is for training."""
     inputs, labels, owners, first = [], [], [], []
     table = list(csv.DictReader(io.StringIO(contents["people.csv"].decode())))
@@ -38,7 +38,7 @@ def read(contents: Mapping[str, bytes]) -> Official:
         met[person] += 1
     x, y, whose = np.array(inputs, dtype=np.float32), np.array(labels), np.array(owners)
     train, test = (Pool(x[part], y[part], whose[part]) for part in (np.array(first), ~np.array(first)))
-    return Official(train, test, Owners(tuple(names), divided=True))
+    return RawDataset(train, test, Owners(tuple(names), divided=True))
 
 
 def names(folder: Path) -> tuple[str, ...]:
