@@ -23,6 +23,7 @@ from fedloom.cli.main import app
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.copies import equal_inputs, leading, near
 from fedloom.data.federated import FederatedDataset
+from fedloom.data.manifest import Manifest
 from fedloom.data.reserve import Reserve
 from fedloom.data.schemes import (
     ClassesScheme,
@@ -312,6 +313,23 @@ def test_an_unseen_clients_data_change_no_seen_clients_inputs(scheme: dict[str, 
         theirs = np.concatenate([before.tensors(client)["train_x"].numpy() for client in before.manifest.roster])
         assert np.allclose(before.manifest.normalization.mean, theirs.astype(np.float64).mean(0))
         assert np.allclose(before.manifest.normalization.std, theirs.astype(np.float64).std(0))
+
+
+def test_normalization_over_the_pool_counts_unseen_clients_and_is_another_partition(tmp_path: Path) -> None:
+    clients = {name: (RNG.normal(size=(40, 3)) + at, np.arange(40) % 2) for at, name in enumerate(("ann", "bob", "cy"))}
+
+    def opened(**keys: Any) -> FederatedDataset:
+        mine = {"root": tmp_path, "partition": {"scheme": "natural"}, "held_out_fraction": 0.34, **keys}
+        return fedloom.Federated.from_arrays(clients, **mine).open()
+
+    seen, pool = opened(), opened(normalization="pool")
+    assert seen.manifest.unseen
+    assert seen.manifest.unseen == pool.manifest.unseen
+    assert seen.manifest.fingerprint == opened(normalization="seen").manifest.fingerprint != pool.manifest.fingerprint
+    everyone = np.concatenate([pool.tensors(entry.id)["train_x"].numpy() for entry in pool.manifest.clients])
+    assert np.allclose(pool.manifest.normalization.mean, everyone.astype(np.float64).mean(0))
+    assert not np.allclose(seen.manifest.normalization.mean, pool.manifest.normalization.mean)
+    assert Manifest.from_json(pool.manifest.to_json()) == pool.manifest
 
 
 def test_examples_of_unseen_clients_and_those_kept_back_are_not_measured() -> None:

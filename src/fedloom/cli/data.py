@@ -171,6 +171,7 @@ def partition(
             settings.seed,
             data.held_out_fraction,
             data.validation_fraction,
+            data.normalization,
         )
         if store is not None and (found := is_published(store, data.dataset, *made_with)):
             typer.echo(f"{len(found.roster)} seen and {len(found.unseen)} unseen clients in {out}, already")
@@ -182,6 +183,7 @@ def partition(
         seed=settings.seed,
         held_out_fraction=data.held_out_fraction,
         validation_fraction=data.validation_fraction,
+        normalization=data.normalization,
         root=data.root,
         fix=True,
     )

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.apportion import Mixes, quotas
 from fedloom.data.keyed import make_rng, shuffled
-from fedloom.data.manifest import SPLITS
+from fedloom.data.manifest import SPLITS, MeasuredOn
 from fedloom.data.natural import assign_owners
 from fedloom.data.reserve import Reserved, reserved_classes
 from fedloom.data.schemes import (
@@ -51,6 +51,7 @@ class PartitionSettings:
     seed: int
     held_out_fraction: float
     validation_fraction: float
+    normalization: MeasuredOn = "seen"
 
     def check(self, source: Source) -> None:
         """Reject settings that cannot work with a source, without reading its data.

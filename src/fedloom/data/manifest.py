@@ -33,6 +33,12 @@ standardized per feature; ``tokens`` [length] uint8, indices into a vocabulary t
 prediction), used unchanged.
 """
 
+MeasuredOn: TypeAlias = Literal["seen", "pool"]
+"""Training examples that normalization is measured on.
+
+``seen``: all but those of unseen clients; ``pool``: all, as publications do that use a data set's own figures.
+"""
+
 AXES: Mapping[Kind, tuple[str, ...]] = {
     "pixels": ("channels", "height", "width"),
     "features": ("features",),
@@ -116,6 +122,8 @@ class Manifest:
     shift_groups
         Group of each client where labels are permuted or images rotated (``scheme.shift``); None, and omitted from the
         JSON, if the data are unchanged.
+    measured_on
+        Examples that normalization was measured on; omitted from the JSON if ``seen``.
     """
 
     version: int
@@ -133,6 +141,7 @@ class Manifest:
     clients: tuple[ClientEntry, ...]
     reserved: Reserved | None = None
     shift_groups: tuple[int, ...] | None = None
+    measured_on: MeasuredOn = "seen"
 
     @cached_property
     def roster(self) -> tuple[str, ...]:
@@ -209,6 +218,8 @@ class Manifest:
             known["reserved"] = vars(self.reserved)
         if self.shift_groups is None:
             del known["shift_groups"]
+        if self.measured_on == "seen":
+            del known["measured_on"]
         return digests.sealed_compact(json.dumps(known, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
     @classmethod

@@ -23,6 +23,7 @@ from fedloom.data.manifest import (
     ClientEntry,
     Kind,
     Manifest,
+    MeasuredOn,
     Normalization,
     read_manifest,
     read_shard,
@@ -53,6 +54,7 @@ def partition(
     seed: int,
     held_out_fraction: float,
     validation_fraction: float,
+    normalization: MeasuredOn = "seen",
     root: Path | str | None = None,
     fix: bool = False,
 ) -> Path:
@@ -65,7 +67,7 @@ def partition(
     ----------
     dataset
         A source that is on disk (``fedloom data fetch``), or its name.
-    scheme, seed, held_out_fraction, validation_fraction
+    scheme, seed, held_out_fraction, validation_fraction, normalization
         As in the experiment file.
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
@@ -81,7 +83,7 @@ def partition(
         If the data set is missing or damaged.
     """
     source = sources.find(dataset) if isinstance(dataset, str) else dataset
-    settings = PartitionSettings(scheme, seed, float(held_out_fraction), float(validation_fraction))
+    settings = PartitionSettings(scheme, seed, float(held_out_fraction), float(validation_fraction), normalization)
     settings.check(source)
     checksums = sources.checksums(source, root)
     folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
@@ -236,7 +238,8 @@ def write(
     sync(shards)
     if assignment.notes:
         fill(folder / NOTES, json.dumps({"version": NOTES_VERSION, "notes": assignment.notes}).encode())
-    measured = assignment.measured
+    identity = Normalization((0.0,) * source.input_shape[0], (1.0,) * source.input_shape[0])  # synthetic: as drawn
+    pool = assignment.measured if settings.normalization == "seen" else assignment.training_pool
     manifest = Manifest(
         version=VERSION,
         dataset=source.name,
@@ -248,17 +251,18 @@ def write(
         seed=settings.seed,
         held_out_fraction=settings.held_out_fraction,
         validation_fraction=settings.validation_fraction,
-        normalization=_as_they_are(source) if source.synthetic else normalization(official, source.kind, measured),
+        normalization=identity if source.synthetic else measure_normalization(official, source.kind, pool),
         source_sha256=dict(checksums),
         clients=tuple(entries),
         reserved=assignment.reserved,
         shift_groups=groups,
+        measured_on=settings.normalization,
     )
     fill(folder / "partition.json", manifest.to_json().encode())
     return manifest
 
 
-def normalization(official: RawDataset, kind: Kind, pool: NDArray[np.int64]) -> Normalization:
+def measure_normalization(official: RawDataset, kind: Kind, pool: NDArray[np.int64]) -> Normalization:
     """Return mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature; empty for tokens.
 
     The sums are exact, so that they are the same on every machine.
@@ -273,11 +277,6 @@ def normalization(official: RawDataset, kind: Kind, pool: NDArray[np.int64]) -> 
     moments = _pixel_moments(official, pool) if kind == "pixels" else _feature_moments(official, pool)
     # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
     return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
-
-
-def _as_they_are(source: Source) -> Normalization:
-    """Return the identity normalization: synthetic examples keep the units they are drawn in."""
-    return Normalization((0.0,) * source.input_shape[0], (1.0,) * source.input_shape[0])
 
 
 def _pixel_moments(official: RawDataset, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
@@ -318,6 +317,8 @@ def _key(source: Source, checksums: Mapping[str, str], settings: PartitionSettin
         "held_out_fraction": settings.held_out_fraction,
         "validation_fraction": settings.validation_fraction,
     }
+    if settings.normalization != "seen":
+        inputs["normalization"] = settings.normalization
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from fedloom.data.manifest import ClientEntry, Manifest, check_shard, read_manifest, read_shard, shard_path
+from fedloom.data.manifest import ClientEntry, Manifest, MeasuredOn, check_shard, read_manifest, read_shard, shard_path
 from fedloom.errors import DataError
 from fedloom.storage import Absent, Store
 from fedloom.storage.folder import FolderStore, make_private, write_atomically
@@ -80,6 +80,7 @@ def is_published(
     seed: int,
     held_out_fraction: float,
     validation_fraction: float,
+    normalization: MeasuredOn,
 ) -> Manifest | None:
     """Return the manifest of a complete published partition; None if there is none, or it was made otherwise.
 
@@ -90,7 +91,7 @@ def is_published(
     ----------
     store
         A store for this partition only.
-    dataset, scheme, seed, held_out_fraction, validation_fraction
+    dataset, scheme, seed, held_out_fraction, validation_fraction, normalization
         Settings that the partition must have been made with; ``scheme`` as JSON.
 
     Raises
@@ -105,8 +106,9 @@ def is_published(
     except Absent:
         return None
     found = Manifest.from_json(there.decode(), where=f"{store.url}/{MANIFEST}")
-    made_with = found.dataset, found.scheme, found.seed, found.held_out_fraction, found.validation_fraction
-    if made_with != (dataset, scheme, seed, float(held_out_fraction), float(validation_fraction)):
+    fractions = found.held_out_fraction, found.validation_fraction
+    made_with = found.dataset, found.scheme, found.seed, fractions, found.measured_on
+    if made_with != (dataset, scheme, seed, (float(held_out_fraction), float(validation_fraction)), normalization):
         return None
     store.write(MANIFEST, there)
     return found

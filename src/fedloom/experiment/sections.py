@@ -26,6 +26,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from fedloom.algorithms.base import available, find
 from fedloom.data.folders import data_root
 from fedloom.data.local import LOCAL, LocalFiles, local_source
+from fedloom.data.manifest import MeasuredOn
 from fedloom.data.own import OWN, Own
 from fedloom.data.schemes import Scheme, unseen_count
 from fedloom.data.sources import SOURCES, Source
@@ -94,6 +95,11 @@ class Data(Section):
     )
     validation_fraction: float = Field(
         default=1 / 6, gt=0, lt=1, description="Part of the official training set that is kept for validation."
+    )
+    normalization: MeasuredOn = Field(
+        default="seen",
+        description="Training examples whose mean and standard deviation normalize all inputs. seen: all but those of "
+        "unseen clients; pool: all, as publications do that use the data set's own figures.",
     )
 
     def opened(self) -> Source:

@@ -137,6 +137,7 @@ def make_data(data: Data, seed: int) -> FederatedDataset:
         seed=seed,
         held_out_fraction=data.held_out_fraction,
         validation_fraction=data.validation_fraction,
+        normalization=data.normalization,
         root=data.root,
     )
     dataset = FederatedDataset.open(folder)
@@ -169,6 +170,7 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
         "seed": (manifest.seed, experiment.seed),
         "data.held_out_fraction": (manifest.held_out_fraction, data.held_out_fraction),
         "data.validation_fraction": (manifest.validation_fraction, data.validation_fraction),
+        "data.normalization": (manifest.measured_on, data.normalization),
     }
     asked = data.partition.model_dump(mode="json")
     found |= {
