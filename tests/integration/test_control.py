@@ -16,9 +16,10 @@ from transport_support import Worker, key, make_aggregator, start_call, until
 
 from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError, StorageError
-from fedloom.federation.activity import Group, Measured, Monitor, RosterClient
+from fedloom.federation.activity import Group, LastEvaluation, RosterClient
 from fedloom.federation.control import NAME, Control, read_pause
 from fedloom.federation.folder import RunFolder
+from fedloom.federation.monitor import Monitor
 from fedloom.transport import control_service
 from fedloom.transport.control import ControlClient, dialled, from_wire
 from fedloom.transport.control_service import OPERATOR
@@ -107,7 +108,7 @@ def test_the_status_over_the_wire_is_the_snapshot(controlled: Controlled) -> Non
         workers=told.workers,  # a sign of life is a moment
     )
     assert (told.phase, told.doing, told.rounds, told.message) == ("training", 3, 7, "two members are slow")
-    assert told.measured == Measured(2, {"seen": Group(2, accuracy_mean=0.25, loss_mean=1.5)})
+    assert told.measured == LastEvaluation(2, {"seen": Group(2, accuracy_mean=0.25, loss_mean=1.5)})
     assert (told.clients.roster, told.clients.observing, told.clients.connected) == (3, 1, 3)
     assert [(each.name, each.clients) for each in told.workers] == [("w1", 3)]
     worker.leave()

@@ -22,7 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from transport_support import make_aggregator, until
 
 from fedloom.errors import ExperimentError
-from fedloom.federation.activity import Activity, ClientCounts, Group, Measured, Totals
+from fedloom.federation.activity import Activity, ClientCounts, Group, LastEvaluation, Totals
 from fedloom.runner import bounded_http
 from fedloom.runner.metrics import federation_families, metrics_served
 from fedloom.transport.personalization import ServingLoad
@@ -42,7 +42,7 @@ NOW = Activity(
     clients=ClientCounts(roster=9, observing=2, connected=8, absent=1, cohort=5, answered=4),
     awaited=3,
     late=1,
-    measured=Measured(10, {"seen": Group(7, 0.8, 0.6, 0.81, 0.5), "unseen": Group(2, None, None, None, 0.7)}),
+    measured=LastEvaluation(10, {"seen": Group(7, 0.8, 0.6, 0.81, 0.5), "unseen": Group(2, None, None, None, 0.7)}),
     train_loss=0.25,
     totals=Totals(12, 1, 240.0, 33.5, 4096, 8192, {"Start": 20.0, "server": 13.5}, {"training": 33.5}, {"garbage": 2}),
 )

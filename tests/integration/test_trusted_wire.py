@@ -25,8 +25,8 @@ import fedloom
 from fedloom.cluster.progress_client import ProgressClient
 from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomError, QuorumError, RefusedError
-from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
+from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients
 from fedloom.transport import control, gate, spoken, stream
 from fedloom.transport import worker as worker_module

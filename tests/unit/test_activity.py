@@ -11,8 +11,9 @@ from federations import clients, federation, task
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.manifest import ClientEntry
-from fedloom.federation.activity import Activity, Awaited, ClientCounts, Connected, ConnectedWorker, Monitor
+from fedloom.federation.activity import Activity, Awaited, ClientCounts, Connected, ConnectedWorker
 from fedloom.federation.journal import Attempt, ConversationRecord, Loss
+from fedloom.federation.monitor import Monitor
 
 NOTHING = {"train": (), "validation": (), "test": ()}
 
@@ -97,5 +98,5 @@ def test_the_loop_tells_what_it_does(tmp_path: Path) -> None:
 
 
 def test_the_snapshot_needs_no_torch() -> None:
-    script = "import fedloom.federation.activity, sys; assert not {'torch', 'numpy', 'grpc'} & set(sys.modules)"
+    script = "import fedloom.federation.monitor, sys; assert not {'torch', 'numpy', 'grpc'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -11,7 +11,7 @@ import pytest
 from facts import tells
 
 from fedloom.errors import AbandonedError, ExitCode
-from fedloom.federation.activity import Monitor
+from fedloom.federation.monitor import Monitor
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.stop_request import StopRequest
 

@@ -22,7 +22,6 @@ from fedloom.errors import GO_ON, DataError, FedloomError, InterruptedRun, Quoru
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
-from fedloom.federation.activity import Monitor
 from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
@@ -31,6 +30,7 @@ from fedloom.federation.cohort import RemoteCohort, RoundAttempt, RoundConfig, T
 from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
+from fedloom.federation.monitor import Monitor
 from fedloom.federation.releases import Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster

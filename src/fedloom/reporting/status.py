@@ -11,10 +11,11 @@ from typing import Any
 
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
-from fedloom.federation.activity import Activity, Monitor, Phase, RosterClient
+from fedloom.federation.activity import Activity, Phase, RosterClient
 from fedloom.federation.control import read_pause
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import DONE, EVALUATED, NAME, Attempt, attempt_of, fold
+from fedloom.federation.monitor import Monitor
 from fedloom.federation.published import Look, Record
 from fedloom.federation.roster import Member
 from fedloom.reporting.run_list import changed_at, is_held, is_whole, run_folders

@@ -23,7 +23,6 @@ from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.measure import metrics
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.experiment.sections import EarlyStopping
-from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Best
 from fedloom.federation.client_side import ClientSide
@@ -32,6 +31,7 @@ from fedloom.federation.folder import RELEASES, RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Loop, LoopConfig, Observer, vocabulary
+from fedloom.federation.monitor import Monitor
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Keep, Releases
 from fedloom.federation.roster import FixedRoster, Roster

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from fedloom.errors import InterruptedRun, QuorumError, argument
-from fedloom.federation.activity import Monitor
 from fedloom.federation.control import Control
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.measuring import VOCABULARY
+from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext

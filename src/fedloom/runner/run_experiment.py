@@ -18,7 +18,6 @@ from fedloom.data.federated import FederatedDataset
 from fedloom.data.own import Own
 from fedloom.errors import DataError, ExperimentError, FedloomError, argument
 from fedloom.experiment import Experiment
-from fedloom.federation.activity import Monitor
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.control import NAME as CONTROL
@@ -26,6 +25,7 @@ from fedloom.federation.control import Control
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Observer
+from fedloom.federation.monitor import Monitor
 from fedloom.federation.published import Published
 from fedloom.federation.roster import AvailableClients, ReplayedRoster, Roster
 from fedloom.logs import lines_about

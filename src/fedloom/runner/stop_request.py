@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fedloom.errors import AbandonedError, FedloomError, argument
-from fedloom.federation.activity import Monitor
+from fedloom.federation.monitor import Monitor
 from fedloom.runner.observer import RunObserver
 
 STOP_GRACE_S = 15.0

@@ -28,9 +28,10 @@ import torch
 import fedloom
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError, QuorumError
-from fedloom.federation.activity import Activity, Connected, ConnectedWorker, Monitor, RosterClient
+from fedloom.federation.activity import Activity, Connected, ConnectedWorker, RosterClient
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.control import Control
+from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients, Member
 from fedloom.federation.silence import Silence
 from fedloom.federation.validation import non_finite

@@ -1,0 +1,229 @@
+"""Monitor of a running federation: the round loop and the aggregator update it, any thread reads snapshots of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fedloom.federation.activity import (
+    AWAITED,
+    OVER,
+    RECENT,
+    Activity,
+    Awaited,
+    ClientCounts,
+    Connected,
+    LastEvaluation,
+    Phase,
+)
+
+if TYPE_CHECKING:
+    from fedloom.data.manifest import ClientEntry
+    from fedloom.federation.journal import Attempt
+
+
+class Monitor:
+    """Tracks the state of a federation: the round loop updates it, any thread reads it.
+
+    Parameters
+    ----------
+    run, method, incarnation
+        See :class:`Activity`.
+    rounds
+        Number of rounds to run; None for no limit.
+    """
+
+    def __init__(self, run: str = "", method: str = "", rounds: int | None = None, incarnation: str = "") -> None:
+        started = time.time()
+        self._lock = threading.Lock()
+        self._state = Activity(run, method, "waiting", started, started, incarnation, started, rounds=rounds)
+        self._phase_began = time.monotonic()
+        self._stopping = False
+        self._last_round: Callable[[str], int | None] = lambda client: None
+        self._roster: Mapping[str, ClientEntry] = {}
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # seconds and client steps of rounds
+        self._exchanges: Counter[str] = Counter()  # seconds
+        self._phases: Counter[str] = Counter()  # seconds
+
+    # ---- updates by the aggregator's thread and the round loop
+
+    def enter(self, phase: Phase, message: str = "", *, doing: int | None = None, attempt: int | None = None) -> None:
+        """Enter a phase; ignored once the run has ended."""
+        with self._lock:
+            if self._state.phase not in OVER:
+                self._become(phase, message)
+                self._state = replace(self._state, doing=doing, attempt=attempt)
+
+    def _become(self, phase: Phase, message: str) -> None:
+        began, self._phase_began = self._phase_began, time.monotonic()
+        self._phases[self._state.phase] += self._phase_began - began  # type: ignore[assignment]
+        since = self._state.since if phase == self._state.phase else time.time()
+        self._state = replace(self._state, phase=phase, since=since, message=message)
+
+    @contextmanager
+    def during(self, phase: Phase, message: str = "") -> Iterator[None]:
+        """Enter another phase for the block, then return to the previous one."""
+        with self._lock:
+            before = self._state
+            self._become(phase, message)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._become(before.phase, before.message)
+                self._state = replace(self._state, since=before.since)
+
+    def _update(self, **changes: Any) -> None:
+        with self._lock:
+            self._state = replace(self._state, **changes)
+
+    def say(self, message: str) -> None:
+        """Set the message for a person."""
+        self._update(message=message)
+
+    def stopping(self) -> None:
+        """Record that the run was asked to stop: its phase until it ends. A signal handler may call this."""
+        self._stopping = True
+
+    def pausing(self, by: str | None) -> None:
+        """Record who requested a pause; None clears it."""
+        self._update(paused_by=by)
+
+    def know(self, clients: Iterable[ClientEntry]) -> None:
+        """Set the clients of the roster."""
+        roster = {entry.id: entry for entry in clients}
+        observing = sum(not entry.seen for entry in roster.values())
+        with self._lock:
+            self._roster = roster
+            counts = replace(self._state.clients, roster=len(roster), observing=observing)
+            self._state = replace(self._state, clients=counts)
+
+    def counting(self, last_round: Callable[[str], int | None]) -> None:
+        """Set the function that returns the last round that counted a client; any thread may call it."""
+        self._last_round = last_round
+
+    def resume(self, round: int, line: Mapping[str, Any] | None, durable_at: float | None) -> None:
+        """Resume after a round, given the last line of its metrics and the time of its checkpoint."""
+        self._update(
+            round=round,
+            measured=None if line is None else LastEvaluation.of(line),
+            durable_round=None if durable_at is None else round,
+            durable_at=durable_at,
+        )
+
+    def attempted(self, attempt: Attempt, *, counts: bool) -> None:
+        """Record the end of an attempt at a round; ``counts`` if it became a round."""
+        with self._lock:
+            self._exchanges.update(attempt.phases)
+            state, totals = self._state, self._state.totals
+            totals = replace(totals, seconds=totals.seconds + attempt.seconds)
+            if not counts:
+                totals = replace(totals, failed_attempts=totals.failed_attempts + 1)
+                self._state = replace(state, doing=None, attempt=None, totals=totals)
+                return
+            steps = attempt.statistics["client_steps"]
+            self._recent.append((attempt.seconds, steps))
+            cohort, answered = cohort_of(
+                (record.clients, {loss.row for loss in record.lost}) for record in attempt.conversations
+            )
+            self._state = replace(
+                state,
+                doing=None,
+                attempt=None,
+                round=attempt.round,
+                train_loss=attempt.statistics.get("loss"),
+                clients=replace(state.clients, cohort=cohort, answered=answered),
+                totals=replace(totals, rounds=totals.rounds + 1, client_steps=totals.client_steps + steps),
+            )
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """Record the evaluation in a line of ``metrics.jsonl``."""
+        self._update(measured=LastEvaluation.of(line))
+
+    def durable(self, round: int) -> None:
+        """Record that a checkpoint holds this round."""
+        self._update(durable_round=round, durable_at=time.time())
+
+    # ---- read by any thread
+
+    @property
+    def roster(self) -> Mapping[str, ClientEntry]:
+        """Clients of the roster, by id."""
+        return self._roster
+
+    def last_round(self, client: str) -> int | None:
+        """Return the last round that counted a client; None before the first."""
+        return self._last_round(client)
+
+    def about(self) -> dict[str, Any]:
+        """Return the context of a log line: ``run``, ``phase``, ``round`` and ``attempt``, as far as known."""
+        now = self._state
+        round = now.round if now.doing is None else now.doing
+        return {"run": now.run, "phase": now.phase, "round": round, "attempt": now.attempt}
+
+    def now(self, connected: Connected | None = None) -> Activity:
+        """Return a snapshot; ``connected`` is the aggregator's own state, None in process."""
+        with self._lock:
+            state = self._state
+            rounds_per_s, client_steps_per_s = _rates(self._recent)
+            phases = self._phases + Counter({state.phase: time.monotonic() - self._phase_began})
+            totals = replace(state.totals, exchanges=dict(self._exchanges), phases=dict(phases))
+        state = replace(
+            state,
+            time=time.time(),
+            phase="stopping" if self._stopping and state.phase not in OVER else state.phase,
+            rounds_per_s=rounds_per_s,
+            client_steps_per_s=client_steps_per_s,
+            clients=_present(state.clients, state.clients.roster),
+            totals=totals,
+        )
+        return state if connected is None else _with_connected(state, connected)
+
+
+def _with_connected(state: Activity, connected: Connected) -> Activity:
+    awaiting = connected.awaiting
+    return replace(
+        state,
+        clients=_present(state.clients, connected.clients),
+        awaited=len(awaiting),
+        late=sum(each.late for each in awaiting),
+        awaiting=tuple(sorted(awaiting, key=_longest_first)[:AWAITED]),
+        totals=replace(
+            state.totals,
+            bytes_up=connected.bytes_up,
+            bytes_down=connected.bytes_down,
+            refusals=dict(connected.refusals),
+        ),
+        workers=connected.workers,
+    )
+
+
+def _present(counts: ClientCounts, connected: int) -> ClientCounts:
+    return replace(counts, connected=connected, absent=max(0, counts.roster - connected))
+
+
+def _rates(rounds: Collection[tuple[float, float]]) -> tuple[float | None, float | None]:
+    """Return rounds and client steps per second, given each round's seconds and steps; None without a round."""
+    seconds = sum(seconds for seconds, _ in rounds)
+    if not seconds:
+        return None, None
+    return len(rounds) / seconds, sum(steps for _, steps in rounds) / seconds
+
+
+def cohort_of(conversations: Iterable[tuple[Collection[str], Collection[int]]]) -> tuple[int, int]:
+    """Return how many clients a round asked, and how many it kept, given its conversations and their lost rows."""
+    asked: set[str] = set()
+    lost: set[str] = set()
+    for clients, rows in conversations:
+        asked.update(clients)
+        lost.update(client for row, client in enumerate(clients) if row in rows)
+    return len(asked), len(asked - lost)
+
+
+def _longest_first(awaited: Awaited) -> tuple[bool, float, str]:
+    return not awaited.late, awaited.since, awaited.client
