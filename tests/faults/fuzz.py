@@ -97,7 +97,7 @@ def frames(place: Place, random: Random) -> Tried:
             if random.random() < 0.05:
                 frame = mutated(frame, good, random)
             try:
-                board.take(mallory, frame)
+                board.receiver.take(mallory, frame)
             except WireError:
                 refused += 1
                 if refused % 20 == 0:  # as after each on a wire, which is slower than all the rest
@@ -111,7 +111,7 @@ def frames(place: Place, random: Random) -> Tried:
             accepted += MALLORY not in exchange.outstanding
         honest.arrivals.clear()
         answer = reply(Cutter(wire.WorkerPart), exchange.call, [HONEST], expected([exchange.call], HONEST))
-        board.take(honest, sealed([answer]))
+        board.receiver.take(honest, sealed([answer]))
     items = [exchange.inbox.get_nowait() for _ in range(exchange.inbox.qsize())]
     arrived = [outcome for row, outcome in items if row == HONEST]  # type: ignore[misc]
     if len(arrived) != 1 or not isinstance(arrived[0], Arrived):
@@ -152,7 +152,7 @@ def flips(place: Place, random: Random) -> Tried:
             bit = random.randrange(8 * len(frame))
             frame[bit // 8] ^= 1 << bit % 8
             with suppress(WireError):
-                board.take(worker, bytes(frame))
+                board.receiver.take(worker, bytes(frame))
             while not exchange.inbox.empty():
                 row, outcome = exchange.inbox.get_nowait()  # type: ignore[misc]
                 if isinstance(outcome, Lost):

@@ -67,7 +67,7 @@ class Books(RuleBasedStateMachine):
     def say(self, name: str, frame: bytes) -> None:
         """Something comes from a worker; a stream that is put out for it has left."""
         try:
-            self.board.take(self.links[name], frame)
+            self.board.receiver.take(self.links[name], frame)
         except WireError:
             self.board.leave(self.links.pop(name))
         self.look()

@@ -31,9 +31,10 @@ from transport_support import (
 from fedloom.federation.carrier import Lost
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.codec import FRAME_BYTES, Refusal, sealed, serialize
-from fedloom.transport.dispatcher import UNREAD_LANES, UNREAD_REFUSALS, Dispatcher
+from fedloom.transport.dispatcher import UNREAD_LANES, Dispatcher
 from fedloom.transport.exchanges import Clients, Link, WorkerInfo
 from fedloom.transport.health import WATCHERS
+from fedloom.transport.receiver import UNREAD_REFUSALS, Receiver
 from fedloom.transport.wire import federation_pb2 as wire
 
 COHORT = ("honest", "mallory", "honest2")
@@ -306,8 +307,8 @@ def test_rows_out_of_order_twice_or_unknown_cost_nobody(aggregator, many, number
 def test_small_answers_of_an_honest_worker_share_a_transfer(aggregator, monkeypatch):
     """Four rows come in one Begin or a few, as the millisecond has it; large ones in one each."""
     begun = []
-    begin = Dispatcher._begin
-    monkeypatch.setattr(Dispatcher, "_begin", lambda self, link, part: (begun.append(part), begin(self, link, part)))
+    begin = Receiver._begin
+    monkeypatch.setattr(Receiver, "_begin", lambda self, link, part: (begun.append(part), begin(self, link, part)))
     clients = ("a", "b", "mallory", "honest")
     worker = Worker(aggregator.address, "w", clients)
     aggregator.wait_for(set(clients), 10)
@@ -451,7 +452,7 @@ def test_refusals_that_nobody_reads_are_few():
         link = Link(WorkerInfo("w", "1", Clients({}, ()), "cpu"), allowance=10_000)
         board = Dispatcher("run-1", "a1", {}, torch.float32, lambda come, gone: None, lambda text: None)
         for number in range(1, 2_000):
-            board.take(link, sealed([part(begin=wire.Begin(transfer=number))]))
+            board.receiver.take(link, sealed([part(begin=wire.Begin(transfer=number))]))
         return link.outbox.waiting(None)
 
     assert asyncio.run(flooded()) == UNREAD_REFUSALS

@@ -6,6 +6,7 @@ give the same numbers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -103,10 +104,12 @@ class Refusals:
     """Number of refused or dropped parts so far, by reason; each attempt's share is written to the journal."""
 
     counts: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def count(self, reason: str) -> None:
-        """Count one refusal."""
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        """Count one refusal; callable from any thread."""
+        with self._lock:
+            self.counts[reason] = self.counts.get(reason, 0) + 1
 
 
 class Carrier(Protocol):

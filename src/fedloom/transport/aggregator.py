@@ -406,11 +406,10 @@ class Aggregator:
     def _decode(self, exchange: Exchange, row: int, arrived: Arrived) -> Message | Lost:
         try:
             message = arrived.message()
-            reason = non_finite(message)
+            if (reason := non_finite(message)) is not None:
+                raise WireError(Refusal.NON_FINITE, reason)
         except WireError as error:
-            return Lost(self._board.refuse(error, exchange, row, arrived.worker))
-        if reason is not None:
-            return Lost(self._board.refuse(WireError(Refusal.NON_FINITE, reason), exchange, row, arrived.worker))
+            return Lost(self._board.receiver.refuse(error, exchange, row, arrived.worker))
         return message
 
     def _alive(self) -> bool:
@@ -506,12 +505,12 @@ class Aggregator:
         try:
             hello, welcome = await self._greet(context)
         except WireError as unfit:
-            self._board.count(unfit.refusal)
+            self._board.refusals.count(unfit.refusal)
             log.warning("ended the stream of %s: %s", context.peer(), unfit)
             await context.abort(STATUS[unfit.refusal], str(unfit))
             return
         except Denied as denied:
-            self._board.count(Refusal.HELLO)
+            self._board.refusals.count(Refusal.HELLO)
             log.warning("refused a worker (%s): %s", context.peer(), denied)
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(denied))
             return
@@ -556,7 +555,7 @@ class Aggregator:
             if reader.done() and isinstance(found := reader.exception(), WireError):
                 error = found
             if error is not None:
-                self._board.count(error.refusal)
+                self._board.refusals.count(error.refusal)
                 log.warning("ended the stream of worker %s: %s", link.name, error, extra={"worker": link.name})
                 self._board.leave(link)  # now, because a worker that does not read does not read its status either
                 await context.abort(STATUS.get(error.refusal, grpc.StatusCode.INVALID_ARGUMENT), str(error))
@@ -596,7 +595,7 @@ class Aggregator:
                 raise
             reason = str(error)
         if reason:
-            self._board.count(Refusal.HELLO)
+            self._board.refusals.count(Refusal.HELLO)
             log.warning("refused a worker (%s): %s", context.peer(), reason)
             if peer is not None:
                 peer.refuse("hello", reason)
@@ -802,7 +801,7 @@ class Aggregator:
         """
         while (data := await self._next(context)) is not grpc.aio.EOF:
             self._up += len(data)
-            self._board.take(link, data)
+            self._board.receiver.take(link, data)
 
     @staticmethod
     async def _next(context: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator
 
 from fedloom.federation.carrier import ConversationKey
 from fedloom.federation.states import Version, Versions
-from fedloom.transport.codec import FRAME_BYTES, SEAL_BYTES, Pieces, sealed
+from fedloom.transport.codec import FRAME_BYTES, SEAL_BYTES, Pieces, sealed, serialize
 from fedloom.transport.wire import federation_pb2 as wire
 
 PROTOCOL = 4
@@ -115,6 +115,10 @@ class Outbox:
         """Queue parts behind those of the same lane."""
         self._lanes.setdefault(lane, deque()).append(parts)
         self._wake.set()
+
+    def put_part(self, lane: Hashable, part: wire.WorkerPart | wire.AggregatorPart) -> None:
+        """Queue one part behind those of the same lane."""
+        self.put(lane, iter((serialize(part),)))
 
     def drop(self, lane: Hashable) -> None:
         """Discard the transfers of a lane that have not begun; one that has begun is completed."""
