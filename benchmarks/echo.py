@@ -50,6 +50,7 @@ from fedloom.models.lenet import LeNet
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.served_run import ServedRun
 from fedloom.transport.worker import Introduction, serve
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
@@ -154,17 +155,17 @@ def federation(method: Algorithm, clients: int, workers: int, tls: Path | None =
         protection = Protection(ServerOptions(server.certificate, server.key, ca))
         files = {"ca": ca, "certificate": member.certificate, "key": member.key}
         environment |= {FILES[name]: str(path) for name, path in files.items()}
-    aggregator = Aggregator(
-        "bench",
-        "a1",
-        "{}",
-        vocabulary(method),
-        torch.float32,
-        names(clients),
-        method.name,
-        method.version,
-        protection=protection,
+    run = ServedRun(
+        name="bench",
+        incarnation="a1",
+        experiment="{}",
+        algorithm=method.name,
+        version=method.version,
+        vocabulary=vocabulary(method),
+        dtype=torch.float32,
+        clients=names(clients),
     )
+    aggregator = Aggregator(run, protection=protection)
     address = aggregator.start("127.0.0.1:0")
     command = [sys.executable, __file__, method.name, address]
     processes = [subprocess.Popen([*command, f"worker-{i}", str(clients)], env=environment) for i in range(workers)]

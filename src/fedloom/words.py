@@ -47,6 +47,11 @@ def named_twice(names: Sequence[str]) -> str | None:
     return None
 
 
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return the first of some names for a message, and the number of the others: ``a, b and 7 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def shortened(text: str, most: int = 60) -> str:
     """Return a text as part of one line, truncated to ``most`` characters."""
     line = " ".join(text.split())

@@ -12,6 +12,7 @@ from conformance_kit import Federation
 from fedloom.federation.loop import vocabulary
 from fedloom.runner import assemble
 from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.served_run import ServedRun
 from fedloom.transport.worker import Introduction, serve
 
 WORKERS = 2
@@ -22,8 +23,8 @@ def aggregator_of(tiny: Federation, states: str) -> Iterator[Aggregator]:
     """An aggregator whose workers, threads of this process, serve every other client each."""
     parts, everyone = tiny.parts, [entry.id for entry in tiny.dataset.manifest.clients]
     algorithm, stop = parts.algorithm, threading.Event()
-    server = Aggregator(
-        run="conformance",
+    run = ServedRun(
+        name="conformance",
         incarnation="a1",
         experiment=assemble.welcome(parts),
         vocabulary=vocabulary(algorithm),
@@ -34,6 +35,7 @@ def aggregator_of(tiny: Federation, states: str) -> Iterator[Aggregator]:
         roster=parts.manifest.roster,
         classes=parts.manifest.classes,
     )
+    server = Aggregator(run)
     address = server.start("127.0.0.1:0")
 
     def work(i: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from random import Random
 
 import torch
-from transport_support import Sum, expected, key, start_call
+from transport_support import Sum, expected, key, served_run, start_call
 
 from faults.place import Broken, Place
 from faults.table import Fault, Tried
@@ -39,7 +39,7 @@ def quiet() -> Iterator[None]:
 
 def dispatcher() -> Dispatcher:
     """The receiving side, without sockets."""
-    return Dispatcher("run-1", "a1", {"Sum": Sum}, torch.float32, lambda come, gone: None, lambda text: None)
+    return Dispatcher(served_run(), lambda come, gone: None, lambda text: None)
 
 
 def link(name: str, *clients: str, incarnation: str = "i1") -> Link:

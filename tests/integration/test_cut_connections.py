@@ -18,6 +18,7 @@ from fedloom.runner import assemble
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.worker import Worker, WorkerOptions
 from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.served_run import ServedRun
 
 EXPERIMENT: dict[str, Any] = {
     "name": "cut",
@@ -61,16 +62,17 @@ def test_pefll_over_connections_that_are_cut_every_40_kilobytes(tiny_root: Path,
     assemble.loop(parts, carrier, undisturbed, RunObserver(), threading.Event()).run()
 
     algorithm = parts.algorithm
-    aggregator = Aggregator(
-        "cut",
-        "a1",
-        assemble.welcome(parts),
-        vocabulary(algorithm),
-        assemble.DTYPE,
-        [entry.id for entry in dataset.manifest.clients],
-        algorithm.name,
-        algorithm.version,
+    run = ServedRun(
+        name="cut",
+        incarnation="a1",
+        experiment=assemble.welcome(parts),
+        algorithm=algorithm.name,
+        version=algorithm.version,
+        vocabulary=vocabulary(algorithm),
+        dtype=assemble.DTYPE,
+        clients=[entry.id for entry in dataset.manifest.clients],
     )
+    aggregator = Aggregator(run)
     address = aggregator.start("127.0.0.1:0")
     stop = threading.Event()
     proxies = [Proxy(address, cut_after=40_000, seed=seed) for seed in range(2)]

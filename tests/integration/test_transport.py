@@ -32,8 +32,8 @@ from transport_support import (
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumError, RefusedError, StorageError
 from fedloom.federation.carrier import Lost
 from fedloom.transport.codec import Refusal
+from fedloom.transport.connected import ConnectedWorkers
 from fedloom.transport.exchanges import Clients, WorkerInfo
-from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import SERVER_OPTIONS
 
 CLIENTS = ("anna", "bo", "carla", "dai", "emil")
@@ -630,17 +630,19 @@ def test_who_is_connected_and_alive_keeps_its_name_and_the_other_waits(aggregato
     assert second.session.computed == 10
 
 
-def test_workers_beyond_what_may_join_at_once_come_again(aggregator, worker):
-    aggregator._joins = TokenBucket(1.5, 0)  # a Hello costs one, and a little for its bytes
-    first = worker("w1")
+def test_workers_beyond_what_may_join_at_once_come_again(worker, monkeypatch):
+    monkeypatch.setattr("fedloom.transport.worker_streams.JOINS", (1.5, 0.25))  # a Hello costs 1, and its bytes
+    aggregator = make_aggregator()
+    address = aggregator.start("127.0.0.1:0")
+    first = worker("w1", address=address)
     aggregator.wait_for(set(CLIENTS), 30)
-    second = worker("w2", reconnect_s=30)
+    second = worker("w2", address=address, reconnect_s=30)
     until(lambda: aggregator.refusals.counts.get(Refusal.JOINS, 0) >= 2)
     assert aggregator.refusals.counts.keys() == {Refusal.JOINS}
     assert [w.name for w in aggregator.workers()] == ["w1"]
-    aggregator._joins = TokenBucket(10, 0)
     aggregator.wait_for(set(CLIENTS), 30, workers=2)
     assert (first.error, second.error) == (None, None)
+    aggregator.stop()
 
 
 def test_a_join_costs_what_its_own_clients_cost():
@@ -648,23 +650,22 @@ def test_a_join_costs_what_its_own_clients_cost():
 
     def seconds(clients: int) -> float:
         ids = [f"c{i}" for i in range(clients)]
-        aggregator = make_aggregator(clients=ids)
-        index = {client: i for i, client in enumerate(ids)}
+        connected = ConnectedWorkers(ids)
 
         def info(name, its):
-            return WorkerInfo(name, "i", Clients(index, its), "cpu")
+            return WorkerInfo(name, "i", Clients(connected.index, its), "cpu")
 
         for i in range(20):
-            aggregator._publish(info(f"w{i}", ids), None)
+            connected.change(info(f"w{i}", ids), None)
         best = float("inf")
         for _ in range(5):
             started = time.thread_time()
             for i in range(50):
                 one = info(f"new-{i}", ids[:1])
-                aggregator._publish(one, None)
-                aggregator._publish(None, one)
+                connected.change(one, None)
+                connected.change(None, one)
             best = min(best, time.thread_time() - started)
-        assert aggregator.unserved(ids) == ()
+        assert connected.unserved(ids) == ()
         return best
 
     assert seconds(10_000) < 5 * seconds(1_000)
@@ -720,7 +721,7 @@ def test_the_end_of_a_run_lets_workers_leave(aggregator, worker):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_who_is_dialling_while_a_run_ends_is_told_that_it_is_over(worker, background, monkeypatch, resumed):
     """A worker that lost its connection, to this aggregator or to the one before, hears the end."""
-    monkeypatch.setattr("fedloom.transport.aggregator.LINGER_S", 3.0 if resumed else 60.0)
+    monkeypatch.setattr("fedloom.transport.connected.LINGER_S", 3.0 if resumed else 60.0)
     monkeypatch.setattr("fedloom.transport.worker.LAST_BACKOFF_S", 0.2)
     aggregator = make_aggregator()
     address = aggregator.start("127.0.0.1:0")
@@ -757,7 +758,7 @@ def test_an_end_with_everyone_told_waits_for_nobody(aggregator, worker):
 
 def test_stopping_ends_a_waiting_exchange(aggregator, background):
     answers = background(aggregator.exchange, start_call(CLIENTS, d=10, deadline_s=None))
-    until(lambda: aggregator._board._conversations)
+    until(lambda: aggregator.activity().awaited)
     aggregator.stop()
     assert answers.result(30) == [Lost("the aggregator stopped")] * 5
 

@@ -23,6 +23,7 @@ from transport_support import (
     expected,
     key,
     make_aggregator,
+    served_run,
     start_call,
     step_call,
     until,
@@ -450,7 +451,7 @@ def test_a_second_who_refuses_a_row_loses_it_for_nobody(aggregator, monkeypatch,
 def test_refusals_that_nobody_reads_are_few():
     async def flooded():
         link = Link(WorkerInfo("w", "1", Clients({}, ()), "cpu"), allowance=10_000)
-        board = Dispatcher("run-1", "a1", {}, torch.float32, lambda come, gone: None, lambda text: None)
+        board = Dispatcher(served_run(), lambda come, gone: None, lambda text: None)
         for number in range(1, 2_000):
             board.receiver.take(link, sealed([part(begin=wire.Begin(transfer=number))]))
         return link.outbox.waiting(None)

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 
 import grpc
 import torch
@@ -16,6 +17,7 @@ from fedloom.federation.carrier import Call, ConversationKey, Lost, MissingConve
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import Cutter, encode, parse, sealed, serialize
+from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import METHOD, PROTOCOL, SERVICE, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker import Introduction, serve
@@ -288,10 +290,20 @@ class Proxy:
         self.cut()
 
 
+SERVED = {
+    "name": "run-1", "experiment": '{"name": "toy"}', "algorithm": "toy", "version": 1, "vocabulary": {"Sum": Sum},
+    "dtype": torch.float32, "clients": (*CLIENTS_OF_ALL, "a-1", "a-2", "b-1"),
+}  # fmt: skip
+
+
+def served_run(incarnation="a1", **changes) -> ServedRun:
+    return ServedRun(incarnation=incarnation, **(SERVED | changes))
+
+
 def make_aggregator(incarnation="a1", **changes) -> Aggregator:
-    settings = {"vocabulary": {"Sum": Sum}, "dtype": torch.float32, "algorithm": "toy", "version": 1}
-    settings["clients"] = (*CLIENTS_OF_ALL, "a-1", "a-2", "b-1")
-    return Aggregator(run="run-1", incarnation=incarnation, experiment='{"name": "toy"}', **(settings | changes))
+    of_run = {field.name for field in fields(ServedRun)}
+    run = served_run(incarnation, **{name: changes[name] for name in changes if name in of_run})
+    return Aggregator(run, **{name: changes[name] for name in changes if name not in of_run})
 
 
 def tensors(clients, d=D, seed=0):

@@ -23,6 +23,7 @@ from fedloom.runner.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.notices import ProgressPublisher
 from fedloom.transport.personalization import Personalization
+from fedloom.transport.served_run import ServedRun
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection
 
@@ -102,25 +103,28 @@ def serving(
     monitor.know(parts.manifest.clients)
     monitor.enter("waiting", "waiting for workers")
     notices = ProgressPublisher(e.name, e.federation.rounds or 0, len(parts.manifest.clients))
-    server = Aggregator(
-        run=e.name,
+    run = ServedRun(
+        name=e.name,
         incarnation=incarnation,
         experiment=assemble.welcome(parts),
+        algorithm=parts.algorithm.name,
+        version=parts.algorithm.version,
         vocabulary={**vocabulary(parts.algorithm), **({} if presence is None else VOCABULARY)},
         dtype=assemble.DTYPE,
         clients=[entry.id for entry in parts.manifest.clients],
-        algorithm=parts.algorithm.name,
-        version=parts.algorithm.version,
-        notices=notices,
-        say=say,
-        protection=protection,
-        audit=audit,
         roster=parts.manifest.roster,
         presence=presence,
         classes=parts.manifest.classes,
+    )
+    server = Aggregator(
+        run,
+        protection=protection,
+        audit=audit,
         monitor=monitor,
+        notices=notices,
         control=control,
         models=models,
+        say=say,
         health=health,
     )
     address = server.start(listen)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
-
-import torch
 
 from fedloom.errors import FedloomError
 from fedloom.federation.activity import Awaited
@@ -20,14 +18,14 @@ from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
 from fedloom.federation.client_side import TRAIN
 from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
-from fedloom.messages import Message
 from fedloom.transport.codec import Refusal, WireError, encode
 from fedloom.transport.conversations import Conversations
 from fedloom.transport.exchanges import Exchange, Link, OpenConversation, WorkerInfo
 from fedloom.transport.receiver import Receiver
+from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import pluralize
+from fedloom.words import first_of, pluralize
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
@@ -41,8 +39,8 @@ class Dispatcher:
 
     Parameters
     ----------
-    run, incarnation, vocabulary, dtype
-        See ``ServedRun``.
+    run
+        Run that is served.
     publish
         Called with the worker that has joined, the one that has left, or both.
     say
@@ -58,16 +56,13 @@ class Dispatcher:
 
     def __init__(
         self,
-        run: str,
-        incarnation: str,
-        vocabulary: Mapping[str, type[Message]],
-        dtype: torch.dtype,
+        run: ServedRun,
         publish: Callable[[WorkerInfo | None, WorkerInfo | None], None],
         say: Callable[[str], None],
     ) -> None:
         self.refusals = Refusals()
         self.silence = Silence()
-        self._run = run
+        self._run = run.name
         self._publish = publish
         self._say = say
         self._stopping = False
@@ -76,9 +71,7 @@ class Dispatcher:
         self._claims: dict[str, str] = {}  # the worker that serves each client with data of its own; exclusive
         self._conversations = Conversations()
         self._longest_s: dict[tuple[str, int], float] = {}  # longest time to an answer, by purpose and exchange
-        self.receiver = Receiver(
-            run, incarnation, vocabulary, dtype, self._conversations, self.refusals, self.silence, self._dispatch
-        )
+        self.receiver = Receiver(run, self._conversations, self.refusals, self.silence, self._dispatch)
 
     # ---- state
 
@@ -341,8 +334,6 @@ class Dispatcher:
         if not exchange.unserved:
             self._say("every client has a worker again")
             return
-        names = ", ".join(exchange.unserved[:3])
-        more = f" and {len(exchange.unserved) - 3} more" if len(exchange.unserved) > 3 else ""
         left = exchange.remaining_s()
         until = "waiting for one"
         if left is not None:
@@ -350,7 +341,7 @@ class Dispatcher:
             until = f"waiting for one until {at}, {left:.0f} s (federation.deadline_s)"
         key, asked = exchange.call.key, len(set(exchange.call.clients))
         when = f"round {key.round}, attempt {key.attempt}" if key.purpose == TRAIN else f"after round {key.round}"
-        who = f"{len(exchange.unserved)} of {pluralize(asked, 'client')} ({names}{more})"
+        who = f"{len(exchange.unserved)} of {pluralize(asked, 'client')} ({first_of(exchange.unserved, 3)})"
         self._say(f"{because}{when}: no worker for {who}; {until}")
 
     # ---- sending

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
-
-import torch
 
 from fedloom.federation.carrier import Lost, Refusals
 from fedloom.federation.silence import Silence
@@ -22,6 +20,7 @@ from fedloom.transport.codec import CHUNK_BYTES, Assembler, Data, Refusal, WireE
 from fedloom.transport.conversations import Conversations, check_awaited, key_text
 from fedloom.transport.exchanges import Arrival, Arrived, Exchange, Link, OpenConversation
 from fedloom.transport.limits import TokenBucket
+from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.words import REASON_CHARACTERS, printable
@@ -37,8 +36,8 @@ class Receiver:
 
     Parameters
     ----------
-    run, incarnation, vocabulary, dtype
-        See ``ServedRun``.
+    run
+        Run that is served.
     conversations
         Open conversations.
     refusals, silence
@@ -49,19 +48,14 @@ class Receiver:
 
     def __init__(
         self,
-        run: str,
-        incarnation: str,
-        vocabulary: Mapping[str, type[Message]],
-        dtype: torch.dtype,
+        run: ServedRun,
         conversations: Conversations,
         refusals: Refusals,
         silence: Silence,
         resend: Callable[[OpenConversation], None],
     ) -> None:
-        self.incarnation = incarnation
+        self.incarnation = run.incarnation
         self._run = run
-        self._vocabulary = dict(vocabulary)
-        self._dtype = dtype
         self._conversations = conversations
         self._refusals = refusals
         self._silence = silence
@@ -138,9 +132,9 @@ class Receiver:
         WireError
             If none of the rows is awaited.
         """
-        if (envelope.run, envelope.incarnation) != (self._run, self.incarnation):
+        if (envelope.run, envelope.incarnation) != (self._run.name, self.incarnation):
             found = f"{envelope.run[:80]}/{envelope.incarnation[:80]}"
-            raise WireError(Refusal.RUN, f"{found}, expected {self._run}/{self.incarnation}")
+            raise WireError(Refusal.RUN, f"{found}, expected {self._run.name}/{self.incarnation}")
         rows = list(envelope.rows)
         if not rows or len(envelope.clients) != len(rows) or any(a >= b for a, b in pairwise(rows)):
             raise WireError(
@@ -182,12 +176,12 @@ class Receiver:
 
     def _answer_form(self, exchange: Exchange, envelope: wire.Envelope) -> tuple[type[Message], Sequence[TensorSpec]]:
         """Return the class and tensors that a reply announces; raise WireError if the exchange does not allow them."""
-        cls = self._vocabulary.get(envelope.message)
+        cls = self._run.vocabulary.get(envelope.message)
         if cls is None:
             allowed = ", ".join(sorted(allowed.__name__ for allowed in exchange.call.shapes))
             raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r} (allowed: {allowed})")
         specs, count = read_specs(envelope), len(envelope.rows)
-        wrong = mismatch(cls, specs, exchange.call.shapes, self._dtype, count)
+        wrong = mismatch(cls, specs, exchange.call.shapes, self._run.dtype, count)
         if wrong is None and count > 1 and not all(spec.per_client for spec in specs):
             wrong = f"{cls.__name__} has a broadcast: expected one row in a reply"
         if wrong is not None:

@@ -1,0 +1,206 @@
+"""Admission of workers: checks a worker's Hello against the run and against the identity of its peer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+
+import fedloom
+from fedloom.data.manifest import CLIENT_ID
+from fedloom.federation.roster import Member
+from fedloom.transport.codec import SEAL, SEAL_BYTES, Refusal, WireError, parse
+from fedloom.transport.dispatcher import Dispatcher
+from fedloom.transport.exchanges import Clients, Link, WorkerInfo
+from fedloom.transport.gate import Peer
+from fedloom.transport.served_run import ServedRun
+from fedloom.transport.stream import PROTOCOL
+from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.trust.access import Denied
+from fedloom.trust.identities import Action, Identity
+from fedloom.words import first_of, pluralize, printable
+
+NAME_CHARACTERS = 200
+MOST_EXAMPLES = 10**9  # per client and split
+
+
+class Admission:
+    """Rules by which workers may join a run. Belongs to the event loop's thread.
+
+    Parameters
+    ----------
+    run
+        Run that workers join.
+    clients
+        Position of each client of the run.
+    dispatcher
+        Knows the connected workers.
+    """
+
+    def __init__(self, run: ServedRun, clients: dict[str, int], dispatcher: Dispatcher) -> None:
+        self._run = run
+        self._clients = clients
+        self._roster = frozenset(run.roster)
+        self._dispatcher = dispatcher
+
+    def authorize(self, peer: Peer, hello: wire.Hello) -> None:
+        """Check that a peer may act as this worker.
+
+        Raises
+        ------
+        Denied
+            If it may not.
+        """
+        identity, kind, reason = peer.identity, "clients", ""
+        if foreign := identity.foreign(hello.clients):
+            reason = f"may not speak for {_some(foreign)}"
+        elif not identity.may(Action.TRAIN) and (training := self._training(hello)):
+            reason = f"is an observer, and may not speak for clients that train: {_some(training)}"
+        elif crowd := self._crowd(identity, hello):
+            reason = crowd
+        elif self._dispatcher.taken(hello.worker, hello.incarnation, identity.name):
+            kind, reason = "name", f"may not be worker {hello.worker!r}, which is connected and somebody else's"
+        if reason:
+            peer.refuse(kind, reason)
+            raise Denied(f"{identity.name} {reason}", identity)
+
+    def link(self, hello: wire.Hello, identity: Identity | None) -> Link:
+        """Return the link of an admitted worker.
+
+        Names and clients may have been taken while the Welcome was written, and are checked again.
+
+        Raises
+        ------
+        WireError
+            If its name, or one of its clients with data of their own, is taken now.
+        Denied
+            If its identity has announced too many clients now.
+        """
+        clients: Collection[str] = frozenset(hello.clients)
+        if self._run.presence is None:
+            clients = Clients(self._clients, hello.clients)
+        elif self._dispatcher.claimed(hello.worker, hello.clients) is not None:
+            raise WireError(Refusal.NAME, "another worker has come with one of its clients")
+        elif identity is not None and (reason := self._crowd(identity, hello)):
+            raise Denied(f"{identity.name} {reason}", identity)
+        owner = None if identity is None else identity.name
+        if self._dispatcher.taken(hello.worker, hello.incarnation, owner):
+            raise WireError(Refusal.NAME, f"worker {hello.worker}")
+        members = () if self._run.presence is None else _members(hello)
+        device = printable(hello.device, NAME_CHARACTERS)
+        return Link(WorkerInfo(hello.worker, hello.incarnation, clients, device, members), owner=owner)
+
+    def _crowd(self, identity: Identity, hello: wire.Hello) -> str:
+        """Return why an identity announces too many clients with data of their own; empty if it does not."""
+        if self._run.presence is None or identity.max_clients is None:
+            return ""
+        others = self._dispatcher.announced(identity.name, hello.worker)
+        if others + len(hello.clients) <= identity.max_clients:
+            return ""
+        elsewhere = f", and {others} through other workers" if others else ""
+        return (
+            f"may announce {pluralize(identity.max_clients, 'client')} at one time, and announces "
+            f"{len(hello.clients)}{elsewhere}: raise its max_clients in a table of identities"
+        )
+
+    def _training(self, hello: wire.Hello) -> list[str]:
+        """Return the worker's clients that train, sorted; all of them if their announcements are missing."""
+        if self._run.presence is None:
+            return sorted(self._roster.intersection(hello.clients))
+        if len(hello.announced) != len(hello.clients):
+            return sorted(hello.clients)
+        told = zip(hello.clients, hello.announced, strict=True)
+        return sorted(client for client, announced in told if not announced.observer)
+
+    def judge(self, hello: wire.Hello) -> wire.Refused | None:
+        """Return why a worker cannot join; None if it can."""
+        return (
+            self._judge_versions(hello)
+            or _judge_names(hello)
+            or (self._judge_clients(hello) if self._run.presence is None else self._judge_members(hello))
+        )
+
+    def _judge_versions(self, hello: wire.Hello) -> wire.Refused | None:
+        if hello.protocol != PROTOCOL:
+            reason = f"protocol {hello.protocol}, this aggregator speaks {PROTOCOL}"
+            return refused(wire.REFUSAL_CODE_PROTOCOL, reason)
+        if hello.package != fedloom.__version__:
+            found = printable(hello.package, NAME_CHARACTERS)
+            return refused(wire.REFUSAL_CODE_PACKAGE, f"fedloom {found}, this aggregator is {fedloom.__version__}")
+        run = self._run
+        version = hello.algorithms.get(run.algorithm, None) if run.algorithm in hello.algorithms else None
+        if version != run.version:
+            found = "not there" if version is None else f"version {version}"
+            reason = f"algorithm {run.algorithm} is {found} at the worker, the run needs version {run.version}"
+            return refused(wire.REFUSAL_CODE_ALGORITHM, reason)
+        return None
+
+    def _judge_clients(self, hello: wire.Hello) -> wire.Refused | None:
+        """Return what is wrong with clients of a partition."""
+        stranger = next((client for client in hello.clients if client not in self._clients), None)
+        if stranger is None:
+            return None
+        found = printable(stranger, NAME_CHARACTERS)
+        return refused(wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition")
+
+    def _judge_members(self, hello: wire.Hello) -> wire.Refused | None:
+        """Return what is wrong with clients that bring data of their own."""
+        code = wire.REFUSAL_CODE_CLIENTS
+        if not hello.clients or len(hello.announced) != len(hello.clients):
+            return refused(code, "this federation's clients bring data of their own: start `fedloom worker --data DIR`")
+        for client, told in zip(hello.clients, hello.announced, strict=True):
+            if reason := self._member_fault(client, told):
+                return refused(code, reason)
+        if len(set(hello.clients)) != len(hello.clients):
+            return refused(code, "a client is there twice")
+        if (claimed := self._dispatcher.claimed(hello.worker, hello.clients)) is not None:
+            return refused(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
+        return None
+
+    def _member_fault(self, client: str, told: wire.Announced) -> str:
+        sizes, counts = (told.train, told.validation, told.test), told.class_counts
+        if not CLIENT_ID.fullmatch(client):
+            return "a client's id must have letters, digits, '.', '_' and '-', at most 128"
+        if not all(0 < size <= MOST_EXAMPLES for size in sizes):
+            return f"client {client} has splits of {sizes} examples; each must have 1 to {MOST_EXAMPLES:,}"
+        if counts and (len(counts) != self._run.classes or sum(counts) != told.train):
+            return f"client {client}: class counts must be {self._run.classes}, of {told.train} examples"
+        return ""
+
+
+def refused(code: wire.RefusalCode, reason: str) -> wire.Refused:
+    """Return the part that refuses a worker."""
+    return wire.Refused(code=code, reason=reason)
+
+
+def parse_hello(data: bytes) -> wire.Hello:
+    """Parse a Hello, including one of protocol 1, which has no seals.
+
+    Any other part gives an empty Hello, which is refused.
+    """
+    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
+        with contextlib.suppress(WireError):
+            hello = parse(wire.WorkerFrame, data, seal=False).parts[0].hello
+            if hello.protocol == 1:
+                return hello
+    return parse(wire.WorkerFrame, data).parts[0].hello
+
+
+def _judge_names(hello: wire.Hello) -> wire.Refused | None:
+    names = hello.worker, hello.incarnation
+    if not all(0 < len(name) <= NAME_CHARACTERS for name in names):
+        reason = f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters"
+        return refused(wire.REFUSAL_CODE_HELLO, reason)
+    if not all(name.isprintable() for name in names):
+        return refused(wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print")
+    return None
+
+
+def _members(hello: wire.Hello) -> tuple[Member, ...]:
+    return tuple(
+        Member(client, told.train, told.validation, told.test, told.labelled, told.observer, tuple(told.class_counts))
+        for client, told in zip(hello.clients, hello.announced, strict=True)
+    )
+
+
+def _some(clients: Collection[str]) -> str:
+    return first_of([printable(client, NAME_CHARACTERS) for client in clients], 3)

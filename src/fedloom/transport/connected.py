@@ -1,0 +1,125 @@
+"""Record of the connected workers, on which other threads wait."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+from fedloom.errors import QuorumError
+from fedloom.transport.exchanges import Clients, WorkerInfo
+from fedloom.transport.stream import LAST_BACKOFF_S
+from fedloom.words import first_of, pluralize
+
+LINGER_S = 2 * LAST_BACKOFF_S  # a worker that has lost its connection reconnects within this time
+
+
+class ConnectedWorkers:
+    """Connected workers, and the number of them that may serve each client of a run. Thread-safe.
+
+    Parameters
+    ----------
+    clients
+        Ids of the run's clients.
+    """
+
+    def __init__(self, clients: Iterable[str]) -> None:
+        self.index = {client: i for i, client in enumerate(clients)}
+        self._changed = threading.Condition()  # reentrant
+        self._workers: dict[str, WorkerInfo] = {}
+        self._served = np.zeros(len(self.index), np.int32)  # workers that may serve each client
+        self._left_at: dict[str, float] = {}  # when each absent worker left
+        self._ended = False
+        self._started_at = time.monotonic()
+
+    def change(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
+        """Remove a worker that left and add one that came."""
+        with self._changed:
+            if gone is not None:
+                if isinstance(gone.clients, Clients):
+                    self._served -= gone.clients.mask
+                del self._workers[gone.name]
+                if not self._ended:
+                    self._left_at[gone.name] = time.monotonic()
+            if come is not None:
+                if isinstance(come.clients, Clients):
+                    self._served += come.clients.mask
+                self._workers[come.name] = come
+                self._left_at.pop(come.name, None)
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Record that workers are told to leave from now on."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def told_to_leave(self, name: str) -> None:
+        """Record that a worker has joined; after the end it was told to leave, and is not listed."""
+        with self._changed:
+            if self._ended:
+                self._left_at.pop(name, None)
+                self._changed.notify_all()
+
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Return the connected workers, by name."""
+        with self._changed:
+            return tuple(self._workers[name] for name in sorted(self._workers))
+
+    def counts(self) -> tuple[int, int]:
+        """Return the number of connected workers, and of clients that none of them may serve."""
+        with self._changed:
+            return len(self._workers), int((self._served == 0).sum())
+
+    def unserved(self, clients: Iterable[str]) -> tuple[str, ...]:
+        """Return the given clients that no connected worker may serve, in the given order."""
+        with self._changed:
+            if self._served.all():
+                return tuple(client for client in clients if client not in self.index)
+            served = {client for client, i in self.index.items() if self._served[i]}
+        return tuple(client for client in clients if client not in served)
+
+    def wait_for(self, clients: Collection[str], timeout_s: float, workers: int) -> None:
+        """Wait until a connected worker may serve each client and at least ``workers`` workers are connected.
+
+        Raises
+        ------
+        QuorumError
+            If this is not so after ``timeout_s`` seconds (the error names the clients), or workers are told to leave.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                left = self.unserved(sorted(clients))
+                if self._ended:
+                    raise QuorumError("the aggregator was stopped while it waited for workers")
+                if not left and len(self._workers) >= workers:
+                    return
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise self._too_few(left, clients, timeout_s, workers)
+                self._changed.wait(remaining)
+
+    def _too_few(self, left: Sequence[str], clients: Collection[str], timeout_s: float, workers: int) -> QuorumError:
+        if left:
+            what = f"no worker serves {len(left)} of {pluralize(len(clients), 'client')}: {first_of(left, 5)}"
+        else:
+            what = f"{len(self._workers)} of {pluralize(workers, 'worker')} joined"
+        return QuorumError(
+            f"after {timeout_s:g} s {what} (connected workers: {first_of(sorted(self._workers), 20) or 'none'})",
+            hint="start a `fedloom worker` that has their shards, or look at the workers' logs",
+        )
+
+    def linger(self, resumed: bool) -> None:
+        """Wait for workers that have yet to learn that the run is over (see ``Aggregator.linger``)."""
+        with self._changed:
+            while True:
+                last = max(self._left_at.values(), default=-math.inf)
+                since = max(last, self._started_at) if resumed else last
+                remaining = since + LINGER_S - time.monotonic()
+                if remaining <= 0:
+                    return
+                self._changed.wait(remaining)
