@@ -50,8 +50,9 @@ from fedloom.models.lenet import LeNet
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
 from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.introduction import Introduction
 from fedloom.transport.served_run import ServedRun
-from fedloom.transport.worker import Introduction, serve
+from fedloom.transport.worker import serve
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
 

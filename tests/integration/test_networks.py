@@ -86,7 +86,9 @@ def test_a_worker_whose_network_says_nothing_dials_again(monkeypatch: pytest.Mon
     """Long before HTTP/2's pings notice, which end at a proxy anyway."""
     monkeypatch.setattr(stream, "HEARTBEAT_S", 0.1)
     monkeypatch.setattr(stream, "SILENCE_S", 1.0)
-    monkeypatch.setattr("fedloom.transport.worker.WELCOME_TIMEOUT_S", 1.0)  # it may dial while the line is frozen still
+    monkeypatch.setattr(
+        "fedloom.transport.worker_connection.WELCOME_TIMEOUT_S", 1.0
+    )  # it may dial while the line is frozen still
     aggregator = make_aggregator()
     with closing(Proxy(aggregator.start("127.0.0.1:0"))) as line:
         member = Worker(line.address, "w", CLIENTS)
@@ -106,7 +108,7 @@ def test_a_worker_whose_network_says_nothing_dials_again(monkeypatch: pytest.Mon
 
 def test_a_line_that_is_taken_and_then_silent_is_dialled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the Hello goes out on it; gRPC alone would wait for 20 s."""
-    monkeypatch.setattr("fedloom.transport.worker.WELCOME_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("fedloom.transport.worker_connection.WELCOME_TIMEOUT_S", 1.0)
     aggregator = make_aggregator()
     with closing(Proxy(aggregator.start("127.0.0.1:0"))) as line:
         line.freeze()

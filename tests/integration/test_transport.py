@@ -317,7 +317,7 @@ def test_a_stream_that_fails_ends_its_worker_and_another_takes_over(aggregator, 
 
 
 def test_a_request_that_is_too_large_loses_its_rows_and_not_the_stream(aggregator, worker, monkeypatch):
-    monkeypatch.setattr("fedloom.transport.worker.REQUEST_BYTES", 4 << 20)
+    monkeypatch.setattr("fedloom.transport.worker_requests.REQUEST_BYTES", 4 << 20)
     served = worker()
     aggregator.wait_for(set(CLIENTS), 30)
     began = time.monotonic()
@@ -533,7 +533,7 @@ def test_who_is_without_a_worker_and_until_when_is_said_at_once(worker, aggregat
 
 
 def test_an_aggregator_that_is_not_there_is_told_once_and_then_seldom(worker, caplog, monkeypatch):
-    monkeypatch.setattr("fedloom.transport.worker.FIRST_NOTICE_S", 0.4)
+    monkeypatch.setattr("fedloom.transport.worker_connection.FIRST_NOTICE_S", 0.4)
     with caplog.at_level(logging.INFO, "fedloom.transport.worker"):
         alone = worker(address="127.0.0.1:1", reconnect_s=1.5)
         alone.thread.join(10)
@@ -722,7 +722,7 @@ def test_the_end_of_a_run_lets_workers_leave(aggregator, worker):
 def test_who_is_dialling_while_a_run_ends_is_told_that_it_is_over(worker, background, monkeypatch, resumed):
     """A worker that lost its connection, to this aggregator or to the one before, hears the end."""
     monkeypatch.setattr("fedloom.transport.connected.LINGER_S", 3.0 if resumed else 60.0)
-    monkeypatch.setattr("fedloom.transport.worker.LAST_BACKOFF_S", 0.2)
+    monkeypatch.setattr("fedloom.transport.worker_connection.LAST_BACKOFF_S", 0.2)
     aggregator = make_aggregator()
     address = aggregator.start("127.0.0.1:0")
     proxy = Proxy(address)

@@ -28,8 +28,7 @@ from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomErr
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients
-from fedloom.transport import control, gate, spoken, stream
-from fedloom.transport import worker as worker_module
+from fedloom.transport import control, gate, spoken, stream, worker_connection
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import encode
 from fedloom.transport.newcomer import Models
@@ -125,7 +124,7 @@ class Federation:
 @pytest.fixture
 def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
     monkeypatch.setattr(gate, "CHECK_S", 0.05)
-    monkeypatch.setattr(worker_module, "CHANGED_S", 0.05)
+    monkeypatch.setattr(worker_connection, "CHANGED_S", 0.05)
     federation = Federation(tmp_path)
     yield federation
     federation.stop()

@@ -17,10 +17,11 @@ from fedloom.federation.carrier import Call, ConversationKey, Lost, MissingConve
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import Cutter, encode, parse, sealed, serialize
+from fedloom.transport.introduction import Introduction
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import METHOD, PROTOCOL, SERVICE, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.transport.worker import Introduction, serve
+from fedloom.transport.worker import serve
 
 D = 300_000  # float32: more than one chunk
 ALGORITHMS = {"toy": 1}

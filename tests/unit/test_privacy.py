@@ -40,7 +40,7 @@ from fedloom.runner.assemble import make_partition, make_parts
 from fedloom.runner.results import conclude
 from fedloom.runner.worker import Worker, WorkerOptions
 from fedloom.theory.privacy import gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid, together
-from fedloom.transport.worker import Joined
+from fedloom.transport.introduction import Joined
 
 Z = {"clip": 0.7, "noise_multiplier": 2.5}
 

@@ -23,7 +23,8 @@ from fedloom.runner import assemble
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
 from fedloom.transport.bandwidth import Bandwidth
-from fedloom.transport.worker import Introduction, Joined, Session, serve
+from fedloom.transport.introduction import Introduction, Joined
+from fedloom.transport.worker import Session, serve
 from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.words import DEEPEST, parsed_json, printable, shortened
 

@@ -1,0 +1,150 @@
+"""Answers that a worker keeps until their rows move on, in case the aggregator asks for them again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from fedloom.federation.carrier import ConversationKey, Lost
+from fedloom.transport.codec import Cutter, Encoded, joined, serialize, together
+from fedloom.transport.stream import HELD_CONVERSATIONS, Outbox, key_from_wire, key_to_wire
+from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.worker_requests import Request
+from fedloom.words import REASON_CHARACTERS
+
+HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
+
+
+@dataclass(eq=False)
+class _Page:
+    """Exchanges received in a conversation, and the answers to the last exchange of each row."""
+
+    exchanges: dict[int, int] = field(default_factory=dict)
+    answers: dict[int, tuple[str, Encoded | Lost]] = field(default_factory=dict)
+    """By row: the client, and its answer or the reason why there is none."""
+
+
+class AnswerBook:
+    """Exchanges and answers of the open conversations, and the outbox that answers leave by.
+
+    Belongs to the event loop's thread, except ``ready`` and ``incarnation``.
+
+    Attributes
+    ----------
+    run, incarnation
+        Run and aggregator process that admitted us last; empty before the first.
+    outbox
+        Outbox of the current stream; None while there is none: nothing is sent, and the aggregator will ask again.
+    ready
+        Answers that are ready to be sent: request, row, client, answer.
+    """
+
+    def __init__(self) -> None:
+        self.run = self.incarnation = ""
+        self.outbox: Outbox | None = None
+        self.ready: deque[tuple[Request, int, str, Encoded | Lost]] = deque()
+        self._pages: dict[ConversationKey, _Page] = {}
+        self._cutter = Cutter(wire.WorkerPart)
+
+    def open(self, welcome: wire.Welcome) -> Outbox:
+        """Begin a stream and return its outbox; pages that belong to another aggregator process are removed."""
+        if self.incarnation != welcome.incarnation:
+            self._pages.clear()
+        self.outbox, self.incarnation, self.run = Outbox(HEARTBEAT), welcome.incarnation, welcome.run
+        return self.outbox
+
+    def held(self) -> Iterator[wire.Held]:
+        """Yield the exchanges that have been received completely."""
+        for key, page in self._pages.items():
+            for exchange in sorted(set(page.exchanges.values())):
+                rows = [row for row, reached in page.exchanges.items() if reached == exchange]
+                yield wire.Held(conversation=key_to_wire(key), exchange=exchange, rows=rows)
+
+    def received(self, request: Request) -> None:
+        """Record a completely received request."""
+        page = self._pages.setdefault(request.key, _Page())
+        for row in request.envelope.rows:
+            if page.exchanges.get(row) != request.envelope.exchange:
+                page.answers.pop(row, None)
+            page.exchanges[row] = request.envelope.exchange
+        while len(self._pages) > HELD_CONVERSATIONS:
+            del self._pages[next(iter(self._pages))]
+
+    def close(self, key: ConversationKey) -> None:
+        """Forget a conversation."""
+        self._pages.pop(key, None)
+
+    def send_ready(self) -> None:
+        """Send the answers that are ready, and keep them."""
+        found: dict[tuple[ConversationKey, int], list[int]] = {}
+        while self.ready:
+            request, row, client, answer = self.ready.popleft()
+            page, exchange = self._pages.get(request.key), request.envelope.exchange
+            if self.incarnation != request.incarnation or page is None or page.exchanges.get(row) != exchange:
+                continue  # the answer is obsolete
+            page.answers[row] = (client, answer)
+            found.setdefault((request.key, exchange), []).append(row)
+        for (key, exchange), rows in found.items():
+            self._send(key, exchange, rows)
+
+    def send_again(self, again: wire.Again) -> None:
+        """Resend answers; those that are not ready yet follow when they are."""
+        key = key_from_wire(again.conversation)
+        page = self._pages.get(key, _Page())
+        lacking = [row for row in again.rows if page.exchanges.get(row) != again.exchange]
+        there = [row for row in again.rows if row in page.answers and page.exchanges[row] == again.exchange]
+        self._send(key, again.exchange, there)
+        if lacking:
+            self._send_missing(key, again.exchange, lacking)
+
+    def send_lacking(self, request: Request, rows: Sequence[int]) -> None:
+        """Report that the conversation of these rows is not held here."""
+        if self.incarnation != request.incarnation:
+            return
+        page = self._pages.get(request.key)
+        if page is not None:
+            for row in rows:
+                page.exchanges.pop(row, None)
+        self._send_missing(request.key, request.envelope.exchange, rows)
+
+    def send_too_late(self, request: Request) -> None:
+        """Report that an obsolete request was dropped: silence would be taken for a hanging worker."""
+        if self.incarnation == request.incarnation and self.outbox is not None and request.envelope.rows:
+            row, exchange = request.envelope.rows[0], request.envelope.exchange
+            self._send_lost(None, request.key, exchange, row, Lost("it took too long"))
+
+    def _send(self, key: ConversationKey, exchange: int, rows: Iterable[int]) -> None:
+        """Send the answers of rows; small ones together, one transfer for as many as fit into a chunk."""
+        found: list[tuple[int, str, Encoded]] = []
+        for row in sorted(set(rows)):
+            client, answer = self._pages[key].answers[row]
+            if isinstance(answer, Encoded):
+                found.append((row, client, answer))
+            else:
+                self._send_lost(key, key, exchange, row, answer)
+        for those in together([answer for _, _, answer in found]):
+            numbers, clients, answers = zip(*found[those.start : those.stop], strict=True)
+            envelope = wire.Envelope(
+                run=self.run,
+                incarnation=self.incarnation,
+                conversation=key_to_wire(key),
+                exchange=exchange,
+                rows=numbers,
+                clients=clients,
+            )
+            if self.outbox is not None:
+                self.outbox.put(key, self._cutter.parts(envelope, joined(answers)))
+
+    def _send_lost(
+        self, lane: ConversationKey | None, key: ConversationKey, exchange: int, row: int, lost: Lost
+    ) -> None:
+        about, reason = key_to_wire(key), lost.reason[:REASON_CHARACTERS]
+        part = wire.RowLost(conversation=about, exchange=exchange, row=row, reason=reason, bug=lost.is_bug)
+        if self.outbox is not None:
+            self.outbox.put_part(lane, wire.WorkerPart(row_lost=part))
+
+    def _send_missing(self, key: ConversationKey, exchange: int, rows: Sequence[int]) -> None:
+        missing = wire.Missing(conversation=key_to_wire(key), exchange=exchange, rows=rows)
+        if self.outbox is not None:
+            self.outbox.put_part(key, wire.WorkerPart(missing=missing))

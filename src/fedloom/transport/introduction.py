@@ -1,0 +1,113 @@
+"""Introduction of a worker to the aggregator, and the aggregator's Welcome or refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import fedloom
+from fedloom.errors import DataError, FedloomError, RefusedError, argument
+from fedloom.federation.roster import Member
+from fedloom.transport.codec import SEAL, SEAL_BYTES, Refusal, WireError, parse
+from fedloom.transport.stream import PROTOCOL
+from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.words import REASON_CHARACTERS, printable
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """Introduction of a worker to the aggregator.
+
+    Attributes
+    ----------
+    worker
+        Name, unique in the federation; a restarted worker returns under the same name.
+    clients
+        Ids of the clients that it may serve.
+    algorithms
+        Names and versions of its algorithms.
+    device
+        Device that it computes on.
+    incarnation
+        Id of this process: conversations are kept as long as it stays the same.
+    members
+        Announcements of the clients, in the same order, where they bring data of their own.
+    """
+
+    worker: str
+    clients: Sequence[str]
+    algorithms: Mapping[str, int]
+    device: str = "cpu"
+    incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
+    members: Sequence[Member] = ()
+
+    def hello(self) -> wire.Hello:
+        """Return it as the first part of a stream."""
+        return wire.Hello(
+            protocol=PROTOCOL,
+            package=fedloom.__version__,
+            worker=self.worker,
+            incarnation=self.incarnation,
+            clients=self.clients,
+            device=self.device,
+            algorithms=dict(self.algorithms),
+            announced=[
+                wire.Announced(
+                    train=member.train,
+                    validation=member.validation,
+                    test=member.test,
+                    labelled=member.labelled,
+                    observer=member.observer,
+                    class_counts=member.class_counts,
+                )
+                for member in self.members
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Welcome received from the aggregator: the run, the id of the aggregator's process, the experiment (JSON)."""
+
+    run: str
+    incarnation: str
+    experiment: str
+
+
+def parse_welcome(address: str, data: bytes) -> wire.Welcome:
+    """Return the Welcome in the first frame of a stream; raise if it refuses us or is anything else."""
+    first = _first(data)
+    if first.WhichOneof("part") == "refused":
+        raise refusal_error(address, first.refused)
+    if first.WhichOneof("part") != "welcome":
+        raise WireError(Refusal.GARBAGE, "the first part was no Welcome")
+    return first.welcome
+
+
+def _first(data: bytes) -> wire.AggregatorPart:
+    """Return the first part of a stream; of protocol 1, which has no seals, only a refusal is read."""
+    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
+        with contextlib.suppress(WireError):
+            part = parse(wire.AggregatorFrame, data, seal=False).parts[0]
+            if part.refused.code == wire.REFUSAL_CODE_PROTOCOL:
+                return part
+    return parse(wire.AggregatorFrame, data).parts[0]
+
+
+def refusal_error(address: str, refused: wire.Refused) -> FedloomError:
+    """Return the error of a worker that the aggregator refuses."""
+    hints = {
+        wire.REFUSAL_CODE_PROTOCOL: "install the same version of fedloom on both sides",
+        wire.REFUSAL_CODE_PACKAGE: "install the same version of fedloom on both sides",
+        wire.REFUSAL_CODE_ALGORITHM: "install the same version of the algorithm's package on both sides",
+        wire.REFUSAL_CODE_REPLACED: f"give every worker a name of its own with {argument('name')}",
+    }
+    reason = printable(refused.reason, REASON_CHARACTERS)
+    if refused.code == wire.REFUSAL_CODE_CLIENTS:
+        return DataError(
+            f"the aggregator at {address} refused: {reason}",
+            hint="make the partition with the aggregator's experiment file: fedloom partition EXPERIMENT",
+        )
+    return RefusedError(f"the aggregator at {address} refused: {reason}", hint=hints.get(refused.code))

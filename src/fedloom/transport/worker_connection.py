@@ -1,0 +1,416 @@
+"""Connection of a worker to the aggregator, kept open in a thread of its own and turned into events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+
+from fedloom.errors import AbandonedError, FedloomError, RefusedError
+from fedloom.federation.carrier import ConversationKey, Lost
+from fedloom.messages import Message
+from fedloom.transport import dial, stream
+from fedloom.transport.address import split_address
+from fedloom.transport.answer_book import AnswerBook
+from fedloom.transport.bandwidth import Bandwidth, Line
+from fedloom.transport.codec import (
+    FRAME_BYTES,
+    Refusal,
+    WireError,
+    encode,
+    read,
+    sealed,
+    serialize,
+)
+from fedloom.transport.failures import FINAL, REFUSALS, RETRYABLE, described, hint
+from fedloom.transport.introduction import Introduction, Joined, parse_welcome, refusal_error
+from fedloom.transport.stream import CHANNEL_OPTIONS, LAST_BACKOFF_S, LIMITED, METHOD, SERVICE, key_from_wire
+from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.worker_requests import Request, RequestReader
+from fedloom.trust.options import ClientCredentials, Credentials
+from fedloom.words import REASON_CHARACTERS, printable
+
+log = logging.getLogger("fedloom.transport.worker")
+
+WELCOME_TIMEOUT_S = 30.0  # from connecting to the Welcome
+FIRST_BACKOFF_S = 0.1
+FIRST_NOTICE_S = 5.0  # when to log that we are still trying to connect; the interval doubles each time
+CERTAIN = 3  # consecutive failed verifications that count as final: bits flip in handshakes, too
+CHANGED_S = 1.0  # how often certificate and token files are checked for changes
+GATHER_S = 0.001  # how long an answer waits to be sent with others while the next is computed
+
+
+@dataclass(frozen=True)
+class Close:
+    """End of a conversation, announced by the aggregator."""
+
+    key: ConversationKey
+
+
+class Finished:
+    """Goodbye from the aggregator: the run is over."""
+
+
+class _LaterError(ConnectionError):
+    """The aggregator is reachable but asks us to reconnect later."""
+
+
+class _Distrust(ConnectionError):
+    """One side could not verify the other; ``refused`` ends the worker if that persists."""
+
+    def __init__(self, reason: str, refused: RefusedError, *, certain: bool) -> None:
+        super().__init__(reason)
+        self.refused = refused
+        self.certain = certain
+
+
+class WorkerConnection:
+    """Stream to the aggregator, kept open in a thread of its own and turned into events.
+
+    Attributes
+    ----------
+    events
+        What the session's thread has to act upon; an error ends the worker.
+    closed
+        Conversations closed by the aggregator, not yet by the session.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        introduction: Introduction,
+        reconnect_s: float,
+        credentials: Credentials,
+        bandwidth: Bandwidth | None,
+    ) -> None:
+        self.events: SimpleQueue[Joined | Request | Close | Finished | BaseException] = SimpleQueue()
+        self.closed: set[ConversationKey] = set()
+        self._address = address
+        self._reconnect_s = reconnect_s
+        self._credentials = credentials
+        self._shown = credentials.current  # credentials of the last connection attempt
+        self._up, self._down = Line(bandwidth and bandwidth.up), Line(bandwidth and bandwidth.down)
+        self._options = CHANNEL_OPTIONS if bandwidth is None else (*CHANNEL_OPTIONS, *LIMITED)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ready = threading.Event()
+        self._book = AnswerBook()
+        self._gathering = False  # the loop knows that there are answers to send
+        self._thread = threading.Thread(target=self._run, name="worker-stream", daemon=True)
+        self._hello = introduction.hello()
+        size = len(self._introduction())
+        if size > FRAME_BYTES:
+            raise RefusedError(
+                f"worker {introduction.worker}: introducing {len(introduction.clients)} clients takes "
+                f"{size} bytes; at most {FRAME_BYTES} fit into one frame",
+                hint="let several workers serve fewer clients each",
+            )
+
+    # ---- used by the session's thread
+
+    def start(self) -> None:
+        """Start connecting."""
+        self._thread.start()
+        self._ready.wait()
+
+    def stop(self) -> None:
+        """Leave, and wait until the thread has ended."""
+        if self._loop is not None and self._task is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._task.cancel)
+            except RuntimeError:
+                log.debug("the stream's event loop had ended already")
+        self._thread.join()
+
+    @property
+    def incarnation(self) -> str:
+        """Id of the aggregator process that admitted us last; empty before the first."""
+        return self._book.incarnation
+
+    def is_over(self, request: Request) -> bool:
+        """Return whether a request's deadline has passed or its conversation is closed."""
+        return request.expired or request.key in self.closed
+
+    def reply(self, request: Request, row: int, client: str, answer: Message | Lost) -> None:
+        """Send one row's answer.
+
+        Waking the stream's thread costs as much as a small answer, so answers of the next ``GATHER_S`` are sent
+        together; :meth:`flush` sends all that are ready.
+        """
+        self._book.ready.append((request, row, client, answer if isinstance(answer, Lost) else encode(answer)))
+        if not self._gathering:
+            self._gathering = True
+            self._post(self._gather)
+
+    def flush(self) -> None:
+        """Send the answers that are ready now."""
+        if self._book.ready:
+            self._post(self._send_ready)
+
+    def too_late(self, request: Request) -> None:
+        """Report that we have dropped an obsolete request."""
+        self._post(self._book.send_too_late, request)
+
+    def missing(self, request: Request, rows: Iterable[int]) -> None:
+        """Report that the conversation of these rows is not held here."""
+        self._post(self._book.send_lacking, request, list(rows))
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            log.debug("an answer came after the stream's event loop had ended")
+
+    # ---- the event loop's thread
+
+    def _introduction(self) -> bytes:
+        """Return the Hello: who we are, and which open conversations we have received completely, as far as we know."""
+        hello = wire.Hello(held_of=self.incarnation, held=self._book.held())
+        hello.MergeFrom(self._hello)
+        data = sealed(serialize(wire.WorkerPart(hello=hello)))
+        if len(data) > FRAME_BYTES and hello.held:  # then the conversations are sent once more
+            return sealed(serialize(wire.WorkerPart(hello=self._hello)))
+        return data
+
+    def _gather(self) -> None:
+        assert self._loop is not None
+        self._loop.call_later(GATHER_S, self._send_ready)
+
+    def _send_ready(self) -> None:
+        self._gathering = False  # before they are taken: one that comes meanwhile is sent now or next time
+        self._book.send_ready()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except asyncio.CancelledError:
+            log.debug("left")
+        except BaseException as error:  # otherwise the session's thread would wait forever
+            self.events.put(error)
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._ready.set()
+        self.events.put(await self._connect_until_over())
+
+    async def _connect_until_over(self) -> Finished | FedloomError:
+        """Hold one stream after the other until the run is over or there is an error that ends the worker."""
+        absence = _Absence(self._address, self._reconnect_s)
+        doubts = 0
+        refused: RefusedError | None = None  # by the last aggregator reached
+        while True:
+            try:
+                if await self._hold():
+                    return Finished()
+                reason, refused = "the stream ended", None
+            except _Distrust as error:
+                reason = str(error)
+                refused = error.refused if error.certain or not self.incarnation else None
+                doubts = doubts + 1 if error.certain else 0
+                if doubts >= CERTAIN and not self.incarnation:
+                    return error.refused
+            except FedloomError as error:
+                if isinstance(error, RefusedError) and self._credentials.current != self._shown:
+                    continue  # retry with the current content of the files
+                return error
+            except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
+                reason = _describe(error)
+                if isinstance(error, _LaterError):
+                    absence.last_seen = time.monotonic()
+                if self._book.outbox is not None or not _is_cut_short(error):
+                    refused = None
+            was_up, self._book.outbox = self._book.outbox is not None, None
+            if was_up:
+                absence = _Absence(self._address, self._reconnect_s)
+            if absence.left_s <= 0:
+                return refused or absence.error(reason)
+            absence.log(reason, was_up=was_up)
+            await asyncio.sleep(absence.backoff_s())
+
+    async def _hold(self) -> bool:
+        """Connect, and hold one stream until it ends; return whether the run is over.
+
+        Raises
+        ------
+        RefusedError, DataError
+            If the aggregator does not admit us.
+        grpc.RpcError, ConnectionError, TimeoutError, WireError
+            If there is no aggregator, it does not answer, or it sends an invalid frame.
+        """
+        await self._up.free()  # the bandwidth limit must not delay a Hello
+        self._shown = self._show()
+        async with dial.channel(self._address, self._shown, self._options) as channel:
+
+            async def write(frame: bytes) -> None:
+                await self._up.free()
+                self._up.charge(len(frame))
+                await call.write(frame)
+
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=dial.metadata(self._shown))
+            tasks: list[asyncio.Task[Any]] = []
+            try:
+                async with asyncio.timeout(WELCOME_TIMEOUT_S):  # includes writing, which blocks on a dead connection
+                    await write(self._introduction())
+                    welcome = parse_welcome(self._address, await self._next(call))
+                outbox = self._book.open(welcome)
+                self.events.put(Joined(welcome.run, welcome.incarnation, welcome.experiment))
+                log.info("joined run %s at %s", welcome.run, self._address)
+                reader, changed = asyncio.create_task(self._read(call)), asyncio.create_task(self._changed())
+                tasks += [reader, changed, asyncio.create_task(outbox.drain(write))]
+                await asyncio.wait((reader, changed), return_when=asyncio.FIRST_COMPLETED)
+                if changed.done() and (not reader.done() or reader.exception() is not None):
+                    return False
+                return reader.result()
+            except grpc.aio.AioRpcError as error:
+                raise self._failed(error.code(), error.details(), error.trailing_metadata()) or error from None
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                call.cancel()
+
+    def _show(self) -> ClientCredentials:
+        """Return our credentials; if our certificate has expired, raise _Distrust, which may be retried."""
+        try:
+            return self._credentials.show(split_address(self._address, what="the aggregator", lowest=1)[0])
+        except RefusedError as error:
+            raise _Distrust(str(error), error, certain=True) from None
+
+    async def _changed(self) -> None:
+        """Return when our credentials have changed, which requires a new channel; conversations continue on it."""
+        while await asyncio.to_thread(lambda: self._credentials.current) == self._shown:
+            await asyncio.sleep(CHANGED_S)
+        log.info("reconnecting with the current content of the files")
+
+    def _failed(self, code: grpc.StatusCode, details: str | None, told: Iterable[tuple[str, Any]]) -> Exception | None:
+        """Return the error for a call that failed because one side rejected the other, or that can be retried later.
+
+        Return None for any other failure.
+        """
+        if code in REFUSALS:
+            words = described(code, details)
+            refused = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
+            unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in told)
+            return _Distrust(words, refused, certain=True) if unknown and self.incarnation else refused
+        if code in RETRYABLE:
+            return _LaterError(described(code, details))
+        certain = dial.distrust(self._address, self._shown, code, details)
+        perhaps = None if self._book.outbox is not None else dial.closed_after_handshake(self._shown, code, details)
+        if not (reason := certain or perhaps):
+            plain = dial.perhaps_tls(self._shown, code, details)
+            return None if plain is None else ConnectionError(plain)
+        refused = RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
+        return _Distrust(reason, refused, certain=certain is not None)
+
+    async def _next(self, call: Any) -> bytes:
+        async with asyncio.timeout(stream.SILENCE_S):
+            data = await call.read()
+        self._down.charge(len(data))
+        if data is grpc.aio.EOF:
+            code = await call.code()
+            details = await call.details()
+            told = await call.trailing_metadata()
+            raise self._failed(code, details, told or ()) or ConnectionError(described(code, details))
+        return bytes(data)
+
+    async def _read(self, call: Any) -> bool:
+        """Read frames until the stream ends; return whether the run is over."""
+        requests = RequestReader()
+        while True:
+            await self._down.free()
+            for kind, part in read(wire.AggregatorFrame, await self._next(call)):
+                if kind == "goodbye":
+                    return True
+                self._take(requests, kind, part)
+
+    def _take(self, requests: RequestReader, kind: str, part: Any) -> None:
+        match kind:
+            case "begin":
+                requests.begin(part)
+            case "chunk":
+                requests.add(part)
+            case "end":
+                request = requests.end(part.transfer)
+                self._book.received(request)
+                self.events.put(request)
+            case "again":
+                self._book.send_again(part)
+            case "close":
+                key = key_from_wire(part.conversation)
+                self._book.close(key)
+                self.closed.add(key)
+                self.events.put(Close(key))
+            case "transfer_refused":
+                log.warning("the aggregator refused a reply: %s", printable(part.reason, REASON_CHARACTERS))
+            case "refused":
+                raise refusal_error(self._address, part)
+            case "heartbeat":
+                pass
+            case other:
+                raise WireError(Refusal.GARBAGE, f"a {other} in the middle of a stream")
+
+
+class _Absence:
+    """Time without an aggregator: how long to go on trying, how often, and what to log."""
+
+    def __init__(self, address: str, reconnect_s: float) -> None:
+        self.last_seen = time.monotonic()
+        self._address = address
+        self._reconnect_s = reconnect_s
+        self._attempts = 0
+        self._told: set[str] = set()
+        self._next_notice = FIRST_NOTICE_S
+
+    @property
+    def left_s(self) -> float:
+        return self._reconnect_s - (time.monotonic() - self.last_seen)
+
+    def error(self, reason: str) -> AbandonedError:
+        return AbandonedError(
+            f"the aggregator at {self._address} is gone for {self._reconnect_s:g} s: {reason}",
+            hint="start it again (`fedloom aggregator`), then this worker",
+        )
+
+    def log(self, reason: str, *, was_up: bool) -> None:
+        """Log each reason once, and then at doubling intervals that we are still trying."""
+        gone_s = time.monotonic() - self.last_seen
+        if reason not in self._told:
+            self._told.add(reason)
+            what = "lost the aggregator at %s (%s), reconnecting" if was_up else "no aggregator at %s (%s), dialling"
+            log.info(f"{what} for %.0f s", self._address, reason, self.left_s)
+        elif gone_s >= self._next_notice:
+            self._next_notice = 2 * gone_s
+            log.info("no aggregator at %s, still trying, %.0f s", self._address, gone_s)
+
+    def backoff_s(self) -> float:
+        """Return how long to wait before the next attempt."""
+        backoff = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**self._attempts)
+        self._attempts = min(self._attempts + 1, 16)
+        wait_s: float = min(self.left_s, backoff * random.uniform(0.5, 1.0))
+        return max(0.0, wait_s)
+
+
+def _is_cut_short(error: Exception) -> bool:
+    """Return whether a call ended while we were writing, in which case gRPC does not always report its status."""
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.INTERNAL
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        log.debug("gRPC says: %s %s", error.code().name, error.details())
+        return described(error.code(), error.details())
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    return str(error) or type(error).__name__
