@@ -317,14 +317,12 @@ class Dispatcher:
         now = time.monotonic()
         rested = {name: link.worker.clients for name, link in self._links.items() if link.rests_until <= now}
         everyone = {name: link.worker.clients for name, link in self._links.items()}
-        for candidates in (rested, everyone):
-            dealt = deal([exchange.client[row] for row in free], candidates, loads)
-            for name, positions in dealt.items():
-                shares.setdefault(name, []).extend(free[position] for position in positions)
-            given = {free[position] for positions in dealt.values() for position in positions}
-            free = [row for row in free if row not in given]
-            if not free:
-                return
+        for workers in (rested, everyone):
+            dealt = deal([exchange.client[row] for row in free], workers, loads)
+            given = {name: [free[i] for i in positions] for name, positions in dealt.items()}
+            for name, rows in given.items():
+                shares.setdefault(name, []).extend(rows)
+            free = sorted(set(free).difference(*given.values()))
 
     def _say_unserved(self, exchange: Exchange, because: str) -> None:
         """Report a change in the clients that have no worker."""

@@ -123,12 +123,10 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
                 raise event
             case Finished():
                 return True
-            case Joined():
-                if session is None or event.incarnation != incarnation:
-                    session, incarnation = make_session(event), event.incarnation
-            case Request():
-                if session is not None and event.incarnation == incarnation:
-                    _serve_request(connection, session, event, stop)
+            case Joined() if event.incarnation != incarnation:
+                session, incarnation = make_session(event), event.incarnation
+            case Request() if session is not None and event.incarnation == incarnation:
+                _serve_request(connection, session, event, stop)
             case Close():
                 if session is not None:
                     session.close(event.key)

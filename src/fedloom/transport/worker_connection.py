@@ -99,6 +99,8 @@ class WorkerConnection:
         self._shown = credentials.current  # credentials of the last connection attempt
         self._up, self._down = Line(bandwidth and bandwidth.up), Line(bandwidth and bandwidth.down)
         self._options = CHANNEL_OPTIONS if bandwidth is None else (*CHANNEL_OPTIONS, *LIMITED)
+        self._doubts = 0  # consecutive failed verifications
+        self._refused: RefusedError | None = None  # by the last aggregator reached
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
@@ -206,38 +208,41 @@ class WorkerConnection:
         self.events.put(await self._connect_until_over())
 
     async def _connect_until_over(self) -> Finished | FedloomError:
-        """Hold one stream after the other until the run is over or there is an error that ends the worker."""
+        """Hold one stream after the other; return the end of the run, or the error that ends the worker."""
         absence = _Absence(self._address, self._reconnect_s)
-        doubts = 0
-        refused: RefusedError | None = None  # by the last aggregator reached
         while True:
-            try:
-                if await self._hold():
-                    return Finished()
-                reason, refused = "the stream ended", None
-            except _Distrust as error:
-                reason = str(error)
-                refused = error.refused if error.certain or not self.incarnation else None
-                doubts = doubts + 1 if error.certain else 0
-                if doubts >= CERTAIN and not self.incarnation:
-                    return error.refused
-            except FedloomError as error:
-                if isinstance(error, RefusedError) and self._credentials.current != self._shown:
-                    continue  # retry with the current content of the files
-                return error
-            except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
-                reason = _describe(error)
-                if isinstance(error, _LaterError):
-                    absence.last_seen = time.monotonic()
-                if self._book.outbox is not None or not _is_cut_short(error):
-                    refused = None
+            ended = await self._hold_once(absence)
+            if isinstance(ended, Finished | FedloomError):
+                return ended
             was_up, self._book.outbox = self._book.outbox is not None, None
             if was_up:
                 absence = _Absence(self._address, self._reconnect_s)
             if absence.left_s <= 0:
-                return refused or absence.error(reason)
-            absence.log(reason, was_up=was_up)
+                return self._refused or absence.error(ended)
+            absence.log(ended, was_up=was_up)
             await asyncio.sleep(absence.backoff_s())
+
+    async def _hold_once(self, absence: _Absence) -> Finished | FedloomError | str:
+        """Hold one stream; return the end of the run, the error that ends the worker, or why to connect again."""
+        try:
+            if await self._hold():
+                return Finished()
+            self._refused = None
+            return "the stream ended"
+        except _Distrust as error:
+            self._refused = error.refused if error.certain or not self.incarnation else None
+            self._doubts = self._doubts + 1 if error.certain else 0
+            return error.refused if self._doubts >= CERTAIN and not self.incarnation else str(error)
+        except FedloomError as error:
+            if isinstance(error, RefusedError) and self._credentials.current != self._shown:
+                return str(error)  # connect again with the current content of the files
+            return error
+        except (grpc.RpcError, ConnectionError, TimeoutError, WireError) as error:
+            if isinstance(error, _LaterError):
+                absence.last_seen = time.monotonic()
+            if self._book.outbox is not None or not _is_cut_short(error):
+                self._refused = None
+            return _describe(error)
 
     async def _hold(self) -> bool:
         """Connect, and hold one stream until it ends; return whether the run is over.
