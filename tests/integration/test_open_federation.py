@@ -32,7 +32,7 @@ from fedloom.data.pack.examples import Request
 from fedloom.data.sources.vowel import CLASS_NAMES, read
 from fedloom.experiment import OwnData, load
 from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import EVALUATED, Attempt, Replay
+from fedloom.federation.journal import DONE, EVALUATED, Attempt, Replay
 from fedloom.federation.releases import told
 from fedloom.runner.open_federation import open_manifest, replayed
 from fedloom.runner.options import RunOptions
@@ -415,6 +415,26 @@ def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_
     for worker in workers:
         ended(worker, 0)
     assert "ghost-299" in federation.told("joined")
+
+
+def test_a_crowd_that_refuses_before_others_have_joined_ends_no_run(federation: Federation) -> None:
+    """Three hundred refuse all that they are asked; the two that train come once a round has failed."""
+    changed = ("rounds=4", "deadline_s=5", "min_clients=2", "clients_per_round=5", "heartbeat_timeout_s=60")
+    settings = [word for each in changed for word in ("--set", f"federation.{each}")]
+    settings += ["--set", f"data.own.normalization={GIVEN}", "--set", "evaluation.every=2"]
+    aggregator = federation.aggregator(*settings, environment={"OMP_NUM_THREADS": "1"})
+    ghosts = [f"ghost-{i:03d}" for i in range(300)]
+    told = wire.Announced(train=10, validation=2, test=3, labelled=True)
+    until(lambda: (federation.run / "logs" / "aggregator.jsonl").exists(), "the run's folder")
+    with contextlib.closing(Silent(federation.address, ghosts, [told] * len(ghosts), refuses=True)):
+        until(lambda: any(line["round"] == 1 for line in federation.lines()), "a failed attempt")
+        time.sleep(3)
+        workers = [federation.worker(i, name=f"honest-{i}") for i in range(2)]
+        ended(aggregator, 0)
+    for worker in workers:
+        ended(worker, 0)
+    failed = [line for line in federation.lines() if line["round"] and line["outcome"] not in (DONE, EVALUATED)]
+    assert len(failed) <= 2
 
 
 class Silent:

@@ -17,6 +17,7 @@ from fedloom.errors import DataError, InterruptedRun
 from fedloom.federation.folder import RunFolder
 from fedloom.federation.journal import EVALUATED, Attempt, ConversationRecord, Journal, Replay, fold
 from fedloom.federation.roster import AvailableClients, Change, FixedRoster, Member, OpenRoster, ReplayedRoster, between
+from fedloom.federation.silence import Silence
 
 OWN = Own(kind="features", input_shape=(2,), classes=("a", "b", "c"))
 MANIFEST = own_manifest(OWN, (), 1, Normalization((0.0, 0.0), (1.0, 1.0)))
@@ -114,6 +115,35 @@ def test_rounds_wait_below_min_clients_and_say_so_and_observers_do_not_count() -
     presence.change([member("b")], [])
     waiting.join()
     assert [told.id for told in settled[0].joined] == ["a", "b", "o"]
+
+
+def test_a_round_waits_for_clients_that_take_part_and_an_evaluation_does_not() -> None:
+    presence, said, silence = AvailableClients(), list[str](), Silence()
+    roster = opened(presence, said, silence=silence)
+    presence.change([member("g")], [])
+    silence.join(["g"], "ghosts", None)
+    silence.refuse(["g"], ())
+    roster.settle(0, evaluating=True)
+    assert not said
+    settled: list[Change] = []
+    waiting = threading.Thread(target=lambda: settled.append(roster.settle(1, evaluating=False)))
+    waiting.start()
+    while not said:
+        waiting.join(0.01)
+    assert roster.waits_for_others(1)
+    presence.change([member("h")], [])
+    waiting.join()
+    assert [told.id for told in settled[0].joined] == ["h"]
+
+
+def test_a_round_waits_no_longer_than_for_a_member_that_is_absent() -> None:
+    presence, silence = AvailableClients(), Silence()
+    roster = opened(presence, silence=silence, heartbeat_timeout_s=0.05)
+    presence.change([member("g")], [])
+    silence.refuse(["g"], ())
+    assert [told.id for told in roster.settle(1, evaluating=False).joined] == ["g"]
+    assert not roster.waits_for_others(1)
+    assert roster.waits_for_others(2)
 
 
 def test_a_stop_ends_the_waiting() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.journal import Attempt
-from fedloom.federation.silence import PATIENCE, Silence
+from fedloom.federation.silence import FIRST_REST_S, PATIENCE, Silence
 
 HONEST = ("h-1", "h-2", "h-3")
 GHOSTS = tuple(f"g-{i}" for i in range(50))
@@ -96,6 +96,44 @@ def test_who_joins_again_is_new(silence: Silence) -> None:
     silence.sign(GHOSTS, "ghosts", "mallory")
     silence.join(GHOSTS, "ghosts", "mallory")
     assert drawn(silence, 3) == set(EVERYONE)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_who_refuses_a_round_is_drawn_only_where_others_are_too_few_whatever_it_answers_elsewhere() -> None:
+    clock = Clock()
+    silence = Silence(clock)
+    for client in HONEST:
+        silence.join([client], f"worker of {client}", f"owner of {client}")
+    silence.join(GHOSTS, "ghosts", "mallory")
+    silence.refuse(GHOSTS[:2], ())
+    assert silence.refusing == set(GHOSTS)  # nobody of that owner took part
+    silence.end(GHOSTS, (), 1.0)  # in an evaluation
+    silence.sign(GHOSTS, "ghosts", "mallory")
+    silence.leave(GHOSTS)
+    silence.join(GHOSTS, "ghosts", "mallory")
+    assert drawn(silence, 3) == set(HONEST)
+    assert drawn(silence, 4) == set(EVERYONE)
+    clock.now += FIRST_REST_S
+    assert silence.groups(EVERYONE, 3) == [EVERYONE]
+    silence.refuse(GHOSTS[:1], HONEST)
+    clock.now += 1.5 * FIRST_REST_S  # it rests for twice as long now
+    assert drawn(silence, 3) == set(HONEST)
+    silence.take_part(GHOSTS[:1])
+    assert silence.refusing == frozenset()
+
+
+def test_who_refuses_while_others_of_its_owner_take_part_rests_alone(silence: Silence) -> None:
+    silence.refuse(GHOSTS[:2], GHOSTS[2:3])
+    assert silence.refusing == set(GHOSTS[:2])
+    silence.end((), HONEST[:1], 5.0)
+    silence.refuse((*GHOSTS[:2], *HONEST[:1]), GHOSTS[2:3])
+    assert silence.refusing == set(GHOSTS[:2])  # the other is silent, until it gives a sign of life
 
 
 def test_an_evaluation_leaves_out_silent_clients_and_after_its_patience_new_ones(silence: Silence) -> None:

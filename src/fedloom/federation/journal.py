@@ -84,6 +84,11 @@ class Attempt:
         """Clients that it lost, and why."""
         return {loss.client: loss.reason for conversation in self.conversations for loss in conversation.lost}
 
+    @property
+    def answered(self) -> set[str]:
+        """Clients that it asked and did not lose."""
+        return {client for conversation in self.conversations for client in conversation.clients} - self.losses.keys()
+
 
 @dataclass
 class Costs:

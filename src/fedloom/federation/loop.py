@@ -480,8 +480,9 @@ class Loop:
         planned = self.replay.attempt(t) if self.replay is not None else None
         first = planned.attempt if planned is not None else 1
         lost: set[str] = set()
-        for number in range(first, first + self.schedule.attempts):
-            attempt = Attempt(t, number)
+        number, failures = first, 0
+        while failures < self.schedule.attempts:
+            attempt, lacks_replies = Attempt(t, number), False
             self._settle(attempt)
             self.monitor.enter("training", doing=t, attempt=number)
             started = time.perf_counter()
@@ -494,7 +495,7 @@ class Loop:
                 self._check_finite(before, {"client_steps": statistics["client_steps"]} | statistics)
                 attempt.statistics = statistics
             except (TooFewReplies, FloatingPointError) as error:
-                attempt.outcome = str(error)
+                attempt.outcome, lacks_replies = str(error), isinstance(error, TooFewReplies)
                 self.server.state = before
             except Exception as error:
                 self.server.state = before
@@ -512,15 +513,26 @@ class Loop:
             self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
             if attempt.outcome == DONE:
                 self.round = t
+                if not self.roster.fixed:
+                    self.carrier.silence.take_part(attempt.answered)
                 self.observer.round_done(attempt, self.schedule.rounds)
                 return
             lost.update(attempt.losses)
+            number += 1
+            failures += not (lacks_replies and self._waits_for_others(attempt))
             self.observer.attempt_failed(attempt, self.schedule.attempts)
             self._check_stop()
         raise QuorumError(
-            f"{attempt.outcome} (round {t} failed {pluralize(self.schedule.attempts, 'time')})",
+            f"{attempt.outcome} (round {t} failed {pluralize(number - first, 'time')})",
             hint=GO_ON,
         )
+
+    def _waits_for_others(self, attempt: Attempt) -> bool:
+        """Record who refused an attempt in an open federation; return whether it does not count yet."""
+        if self.roster.fixed:
+            return False
+        self.carrier.silence.refuse(attempt.losses, attempt.answered)
+        return self.roster.waits_for_others(attempt.round)
 
     def _evaluation_due(self) -> bool:
         s = self.schedule

@@ -125,6 +125,9 @@ class Roster(Protocol):
     def here(self) -> tuple[str, ...]:
         """Return the ids of clients that can be asked now, in manifest order; a round draws from those that train."""
 
+    def waits_for_others(self, round: int) -> bool:
+        """Return whether failed attempts at a round do not count yet, because clients that take part may still come."""
+
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the roster of the round that a run continues from, as recorded in its journal."""
 
@@ -146,6 +149,10 @@ class FixedRoster:
     def here(self) -> tuple[str, ...]:
         """Return the ids of all clients."""
         return self._everyone
+
+    def waits_for_others(self, round: int) -> bool:
+        """Return False: no other clients come."""
+        return False
 
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
         """Do nothing: the roster never changes."""
@@ -191,6 +198,10 @@ class ReplayedRoster(_ChangingRoster):
     def here(self) -> tuple[str, ...]:
         """Return the ids of all members: the clients that the journal asked are asked."""
         return tuple(self._members)
+
+    def waits_for_others(self, round: int) -> bool:
+        """Return False: no others come than in the journal."""
+        return False
 
 
 class AvailableClients:
@@ -270,7 +281,9 @@ class OpenRoster(_ChangingRoster):
     monitor
         Receives the waiting phase.
     silence
-        Clients that miss deadlines: rounds do not count on them.
+        Clients that miss deadlines or refuse to take part: rounds do not count on them.
+    min_replies
+        Number of clients that must answer for a round to count.
     """
 
     def __init__(
@@ -283,12 +296,15 @@ class OpenRoster(_ChangingRoster):
         say: Callable[[str], None],
         monitor: Monitor | None = None,
         silence: Silence | None = None,
+        min_replies: int = 1,
     ) -> None:
         super().__init__(manifest)
         self._silence = silence or Silence()
         self._monitor = monitor or Monitor()
         self._presence = presence
         self._min_clients = min_clients
+        self._min_replies = min_replies
+        self._waits_until: tuple[int, float] = (0, 0.0)  # a round, and until when it waits for clients that take part
         self._absent_after_s = heartbeat_timeout_s
         self._stop = stop
         self._say = say
@@ -310,27 +326,7 @@ class OpenRoster(_ChangingRoster):
         InterruptedRun
             If the run is stopped while it waits.
         """
-        waited = False
-        while True:
-            hold()
-            silent = self._silence.silent
-            training, changes = self._presence.count(silent)
-            if training >= self._min_clients:
-                break
-            if not waited:
-                when = f"after round {round}" if evaluating else f"before round {round}"
-                why = (
-                    f"waiting {when}: {pluralize(training, 'client')} to train with, federation.min_clients is "
-                    f"{self._min_clients}{_besides(len(silent))}"
-                )
-                self._say(why)
-                self._monitor.enter("waiting", why)
-                waited = True
-            if self._stop.is_set():
-                raise InterruptedRun(f"stopped while waiting for clients; go on with {argument('resume')}")
-            self._presence.wait(POLL_S)
-        if waited:
-            self._say(f"going on with {pluralize(training, 'client')}")
+        changes = self._wait_for_clients(round, evaluating, hold)
         now = time.monotonic()
         if changes == self._settled and now < self._next_leaves:
             return Change()  # makes the cost independent of the number of clients
@@ -343,10 +339,50 @@ class OpenRoster(_ChangingRoster):
         self._here = tuple(sorted(here))
         return self._become({**away, **here})
 
+    def _wait_for_clients(self, round: int, evaluating: bool, hold: Hold) -> int:
+        """Wait until enough training clients are connected; return the number of changes so far."""
+        waited = False
+        while True:
+            hold()
+            silent, refusing = self._silence.silent, frozenset() if evaluating else self._silence.refusing
+            training, changes = self._presence.count(silent)
+            willing = self._presence.count(silent | refusing)[0] if refusing else training
+            enough = training >= self._min_clients and (
+                willing >= max(self._min_clients, self._min_replies)
+                or willing == training
+                or not self.waits_for_others(round)
+            )
+            if enough:
+                if waited:
+                    self._say(f"going on with {pluralize(training, 'client')}")
+                return changes
+            if not waited:
+                when = f"after round {round}" if evaluating else f"before round {round}"
+                why = (
+                    f"waiting {when}: {pluralize(willing, 'client')} to train with, federation.min_clients is "
+                    f"{self._min_clients}{_besides(len(silent), training - willing)}"
+                )
+                self._say(why)
+                self._monitor.enter("waiting", why)
+                waited = True
+            if self._stop.is_set():
+                raise InterruptedRun(f"stopped while waiting for clients; go on with {argument('resume')}")
+            self._presence.wait(POLL_S)
+
+    def waits_for_others(self, round: int) -> bool:
+        """Return whether a round still waits for clients that take part.
+
+        It does for ``heartbeat_timeout_s`` from its first failed attempt, or since too few that do are connected.
+        """
+        if self._waits_until[0] != round:
+            self._waits_until = round, time.monotonic() + self._absent_after_s
+        return time.monotonic() < self._waits_until[1]
+
     def here(self) -> tuple[str, ...]:
         """Return the clients that were connected when the roster was last settled."""
         return self._here
 
 
-def _besides(silent: int) -> str:
-    return f"; {pluralize(silent, 'client')} let a deadline pass and gave no sign of life since" if silent else ""
+def _besides(silent: int, refusing: int) -> str:
+    why = f"; {pluralize(silent, 'client')} let a deadline pass and gave no sign of life since" if silent else ""
+    return why + (f"; {pluralize(refusing, 'client')} refused to take part" if refusing else "")

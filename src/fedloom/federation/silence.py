@@ -1,12 +1,14 @@
-"""Clients that missed a deadline without any sign of life since, and the consequences for draws and evaluations.
+"""Silent and refusing clients, and the consequences for draws and evaluations.
 
-A sign of life is that the client's worker rejoins, or sends anything about a request, even too late.
+A silent client missed a deadline without any sign of life since: its worker rejoins, or sends anything about a request,
+even too late. A refusing client answered a request of a round, without taking part in it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 PATIENCE = 3
 """Deadlines that one evaluation waits for silent clients before asking only those that have answered before."""
@@ -14,8 +16,38 @@ PATIENCE = 3
 UNRELIABLE = 2
 """Rank of clients from which on they are drawn only if there are too few others."""
 
+FIRST_REST_S, LONGEST_REST_S = 10.0, 3_600.0
+"""Seconds for which a client or owner that refuses is drawn after others: doubled with each further refusal."""
+
+MOST_RESTING = 100_000
+"""Maximum number of refusing clients or owners remembered; the oldest are forgotten first."""
+
 NO_SIGN = "it let an earlier deadline pass, and has given no sign of life since"
 NEVER_ANSWERED = f"it has never answered, and this evaluation has waited for {PATIENCE} deadlines"
+
+
+class _Resting:
+    """Names that rest: twice as long after each refusal, until they take part again."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._rests: dict[str, tuple[int, float]] = {}  # number of refusals, and end of the rest
+
+    def add(self, names: Iterable[str]) -> None:
+        for name in names:
+            count = self._rests.pop(name, (0, 0.0))[0]
+            self._rests[name] = count + 1, self._clock() + min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(count, 20))
+        while len(self._rests) > MOST_RESTING:
+            del self._rests[next(iter(self._rests))]
+
+    def discard(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._rests.pop(name, None)
+
+    def now(self) -> set[str]:
+        """Return the names that rest now."""
+        now = self._clock()
+        return {name for name, (_, ends) in self._rests.items() if now < ends}
 
 
 class Silence:
@@ -24,13 +56,18 @@ class Silence:
     It grows with the connected clients, and belongs to one process: a client that joins another aggregator, or this one
     after a restart, starts with a clean record.
 
+    Parameters
+    ----------
+    clock
+        Clock in seconds.
+
     Attributes
     ----------
     waited_s
         Total seconds of all exchanges in which a client missed the deadline.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.waited_s = 0.0
         self._lock = threading.Lock()
         self._silent: set[str] = set()
@@ -38,6 +75,7 @@ class Silence:
         self._places: dict[str, tuple[str, str]] = {}  # worker and owner of clients that only one worker serves
         # owners without any answer in the last exchange in which their clients were asked
         self._owing: set[str] = set()
+        self._refusing, self._refusing_owners = _Resting(clock), _Resting(clock)
 
     def join(self, members: Iterable[str], worker: str, owner: str | None) -> None:
         """Record the worker and owner of clients that no other worker may serve; they start with a clean record."""
@@ -48,11 +86,13 @@ class Silence:
 
     def leave(self, members: Iterable[str]) -> None:
         """Forget clients whose worker is gone."""
+        members = tuple(members)
         with self._lock:
             for client in members:
                 self._places.pop(client, None)
                 self._heard.discard(client)
                 self._silent.discard(client)
+            self._refusing.discard(members)
 
     def sign(self, clients: Collection[str], worker: str, owner: str | None) -> None:
         """Record that the worker of these clients is alive."""
@@ -65,17 +105,50 @@ class Silence:
         with self._lock:
             self._heard.update(answered)
             self._silent.difference_update(answered)
-            alive = [self._places[client] for client in answered if client in self._places]
-            self._owing.difference_update(owner for _, owner in alive)
+            alive = self._places_of(answered)
+            self._owing -= {owner for _, owner in alive}
             if not silent:
                 return
             self.waited_s += seconds
-            mute = {self._places[client] for client in silent if client in self._places}
-            self._owing.update({owner for _, owner in mute} - {owner for _, owner in alive})
+            mute = self._places_of(silent)
+            self._owing |= {owner for _, owner in mute} - {owner for _, owner in alive}
             workers = {worker for worker, _ in mute} - {worker for worker, _ in alive}
             self._silent.update(silent)
             self._silent.update(client for client, (worker, _) in self._places.items() if worker in workers)
             self._heard -= self._silent
+
+    def _places_of(self, clients: Collection[str]) -> set[tuple[str, str]]:
+        return {self._places[client] for client in clients if client in self._places}
+
+    def refuse(self, lost: Collection[str], answered: Collection[str]) -> None:
+        """Record whom a failed attempt at a round has lost, silent clients apart, and who answered to its end.
+
+        Clients that refuse rest, and so do all clients of an owner without any answer, whatever they answer outside
+        rounds, and even if they join again.
+        """
+        with self._lock:
+            refusing = [client for client in lost if client not in self._silent]
+            owners = {owner for _, owner in self._places_of(answered)}
+            self._refusing.add(refusing)
+            self._refusing_owners.add({owner for _, owner in self._places_of(refusing)} - owners)
+
+    def take_part(self, clients: Collection[str]) -> None:
+        """Record the clients that answered a round to its end: they and their owners refuse no more."""
+        with self._lock:
+            self._refusing.discard(clients)
+            self._refusing_owners.discard({owner for _, owner in self._places_of(clients)})
+
+    @property
+    def refusing(self) -> frozenset[str]:
+        """Clients that refuse to take part in rounds now."""
+        with self._lock:
+            return frozenset(self._refusing_now())
+
+    def _refusing_now(self) -> set[str]:
+        clients, owners = self._refusing.now(), self._refusing_owners.now()
+        if not owners:
+            return clients
+        return clients.union(client for client, (_, owner) in self._places.items() if owner in owners)
 
     @property
     def silent(self) -> frozenset[str]:
@@ -86,9 +159,9 @@ class Silence:
     def groups(self, roster: Sequence[str], least: int, lost: Collection[str] = ()) -> list[Sequence[str]]:
         """Return groups of a roster, in its order, that a cohort is filled from, one group after the other.
 
-        One group of everyone, while nobody is silent or lost. Otherwise silent clients, and those of an owner whose
-        clients have all been silent in their last exchange, are in a group only if the others are fewer than ``least``:
-        a cohort that is smaller is better than one in which they take the place of others.
+        One group of everyone, while nobody is silent, refuses or is lost. Otherwise silent and refusing clients, and
+        those of an owner whose clients have all been silent in their last exchange, are in a group only if the others
+        are fewer than ``least``: a cohort that is smaller is better than one in which they take the place of others.
 
         Parameters
         ----------
@@ -99,12 +172,14 @@ class Silence:
             clients that have answered before come first.
         """
         with self._lock:
-            if not lost and not self._owing and self._silent.isdisjoint(roster):
+            refusing = self._refusing_now()
+            if not lost and not self._owing and self._silent.union(refusing).isdisjoint(roster):
                 return [roster]
             owing = self._owing | {self._places[client][1] for client in lost if client in self._places}
             by_rank: list[list[str]] = [[] for _ in range(4)]
             for client in roster:
-                by_rank[self._rank(client, owing, lost)].append(client)
+                rank = self._rank(client, owing, lost)
+                by_rank[max(rank, UNRELIABLE) if client in refusing else rank].append(client)
         found: list[Sequence[str]] = []
         for rank, group in enumerate(by_rank):
             if rank < UNRELIABLE or sum(map(len, found)) < least:

@@ -81,7 +81,7 @@ def begun(
 
     def roster_of(manifest: Manifest) -> OpenRoster:
         limits = federation.min_clients, federation.heartbeat_timeout_s
-        return OpenRoster(manifest, presence, *limits, stop, say, monitor, server.silence)
+        return OpenRoster(manifest, presence, *limits, stop, say, monitor, server.silence, federation.min_replies)
 
     if not is_known(parts.manifest):
         roster = roster_of(parts.manifest)
