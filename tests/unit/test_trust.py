@@ -280,8 +280,8 @@ def test_who_has_no_clients_speaks_for_none() -> None:
         ),
         ("roles: [worker],", "roles: [],", ("line 3", "roles", "found []", "1 or more")),
         ("roles: [worker],", "role: worker,", ("line 3", "role", "unknown key", "roles")),
-        ('clients: ["north-*"]', "clients: []", ("line 3", "clients", "missing", "worker")),
-        ('clients: ["north-*"]', 'clients: ["a/b"]', ("line 3", "clients.0", "a/b", "allowed")),
+        ('clients: ["north-*"]', "clients: []", ("line 3", "clients", "worker")),
+        ('clients: ["north-*"]', 'clients: ["a/b"]', ("line 3", "clients.0", "a/b")),
         ('"URI:urn:fedloom:north"', "north", ("line 3", "certificate", "north", "URI|DNS")),
         ('certificate: "URI:urn:fedloom:north", ', "", ("line 3", "certificate", "token")),
         ("roles: [admin]", "roles: [admin], clients: [a]", ("line 5", "clients", "admin")),
@@ -289,7 +289,7 @@ def test_who_has_no_clients_speaks_for_none() -> None:
         ("token: eye", "token: south", ("line 4", "token south", "line 6", "token south")),
         ("version: 1", "version: 1\nversion: 1", ("line 1", "version", "line 2")),
         ("version: 1", "version: [", ("not YAML",)),
-        (TABLE, "- 1", ("allowed: a mapping",)),
+        (TABLE, "- 1", ("version", "identities")),
     ],
 )
 def test_mistakes_in_the_table(table: Path, old: str, new: str, expected: tuple[str, ...]) -> None:
@@ -306,7 +306,7 @@ def test_a_token_in_the_table_is_refused_unseen(table: Path) -> None:
     with pytest.raises(ExperimentError) as error:
         read_identities(table)
     assert token.get_secret_value() not in str(error.value)
-    assert "the name of one" in str(error.value)
+    assert tells(str(error.value), table, "token")
 
 
 # ---- who is let in
@@ -589,7 +589,7 @@ def test_the_life_of_a_token_on_the_command_line(fedloom: Fedloom, tmp_path: Pat
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [
-        (("new", "a b"), ("NAME", "a b", "allowed")),
+        (("new", "a b"), ("NAME", "a b")),
         (("new", "a", "--out", "there"), ("there", "already")),
         (("revoke", "nobody"), ("tokens.json", "nobody", "known")),
         (("list", "--tokens", "absent.json"), ("absent.json", "no such file")),

@@ -36,7 +36,7 @@ log = logging.getLogger("fedloom.transport.aggregator")
 CHECK_S = 1.0
 """Interval for checking files and for ending streams that have expired or whose identity is revoked."""
 
-SOON = timedelta(days=3)
+CERT_EXPIRY_WARNING = timedelta(days=3)
 """Time before expiry at which to warn about a server's certificate; shorter for short-lived certificates."""
 
 CERTIFICATE_S = 60.0
@@ -214,7 +214,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             peer.ended.set_result((status, str(denied), _final(denied)))
             return
         if now >= peer.ends:
-            peer.ended.set_result((grpc.StatusCode.UNAVAILABLE, "the stream has lived for long enough: come again", ()))
+            peer.ended.set_result((grpc.StatusCode.UNAVAILABLE, "stream lifetime exceeded; reconnect", ()))
 
     def _guarded(self, call: str, behaviour: _Behaviour) -> _Behaviour:
         async def guarded(request: Any, context: Any) -> Any:
@@ -260,20 +260,22 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             status = grpc.StatusCode.UNAUTHENTICATED if known is None else grpc.StatusCode.PERMISSION_DENIED
             await context.abort(status, str(denied), _final(denied))
             raise AssertionError("abort raises") from None
-        identity = admitted.identity
-        budget = self._budgets.setdefault(identity.name, TokenBucket(*(CALLS if identity != SHARED else SHARED_CALLS)))
-        if not budget.spend():
-            reason = f"too many calls of {identity.name}: come again"
-            refused(self._audit, host, "rate", identity=identity.name, call=call, reason=reason)
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
-        if action in (Action.WATCH, Action.CONTROL) and self._watches_too_much(identity):
-            reason = f"{identity.name} has too many calls open: end one first"
-            refused(self._audit, host, "rate", identity=identity.name, call=call, reason=reason)
+        if (reason := self._rate_exceeded(admitted.identity, action)) is not None:
+            refused(self._audit, host, "rate", identity=admitted.identity.name, call=call, reason=reason)
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         ends = datetime.now(UTC) + timedelta(seconds=LONGEST_S * random.uniform(0.9, 1.0))
         ends = ends if admitted.ends is None else min(ends, admitted.ends)
         ended: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
         return Peer(admitted, host, action, call, ends, ended, self._audit)
+
+    def _rate_exceeded(self, identity: Identity, action: Action) -> str | None:
+        """Return which limit on its calls an identity exceeds; None if it does not."""
+        budget = self._budgets.setdefault(identity.name, TokenBucket(*(CALLS if identity != SHARED else SHARED_CALLS)))
+        if not budget.spend():
+            return f"too many calls of {identity.name}; retry later"
+        if action in (Action.WATCH, Action.CONTROL) and self._watches_too_much(identity):
+            return f"{identity.name} has too many calls open: end one first"
+        return None
 
     def _watches_too_much(self, identity: Identity) -> bool:
         open_calls = sum(
@@ -292,12 +294,12 @@ def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:
     """Wrap a handler so that the single request is read only after the call is admitted."""
 
     async def asked(_: Any, context: Any) -> Any:
-        data, reason = await context.read(), "found no message; allowed: one"
+        data, reason = await context.read(), "the call has no message; send one"
         if data is not grpc.aio.EOF:
             try:
                 request = parse(data)
             except Exception:  # protobuf raises DecodeError, and other errors on some malformed input
-                reason = f"found {len(data)} bytes that are no request"
+                reason = f"its {len(data)} bytes are no request"
             else:
                 return await behaviour(request, context)
         if (peer := PEER.get()) is not None:
@@ -334,12 +336,12 @@ def presented_by(context: Any) -> PeerCredentials:
     pem = context.auth_context().get("x509_pem_cert")
     tokens = [value for key, value in context.invocation_metadata() or () if key == TOKEN]
     if len(tokens) > 1:
-        raise Denied(f"found {len(tokens)} tokens; allowed: one")
+        raise Denied(f"the call has {len(tokens)} tokens; send one")
     token = None
     if tokens:
         kind, _, text = str(tokens[0]).partition(" ")
         if kind != "Bearer":
-            raise Denied(f"found {TOKEN} of another kind; allowed: Bearer TOKEN")
+            raise Denied(f"{TOKEN} must be of the form Bearer TOKEN")
         token = SecretStr(text)
     try:
         certificate = None if not pem else parse_certificate(pem[0])
@@ -393,7 +395,7 @@ async def watch_certificate(files: ReloadingFile[ServerFiles], say: Callable[[st
             log.info("%s has changed", files.paths[0])
             _write(audit, "settings", file=str(files.paths[0]))
         certificate = files.value.pair.certificate
-        soon = min(SOON, (certificate.ends - certificate.starts) / 4)
+        soon = min(CERT_EXPIRY_WARNING, (certificate.ends - certificate.starts) / 4)
         if certificate != said and datetime.now(UTC) > certificate.ends - soon:
             said = certificate
             say(f"this aggregator's certificate ends at {certificate.ends:%Y-%m-%d %H:%M:%S} UTC: renew its files")

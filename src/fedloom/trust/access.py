@@ -167,13 +167,13 @@ class Access:
         identity = self._known(admitted.certificate, token).identity
         _require(identity, action)
         if identity != before:
-            raise Denied(f"what {before.name} may do has changed: it has to come again", before, again=True)
+            raise Denied(f"the permissions of {before.name} have changed; reconnect", before, again=True)
 
     def _find(self, token: SecretStr) -> Token:
         found = self._shared.find(token) or (None if self._tokens is None else self._tokens.value.find(token))
         if found is None:
             id = token_id(token)
-            raise Denied("what was presented as a token is none" if id is None else f"token {id} is not known")
+            raise Denied("what was presented is not a valid token" if id is None else f"token {id} is not known")
         return found
 
     def _kept(self, id: str) -> Token | None:
@@ -181,24 +181,22 @@ class Access:
 
     def _known(self, certificate: Certificate | None, token: Token | None) -> Admitted:
         now = self._now()
-        if token is not None and (state := token.state(now)) != "valid":
-            when = token.revoked if state == "revoked" else token.expires
-            raise Denied(f"token {token.id} of {token.name} {_was(state)} {when:%Y-%m-%d %H:%M:%S} UTC", final=True)
+        if token is not None:
+            _check_token(token, now)
         if certificate is not None and not certificate.starts <= now < certificate.ends:
             reason = f"{certificate} {validity(certificate.starts, certificate.ends, now)}"
             raise Denied(reason, again=True)  # a newer certificate may be in place already
         if token is not None and self._shared.of(token.id) is not None:
             return Admitted(SHARED, certificate, token)
-        shown = [str(certificate)] if certificate is not None else []
-        shown += [f"token {token.id} of {token.name}"] if token is not None else []
-        if not shown:
-            raise Denied("found neither a certificate nor a token; allowed: a certificate of our CA, or a token")
+        if certificate is None and token is None:
+            raise Denied("a certificate of our CA or a token is needed, and there is neither")
         found = self._identities(frozenset() if certificate is None else certificate.names, token)
         if len(found) != 1:
+            shown = [str(certificate)] if certificate is not None else []
+            shown += [f"token {token.id} of {token.name}"] if token is not None else []
             whose = " and ".join(sorted(each.name for each in found))
-            raise Denied(
-                f"{' and '.join(shown)}: " + (f"found {whose}; allowed: one identity" if found else "nobody's")
-            )
+            belongs = f"belong to {whose}, and must be of one identity" if found else "nobody's"
+            raise Denied(f"{' and '.join(shown)}: {belongs}")
         return Admitted(found[0], certificate, token)
 
     def _identities(self, names: frozenset[str], token: Token | None) -> list[Identity]:
@@ -211,8 +209,11 @@ class Access:
 def _require(identity: Identity, action: Action) -> None:
     if not identity.may(action):
         roles = ", ".join(sorted(identity.roles))
-        raise Denied(f"{identity.name} may not {action.value}: found the roles {roles}", identity)
+        raise Denied(f"{identity.name} may not {action.value}; its roles are {roles}", identity)
 
 
-def _was(state: str) -> str:
-    return "was revoked at" if state == "revoked" else "has expired at"
+def _check_token(token: Token, now: datetime) -> None:
+    state = token.state(now)
+    if state != "valid":
+        said, when = ("was revoked", token.revoked) if state == "revoked" else ("has expired", token.expires)
+        raise Denied(f"token {token.id} of {token.name} {said} at {when:%Y-%m-%d %H:%M:%S} UTC", final=True)

@@ -93,21 +93,15 @@ def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_
         first = x509.load_pem_x509_certificates(chain)[0]
         said = _said(first)
     except ValueError:
-        raise ExperimentError(f"{names[0]} {certificate}: found no certificate; allowed: PEM") from None
+        raise ExperimentError(f"{names[0]} {certificate} has no certificate in PEM format.") from None
     try:
         private = load_pem_private_key(secret, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        locked = " that is encrypted" if isinstance(error, TypeError) else ""
-        found = "a key" if locked else "no key"
-        raise ExperimentError(f"{names[1]} {key}: found {found}{locked}; allowed: PEM, not encrypted") from None
+        wrong = "is encrypted; give one that is not" if isinstance(error, TypeError) else "has no key in PEM format"
+        raise ExperimentError(f"{names[1]} {key} {wrong}.") from None
     if private.public_key() != first.public_key():
-        raise ExperimentError(f"{names[1]} {key}: found a key that is not of {certificate}; allowed: its own")
-    now = datetime.now(UTC)
-    if not said.starts <= now < said.ends:
-        raise RefusedError(
-            f"{certificate}: {said} {validity(said.starts, said.ends, now)}",
-            hint="correct this machine's clock, or have the certificate made again",
-        )
+        raise ExperimentError(f"{names[1]} {key} is not the key of {certificate}.")
+    check_valid(certificate, said)
     return KeyPair(chain, secret, said)
 
 
@@ -126,11 +120,21 @@ def read_ca(path: Path, *, what: str = argument("tls_ca")) -> bytes:
         found = x509.load_pem_x509_certificates(content)
         authorities = [_is_authority(each) for each in found]
     except ValueError:
-        raise ExperimentError(f"{what} {path}: found no certificate; allowed: PEM") from None
+        raise ExperimentError(f"{what} {path} has no certificate in PEM format.") from None
     if not any(authorities):
         name = found[0].subject.rfc4514_string()
-        raise ExperimentError(f"{what} {path}: found {name}, which is no authority; allowed: certificates of a CA")
+        raise ExperimentError(f"{what} {path} has the certificate of {name}, which is not an authority.")
     return content
+
+
+def check_valid(path: Path | None, certificate: Certificate) -> None:
+    """Raise RefusedError if our certificate is not valid now: no peer would admit us with it."""
+    now = datetime.now(UTC)
+    if not certificate.starts <= now < certificate.ends:
+        raise RefusedError(
+            f"{path}: {certificate} {validity(certificate.starts, certificate.ends, now)}",
+            hint="correct this machine's clock, or have the certificate made again",
+        )
 
 
 def validity(starts: datetime, ends: datetime, now: datetime) -> str:

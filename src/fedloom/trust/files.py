@@ -43,9 +43,9 @@ def read_text(path: Path, what: str) -> str:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise ExperimentError(f"{what} {path}: found no regular file; allowed: a file")
+                raise ExperimentError(f"{what} {path} is not a regular file.")
             if found.st_size > LARGEST:
-                raise ExperimentError(f"{what} {path}: found {found.st_size:,} bytes; allowed: at most {LARGEST:,}")
+                raise ExperimentError(f"{what} {path} has {found.st_size:,} bytes; at most {LARGEST:,} are read.")
             return file.read(LARGEST + 1).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ExperimentError(f"{what} {path}: not a UTF-8 text file (byte {error.start})") from None

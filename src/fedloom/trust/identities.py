@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -188,12 +188,12 @@ def read_identities(path: Path) -> Identities:
     text = read_text(path, "table of identities")
     if contains_token(text):  # unlike other errors, not quoted
         raise ExperimentError(
-            f"{path}: found a token; allowed: the name of one",
+            f"{path} contains a token; give the name of the token instead.",
             hint="whoever reads this file can use that token: revoke it (`fedloom token revoke`) and make another",
         )
     value, origins = parse(text, str(path), quick=True)
     if not isinstance(value, dict):
-        raise ExperimentError(f"{path}: found {shown(value)}; allowed: a mapping with the keys version, identities")
+        raise ExperimentError(f"{path} must be a mapping with the keys version and identities (got {shown(value)}).")
     try:
         table = _Table.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
@@ -205,35 +205,32 @@ def read_identities(path: Path) -> Identities:
     return Identities(table.identities)
 
 
-def _mistakes(entries: Iterable[Entry]) -> list[Mistake]:
+def _mistakes(entries: Sequence[Entry]) -> list[Mistake]:
     """Return the errors that the schema does not cover, such as missing or duplicate credentials."""
     found: list[Mistake] = []
-    entries = list(entries)
     names = Counter(entry.name for entry in entries)
     credentials = Counter((entry.certificate, entry.token) for entry in entries)
     for i, entry in enumerate(entries):
         here: KeyPath = ("identities", i)
         if names[entry.name] > 1:
-            found.append(Mistake((*here, "name"), f"found {entry.name} {names[entry.name]} times; allowed: once"))
+            found.append(Mistake((*here, "name"), f"{entry.name} is the name of {names[entry.name]} identities"))
         if entry.certificate is None and entry.token is None:
-            found.append(Mistake(here, "found neither certificate nor token; allowed: one of them, or both"))
+            found.append(Mistake(here, "a certificate, a token or both are needed"))
         elif credentials[entry.certificate, entry.token] > 1:
             given = " and ".join(filter(None, (entry.certificate, entry.token and f"token {entry.token}")))
-            found.append(Mistake(here, f"found {given} at another identity too; allowed: at one"))
-        speaking = WITH_CLIENTS & frozenset(entry.roles)
-        if speaking and not entry.clients:
-            role = ", ".join(sorted(speaking))
-            found.append(
-                Mistake((*here, "clients"), f'missing, of role {role}; allowed: ids or patterns, ["*"] is all')
-            )
-        if entry.clients and not speaking:
-            role = ", ".join(sorted(entry.roles))
-            found.append(Mistake((*here, "clients"), f"found with role {role}; allowed: {_SPEAKING}"))
-        for j, pattern in enumerate(entry.clients):
-            if not re.fullmatch(r"[A-Za-z0-9._*?-]{1,128}", pattern):
-                allowed = "up to 128 letters, digits, and . _ - * ?"
-                found.append(Mistake((*here, "clients", j), f"found {shown(pattern)}; allowed: {allowed}"))
+            found.append(Mistake(here, f"{given} is given at another identity, too"))
+        found += [Mistake((*here, "clients", *at), text) for at, text in _client_errors(entry)]
     return found
 
 
-_SPEAKING = "none, unless one of its roles is worker, observer or personalize"
+def _client_errors(entry: Entry) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what is wrong with an entry's clients, with the position in them."""
+    roles = frozenset(entry.roles)
+    if roles & WITH_CLIENTS and not entry.clients:
+        yield (), f'role {", ".join(sorted(roles & WITH_CLIENTS))} needs ids or patterns of clients (["*"] is all)'
+    if entry.clients and not roles & WITH_CLIENTS:
+        role = ", ".join(sorted(roles))
+        yield (), f"role {role} has no clients; only worker, observer and personalize have"
+    for i, pattern in enumerate(entry.clients):
+        if not re.fullmatch(r"[A-Za-z0-9._*?-]{1,128}", pattern):
+            yield (i,), f"{shown(pattern)} is not a pattern; it may have up to 128 letters, digits, and . _ - * ?"

@@ -7,14 +7,13 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from fedloom.errors import ExperimentError, RefusedError, argument, spelled
+from fedloom.errors import ExperimentError, argument, spelled
 from fedloom.trust.access import Access
-from fedloom.trust.credentials import KeyPair, read_ca, read_key_pair, validity
+from fedloom.trust.credentials import KeyPair, check_valid, read_ca, read_key_pair
 from fedloom.trust.files import ReloadingFile
 from fedloom.trust.tokens import checked_token, read_secret
 
@@ -157,12 +156,7 @@ class Credentials:
                 f"{argument('insecure')} to send it all the same."
             )
         if shown.pair is not None:
-            said, now = shown.pair.certificate, datetime.now(UTC)
-            if not said.starts <= now < said.ends:
-                raise RefusedError(
-                    f"{options.certificate}: {said} {validity(said.starts, said.ends, now)}",
-                    hint="correct this machine's clock, or have the certificate made again",
-                )
+            check_valid(options.certificate, shown.pair.certificate)
         return shown
 
 
@@ -221,21 +215,16 @@ class Protection:
 
     def __init__(self, options: ServerOptions | None = None) -> None:
         options = options or ServerOptions()
-        certificate, key, ca = options.certificate, options.key, options.ca
-        _together(certificate, key)
-        if ca is not None and certificate is None:
+        ca, known = options.ca, any((options.ca, options.tokens, options.token))
+        _together(options.certificate, options.key)
+        if ca is not None and options.certificate is None:
             raise ExperimentError(f"{argument('tls_ca')} needs {argument('tls_certificate')}.", key="tls_ca")
-        known = ca is not None or options.tokens is not None or options.token is not None
         if options.identities is not None and not known:
             raise ExperimentError(
                 f"{argument('identities')} needs {argument('tls_ca')}, {argument('tokens')}, or both.", key="identities"
             )
         self._insecure = options.insecure
-        self.tls: ReloadingFile[ServerFiles] | None = None
-        if certificate is not None and key is not None:
-            paths = [path for path in (certificate, key, ca) if path is not None]
-            read = lambda: ServerFiles(read_key_pair(certificate, key), None if ca is None else read_ca(ca))  # noqa: E731
-            self.tls = ReloadingFile(paths, read)
+        self.tls = _tls_files(options)
         self.access = Access(options.tokens, options.identities, shared=options.token) if known else None
 
     def check(self, host: str) -> None:
@@ -262,6 +251,17 @@ class Protection:
                 hint="`fedloom certificates` makes certificates for trials (docs/security.md)",
             )
         log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(lacking)}"))
+
+
+def _tls_files(options: ServerOptions) -> ReloadingFile[ServerFiles] | None:
+    certificate, key, ca = options.certificate, options.key, options.ca
+    if certificate is None or key is None:
+        return None
+
+    def read() -> ServerFiles:
+        return ServerFiles(read_key_pair(certificate, key), None if ca is None else read_ca(ca))
+
+    return ReloadingFile([path for path in (certificate, key, ca) if path is not None], read)
 
 
 def _together(certificate: Path | None, key: Path | None) -> None:

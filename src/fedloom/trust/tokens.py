@@ -94,6 +94,17 @@ class Tokens:
         return {token.id: token for token in self.all}
 
 
+def check_name(name: str, reserved: str = "") -> None:
+    """Raise ExperimentError if a new identity or token may not have this name."""
+    if not re.fullmatch(NAME, name) or name == reserved:
+        but = f", and not {reserved}" if reserved else ""
+        raise ExperimentError(
+            f"NAME must be 1 to 128 letters, digits, and . _ -, the first a letter or digit{but} (got {shown(name)}).",
+            key="name",
+            found=name,
+        )
+
+
 def token_id(token: SecretStr) -> str | None:
     """Return the id that a token claims, for logs; None if the text is not a token."""
     given = _TOKEN.fullmatch(token.get_secret_value())
@@ -145,7 +156,7 @@ def read_tokens(path: Path) -> Tokens:
         raise ExperimentError(f"{path}: damaged: not JSON ({_without_text(error)})", hint=_REPAIR) from None
     ids = [token.id for token in found.tokens]
     if len(set(ids)) < len(ids):
-        raise ExperimentError(f"{path}: damaged: found a token's id twice", hint=_REPAIR)
+        raise ExperimentError(f"{path}: damaged: a token's id is there twice", hint=_REPAIR)
     return Tokens(found.tokens)
 
 
@@ -162,8 +173,7 @@ def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[Secr
     StorageError
         If it cannot be written.
     """
-    if not re.fullmatch(NAME, name):
-        raise ExperimentError(f"NAME: found {shown(name)}; allowed: 1 to 128 letters, digits, and . _ -")
+    check_name(name)
     with locked(path):
         kept = read_tokens(path).all if path.exists() else ()
         token = make_token()
@@ -187,7 +197,7 @@ def revoke_tokens(path: Path, which: str) -> list[Token]:
         chosen = [token for token in kept if which in (token.id, token.name)]
         if not chosen:
             known = ", ".join(dict.fromkeys(token.name for token in kept)) or "none"
-            raise ExperimentError(f"{path}: found no token {shown(which)}; allowed: an id, or a name: {known}")
+            raise ExperimentError(f"{path} has no token {shown(which)}; give its id or its name ({known})", found=which)
         now = datetime.now(UTC).replace(microsecond=0)
         changed = {token.id: token.model_copy(update={"revoked": now}) for token in chosen if token.revoked is None}
         if changed:
@@ -218,7 +228,7 @@ def checked_token(text: str, source: str) -> SecretStr:
     """
     if not _TOKEN.fullmatch(text):
         raise RefusedError(
-            f"{source}: found {len(text)} characters that are no token", hint="make one with `fedloom token new NAME`"
+            f"{source}: its {len(text)} characters are not a valid token", hint="make one with `fedloom token new NAME`"
         )
     return SecretStr(text)
 
