@@ -29,10 +29,7 @@ class Pause:
 def read_pause(folder: RunFolder) -> Pause | None:
     """Return the pause in force in a run; None without one.
 
-    Raises
-    ------
-    DataError
-        If the file is damaged.
+    Raise DataError if the file is damaged.
     """
     match folder.json_or_none(NAME):
         case None | {"version": 1, "paused": None}:
@@ -65,12 +62,7 @@ class Control:
     def keep(self, folder: RunFolder) -> None:
         """Set the folder that a pause is recorded in; a pause recorded there takes effect.
 
-        Raises
-        ------
-        DataError
-            If the record is damaged.
-        StorageError
-            If a pause requested earlier cannot be written.
+        Raise DataError if the record is damaged. Raise StorageError if a pause requested earlier cannot be written.
         """
         found = read_pause(folder)
         with self._changed:
@@ -88,10 +80,7 @@ class Control:
     def pause(self, by: str) -> bool:
         """Request a pause; return whether there was none before. It is recorded when this returns.
 
-        Raises
-        ------
-        StorageError
-            If it cannot be written; then no pause is requested.
+        Raise StorageError if it cannot be written; then no pause is requested.
         """
         with self._changed:
             return self._asked is None and self._set(Pause(by, time.time()))
@@ -99,10 +88,7 @@ class Control:
     def resume(self) -> bool:
         """End a pause; return whether there was one.
 
-        Raises
-        ------
-        StorageError
-            If this cannot be written; then the pause stays in force.
+        Raise StorageError if this cannot be written; then the pause stays in force.
         """
         with self._changed:
             return self._asked is not None and self._set(None)

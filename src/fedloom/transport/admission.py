@@ -45,10 +45,7 @@ class Admission:
     def authorize(self, peer: Peer, hello: wire.Hello) -> None:
         """Check that a peer may act as this worker.
 
-        Raises
-        ------
-        Denied
-            If it may not.
+        Raise Denied if it may not.
         """
         identity, kind, reason = peer.identity, "clients", ""
         if foreign := identity.foreign(hello.clients):
@@ -68,12 +65,8 @@ class Admission:
 
         Names and clients may have been taken while the Welcome was written, and are checked again.
 
-        Raises
-        ------
-        WireError
-            If its name, or one of its clients with data of their own, is taken now.
-        Denied
-            If its identity has announced too many clients now.
+        Raise WireError if its name, or one of its clients with data of their own, is taken now. Raise Denied if its
+        identity has announced too many clients now.
         """
         clients: Collection[str] = frozenset(hello.clients)
         if self._run.presence is None:

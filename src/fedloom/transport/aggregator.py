@@ -147,11 +147,8 @@ class Aggregator:
     def start(self, address: str) -> str:
         """Serve on ``host:port`` (port 0: any free port) and return the bound address.
 
-        Raises
-        ------
-        ExperimentError
-            If the address is invalid, the port is taken, the address cannot be bound, or an unprotected aggregator
-            would be reachable from other machines.
+        Raise ExperimentError if the address is invalid, the port is taken, the address cannot be bound, or an
+        unprotected aggregator would be reachable from other machines.
         """
         if self._thread is not None:
             raise RuntimeError("the aggregator has been started already")
@@ -219,10 +216,7 @@ class Aggregator:
     def activity(self) -> Activity:
         """Return the state of the federation; callable from any thread.
 
-        Raises
-        ------
-        RuntimeError
-            If the aggregator is not started, or has been stopped.
+        Raise RuntimeError if the aggregator is not started, or has been stopped.
         """
         if self._loop is None or not self._alive():
             raise RuntimeError("the aggregator is not started, or has been stopped")
@@ -239,11 +233,8 @@ class Aggregator:
     def wait_for(self, clients: Collection[str], timeout_s: float, workers: int = 1) -> None:
         """Wait until a connected worker may serve each client and at least ``workers`` workers are connected.
 
-        Raises
-        ------
-        QuorumError
-            If this is not so after ``timeout_s`` seconds (the error names the clients), or if the aggregator is
-            stopped.
+        Raise QuorumError if this is not so after ``timeout_s`` seconds (the error names the clients), or if the
+        aggregator is stopped.
         """
         self._connected.wait_for(clients, timeout_s, workers)
 

@@ -85,10 +85,8 @@ class ConnectedWorkers:
     def wait_for(self, clients: Collection[str], timeout_s: float, workers: int) -> None:
         """Wait until a connected worker may serve each client and at least ``workers`` workers are connected.
 
-        Raises
-        ------
-        QuorumError
-            If this is not so after ``timeout_s`` seconds (the error names the clients), or workers are told to leave.
+        Raise QuorumError if this is not so after ``timeout_s`` seconds (the error names the clients), or workers are
+        told to leave.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:

@@ -34,10 +34,7 @@ class Conversations:
     def start(self, exchange: Exchange) -> OpenConversation:
         """Start an exchange and return its conversation, which the first exchange opens.
 
-        Raises
-        ------
-        ValueError
-            If the conversation is not open, or this is not its next exchange.
+        Raise ValueError if the conversation is not open, or this is not its next exchange.
         """
         key, number = exchange.call.key, exchange.call.exchange
         if number == 0 and key not in self._open:
@@ -55,10 +52,7 @@ class Conversations:
     def find(self, wire_key: wire.ConversationKey, number: int) -> Exchange:
         """Return the running exchange with this key and number.
 
-        Raises
-        ------
-        WireError
-            If no such exchange is running.
+        Raise WireError if no such exchange is running.
         """
         key = key_from_wire(wire_key)
         conversation = self._open.get(key)
@@ -74,10 +68,7 @@ class Conversations:
     def find_awaited(self, link: Link, wire_key: wire.ConversationKey, number: int, row: int) -> Exchange:
         """Return the running exchange with this key and number, in which this stream's answer for a row is awaited.
 
-        Raises
-        ------
-        WireError
-            If no such exchange is running, or the answer is not awaited.
+        Raise WireError if no such exchange is running, or the answer is not awaited.
         """
         exchange = self.find(wire_key, number)
         check_awaited(link, exchange, row)

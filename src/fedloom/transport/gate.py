@@ -106,10 +106,7 @@ class Peer:
     def join(self, **told: Value) -> None:
         """Log to the audit log that the peer joins; its leaving is logged when the call ends.
 
-        Raises
-        ------
-        StorageError
-            If it cannot be written; the peer may not join then.
+        Raise StorageError if it cannot be written; the peer may not join then.
         """
         about = {"identity": self.identity.name, "host": self.host, "call": self.call, **told}
         self._audit.write("join", **about, credential=self.admitted.credential)
@@ -118,10 +115,7 @@ class Peer:
     def control(self, what: str) -> None:
         """Log to the audit log an operator's request.
 
-        Raises
-        ------
-        StorageError
-            If it cannot be written; the request must not be carried out then.
+        Raise StorageError if it cannot be written; the request must not be carried out then.
         """
         about = {"identity": self.identity.name, "host": self.host, "call": self.call, "what": what}
         self._audit.write("control", **about, credential=self.admitted.credential)
@@ -328,10 +322,7 @@ def refused(audit: Audit, host: str, kind: str, **told: Value) -> None:
 def presented_by(context: Any) -> PeerCredentials:
     """Return the credentials that a peer presents.
 
-    Raises
-    ------
-    Denied
-        If there are several tokens, a token that is not a Bearer token, or a certificate that cannot be read.
+    Raise Denied if there are several tokens, a token that is not a Bearer token, or a certificate that cannot be read.
     """
     pem = context.auth_context().get("x509_pem_cert")
     tokens = [value for key, value in context.invocation_metadata() or () if key == TOKEN]

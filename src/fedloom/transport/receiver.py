@@ -69,10 +69,7 @@ class Receiver:
         Settled rows are handed on after the whole frame. Otherwise the calling thread would wake for each row and
         alternate with this one, which costs more than the rows.
 
-        Raises
-        ------
-        WireError
-            If the worker's stream has to end.
+        Raise WireError if the worker's stream has to end.
         """
         try:
             for kind, part in read(wire.WorkerFrame, data):
@@ -127,10 +124,7 @@ class Receiver:
     def _awaited_rows(self, link: Link, envelope: wire.Envelope) -> tuple[Exchange, dict[int, int]]:
         """Return the exchange that a reply belongs to and its awaited rows, with their positions in the reply.
 
-        Raises
-        ------
-        WireError
-            If none of the rows is awaited.
+        Raise WireError if none of the rows is awaited.
         """
         if (envelope.run, envelope.incarnation) != (self._run.name, self.incarnation):
             found = f"{envelope.run[:80]}/{envelope.incarnation[:80]}"
@@ -345,10 +339,7 @@ class Receiver:
     def _spend(self, link: Link) -> None:
         """Charge a useless part to the budgets of its stream and of all streams together.
 
-        Raises
-        ------
-        WireError
-            If a budget is exhausted: the stream has to end.
+        Raise WireError if a budget is exhausted: the stream has to end.
         """
         link.allowance -= 1
         if link.allowance < 0:

@@ -47,10 +47,7 @@ class Session(Protocol):
         If the last exchange of a row is requested again, its answer is yielded again without recomputation. An opening
         (exchange 0) that is not the last exchange of a row restarts the row.
 
-        Raises
-        ------
-        MissingConversation
-            Before any work, if rows have not taken part in the previous exchange here.
+        Raise MissingConversation before any work, if rows have not taken part in the previous exchange here.
         """
 
     def close(self, key: ConversationKey) -> None:

@@ -43,10 +43,8 @@ class Request:
     def message(self, vocabulary: Mapping[str, type[Message]]) -> Message:
         """Decode its message.
 
-        Raises
-        ------
-        WireError
-            If the message was too large, is not in the vocabulary, or its tensors are not one row per client.
+        Raise WireError if the message was too large, is not in the vocabulary, or its tensors are not one row per
+        client.
         """
         envelope, assembler = self.envelope, self.assembler
         cls = vocabulary.get(envelope.message)

@@ -86,10 +86,7 @@ class WorkerStreams:
     def change(self, run: ServedRun) -> None:
         """Welcome workers to this incarnation of the run from now on.
 
-        Raises
-        ------
-        ExperimentError
-            If the Welcome does not fit into a frame.
+        Raise ExperimentError if the Welcome does not fit into a frame.
         """
         welcome = wire.Welcome(run=run.name, incarnation=run.incarnation, experiment=run.experiment)
         frame = _frame(wire.AggregatorPart(welcome=welcome))
@@ -125,14 +122,9 @@ class WorkerStreams:
     async def _greet(self, peer: Peer | None, context: Any) -> tuple[wire.Hello, bytes]:
         """Read the Hello and answer with Welcome, returning both.
 
-        Raises
-        ------
-        _NotAdmitted
-            If the worker was answered with Refused, or said nothing.
-        WireError
-            If the worker must reconnect: its Hello arrived damaged, its name is taken, or too many join at once.
-        Denied
-            If the sender may not answer for these clients, or may not use this worker name.
+        Raise _NotAdmitted if the worker was answered with Refused, or said nothing. Raise WireError if the worker must
+        reconnect: its Hello arrived damaged, its name is taken, or too many join at once. Raise Denied if the sender
+        may not answer for these clients, or may not use this worker name.
         """
         try:
             hello = await self._read_hello(context)
@@ -204,10 +196,7 @@ class WorkerStreams:
     async def _read(self, link: Link, context: Any) -> None:
         """Read a worker's frames until its stream ends.
 
-        Raises
-        ------
-        WireError
-            If data is not a valid frame, or nothing arrives for ``stream.SILENCE_S``.
+        Raise WireError if data is not a valid frame, or nothing arrives for ``stream.SILENCE_S``.
         """
         while True:
             try:

@@ -142,10 +142,8 @@ class Access:
     def admit(self, presented: PeerCredentials, action: Action) -> Admitted:
         """Return the admitted peer if it may do this.
 
-        Raises
-        ------
-        Denied
-            If the peer is unknown, its credentials are invalid or have expired, or none of its roles allows the action.
+        Raise Denied if the peer is unknown, its credentials are invalid or have expired, or none of its roles allows
+        the action.
         """
         token = None if presented.token is None else self._find(presented.token)
         admitted = self._known(presented.certificate, token)
@@ -155,10 +153,7 @@ class Access:
     def check(self, admitted: Admitted, action: Action) -> None:
         """Check that a peer would still be admitted with the current files.
 
-        Raises
-        ------
-        Denied
-            If it would not: its credentials are revoked or have expired, or its roles or clients have changed.
+        Raise Denied if it would not: its credentials are revoked or have expired, or its roles or clients have changed.
         """
         before = admitted.identity
         token = None if admitted.token is None else self._kept(admitted.token.id)

@@ -61,10 +61,7 @@ class Audit:
     def keep(self, path: Path) -> None:
         """Set the file, and write the waiting lines to it.
 
-        Raises
-        ------
-        StorageError
-            If it cannot be written to.
+        Raise StorageError if it cannot be written to.
         """
         with self._lock:
             self._path = path
@@ -74,10 +71,7 @@ class Audit:
     def write(self, event: Event, **told: Value) -> None:
         """Write a line.
 
-        Raises
-        ------
-        StorageError
-            If it cannot be written: a peer that cannot be logged must not be admitted.
+        Raise StorageError if it cannot be written: a peer that cannot be logged must not be admitted.
         """
         with self._lock:
             self._append(event, told)

@@ -43,12 +43,8 @@ class Made:
 def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
     """Create an authority: ``ca.crt`` to distribute, and ``ca.key`` (0600), which never leaves the folder.
 
-    Raises
-    ------
-    ExperimentError
-        If there is one already: a new one would invalidate the certificates that it has signed.
-    StorageError
-        If the files cannot be written.
+    Raise ExperimentError if there is one already: a new one would invalidate the certificates that it has signed. Raise
+    StorageError if the files cannot be written.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec

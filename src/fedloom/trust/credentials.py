@@ -54,10 +54,7 @@ class KeyPair:
 def parse_certificate(pem: bytes) -> Certificate:
     """Parse the first certificate of a PEM text.
 
-    Raises
-    ------
-    ValueError
-        If there is none.
+    Raise ValueError if there is none.
     """
     from cryptography import x509
 
@@ -108,10 +105,7 @@ def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_
 def read_ca(path: Path, *, what: str = argument("tls_ca")) -> bytes:
     """Read the certificates of the trusted authorities.
 
-    Raises
-    ------
-    ExperimentError
-        If the file cannot be read, or has no certificate of an authority.
+    Raise ExperimentError if the file cannot be read, or has no certificate of an authority.
     """
     from cryptography import x509
 

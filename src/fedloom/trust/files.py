@@ -56,10 +56,7 @@ def read_text(path: Path, what: str) -> str:
 def write_private(path: Path, text: str) -> None:
     """Write a file that only its owner may read (0600), atomically replacing an existing one.
 
-    Raises
-    ------
-    StorageError
-        If it cannot be written; an existing file stays unchanged.
+    Raise StorageError if it cannot be written; an existing file stays unchanged.
     """
     with staged(path) as partial:
         _fill(partial, text, 0o600)
@@ -70,12 +67,7 @@ def write_private(path: Path, text: str) -> None:
 def create(path: Path, text: str, *, private: bool = False) -> None:
     """Create a new file; only its owner may read one that is ``private``.
 
-    Raises
-    ------
-    ExperimentError
-        If the file exists already; it stays unchanged.
-    StorageError
-        If it cannot be written.
+    Raise ExperimentError if the file exists already; it stays unchanged. Raise StorageError if it cannot be written.
     """
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

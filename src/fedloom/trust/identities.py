@@ -180,10 +180,7 @@ class Identities:
 def read_identities(path: Path) -> Identities:
     """Read an identity file: YAML, with ``version: 1`` and ``identities``, a list of :class:`Entry`.
 
-    Raises
-    ------
-    ExperimentError
-        If it cannot be read or is invalid; the message lists every error with its line.
+    Raise ExperimentError if it cannot be read or is invalid; the message lists every error with its line.
     """
     text = read_text(path, "table of identities")
     if contains_token(text):  # unlike other errors, not quoted

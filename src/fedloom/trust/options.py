@@ -66,10 +66,7 @@ class ClientOptions:
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientOptions:
         """Return the options given by environment variables (:data:`FILES` and :data:`TOKEN`).
 
-        Raises
-        ------
-        RefusedError
-            If the token is invalid.
+        Raise RefusedError if the token is invalid.
         """
         ca, certificate, key, token_file = (
             Path(environment[name]) if environment.get(name) else None for name in FILES.values()
@@ -80,10 +77,7 @@ class ClientOptions:
 def token_of(environment: Mapping[str, str] = os.environ) -> SecretStr | None:
     """Return the token given by an environment; None if there is none.
 
-    Raises
-    ------
-    RefusedError
-        If the token is invalid.
+    Raise RefusedError if the token is invalid.
     """
     return checked_token(environment[TOKEN], TOKEN) if environment.get(TOKEN) else None
 
@@ -100,12 +94,8 @@ class ClientCredentials:
 class Credentials:
     """Credentials for connecting to an aggregator, reloaded when their files change. Any thread may use it.
 
-    Raises
-    ------
-    ExperimentError
-        If a file cannot be read, or options contradict each other.
-    RefusedError
-        If a certificate is not valid now, or a token is invalid.
+    Raise ExperimentError if a file cannot be read, or options contradict each other. Raise RefusedError if a
+    certificate is not valid now, or a token is invalid.
     """
 
     def __init__(self, options: ClientOptions | None = None) -> None:
@@ -142,12 +132,8 @@ class Credentials:
     def show(self, host: str) -> ClientCredentials:
         """Return the credentials to present to an aggregator on a host.
 
-        Raises
-        ------
-        ExperimentError
-            If a token could be read by others in transit.
-        RefusedError
-            If our certificate is not valid now: no peer would admit us with it.
+        Raise ExperimentError if a token could be read by others in transit. Raise RefusedError if our certificate is
+        not valid now: no peer would admit us with it.
         """
         shown, options = self.current, self._options
         if shown.token is not None and shown.ca is None and not options.insecure and not is_loopback(host):
@@ -230,10 +216,7 @@ class Protection:
     def check(self, host: str) -> None:
         """Refuse to listen where other machines could reach an unprotected aggregator; only warn if ``insecure``.
 
-        Raises
-        ------
-        ExperimentError
-            If TLS or access control is missing; the message names it.
+        Raise ExperimentError if TLS or access control is missing; the message names it.
         """
         if is_loopback(host) or (self.tls is not None and self.access is not None):
             return

@@ -124,10 +124,7 @@ def make_token() -> SecretStr:
 def keep_token(name: str, token: SecretStr, *, days: float | None = None) -> Token:
     """Return the record of a token that expires in ``days`` days from now, or never.
 
-    Raises
-    ------
-    ValueError
-        If the text is not a token.
+    Raise ValueError if the text is not a token.
     """
     given = _TOKEN.fullmatch(token.get_secret_value())
     if given is None:
@@ -140,10 +137,7 @@ def keep_token(name: str, token: SecretStr, *, days: float | None = None) -> Tok
 def read_tokens(path: Path) -> Tokens:
     """Read a token file.
 
-    Raises
-    ------
-    ExperimentError
-        If it cannot be read, or was not written by ``fedloom token``.
+    Raise ExperimentError if it cannot be read, or was not written by ``fedloom token``.
     """
     text = read_text(path, "file of tokens")
     try:
@@ -166,12 +160,8 @@ _REPAIR = "take it from a backup, or make another with `fedloom token new`"
 def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[SecretStr, Token]:
     """Create a token and store its hash in a file, which is created if necessary.
 
-    Raises
-    ------
-    ExperimentError
-        If the name is not allowed, or the file is damaged; it stays unchanged.
-    StorageError
-        If it cannot be written.
+    Raise ExperimentError if the name is not allowed, or the file is damaged; it stays unchanged. Raise StorageError if
+    it cannot be written.
     """
     check_name(name)
     with locked(path):
@@ -185,12 +175,8 @@ def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[Secr
 def revoke_tokens(path: Path, which: str) -> list[Token]:
     """Revoke the token with an id, or all tokens with a name; return those newly revoked.
 
-    Raises
-    ------
-    ExperimentError
-        If there is no such token, or the file is damaged; it stays unchanged.
-    StorageError
-        If it cannot be written.
+    Raise ExperimentError if there is no such token, or the file is damaged; it stays unchanged. Raise StorageError if
+    it cannot be written.
     """
     with locked(path):
         kept = read_tokens(path).all
@@ -208,12 +194,8 @@ def revoke_tokens(path: Path, which: str) -> list[Token]:
 def read_secret(path: Path) -> SecretStr:
     """Read a worker's token from a file.
 
-    Raises
-    ------
-    ExperimentError
-        If the file cannot be read.
-    RefusedError
-        If its content is not a token; the content is not shown.
+    Raise ExperimentError if the file cannot be read. Raise RefusedError if its content is not a token; the content is
+    not shown.
     """
     return checked_token(read_text(path, "file of a token").strip(), str(path))
 
@@ -221,10 +203,7 @@ def read_secret(path: Path) -> SecretStr:
 def checked_token(text: str, source: str) -> SecretStr:
     """Return a text as a token.
 
-    Raises
-    ------
-    RefusedError
-        If it is not a token; the text is not shown.
+    Raise RefusedError if it is not a token; the text is not shown.
     """
     if not _TOKEN.fullmatch(text):
         raise RefusedError(
