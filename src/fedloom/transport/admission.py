@@ -24,17 +24,7 @@ MOST_EXAMPLES = 10**9  # per client and split
 
 
 class Admission:
-    """Rules by which workers may join a run. Belongs to the event loop's thread.
-
-    Parameters
-    ----------
-    run
-        Run that workers join.
-    clients
-        Position of each client of the run.
-    dispatcher
-        Knows the connected workers.
-    """
+    """Rules by which workers may join a run. Belongs to the event loop's thread."""
 
     def __init__(self, run: ServedRun, clients: dict[str, int], dispatcher: Dispatcher) -> None:
         self._run = run
@@ -115,16 +105,16 @@ class Admission:
     def _judge_versions(self, hello: wire.Hello) -> wire.Refused | None:
         if hello.protocol != PROTOCOL:
             reason = f"protocol {hello.protocol}, this aggregator speaks {PROTOCOL}"
-            return refused(wire.REFUSAL_CODE_PROTOCOL, reason)
+            return refusal(wire.REFUSAL_CODE_PROTOCOL, reason)
         if hello.package != fedloom.__version__:
             found = printable(hello.package, NAME_CHARACTERS)
-            return refused(wire.REFUSAL_CODE_PACKAGE, f"fedloom {found}, this aggregator is {fedloom.__version__}")
+            return refusal(wire.REFUSAL_CODE_PACKAGE, f"fedloom {found}, this aggregator is {fedloom.__version__}")
         run = self._run
         version = hello.algorithms.get(run.algorithm, None) if run.algorithm in hello.algorithms else None
         if version != run.version:
             found = "not there" if version is None else f"version {version}"
             reason = f"algorithm {run.algorithm} is {found} at the worker, the run needs version {run.version}"
-            return refused(wire.REFUSAL_CODE_ALGORITHM, reason)
+            return refusal(wire.REFUSAL_CODE_ALGORITHM, reason)
         return None
 
     def _judge_clients(self, hello: wire.Hello) -> wire.Refused | None:
@@ -133,20 +123,20 @@ class Admission:
         if stranger is None:
             return None
         found = printable(stranger, NAME_CHARACTERS)
-        return refused(wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition")
+        return refusal(wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition")
 
     def _judge_members(self, hello: wire.Hello) -> wire.Refused | None:
         """Return what is wrong with clients that bring data of their own."""
         code = wire.REFUSAL_CODE_CLIENTS
         if not hello.clients or len(hello.announced) != len(hello.clients):
-            return refused(code, "this federation's clients bring data of their own: start `fedloom worker --data DIR`")
+            return refusal(code, "this federation's clients bring data of their own: start `fedloom worker --data DIR`")
         for client, told in zip(hello.clients, hello.announced, strict=True):
             if reason := self._member_fault(client, told):
-                return refused(code, reason)
+                return refusal(code, reason)
         if len(set(hello.clients)) != len(hello.clients):
-            return refused(code, "a client is there twice")
+            return refusal(code, "a client is there twice")
         if (claimed := self._dispatcher.claimed(hello.worker, hello.clients)) is not None:
-            return refused(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
+            return refusal(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
         return None
 
     def _member_fault(self, client: str, told: wire.Announced) -> str:
@@ -160,7 +150,7 @@ class Admission:
         return ""
 
 
-def refused(code: wire.RefusalCode, reason: str) -> wire.Refused:
+def refusal(code: wire.RefusalCode, reason: str) -> wire.Refused:
     """Return the part that refuses a worker."""
     return wire.Refused(code=code, reason=reason)
 
@@ -182,9 +172,9 @@ def _judge_names(hello: wire.Hello) -> wire.Refused | None:
     names = hello.worker, hello.incarnation
     if not all(0 < len(name) <= NAME_CHARACTERS for name in names):
         reason = f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters"
-        return refused(wire.REFUSAL_CODE_HELLO, reason)
+        return refusal(wire.REFUSAL_CODE_HELLO, reason)
     if not all(name.isprintable() for name in names):
-        return refused(wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print")
+        return refusal(wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print")
     return None
 
 

@@ -10,7 +10,7 @@ from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.transport.codec import Cutter, Encoded, joined, serialize, together
 from fedloom.transport.stream import HELD_CONVERSATIONS, Outbox, key_from_wire, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.transport.worker_requests import Request
+from fedloom.transport.worker_requests import WorkerRequest
 from fedloom.words import REASON_CHARACTERS
 
 HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
@@ -43,7 +43,7 @@ class AnswerBook:
     def __init__(self) -> None:
         self.run = self.incarnation = ""
         self.outbox: Outbox | None = None
-        self.ready: deque[tuple[Request, int, str, Encoded | Lost]] = deque()
+        self.ready: deque[tuple[WorkerRequest, int, str, Encoded | Lost]] = deque()
         self._pages: dict[ConversationKey, _Page] = {}
         self._cutter = Cutter(wire.WorkerPart)
 
@@ -61,7 +61,7 @@ class AnswerBook:
                 rows = [row for row, reached in page.exchanges.items() if reached == exchange]
                 yield wire.Held(conversation=key_to_wire(key), exchange=exchange, rows=rows)
 
-    def received(self, request: Request) -> None:
+    def received(self, request: WorkerRequest) -> None:
         """Record a completely received request."""
         page = self._pages.setdefault(request.key, _Page())
         for row in request.envelope.rows:
@@ -98,7 +98,7 @@ class AnswerBook:
         if lacking:
             self._send_missing(key, again.exchange, lacking)
 
-    def send_lacking(self, request: Request, rows: Sequence[int]) -> None:
+    def send_lacking(self, request: WorkerRequest, rows: Sequence[int]) -> None:
         """Report that the conversation of these rows is not held here."""
         if self.incarnation != request.incarnation:
             return
@@ -108,7 +108,7 @@ class AnswerBook:
                 page.exchanges.pop(row, None)
         self._send_missing(request.key, request.envelope.exchange, rows)
 
-    def send_too_late(self, request: Request) -> None:
+    def send_too_late(self, request: WorkerRequest) -> None:
         """Report that an obsolete request was dropped: silence would be taken for a hanging worker."""
         if self.incarnation == request.incarnation and self.outbox is not None and request.envelope.rows:
             row, exchange = request.envelope.rows[0], request.envelope.exchange

@@ -18,13 +18,7 @@ LINGER_S = 2 * LAST_BACKOFF_S  # a worker that has lost its connection reconnect
 
 
 class ConnectedWorkers:
-    """Connected workers, and the number of them that may serve each client of a run. Thread-safe.
-
-    Parameters
-    ----------
-    clients
-        Ids of the run's clients.
-    """
+    """Connected workers, and the number of them that may serve each client of a run. Thread-safe."""
 
     def __init__(self, clients: Iterable[str]) -> None:
         self.index = {client: i for i, client in enumerate(clients)}

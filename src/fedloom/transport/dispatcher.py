@@ -39,19 +39,10 @@ class Dispatcher:
 
     Parameters
     ----------
-    run
-        Run that is served.
     publish
         Called with the worker that has joined, the one that has left, or both.
     say
         Called with urgent messages for a person: awaited clients that have no worker, and the deadline.
-
-    Attributes
-    ----------
-    refusals, silence
-        Records of refused parts, and of clients that miss deadlines.
-    receiver
-        Takes the frames that workers send.
     """
 
     def __init__(
@@ -115,10 +106,7 @@ class Dispatcher:
     def enter(self, link: Link, held: Iterable[wire.Held] = ()) -> None:
         """Add the stream of a worker that has joined; it replaces an older stream of that worker and gets waiting rows.
 
-        Parameters
-        ----------
-        held
-            Exchanges that the worker says it has from earlier streams.
+        ``held`` are exchanges that the worker says it has from earlier streams.
         """
         if self._stopping:
             self._end(link)

@@ -16,16 +16,9 @@ from fedloom.transport.worker_streams import ByteCount
 
 
 class LiveStatus:
-    """Source of a live federation's status. Belongs to the event loop's thread.
+    """Source of a live federation's status; it ``is_open`` if clients bring data of their own, and come and go.
 
-    Parameters
-    ----------
-    monitor
-        State of the round loop.
-    dispatcher, connected, traffic
-        Streams, connected workers and bytes of the aggregator.
-    is_open
-        True if clients bring data of their own, and come and go.
+    Belongs to the event loop's thread.
     """
 
     def __init__(

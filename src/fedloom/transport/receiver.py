@@ -34,16 +34,7 @@ UNREAD_REFUSALS = 16
 class Receiver:
     """Turns workers' frames into settled rows of exchanges.
 
-    Parameters
-    ----------
-    run
-        Run that is served.
-    conversations
-        Open conversations.
-    refusals, silence
-        Records of refused parts, and of clients that miss deadlines.
-    resend
-        Called with a conversation of which a worker lacks rows, to send them again.
+    It calls ``resend`` with a conversation of which a worker lacks rows.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from fedloom.transport.codec import WireError
 from fedloom.transport.introduction import Introduction, Joined
 from fedloom.transport.stream import states_from_wire
 from fedloom.transport.worker_connection import Close, Finished, WorkerConnection
-from fedloom.transport.worker_requests import Request
+from fedloom.transport.worker_requests import WorkerRequest
 from fedloom.trust.options import Credentials
 
 NOTICE_S = 0.2  # how soon a stop event is noticed while idle
@@ -122,7 +122,7 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
                 return True
             case Joined() if event.incarnation != incarnation:
                 session, incarnation = make_session(event), event.incarnation
-            case Request() if session is not None and event.incarnation == incarnation:
+            case WorkerRequest() if session is not None and event.incarnation == incarnation:
                 _serve_request(connection, session, event, stop)
             case Close():
                 if session is not None:
@@ -131,14 +131,16 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
     return False
 
 
-def _serve_request(connection: WorkerConnection, session: Session, request: Request, stop: threading.Event) -> None:
+def _serve_request(
+    connection: WorkerConnection, session: Session, request: WorkerRequest, stop: threading.Event
+) -> None:
     """Answer a request, and say so if it was no longer needed."""
     with tracing.within(request.envelope.trace):
         if not _answer(connection, session, request, stop) and connection.is_over(request):
             connection.too_late(request)
 
 
-def _answer(connection: WorkerConnection, session: Session, request: Request, stop: threading.Event) -> bool:
+def _answer(connection: WorkerConnection, session: Session, request: WorkerRequest, stop: threading.Event) -> bool:
     """Compute a request's answers, sending each as soon as it is ready; return False if it was no longer needed."""
     if _pointless(connection, request, stop):
         return False
@@ -165,7 +167,7 @@ def _answer(connection: WorkerConnection, session: Session, request: Request, st
 def _answer_some(
     connection: WorkerConnection,
     session: Session,
-    request: Request,
+    request: WorkerRequest,
     message: Message,
     asked: list[int],
     stop: threading.Event,
@@ -195,6 +197,6 @@ def _answer_some(
             close()
 
 
-def _pointless(connection: WorkerConnection, request: Request, stop: threading.Event) -> bool:
+def _pointless(connection: WorkerConnection, request: WorkerRequest, stop: threading.Event) -> bool:
     """Return whether the rest of a request is pointless: stopping, closed, expired, or from another aggregator."""
     return stop.is_set() or connection.is_over(request) or connection.incarnation != request.incarnation

@@ -34,7 +34,7 @@ from fedloom.transport.failures import FINAL, REFUSALS, RETRYABLE, described, hi
 from fedloom.transport.introduction import Introduction, Joined, parse_welcome, refusal_error
 from fedloom.transport.stream import CHANNEL_OPTIONS, LAST_BACKOFF_S, LIMITED, METHOD, SERVICE, key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.transport.worker_requests import Request, RequestReader
+from fedloom.transport.worker_requests import RequestReader, WorkerRequest
 from fedloom.trust.options import ClientCredentials, Credentials
 from fedloom.words import REASON_CHARACTERS, printable
 
@@ -91,7 +91,7 @@ class WorkerConnection:
         credentials: Credentials,
         bandwidth: Bandwidth | None,
     ) -> None:
-        self.events: SimpleQueue[Joined | Request | Close | Finished | BaseException] = SimpleQueue()
+        self.events: SimpleQueue[Joined | WorkerRequest | Close | Finished | BaseException] = SimpleQueue()
         self.closed: set[ConversationKey] = set()
         self._address = address
         self._reconnect_s = reconnect_s
@@ -137,11 +137,11 @@ class WorkerConnection:
         """Id of the aggregator process that admitted us last; empty before the first."""
         return self._book.incarnation
 
-    def is_over(self, request: Request) -> bool:
+    def is_over(self, request: WorkerRequest) -> bool:
         """Return whether a request's deadline has passed or its conversation is closed."""
         return request.expired or request.key in self.closed
 
-    def reply(self, request: Request, row: int, client: str, answer: Message | Lost) -> None:
+    def reply(self, request: WorkerRequest, row: int, client: str, answer: Message | Lost) -> None:
         """Send one row's answer.
 
         Waking the stream's thread costs as much as a small answer, so answers of the next ``GATHER_S`` are sent
@@ -157,11 +157,11 @@ class WorkerConnection:
         if self._book.ready:
             self._post(self._send_ready)
 
-    def too_late(self, request: Request) -> None:
+    def too_late(self, request: WorkerRequest) -> None:
         """Report that we have dropped an obsolete request."""
         self._post(self._book.send_too_late, request)
 
-    def missing(self, request: Request, rows: Iterable[int]) -> None:
+    def missing(self, request: WorkerRequest, rows: Iterable[int]) -> None:
         """Report that the conversation of these rows is not held here."""
         self._post(self._book.send_lacking, request, list(rows))
 

@@ -16,8 +16,8 @@ REQUEST_BYTES = 4 << 30  # maximum memory of one request
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
-    """Request from the aggregator.
+class WorkerRequest:
+    """WorkerRequest from the aggregator.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class RequestReader:
     """Assembles the requests of one stream."""
 
     def __init__(self) -> None:
-        self._arriving: dict[int, Request] = {}
+        self._arriving: dict[int, WorkerRequest] = {}
 
     def begin(self, begin: wire.Begin) -> None:
         """Begin to receive a request."""
@@ -80,7 +80,7 @@ class RequestReader:
         assembler = Assembler(begin, read_specs(envelope), REQUEST_BYTES) if fits else None
         expires = time.monotonic() + begin.remaining_s if begin.HasField("remaining_s") else None
         key = key_from_wire(envelope.conversation)
-        self._arriving[begin.transfer] = Request(envelope.incarnation, key, envelope, assembler, expires)
+        self._arriving[begin.transfer] = WorkerRequest(envelope.incarnation, key, envelope, assembler, expires)
 
     def add(self, chunk: wire.Chunk | Data) -> None:
         """Add a chunk of a request."""
@@ -88,14 +88,14 @@ class RequestReader:
         if assembler is not None:
             assembler.add(chunk)
 
-    def end(self, number: int) -> Request:
+    def end(self, number: int) -> WorkerRequest:
         """Return a request that has been received completely."""
         request = self._arrival(number)
         if request.assembler is not None:
             request.assembler.end()
         return self._arriving.pop(number)
 
-    def _arrival(self, number: int) -> Request:
+    def _arrival(self, number: int) -> WorkerRequest:
         if number not in self._arriving:
             raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {number}")
         return self._arriving[number]

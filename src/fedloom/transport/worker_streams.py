@@ -13,7 +13,7 @@ import grpc
 
 from fedloom.errors import ExperimentError
 from fedloom.transport import stream
-from fedloom.transport.admission import Admission, parse_hello, refused
+from fedloom.transport.admission import Admission, parse_hello, refusal
 from fedloom.transport.codec import FRAME_BYTES, Refusal, WireError, sealed, serialize
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Link
@@ -52,20 +52,9 @@ class _NotAdmitted(Exception):
 
 
 class WorkerStreams:
-    """Serves the streams of workers. Belongs to the event loop's thread.
+    """Serves the streams of workers; calls ``on_entered`` with the name of each worker that has joined.
 
-    Parameters
-    ----------
-    run
-        Run that workers join.
-    admission
-        Decides who may join.
-    dispatcher
-        Receives the links and frames of admitted workers.
-    traffic
-        Counts the bytes of all streams.
-    on_entered
-        Called with the name of each worker that has joined.
+    Belongs to the event loop's thread.
     """
 
     def __init__(
@@ -136,8 +125,8 @@ class WorkerStreams:
             await self._refuse(peer, context, str(error))
         if peer is not None:
             self._admission.authorize(peer, hello)
-        if (refusal := self._admission.judge(hello)) is not None:
-            await self._refuse(peer, context, refusal.reason, refusal.code)
+        if (found := self._admission.judge(hello)) is not None:
+            await self._refuse(peer, context, found.reason, found.code)
         if peer is not None:
             peer.join(worker=hello.worker, incarnation=hello.incarnation, clients=len(hello.clients))
         elif self._dispatcher.taken(hello.worker, hello.incarnation, None):
@@ -163,7 +152,7 @@ class WorkerStreams:
         log.warning("refused a worker (%s): %s", context.peer(), reason)
         if peer is not None:
             peer.refuse("hello", reason)
-        await self._write(context, _frame(wire.AggregatorPart(refused=refused(code, reason))))
+        await self._write(context, _frame(wire.AggregatorPart(refused=refusal(code, reason))))
         raise _NotAdmitted
 
     async def _hold(self, link: Link, context: Any) -> None:

@@ -14,7 +14,7 @@ from fedloom.errors import ExperimentError, RefusedError, argument
 from fedloom.experiment.validation_errors import shown
 from fedloom.trust.credentials import read_key_pair, validity
 from fedloom.trust.files import create, write_private
-from fedloom.trust.tokens import check_name
+from fedloom.trust.tokens import check_member_name
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -91,7 +91,7 @@ def make_certificate(
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    check_name(name, reserved="ca")
+    check_member_name(name, reserved="ca")
     names = [x509.UniformResourceIdentifier(f"{URI}{name}"), *map(_host, hosts)]
     pair = read_key_pair(ca / "ca.crt", ca / "ca.key", names=(argument("ca"), argument("ca")))
     authority = x509.load_pem_x509_certificate(pair.chain)

@@ -61,8 +61,8 @@ WITH_CLIENTS = frozenset({Role.WORKER, Role.OBSERVER, Role.PERSONALIZE})
 """Roles that act for clients."""
 
 
-class Entry(Settings):
-    """Entry of the identity file."""
+class IdentityEntry(Settings):
+    """IdentityEntry of the identity file."""
 
     name: str = Field(pattern=NAME, description="What logs, lists and the journal call it.")
     certificate: str | None = Field(
@@ -92,7 +92,7 @@ class Entry(Settings):
 
 class _Table(Settings):
     version: Literal[1]
-    identities: tuple[Entry, ...]
+    identities: tuple[IdentityEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _expression(pattern: str) -> str:
 class Identities:
     """Identities of an identity file."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[IdentityEntry, ...]
 
     def find(self, names: frozenset[str], token: str | None) -> list[Identity]:
         """Return the identities that match a certificate's subject alternative names and a token's name.
@@ -165,10 +165,10 @@ class Identities:
         return [entry.identity for entry in both or matching]
 
     @cached_property
-    def _by_credential(self) -> tuple[dict[str, list[Entry]], dict[str | None, list[Entry]]]:
+    def _by_credential(self) -> tuple[dict[str, list[IdentityEntry]], dict[str | None, list[IdentityEntry]]]:
         """Entries by certificate, and those without a certificate by token."""
-        by_certificate: dict[str, list[Entry]] = {}
-        by_token: dict[str | None, list[Entry]] = {}
+        by_certificate: dict[str, list[IdentityEntry]] = {}
+        by_token: dict[str | None, list[IdentityEntry]] = {}
         for entry in self.entries:
             if entry.certificate is not None:
                 by_certificate.setdefault(entry.certificate, []).append(entry)
@@ -178,7 +178,7 @@ class Identities:
 
 
 def read_identities(path: Path) -> Identities:
-    """Read an identity file: YAML, with ``version: 1`` and ``identities``, a list of :class:`Entry`.
+    """Read an identity file: YAML, with ``version: 1`` and ``identities``, a list of :class:`IdentityEntry`.
 
     Raise ExperimentError if it cannot be read or is invalid; the message lists every error with its line.
     """
@@ -202,7 +202,7 @@ def read_identities(path: Path) -> Identities:
     return Identities(table.identities)
 
 
-def _mistakes(entries: Sequence[Entry]) -> list[Mistake]:
+def _mistakes(entries: Sequence[IdentityEntry]) -> list[Mistake]:
     """Return the errors that the schema does not cover, such as missing or duplicate credentials."""
     found: list[Mistake] = []
     names = Counter(entry.name for entry in entries)
@@ -220,7 +220,7 @@ def _mistakes(entries: Sequence[Entry]) -> list[Mistake]:
     return found
 
 
-def _client_errors(entry: Entry) -> Iterator[tuple[KeyPath, str]]:
+def _client_errors(entry: IdentityEntry) -> Iterator[tuple[KeyPath, str]]:
     """Yield what is wrong with an entry's clients, with the position in them."""
     roles = frozenset(entry.roles)
     if roles & WITH_CLIENTS and not entry.clients:

@@ -94,7 +94,7 @@ class Tokens:
         return {token.id: token for token in self.all}
 
 
-def check_name(name: str, reserved: str = "") -> None:
+def check_member_name(name: str, reserved: str = "") -> None:
     """Raise ExperimentError if a new identity or token may not have this name."""
     if not re.fullmatch(NAME, name) or name == reserved:
         but = f", and not {reserved}" if reserved else ""
@@ -163,7 +163,7 @@ def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[Secr
     Raise ExperimentError if the name is not allowed, or the file is damaged; it stays unchanged. Raise StorageError if
     it cannot be written.
     """
-    check_name(name)
+    check_member_name(name)
     with locked(path):
         kept = read_tokens(path).all if path.exists() else ()
         token = make_token()
