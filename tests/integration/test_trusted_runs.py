@@ -103,7 +103,7 @@ def test_the_workers_of_a_run_are_let_in_by_a_token_that_nobody_else_has(
         until(lambda: journal.exists() and journal.read_text().count("\n") > 2, "rounds")
         partition = words[words.index(b"--partition") + 1].decode()
         said = fedloom("worker", "--aggregator", address, "--partition", partition, code=ExitCode.REFUSED)
-        assert tells(said, "error:", address, "neither a certificate nor a token")
+        assert tells(said, "error:", address, "certificate", "token")
         assert not any(b"fedloom_" in word for word in words)
 
 
