@@ -19,7 +19,7 @@ class Taken(StorageError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredObject:
     """Content in a store: its name, size in bytes, and modification time in seconds since the epoch."""
 
     name: str
@@ -84,7 +84,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[StoredObject]:
         """Yield everything whose name starts with a prefix, sorted by name; ``shards/`` lists that folder."""
 
     @abstractmethod
@@ -123,9 +123,13 @@ def parts_of(name: str) -> list[str]:
     Raises
     ------
     ValueError
-        If a part is empty, ``.`` or ``..``: the name could lead outside the store, or be a second name of one content.
+        If it could lead outside the store, or be a second name of one content.
     """
-    parts = name.split("/")
-    if any(part in ("", ".", "..") or "\0" in part for part in parts):
-        raise ValueError(f"found {name!r}; allowed: a relative path without empty parts, '.' and '..'")
-    return parts
+    if not has_plain_parts(name):
+        raise ValueError(f"{name!r} must be a relative path without empty parts, '.' and '..'.")
+    return name.split("/")
+
+
+def has_plain_parts(name: str) -> bool:
+    """Return whether no part of a name is empty, ``.`` or ``..``."""
+    return not any(part in ("", ".", "..") or "\0" in part for part in name.split("/"))
