@@ -26,7 +26,7 @@ from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.runner.serve import waiting
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
-from fedloom.runs.published import SEGMENTS, segments
+from fedloom.runs.published import SEGMENTS, PublishedRun, segments
 from fedloom.runs.publisher import Publisher
 from fedloom.storage import Absent, Store, open_store
 from fedloom.storage.folder import FolderStore, copy_atomically
@@ -71,8 +71,19 @@ def test_who_serves_a_run_waits_for_its_first_publication(
             aggregator(tmp_path / "a", open_store(url), "a").publish(1)
         return True
 
-    assert contents(RunFolder.open(url, wait=wait).path) == contents(tmp_path / "a")
+    copy = RunFolder.open(url, wait=wait)
+    assert contents(copy.path) == contents(tmp_path / "a")
     assert len(asked) == 2
+    run_folder(tmp_path / "a", 3)
+    again = aggregator(tmp_path / "a", open_store(url), "b")
+    again.restore()
+    run_folder(tmp_path / "a", 3)
+    again.publish(3)
+    copy.refresh()
+    assert contents(copy.path) == contents(tmp_path / "a")
+    place = copy.path
+    del copy
+    assert not place.exists()
     said: list[str] = []
     stop = threading.Event()
     patient, at_once = waiting(url, 600.0, stop, said.append), waiting(url, 0.0, stop, said.append)
@@ -143,6 +154,37 @@ def test_a_publication_copies_what_is_new_of_files_of_lines(tmp_path: Path) -> N
         b.publish(200)
         assert aggregator(tmp_path / "c", open_store(tmp_path / "store"), "c").restore()
         assert (tmp_path / "c" / "journal.jsonl").read_text() == text
+
+
+def test_a_copy_is_brought_up_to_date_by_what_is_new(tmp_path: Path) -> None:
+    copied: list[str] = []
+
+    class Counting(FolderStore):
+        def download(self, name: str, path: Path) -> None:
+            copied.append(name)
+            super().download(name, path)
+
+    folder = run_folder(tmp_path / "a", 1)
+    a = aggregator(tmp_path / "a", FolderStore(tmp_path / "store"), "a")
+    copy = PublishedRun(Counting(tmp_path / "store"), tmp_path / "copy")
+    for round in range(1, 50):
+        for number in range(10):
+            folder.append("journal.jsonl", {"round": round, "number": number, "text": "x" * 10_000})
+        a.publish(round)
+        copied.clear()
+        assert copy.restore()
+        assert contents(tmp_path / "copy") == contents(tmp_path / "a")
+        assert round == 1 or len(copied) <= len(SEGMENTS)  # the end of the journal alone
+    lines = list(folder.placed("journal.jsonl"))
+    folder.line_file("journal.jsonl").cut(lines[200].end)  # as when the run is resumed from an earlier round
+    folder.append("journal.jsonl", {"round": 50})
+    (tmp_path / "a" / "checkpoints" / "round-000000.safetensors").unlink()
+    a.publish(50)
+    assert copy.restore()
+    assert contents(tmp_path / "copy") == contents(tmp_path / "a")
+    copied.clear()
+    assert copy.restore()
+    assert copied == []
 
 
 def test_taking_up_replaces_what_the_folder_holds(store: Store, tmp_path: Path) -> None:
