@@ -400,6 +400,11 @@ def _check(attempt: Attempt) -> None:
         numbers.append(attempt.statistics["client_steps"])
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
         raise ValueError("a value that is not a number")
+    _check_names(attempt)
+
+
+def _check_names(attempt: Attempt) -> None:
+    """Raise ValueError, KeyError or TypeError unless all clients have names."""
     names = [client for record in attempt.conversations for client in record.clients]
     if not all(isinstance(name, str) for name in [*names, *(told["id"] for told in attempt.joined)]):
         raise ValueError("a client without a name")

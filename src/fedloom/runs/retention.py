@@ -116,9 +116,9 @@ def unused(
     old = [partition for partition in partitions if now - partition.modified >= older_than_s]
     if not old:
         return [], []
-    manifests = {_manifest_digest(store, each): each.name for each in partitions if PARTITION in each.files}
-    used = {run: {manifests.get(digest) for digest in _digests(store, run)} - {None} for run in runs}
-    silent = [run for run, names in used.items() if not names and not run.finished]
+    names = {_manifest_digest(store, each): each.name for each in partitions if PARTITION in each.files}
+    used = {run: {names[digest] for digest in _digests(store, run) & names.keys()} for run in runs}
+    silent = [run for run, found in used.items() if not found and not run.finished]
     if silent:
         return [], silent
     return [partition for partition in old if partition.name not in set().union(*used.values())], []
