@@ -27,6 +27,8 @@ def follow_report(
     The page asks the browser to reload it; each version replaces the previous one atomically. The last version, when
     the run has finished or was stopped or killed, does not reload. It is also written if following is interrupted.
 
+    Raise the errors of :func:`~fedloom.reporting.report.write_report`.
+
     Parameters
     ----------
     run_folder
@@ -41,11 +43,6 @@ def follow_report(
     -------
     Activity
         State of the run at the end; ``phase`` is ``finished`` or ``interrupted``.
-
-    Raises
-    ------
-    DataError, ExperimentError, StorageError
-        As in :func:`~fedloom.reporting.report.write_report`.
     """
     folder = RunFolder.open(run_folder)
     status = RunStatus(folder)

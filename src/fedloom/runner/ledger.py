@@ -45,8 +45,8 @@ class PrivacyAccountant:
 
         The record is on disk when the call returns, so a request that fails later has been counted.
 
-        Raise ExperimentError if the total would exceed the budget; the file is left unchanged; DataError if the file is
-        not a ledger of this version, or is damaged; StorageError if the file cannot be written.
+        Raise ExperimentError if the total would exceed the budget (the file is then unchanged); DataError if the file
+        is not a ledger of this version, or is damaged; StorageError if it cannot be written.
         """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)

@@ -38,17 +38,15 @@ def check_folder(
 ) -> bool:
     """Return whether there is a run to resume.
 
+    Raise ExperimentError if the folder is in use and ``resume`` is false, or holds another experiment or more rounds
+    than requested.
+
     Parameters
     ----------
     where
         Location of the run to show to the user; None: its folder.
     is_open
         Whether it is an open federation, whose experiment may change on resume.
-
-    Raises
-    ------
-    ExperimentError
-        If the folder is in use and ``resume`` is false, or holds another experiment or more rounds than requested.
     """
     if not _holds_run(folder):
         return False
@@ -145,15 +143,12 @@ def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
 def check_states(folder: RunFolder, url: str | None) -> None:
     """Raise if the run's client states are elsewhere, since nothing copies them.
 
+    Raise ExperimentError if the run's client states are at another place.
+
     Parameters
     ----------
     url
         URL to publish the run at; None: it is not published, and client states are in its folder.
-
-    Raises
-    ------
-    ExperimentError
-        If the run's client states are at another place.
     """
     if not folder.states.is_dir() and not folder.has(JOURNAL):
         return  # no round is complete, so no states are needed

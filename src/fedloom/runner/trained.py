@@ -44,20 +44,14 @@ def evaluate(
 ) -> CheckpointEvaluation:
     """Evaluate a run's checkpoint on its own clients, or on another partition's, all of whom are unseen.
 
+    Raise ExperimentError if ``checkpoint`` is not ``last``, ``best`` or a number; DataError if the folder is not a run
+    or has no such checkpoint, or the partition has another kind of data, is incomplete, or is damaged; QuorumError if
+    clients could not be measured.
+
     Parameters
     ----------
     data
         Folders of packed clients, for a run whose clients have data of their own; those that trained are seen.
-
-    Raises
-    ------
-    ExperimentError
-        If ``checkpoint`` is not ``last``, ``best`` or a number.
-    DataError
-        If the folder is not a run or has no such checkpoint, or the partition has another kind of data, is
-        incomplete, or is damaged.
-    QuorumError
-        If clients could not be measured.
     """
     parts, loop, dataset = restore(run, checkpoint, partition, data)
     evaluation = loop.evaluate()

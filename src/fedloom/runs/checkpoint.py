@@ -127,17 +127,13 @@ class Checkpoints:
     def load(self, which: str | int = "last") -> Checkpoint:
         """Read a checkpoint.
 
+        Raise DataError if there is no such checkpoint, or it is damaged (the hint names the others); StorageError if it
+        cannot be read.
+
         Parameters
         ----------
         which
             ``last``, ``best`` or a round.
-
-        Raises
-        ------
-        DataError
-            If there is no such checkpoint, or it is damaged; the hint then names the others.
-        StorageError
-            If it cannot be read.
         """
         rounds = self.rounds()
         if not rounds:

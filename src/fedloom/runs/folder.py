@@ -54,6 +54,9 @@ class RunFolder(RunFiles):
     ) -> RunFolder:
         """Return an existing run, finished or not.
 
+        Raise DataError if there is no such run, or a published one is damaged; StorageError or RefusedError if the
+        URL's store cannot be used.
+
         Parameters
         ----------
         where
@@ -63,13 +66,6 @@ class RunFolder(RunFiles):
             Copy the checkpoints of a published run, too.
         wait
             Called with a number of seconds to wait while nothing is published; returns whether to check again.
-
-        Raises
-        ------
-        DataError
-            If there is no such run, or a published one is damaged.
-        StorageError, RefusedError
-            If the URL's store cannot be used.
         """
         if not is_url(where):
             folder = Path(where)

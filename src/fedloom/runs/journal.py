@@ -233,6 +233,8 @@ class Journal:
     ) -> Journal:
         """Read the journal of a run, line by line; a half-written last line is ignored.
 
+        Raise DataError if a line is not an attempt, or is damaged.
+
         Parameters
         ----------
         upto
@@ -241,11 +243,6 @@ class Journal:
             Rounds other than the last for which versions are requested.
         evaluated
             Last evaluated round: training losses of later rounds have yet to be reported.
-
-        Raises
-        ------
-        DataError
-            If a line is not an attempt, or is damaged.
         """
         journal = cls(folder)
         journal.needed = needed

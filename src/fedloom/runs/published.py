@@ -137,6 +137,9 @@ class PublishedRun:
 
         Published files replace those with the same names, and other checkpoints are removed.
 
+        Raise DataError if published files are missing or damaged; StorageError or RefusedError if the store fails or
+        denies access, or the folder cannot be written.
+
         Parameters
         ----------
         check
@@ -147,13 +150,6 @@ class PublishedRun:
         -------
         bool
             False if nothing has been published; the folder is then unchanged.
-
-        Raises
-        ------
-        DataError
-            If published files are missing or damaged.
-        StorageError, RefusedError
-            If the store fails, or denies access; or the folder cannot be written.
         """
         number = self._newest()
         while number and (self.record is None or self.record.number != number):

@@ -148,17 +148,14 @@ class FolderStore(Store):
 def write_atomically(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
     """Write a file atomically: it is complete or absent at all times.
 
+    Raise StorageError if it cannot be written; an existing file of that name is unchanged.
+
     Parameters
     ----------
     durably
         Wait for the disk. Otherwise the file survives this process, but not a power cut.
     private
         Only its owner may read it.
-
-    Raises
-    ------
-    StorageError
-        If it cannot be written; an existing file of that name is unchanged.
     """
     with staged(path) as partial:
         fill(partial, content, durably=durably, private=private)

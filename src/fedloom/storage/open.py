@@ -31,6 +31,9 @@ def open_store(
 ) -> Store:
     """Open a store without contacting it, reading or writing; see :meth:`Store.check`.
 
+    Raise ExperimentError if the URL or the address of the service is malformed, or the extra ``s3`` is not installed;
+    RefusedError if there are no credentials.
+
     Parameters
     ----------
     url
@@ -39,13 +42,6 @@ def open_store(
         Variables with the service's address and the credentials (docs/storage.md); default: this process's environment.
     endpoint_from
         Name, in errors, of the setting that the endpoint comes from, if that is not the variable.
-
-    Raises
-    ------
-    ExperimentError
-        If the URL or the address of the service is malformed, or the extra ``s3`` is not installed.
-    RefusedError
-        If there are no credentials.
     """
     place = s3_place(url)
     if place is None:

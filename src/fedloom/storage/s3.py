@@ -109,19 +109,15 @@ class Service:
     def of(cls, environment: Mapping[str, str], endpoint_from: str = ENDPOINT) -> Service:
         """Read the settings from environment variables (docs/storage.md).
 
+        Raise ExperimentError if the address is malformed, or the certificate file does not exist; RefusedError if there
+        are no credentials.
+
         Parameters
         ----------
         environment
             The variables.
         endpoint_from
             Setting that this endpoint comes from, if that is not the variable.
-
-        Raises
-        ------
-        ExperimentError
-            If the address is malformed, or the certificate file does not exist.
-        RefusedError
-            If there are no credentials.
         """
         missing = [name for name in CREDENTIALS if not environment.get(name)]
         if missing:
