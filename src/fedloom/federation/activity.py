@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from fedloom.data.manifest import ClientEntry
-    from fedloom.federation.journal import Attempt
+    from fedloom.runs.journal import Attempt
 
 LivePhase = Literal["waiting", "training", "evaluating", "saving", "paused", "stopping", "finished", "failed"]
 """Phase reported by a running process; ``waiting`` for members or workers."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from fedloom.errors import DataError
 from fedloom.federation.activity import Monitor
-from fedloom.federation.folder import RunFolder
+from fedloom.runs.folder import RunFolder
 
 NAME = "control.json"
 """File in a run's folder that records a pause and who requested it."""
