@@ -35,10 +35,10 @@ from common import MIB, cpu_s, descendants, describe, machine, socket_bytes, spr
 from echo import ECHO, EchoServer, federation, names
 
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Attempt, Journal
 from fedloom.federation.validation import absurd
 from fedloom.messages import Message, answer_shapes
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Attempt, Journal
 from fedloom.transport.aggregator import Aggregator
 
 GOAL = (100, 100, 85_822)  # clients, cohort, d: the case that docs/benchmarks.md compares with 1.5

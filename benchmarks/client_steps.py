@@ -34,7 +34,6 @@ from fedloom.federation.carrier import Call, Lost
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess
-from fedloom.federation.journal import Attempt
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.states import StoredStates, Versions
 from fedloom.federation.validation import absurd
@@ -42,6 +41,7 @@ from fedloom.messages import Message, answer_shapes
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
+from fedloom.runs.journal import Attempt
 from fedloom.storage import open_store
 
 IMAGE, CLASSES, EXAMPLES = (1, 28, 28), 10, 512

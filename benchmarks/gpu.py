@@ -41,7 +41,6 @@ from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess
-from fedloom.federation.journal import Attempt
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates, Versions
@@ -53,6 +52,7 @@ from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.resnet import ResNet20
 from fedloom.runner.assemble import use_device
+from fedloom.runs.journal import Attempt
 from fedloom.storage import open_store
 
 ROOT = Path(__file__).parent.parent

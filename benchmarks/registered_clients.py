@@ -36,8 +36,8 @@ from fedloom.data.federated import ClientEntry, Manifest, Normalization
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
-from fedloom.federation.journal import Attempt
 from fedloom.messages import Metrics, answer_shapes
+from fedloom.runs.journal import Attempt
 from fedloom.transport.aggregator import Aggregator
 
 D = 85_822

@@ -41,9 +41,9 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import Descriptor, PeFLLServer, PersonalizedModel
 from fedloom.data.folders import data_root
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
-from fedloom.federation.checkpoint import Checkpoint, Checkpoints
-from fedloom.federation.folder import RunFolder
 from fedloom.runner import assemble
+from fedloom.runs.checkpoint import Checkpoint, Checkpoints
+from fedloom.runs.folder import RunFolder
 from fedloom.transport.newcomer import Models
 from fedloom.transport.spoken import PERSONALIZE, PRECISIONS, SERVICE, Incoming, frames, pieces
 from fedloom.transport.wire import personalization_pb2 as wire

@@ -26,9 +26,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from common import MIB, ROOT, describe, machine, table, write_json
 
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.published import Published
-from fedloom.federation.states import StoredStates, Version, Versions
+from fedloom.federation.states import StoredStates, Versions
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Version
+from fedloom.runs.publisher import Publisher
 from fedloom.storage import Store, open_store
 from fedloom.storage.s3 import S3Store
 
@@ -118,13 +119,13 @@ def publications(store: Store, folder: Path, repetitions: int) -> tuple[float, f
     """Return the seconds for a publication with a new checkpoint of 5 MB, and for resuming from it."""
     run = RunFolder(folder / "run")
     run.make("name: benchmark\n")
-    published, times = Published(run, store, "first"), []
+    published, times = Publisher(run, store, "first"), []
     for t in range(1, repetitions + 3):
         (run.checkpoints / f"round-{t:06d}.safetensors").write_bytes(os.urandom(CHECKPOINT))
         (run.checkpoints / f"round-{t - 2:06d}.safetensors").unlink(missing_ok=True)
         run.append("journal.jsonl", {"round": t, "about": "x" * 2000})
         times.append(seconds(lambda t=t: published.publish(t)))  # type: ignore[misc]
-    again = Published(RunFolder(folder / "again"), store, "second")
+    again = Publisher(RunFolder(folder / "again"), store, "second")
     return statistics.median(times[2:]), seconds(again.restore)
 
 

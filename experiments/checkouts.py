@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fedloom.data.federated import FederatedDataset
 from fedloom.experiment import load
-from fedloom.federation.folder import EXPERIMENT
 from fedloom.runner import assemble
+from fedloom.runs.files import EXPERIMENT
 
 
 def parser(doc: str | None, *, rounds: int, every: int, lr: float) -> argparse.ArgumentParser:

@@ -39,7 +39,7 @@ from pages_open_federation import FOUND, of_one
 
 from fedloom.data import sources
 from fedloom.data.sources import RawDataset
-from fedloom.federation.folder import RunFolder
+from fedloom.runs.folder import RunFolder
 from fedloom.trust.certificates import make_ca, make_certificate
 
 MEMBERS = 12

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from own_steps import STEPS
 from summaries import Evaluation, Runs, difference, evaluations, last, spread, table
 
-from fedloom.federation.folder import EXPERIMENT
 from fedloom.reporting.drawing import HALF
+from fedloom.runs.files import EXPERIMENT
 
 DATA = {
     "fashion-mnist": "Fashion-MNIST, two classes",

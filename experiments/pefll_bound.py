@@ -16,10 +16,10 @@ import torch
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import PeFLLServer
 from fedloom.data.federated import FederatedDataset
-from fedloom.federation.checkpoint import Checkpoints
-from fedloom.federation.folder import RunFolder
 from fedloom.federation.randomness import generator
 from fedloom.runner import assemble
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.folder import RunFolder
 from fedloom.theory.pefll import Networks, Variances, bound, observed
 
 ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1)

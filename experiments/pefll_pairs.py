@@ -23,8 +23,8 @@ import torch
 
 from fedloom.data.federated import Manifest
 from fedloom.evaluation.measure import CORRECT, SPLITS, TOTAL
-from fedloom.federation.folder import RunFolder
 from fedloom.runner.trained import evaluate
+from fedloom.runs.folder import RunFolder
 
 MOST = 3
 """Class sets of at least this many seen clients are shown together."""

@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 
-from fedloom.federation.folder import EXPERIMENT, RunFolder
 from fedloom.reporting.significance import t_interval
+from fedloom.runs.files import EXPERIMENT
+from fedloom.runs.folder import RunFolder
 
 FEW_CLIENTS = 20
 """Maximum number of clients for which the last evaluation has individual accuracies."""

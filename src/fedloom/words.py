@@ -99,6 +99,14 @@ def _finite(text: str) -> float:
     return value
 
 
+def dotted_keys(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by dotted key."""
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        found |= dotted_keys(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item}
+    return found
+
+
 def as_csv(rows: Sequence[Mapping[str, str]]) -> str:
     """Return rows with the same columns as CSV text with a header line; empty text if there are no rows."""
     if not rows:

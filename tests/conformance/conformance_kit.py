@@ -18,15 +18,15 @@ from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation, 
 from fedloom.data.federated import FederatedDataset
 from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost, Refusals, Traffic
-from fedloom.federation.folder import RunFolder
 from fedloom.federation.inprocess import InProcess
-from fedloom.federation.journal import Attempt, Journal, Replay
 from fedloom.federation.loop import Loop
 from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
 from fedloom.messages import Message
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Attempt, Journal, Replay
 
 TINY: dict[str, dict[str, Any]] = {
     "pefll": {

@@ -34,9 +34,9 @@ from fedloom.errors import DataError, ExitCode, InterruptedRun, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.summary import groups
 from fedloom.federation.carrier import Call
-from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import Loop
 from fedloom.runner import assemble
+from fedloom.runs.folder import RunFolder
 
 AT = 2
 """The round that is disturbed: one before it and one after it are not."""

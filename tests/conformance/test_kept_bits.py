@@ -20,8 +20,8 @@ import torch
 from conformance_kit import Federation
 from torch import Tensor
 
-from fedloom.federation import tensor_file
 from fedloom.runner.assemble import fingerprint
+from fedloom.runs import tensor_file
 
 KEPT = Path(__file__).parent / "kept_bits.json"
 
@@ -58,7 +58,7 @@ def test_the_bits_are_those_of_before(tiny: Federation, method: str, request: py
     if kept["machine"] != machine and not write:
         pytest.skip(f"bits are kept for {kept['machine']}, this is {machine}")
     tiny.run("run")
-    state, _ = tensor_file.decode(tiny.final("run"))  # what its file looks like may change
+    state, _ = tensor_file.decode_tensors(tiny.final("run"))  # what its file looks like may change
     found = {"state": digest(tensors(state)), "metrics": digest(numbers(tiny.metrics("run")))}
     if write:
         before = kept["bits"] if kept["machine"] == machine else {}

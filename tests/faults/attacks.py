@@ -18,8 +18,8 @@ from faults.kills import Federation
 from faults.peers import Attack
 from faults.place import Broken, Place, Running, wait_until
 from faults.table import Fault, Tried
-from fedloom.federation.checkpoint import Checkpoints
-from fedloom.federation.folder import RunFolder
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.folder import RunFolder
 from fedloom.trust.certificates import make_certificate
 from fedloom.trust.options import ClientOptions
 

@@ -11,7 +11,7 @@ from faults.kills import Federation
 from faults.place import Place
 from faults.proxy import Proxy, Weather
 from faults.table import Fault, Tried
-from fedloom.federation.folder import RunFolder
+from fedloom.runs.folder import RunFolder
 
 METHODS = ("pefll", "pefll", "fedrep")
 """Three exchanges in a conversation; clients that keep a state."""

@@ -14,10 +14,10 @@ from faults.kills import PROMISE, TRAINED, Kept
 from faults.place import METHODS, Broken, Place, durable
 from faults.table import Fault, Tried
 from fedloom.errors import DataError, ExitCode
-from fedloom.federation.checkpoint import Checkpoints
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Journal
 from fedloom.federation.states import StoredStates
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Journal
 from fedloom.storage import open_store
 
 STATEFUL = ("fedrep", "pfedbayes")

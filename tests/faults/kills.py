@@ -17,8 +17,8 @@ from run_processes import alive, rounds
 from faults.place import METHODS, Broken, Place, Running, durable, free_port, journal_lines, wait_until
 from faults.table import Fault, Tried
 from fedloom.algorithms.base import find
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.published import Published
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.publisher import Publisher
 from fedloom.storage import open_store
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import FILES
@@ -53,7 +53,7 @@ class Kept:
         """The published run, as an aggregator elsewhere would find it."""
         found = self._place.new()
         found.mkdir()
-        Published(RunFolder(found), open_store(url, self._place.environment), "onlooker").restore()
+        Publisher(RunFolder(found), open_store(url, self._place.environment), "onlooker").restore()
         return found
 
 

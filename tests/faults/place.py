@@ -23,10 +23,10 @@ from s3_support import S3Server
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Journal
 from fedloom.federation.states import StoredStates
 from fedloom.runner import assemble
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Journal
 from fedloom.storage import open_store
 
 PROGRAM = Path(__file__).with_name("program.py")

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from forked import Popen, children, cmdline, run
 
-from fedloom.federation.folder import RunFolder
+from fedloom.runs.folder import RunFolder
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200", "FEDLOOM_REPORT": "0"}
 WAIT_S = 240.0  # generous: a test machine may be busy with other things

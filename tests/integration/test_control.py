@@ -18,8 +18,8 @@ from fedloom.data.manifest import ClientEntry
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError, StorageError
 from fedloom.federation.activity import Group, LastEvaluation, RosterClient
 from fedloom.federation.control import NAME, Control, read_pause
-from fedloom.federation.folder import RunFolder
 from fedloom.federation.monitor import Monitor
+from fedloom.runs.folder import RunFolder
 from fedloom.transport import control_service
 from fedloom.transport.control import ControlClient, dialled, from_wire
 from fedloom.transport.control_service import OPERATOR

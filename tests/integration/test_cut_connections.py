@@ -11,12 +11,12 @@ import yaml
 from transport_support import Proxy
 
 from fedloom import experiment as experiments
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Journal
 from fedloom.federation.loop import vocabulary
 from fedloom.runner import assemble
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.worker import Worker, WorkerOptions
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Journal
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.served_run import ServedRun
 

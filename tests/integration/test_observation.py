@@ -16,7 +16,7 @@ from forked import Popen
 from transport_support import Proxy, Worker, make_aggregator, until
 
 from fedloom.errors import RefusedError
-from fedloom.federation.journal import Attempt
+from fedloom.runs.journal import Attempt
 from fedloom.transport.notices import ProgressPublisher
 from fedloom.transport.progress import Progress, follow, from_wire
 from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH

@@ -31,12 +31,12 @@ from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.sources.vowel import CLASS_NAMES, read
 from fedloom.experiment import OwnData, load
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import DONE, EVALUATED, Attempt, Replay
 from fedloom.federation.releases import told
 from fedloom.runner.open_federation import open_manifest, replayed
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import DONE, EVALUATED, Attempt, Replay
 from fedloom.storage import open_store
 from fedloom.theory.privacy import gaussian_epsilon
 from fedloom.transport.wire import federation_pb2 as wire

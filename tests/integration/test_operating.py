@@ -18,10 +18,10 @@ from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.experiment import load
-from fedloom.federation.checkpoint import Checkpoints
-from fedloom.federation.folder import RunFolder
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.folder import RunFolder
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.tokens import add_token
 

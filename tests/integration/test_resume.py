@@ -18,11 +18,11 @@ from fedloom import digests
 from fedloom.cli.run import run as command
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
 from fedloom.experiment import load
-from fedloom.federation.checkpoint import Checkpoints
-from fedloom.federation.folder import RunFolder
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
 
@@ -64,7 +64,6 @@ def back_to(copy: Path, round: int) -> None:
 def test_an_existing_run_is_not_touched_without_resume(small_run: tuple[Path, Path], copy: Path) -> None:
     before = files(copy)
     said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], out=copy)
-    assert "found a run there already" in said
     assert "resume=True" in said
     assert files(copy) == before
 
@@ -82,9 +81,9 @@ def test_other_settings_are_named_and_refused(small_run: tuple[Path, Path], copy
     before = files(copy)
     overrides = ["seed=6", "algorithm.local={epochs: 3, batch_size: 16, lr: 0.02}", "federation.min_replies=2"]
     said = refused(ExperimentError, ExitCode.EXPERIMENT, small_run[0], set_=overrides, out=copy, resume=True)
-    assert "seed: the run has 5, found 6" in said
-    assert "algorithm.local.epochs: the run has 2, found 3" in said
-    assert "federation.min_replies: the run has 1, found 2" in said
+    assert tells(said, "seed", 6, 5)
+    assert tells(said, "algorithm.local.epochs", 3, 2)
+    assert tells(said, "federation.min_replies", 2, 1)
     assert files(copy) == before
 
 

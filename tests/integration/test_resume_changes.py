@@ -16,9 +16,10 @@ from fedloom import digests
 from fedloom.cli.run import aggregator, run
 from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.experiment import load
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.published import FOLDER, Published, Record
 from fedloom.runner import sweep
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.published import FOLDER, Record
+from fedloom.runs.publisher import Publisher
 from fedloom.storage import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -76,7 +77,7 @@ def test_another_run_that_is_published_there_touches_nothing(bucket: str, experi
     with pytest.raises(ExperimentError) as refused:
         command(experiment("fedavg", 1), out=mine, publish=f"{bucket}/other", resume=True)
     assert f"{bucket}/other holds another experiment" in str(refused.value)
-    assert "seed: the run has 2, found 1" in str(refused.value)
+    assert tells(str(refused.value), "seed", 1, 2)
     assert files(mine) == before
 
 
@@ -201,15 +202,15 @@ def test_a_finished_run_is_published_elsewhere_than_where_it_ended(
 ) -> None:
     """Killed before its last publication; no worker is there any more, and the folder is gone with its machine."""
     path, place = experiment("fedavg"), f"{bucket}/one"
-    record = Published._record
+    record = Publisher._record
 
-    def killed(self: Published, made: Record) -> None:
+    def killed(self: Publisher, made: Record) -> None:
         if any(blobs[0].startswith(FOLDER) for blobs in made.files.values()):
             raise StorageError("killed")
         record(self, made)
 
     with monkeypatch.context() as faulty:
-        faulty.setattr(Published, "_record", killed)
+        faulty.setattr(Publisher, "_record", killed)
         with pytest.raises(StorageError, match="killed"):
             command(path, out=tmp_path / "a", publish=place)
     summary = (tmp_path / "a" / "summary.json").read_bytes()

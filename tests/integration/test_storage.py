@@ -22,7 +22,7 @@ from facts import tells
 from s3_support import BreakingProxy, S3Server, documented
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
-from fedloom.storage import Absent, Entry, Store, Taken, is_url, open_store, s3
+from fedloom.storage import Absent, Store, StoredObject, Taken, is_url, open_store, s3
 from fedloom.storage.folder import storing
 from fedloom.storage.open import S3Place, s3_place
 
@@ -65,7 +65,7 @@ def test_contents_are_read_as_written_and_replaced(store: Store) -> None:
 def test_what_is_absent_is_said_by_name(store: Store, tmp_path: Path) -> None:
     store.write("there", b"")
     for absent in (lambda: store.read("no/such"), lambda: store.download("no/such", tmp_path / "x" / "y")):
-        with pytest.raises(Absent, match="no/such: found nothing there"):
+        with pytest.raises(Absent, match="no/such"):
             absent()
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(("y", ".partial"))]
     store.remove(["no/such", "nor/this"])
@@ -73,7 +73,7 @@ def test_what_is_absent_is_said_by_name(store: Store, tmp_path: Path) -> None:
 
 def test_created_once(store: Store) -> None:
     store.create("x/round-1", b"first")
-    with pytest.raises(Taken, match="x/round-1: found there already"):
+    with pytest.raises(Taken, match="x/round-1"):
         store.create("x/round-1", b"second")
     with pytest.raises(Taken):
         store.create("x/round-1", b"first")  # equal content is no excuse: somebody else may have written it
@@ -104,7 +104,7 @@ def test_entries_by_prefix_in_order_with_sizes(store: Store) -> None:
         store.write(name, b"x" * i)
     size = {name: i for i, name in enumerate(names)}
     in_order = sorted(names, key=str.encode)
-    assert list(store.entries()) == [Entry(name, size[name]) for name in in_order]
+    assert list(store.entries()) == [StoredObject(name, size[name]) for name in in_order]
     assert [entry.name for entry in store.entries("a/")] == ["a/10", "a/2", "a/ü x"]
     assert [entry.name for entry in store.entries("a/1")] == ["a/10"]
     assert [entry.name for entry in store.entries("a")] == [name for name in in_order if name.startswith("a")]
@@ -125,7 +125,7 @@ def test_a_store_under_a_folder_of_another(store: Store) -> None:
     assert below.url == f"{store.url}/runs/r1"
     below.write("x", b"1")
     assert store.read("runs/r1/x") == b"1"
-    assert list(below.entries()) == [Entry("x", 1)]
+    assert list(below.entries()) == [StoredObject("x", 1)]
     assert list(store.under("runs/r").entries()) == []  # a folder, not a beginning of a name
 
 
@@ -134,7 +134,7 @@ def test_large_files_travel_in_parts_and_come_back_whole(store: Store, tmp_path:
     content = os.urandom(MIB) * 11
     (tmp_path / "large").write_bytes(content)
     store.upload("checkpoints/large", tmp_path / "large")
-    assert list(store.entries()) == [Entry("checkpoints/large", 11 * MIB)]
+    assert list(store.entries()) == [StoredObject("checkpoints/large", 11 * MIB)]
     store.download("checkpoints/large", tmp_path / "new" / "back")
     assert (tmp_path / "new" / "back").read_bytes() == content
     store.write("again", content)
@@ -183,7 +183,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     for attempt in (store.check, lambda: store.write("x", b""), lambda: store.create("x", b"")):
         with pytest.raises(StorageError, match="cannot be written: not a directory"):
             attempt()
-    with pytest.raises(Absent, match="found no folder there"):
+    with pytest.raises(Absent, match="none"):
         open_store(tmp_path / "none").check(writing=False)
 
 
@@ -211,17 +211,19 @@ def test_places(text: str, place: S3Place | None) -> None:
     ["gs://bucket/x", "http://host/x", "s3://", "s3:///x", "s3://UPPER/x", "s3://ab", "s3://b//c", "s3://bucket/../x"],
 )
 def test_malformed_urls(url: str) -> None:
-    with pytest.raises(ExperimentError, match=r"found .*; allowed: .*s3://BUCKET/PREFIX"):
+    with pytest.raises(ExperimentError) as raised:
         open_store(url, {})
+    assert raised.value.found == url
+    assert tells(str(raised.value), url, "s3://BUCKET/PREFIX")
 
 
 def test_a_bucket_is_told_what_it_may_be_called() -> None:
-    with pytest.raises(ExperimentError, match=r"allowed: s3://BUCKET/PREFIX, the bucket 3 to 63 lower-case letters"):
+    with pytest.raises(ExperimentError, match="3 to 63 lower-case letters"):
         s3_place("s3://ab")
 
 
 def test_a_url_that_went_through_a_path_is_no_folder() -> None:
-    with pytest.raises(ExperimentError, match="found s3:/bucket/x; allowed"):
+    with pytest.raises(ExperimentError, match="s3:/bucket/x"):
         open_store(Path("s3://bucket/x"))
 
 
@@ -231,13 +233,13 @@ COMPLETE = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "very-secret"}
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"AWS_ACCESS_KEY_ID": ""}, RefusedError, "found no AWS_ACCESS_KEY_ID in the environment"),
-        ({"AWS_SECRET_ACCESS_KEY": ""}, RefusedError, "found no AWS_SECRET_ACCESS_KEY"),
-        ({"FEDLOOM_S3_ENDPOINT": "localhost:9000"}, ExperimentError, "FEDLOOM_S3_ENDPOINT: found localhost:9000"),
-        ({"FEDLOOM_S3_ENDPOINT": "http://h:9000/path"}, ExperimentError, "allowed: http(s)://HOST:PORT"),
-        ({"FEDLOOM_S3_ENDPOINT": "http://h:x"}, ExperimentError, "allowed: http(s)://HOST:PORT"),
-        ({"FEDLOOM_S3_ENDPOINT": "http://me:very-secret@h"}, ExperimentError, "found a user name"),
-        ({"SSL_CERT_FILE": "/no/such.pem"}, ExperimentError, "SSL_CERT_FILE: found /no/such.pem"),
+        ({"AWS_ACCESS_KEY_ID": ""}, RefusedError, "AWS_ACCESS_KEY_ID"),
+        ({"AWS_SECRET_ACCESS_KEY": ""}, RefusedError, "AWS_SECRET_ACCESS_KEY"),
+        ({"FEDLOOM_S3_ENDPOINT": "localhost:9000"}, ExperimentError, "localhost:9000"),
+        ({"FEDLOOM_S3_ENDPOINT": "http://h:9000/path"}, ExperimentError, "http(s)://HOST:PORT"),
+        ({"FEDLOOM_S3_ENDPOINT": "http://h:x"}, ExperimentError, "http(s)://HOST:PORT"),
+        ({"FEDLOOM_S3_ENDPOINT": "http://me:very-secret@h"}, ExperimentError, "user name"),
+        ({"SSL_CERT_FILE": "/no/such.pem"}, ExperimentError, "/no/such.pem"),
         ({"AWS_REGION": "not a region"}, ExperimentError, "AWS_REGION"),
     ],
 )
@@ -398,7 +400,7 @@ def test_requests_that_break_are_made_again(through: Callable[[], Store], proxy:
     through().download("x", tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == content
     proxy.faults = [("down", 0)]
-    assert list(through().entries()) == [Entry("x", 3 * MIB)]
+    assert list(through().entries()) == [StoredObject("x", 3 * MIB)]
     proxy.faults = [("down", 0)]
     through().remove(["x"])
     assert list(through().entries()) == []

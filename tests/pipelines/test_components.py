@@ -21,8 +21,8 @@ from run_processes import EXPERIMENT
 from s3_support import S3Server
 
 from fedloom.data.manifest import read_manifest
-from fedloom.federation.folder import RunFolder
 from fedloom.kubeflow import catalog
+from fedloom.runs.folder import RunFolder
 from fedloom.storage import open_store
 
 pytestmark = [pytest.mark.data, pytest.mark.xdist_group("components")]

@@ -21,9 +21,7 @@ from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.control import Control
-from fedloom.federation.folder import RunFolder
 from fedloom.federation.inprocess import InProcess
-from fedloom.federation.journal import Attempt, ConversationRecord, Loss, Replay
 from fedloom.federation.loop import Loop, LoopConfig, vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
@@ -33,6 +31,8 @@ from fedloom.messages import Message
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Predictors
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Attempt, ConversationRecord, Loss, Replay
 from fedloom.settings import Settings
 from fedloom.storage import Store, open_store
 

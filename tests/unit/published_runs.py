@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.published import Published
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.publisher import Publisher
 from fedloom.storage import Store
 
 
-def aggregator(folder: Path, store: Store, name: str) -> Published:
-    return Published(RunFolder(folder), store, name)
+def aggregator(folder: Path, store: Store, name: str) -> Publisher:
+    return Publisher(RunFolder(folder), store, name)
 
 
 def run_folder(path: Path, round: int, *, keep: int = 2) -> RunFolder:

@@ -26,7 +26,7 @@ from fedloom.evaluation.summary import (
     summary,
 )
 from fedloom.evaluation.uncertainty import averaged, calibration_counts, client_document, uncertainty_counts
-from fedloom.federation.folder import RunFolder
+from fedloom.runs.folder import RunFolder
 from fedloom.words import as_csv
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")

@@ -12,8 +12,8 @@ from federations import clients, federation, task
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.manifest import ClientEntry
 from fedloom.federation.activity import Activity, Awaited, ClientCounts, Connected, ConnectedWorker
-from fedloom.federation.journal import Attempt, ConversationRecord, Loss
 from fedloom.federation.monitor import Monitor
+from fedloom.runs.journal import Attempt, ConversationRecord, Loss
 
 NOTHING = {"train": (), "validation": (), "test": ()}
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from fedloom import digests
 from fedloom.errors import DataError
-from fedloom.federation.folder import DIGESTS, RunFolder
-from fedloom.reporting.runs import experiment_of
+from fedloom.runs.files import DIGESTS
+from fedloom.runs.folder import RunFolder
 
 LINES = [{"round": t, "text": "é\n"} for t in range(4)]
 WHOLE = {
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_content_is_given_back_without_its_digest(folder: RunFolder) -> None:
     assert list(folder.lines("metrics.jsonl")) == LINES
-    assert [line.object for line in folder.backwards("metrics.jsonl")] == LINES[::-1]
+    assert [line.object for line in folder.line_file("metrics.jsonl").backwards()] == LINES[::-1]
     for name, text in WHOLE.items():
         if name.endswith(".json"):
             assert folder.json(name) == json.loads(text)
@@ -110,7 +110,7 @@ def test_last_lines_of_a_finished_run_that_are_gone_are_found(folder: RunFolder,
     whole = path.read_bytes().splitlines(keepends=True)
     for kept in (b"".join(whole[:-gone]), b"".join(whole)[:-1], None):
         path.unlink() if kept is None else path.write_bytes(kept)
-        for read in (folder.lines, lambda name: list(folder.backwards(name))):
+        for read in (folder.lines, lambda name: list(folder.line_file(name).backwards())):
             with pytest.raises(DataError, match="damaged"):
                 read("metrics.jsonl")
     folder.reopen_lines()
@@ -120,7 +120,7 @@ def test_last_lines_of_a_finished_run_that_are_gone_are_found(folder: RunFolder,
 def test_a_line_is_found_damaged_from_the_end_as_well(folder: RunFolder) -> None:
     path = folder.path / "metrics.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"round": 2', b'"round": 3'))
-    reader = folder.backwards("metrics.jsonl")
+    reader = folder.line_file("metrics.jsonl").backwards()
     assert next(reader).object == LINES[3]
     with pytest.raises(DataError, match="line 3: damaged"):
         next(reader)
@@ -148,7 +148,7 @@ def test_any_flipped_bit_of_a_whole_file_is_found(folder: RunFolder, name: str) 
         path.write_bytes(changed)
         if name.endswith(".yaml") and changed[0] != whole[0]:
             with pytest.raises(DataError, match=name):
-                experiment_of(folder)
+                folder.stored_experiment()
         else:
             with pytest.raises(DataError, match=rf"{name}: damaged"):
                 folder.text(name)

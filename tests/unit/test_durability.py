@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.scaffold import SCAFFOLD
 from fedloom.errors import DataError
-from fedloom.federation.checkpoint import VERSION, Checkpoint, Checkpoints
-from fedloom.federation.folder import RunFolder
+from fedloom.runs.checkpoint import VERSION, Checkpoint, Checkpoints
+from fedloom.runs.folder import RunFolder
 
 SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 2, "batch_size": 3, "lr": 0.05}})
 
@@ -148,8 +148,10 @@ def test_lines_are_found_from_the_end(tmp_path: Path, end: str) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(end)
     placed = list(folder.placed("metrics.jsonl"))
-    assert list(folder.backwards("metrics.jsonl")) == placed[::-1]
-    assert list(folder.backwards("metrics.jsonl", '{"round": 3,')) == [p for p in placed if p.object == lines[1]]
+    assert list(folder.line_file("metrics.jsonl").backwards()) == placed[::-1]
+    assert list(folder.line_file("metrics.jsonl").backwards('{"round": 3,')) == [
+        p for p in placed if p.object == lines[1]
+    ]
     last = folder.last_evaluation()
     assert last is not None
     assert (last[0], folder.last_evaluation(-1)) == (lines[-1], None)
@@ -192,14 +194,14 @@ def test_a_checkpoint_of_another_format_is_left_to_the_version_that_wrote_it(
     """As after ``helm rollback``, which brings an older image back and not older data."""
     writer = Checkpoints(tmp_path)
     with monkeypatch.context() as newer:
-        newer.setattr("fedloom.federation.checkpoint.VERSION", other)
+        newer.setattr("fedloom.runs.checkpoint.VERSION", other)
         for round in (1, 2):
             writer.save(Checkpoint("fedavg", 1, round, None, {"theta": torch.zeros(1)}))
         writer.close()
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(DataError) as refused:
         Checkpoints(tmp_path).load("last")
-    assert tells(str(refused.value), "round-000002", f"format {other}", f"allowed: {VERSION}")
+    assert tells(str(refused.value), "round-000002", f"format {other}", f"format {VERSION}")
     assert "remove" not in f"{refused.value}{refused.value.hint}"  # the round before is of that format, too
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -21,7 +21,7 @@ from fedloom.cli.characters import write_anything
 from fedloom.cli.tables import print_results, print_table
 from fedloom.errors import ExitCode
 from fedloom.experiment import loads
-from fedloom.federation.folder import RunFolder
+from fedloom.runs.folder import RunFolder
 
 Fedloom = Callable[..., tuple[int, str, str]]
 
@@ -199,7 +199,7 @@ def test_a_file_where_a_folder_is_expected(fedloom: Fedloom, tmp_path: Path, com
     (tmp_path / "file").write_text("x")
     code, _, err = fedloom(command, "file")
     assert code == ExitCode.DATA
-    assert "file: found a file" in err
+    assert tells(err, "file", "is a file")
 
 
 @pytest.mark.parametrize("out", ["file", "file/below"])

@@ -19,12 +19,12 @@ import fedloom as fl
 from fedloom import experiment as experiments
 from fedloom.cli.use import evaluate, personalize
 from fedloom.errors import ExperimentError
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.published import Published
 from fedloom.models import factories
 from fedloom.models.factories import FACTORIES
 from fedloom.reporting.report import write_report
 from fedloom.runner.serve import serve
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.publisher import Publisher
 from fedloom.storage import open_store
 
 NAME = "somebodys_models:small"
@@ -91,7 +91,7 @@ def test_code_that_a_published_run_names_is_not_imported(
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     url = f"s3://{s3_server.new_bucket()}/run"
-    Published(RunFolder(run), open_store(url), "one").publish(1)
+    Publisher(RunFolder(run), open_store(url), "one").publish(1)
     open_store(url).write("experiment.yaml", (run / "experiment.yaml").read_bytes())
     x, y = people()["bob"]
     for use in (

@@ -13,7 +13,7 @@ from fedloom import errors
 from fedloom.digests import RESTORE
 from fedloom.errors import FAILURES, ExperimentError, FedloomError, argument, arguments_as_options, from_json, spelled
 from fedloom.processes import TELL_PARENT, Told, listen_to_parent, tell_failure, tell_notice
-from fedloom.reporting.runs import RESUME
+from fedloom.runs.listing import RESUME
 
 SOURCE = Path(errors.__file__).parent
 

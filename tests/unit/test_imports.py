@@ -19,7 +19,7 @@ COMMON = {"digests", "errors", "home", "logs", "plugins", "processes", "settings
 
 PARTS = {
     "messages", "models", "data", "storage", "algorithms", "evaluation", "federation", "trust", "transport",
-    "experiment",
+    "experiment", "runs",
 }  # fmt: skip
 
 ARROWS: dict[str, set[str]] = {
@@ -40,13 +40,24 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": {"models", "data", "messages", "theory"},
     "experiment": {"models", "data", "algorithms", "storage"},  # models, data and algorithms never know it
     "evaluation": {"data", "messages"},
-    "federation": {"models", "data", "messages", "algorithms", "evaluation", "storage", "experiment"},
+    "runs": {"data", "storage", "experiment"},
+    "federation": {"models", "data", "messages", "algorithms", "evaluation", "storage", "experiment", "runs"},
     "trust": {"data", "storage", "experiment"},
-    "transport": {"trust", "models", "data", "messages", "algorithms", "evaluation", "storage", "federation"},
-    "reporting": {"data", "evaluation", "experiment", "federation"},
+    "transport": {
+        "trust",
+        "models",
+        "data",
+        "messages",
+        "algorithms",
+        "evaluation",
+        "storage",
+        "federation",
+        "runs",
+    },
+    "reporting": {"data", "evaluation", "experiment", "runs", "federation"},
     "runner": {*PARTS, "theory", "reporting"},
-    "trackers": {"experiment", "federation", "runner"},
-    "api": {"models", "data", "storage", "federation", "experiment", "reporting", "runner"},
+    "trackers": {"experiment", "runs", "runner"},
+    "api": {"models", "data", "storage", "experiment", "runs", "reporting", "runner"},
     "cluster": PARTS,
     "kubeflow": {*PARTS, "reporting", "runner", "cluster"},
     "cli": {*PARTS, "theory", "reporting", "runner", "api", "cluster", "kubeflow"},

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.errors import DataError
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import DONE, EVALUATED, Attempt, ConversationRecord, Journal, Loss, Replay
-from fedloom.federation.states import Version
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import DONE, EVALUATED, Attempt, ConversationRecord, Journal, Loss, Replay, Version
 
 CLIENTS = [f"c{i}" for i in range(4)]
 

@@ -17,11 +17,11 @@ from fedloom.data.own import CARD, read_card
 from fedloom.data.problem import LONGEST, Problem
 from fedloom.errors import DataError, FedloomError, RefusedError
 from fedloom.experiment import from_shared_json
-from fedloom.federation import tensor_file
-from fedloom.federation.folder import RunFolder
 from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.runner.worker import _told
+from fedloom.runs import tensor_file
+from fedloom.runs.folder import RunFolder
 from fedloom.transport.newcomer import _found
 from fedloom.transport.progress import STATES, from_wire
 from fedloom.transport.wire import federation_pb2 as observed
@@ -90,19 +90,19 @@ def test_json_that_is_nested_too_deeply_is_refused(reader: str, text: str, tmp_p
 def test_a_nested_line_of_a_ledger_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_text(DEEP + "\n")
     with pytest.raises(DataError) as caught:
-        PrivacyAccountant(tmp_path / "ledger", None).spend(PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 10))
+        PrivacyAccountant(tmp_path / "ledger", None).charge(PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 10))
     assert tells(str(caught.value), "line 1")
 
 
 @pytest.mark.parametrize("end", ['\\", \\"b\\": ' + DEEP + '}"}}', '\\"}"}, "c": ' + DEEP + "}", '\\"}', "}" * 10])
 def test_a_tensor_file_with_a_nested_header_and_a_right_digest_is_refused(end: str) -> None:
-    whole = tensor_file.encode({"a": torch.zeros(2)}, {"b": 1})
+    whole = tensor_file.encode_tensors({"a": torch.zeros(2)}, {"b": 1})
     at = tensor_file._AT
     start = whole[8 : at.stop]  # of the header, with the place of the digest
     content = bytearray((len(start) + len(end)).to_bytes(8, "little") + start + end.encode() + bytes(8))
     content[at] = tensor_file._digest(bytes(content)).encode()
     with pytest.raises(ValueError, match=r"\S") as caught:
-        tensor_file.decode(bytes(content))
+        tensor_file.decode_tensors(bytes(content))
     assert "written with" not in str(caught.value)
 
 

@@ -17,9 +17,9 @@ from published_runs import aggregator, run_folder
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.errors import DataError, InterruptedRun, StorageError
 from fedloom.federation.control import NAME, Control, read_pause
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Attempt, Journal
 from fedloom.federation.monitor import Monitor
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Attempt, Journal
 from fedloom.storage import open_store
 
 SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 2, "batch_size": 4, "lr": 0.1}})

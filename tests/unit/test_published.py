@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from facts import tells
 from forked import Popen
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,11 +23,11 @@ from s3_support import S3Server
 from test_states import made as federation_that_remembers
 
 from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Replay
-from fedloom.federation.published import SEGMENTS, Published, segments
-from fedloom.runner.serve import run_folder as run_to_serve
 from fedloom.runner.serve import waiting
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Replay
+from fedloom.runs.published import SEGMENTS, PublishedRun, segments
+from fedloom.runs.publisher import Publisher
 from fedloom.storage import Absent, Store, open_store
 from fedloom.storage.folder import FolderStore, copy_atomically
 
@@ -70,9 +71,19 @@ def test_who_serves_a_run_waits_for_its_first_publication(
             aggregator(tmp_path / "a", open_store(url), "a").publish(1)
         return True
 
-    with run_to_serve(url, wait) as (folder, _):
-        assert contents(folder.path) == contents(tmp_path / "a")
+    copy = RunFolder.open(url, wait=wait)
+    assert contents(copy.path) == contents(tmp_path / "a")
     assert len(asked) == 2
+    run_folder(tmp_path / "a", 3)
+    again = aggregator(tmp_path / "a", open_store(url), "b")
+    again.restore()
+    run_folder(tmp_path / "a", 3)
+    again.publish(3)
+    copy.refresh()
+    assert contents(copy.path) == contents(tmp_path / "a")
+    place = copy.path
+    del copy
+    assert not place.exists()
     said: list[str] = []
     stop = threading.Event()
     patient, at_once = waiting(url, 600.0, stop, said.append), waiting(url, 0.0, stop, said.append)
@@ -82,8 +93,8 @@ def test_who_serves_a_run_waits_for_its_first_publication(
     stop.set()
     assert not patient(600.0)
     assert len(said) == 1
-    with pytest.raises(DataError, match="no published run there"), run_to_serve(f"{url}-other"):
-        pass
+    with pytest.raises(DataError, match="no published run"):
+        RunFolder.open(f"{url}-other")
 
 
 def test_files_that_only_older_records_need_are_removed_and_none_is_copied_twice(store: Store, tmp_path: Path) -> None:
@@ -145,6 +156,37 @@ def test_a_publication_copies_what_is_new_of_files_of_lines(tmp_path: Path) -> N
         assert (tmp_path / "c" / "journal.jsonl").read_text() == text
 
 
+def test_a_copy_is_brought_up_to_date_by_what_is_new(tmp_path: Path) -> None:
+    copied: list[str] = []
+
+    class Counting(FolderStore):
+        def download(self, name: str, path: Path) -> None:
+            copied.append(name)
+            super().download(name, path)
+
+    folder = run_folder(tmp_path / "a", 1)
+    a = aggregator(tmp_path / "a", FolderStore(tmp_path / "store"), "a")
+    copy = PublishedRun(Counting(tmp_path / "store"), tmp_path / "copy")
+    for round in range(1, 50):
+        for number in range(10):
+            folder.append("journal.jsonl", {"round": round, "number": number, "text": "x" * 10_000})
+        a.publish(round)
+        copied.clear()
+        assert copy.restore()
+        assert contents(tmp_path / "copy") == contents(tmp_path / "a")
+        assert round == 1 or len(copied) <= len(SEGMENTS)  # the end of the journal alone
+    lines = list(folder.placed("journal.jsonl"))
+    folder.line_file("journal.jsonl").cut(lines[200].end)  # as when the run is resumed from an earlier round
+    folder.append("journal.jsonl", {"round": 50})
+    (tmp_path / "a" / "checkpoints" / "round-000000.safetensors").unlink()
+    a.publish(50)
+    assert copy.restore()
+    assert contents(tmp_path / "copy") == contents(tmp_path / "a")
+    copied.clear()
+    assert copy.restore()
+    assert copied == []
+
+
 def test_taking_up_replaces_what_the_folder_holds(store: Store, tmp_path: Path) -> None:
     run_folder(tmp_path / "a", 4)
     aggregator(tmp_path / "a", store, "a").publish(4)
@@ -188,7 +230,7 @@ def test_taking_up_that_is_killed_half_way_is_done_again(tmp_path: Path, monkeyp
             copy_atomically(source, path)
 
         folder = tmp_path / f"b{done}"
-        monkeypatch.setattr("fedloom.federation.published.copy_atomically", copy)
+        monkeypatch.setattr("fedloom.runs.published.copy_atomically", copy)
         with pytest.raises(KeyboardInterrupt):
             aggregator(folder, store, "b").restore()
         assert len(contents(folder)) == done
@@ -209,10 +251,10 @@ def test_of_two_aggregators_only_one_goes_on(store: Store, tmp_path: Path) -> No
     second.publish(6)
     run_folder(tmp_path / "a", 7)  # a later round, and yet not what follows the last record it knows
     for act in (lambda: first.publish(7), first.finish):
-        with pytest.raises(StorageError, match=r"round 6 .*\(second\)") as raised:
+        with pytest.raises(StorageError) as raised:
             act()
         assert raised.value.exit_code == ExitCode.STORAGE
-        assert "this one (first) stops" in str(raised.value)
+        assert tells(str(raised.value), "second", "round 6", "first")
     assert aggregator(tmp_path / "c", store, "third").restore()
     assert contents(tmp_path / "c") == contents(tmp_path / "b")
     run_folder(tmp_path / "b", 8)
@@ -285,7 +327,7 @@ def test_taking_up_what_is_being_replaced_takes_the_newer(tmp_path: Path) -> Non
     ("damage", "says"),
     [
         (lambda store: store.remove([store_blob(store)]), "the published run is not whole"),
-        (lambda store: store.write(store_blob(store), b"other"), "damaged, found sha256"),
+        (lambda store: store.write(store_blob(store), b"other"), "is damaged"),
         (lambda store: store.write("published/00000001.json", b"{"), "not a record of a published run"),
         (lambda store: store.write("published/00000001.json", b"[]"), "not a record of a published run"),
         (lambda store: rewrite(store, version=99), "published by another version of FedLoom"),
@@ -444,7 +486,7 @@ def test_logs_are_copied_whatever_became_of_the_run(store: Store, tmp_path: Path
 # --- with the round loop ----------------------------------------------------------------------------------------------
 
 
-def remembering(folder: Path, store: Store, name: str, rounds: int) -> tuple[Any, Published]:
+def remembering(folder: Path, store: Store, name: str, rounds: int) -> tuple[Any, Publisher]:
     """A federation whose clients keep states in the store, and that publishes each round."""
     published = aggregator(folder, store, name)
     f = federation_that_remembers(
@@ -497,7 +539,7 @@ from fedloom.storage import open_store
 mine = aggregator(Path(sys.argv[2]), open_store(sys.argv[3]), sys.argv[4])
 last = 0
 if mine.restore():
-    last = mine._last.round
+    last = mine.record.round
 print("ready", last, flush=True)
 for round in itertools.count(last + 1):
     run_folder(Path(sys.argv[2]), round)

@@ -14,10 +14,11 @@ from fedloom.algorithms.base import Privacy
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.errors import DataError, QuorumError, StorageError
 from fedloom.federation.carrier import Call, ConversationKey, Lost
-from fedloom.federation.folder import RELEASES, RunFolder
-from fedloom.federation.journal import Journal
 from fedloom.federation.releases import Releases, told
 from fedloom.runner.results import _multiplier
+from fedloom.runs.files import RELEASES
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Journal
 from fedloom.storage import open_store
 from fedloom.theory.privacy import together
 

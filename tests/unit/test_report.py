@@ -16,9 +16,9 @@ from facts import tells
 from run_folders import put, write_run
 
 from fedloom.errors import DataError, StorageError
-from fedloom.federation.folder import RunFolder
 from fedloom.reporting.follow import follow_report
 from fedloom.reporting.report import Section, _matrix, _section, write_report
+from fedloom.runs.folder import RunFolder
 from fedloom.words import as_csv, pluralize
 
 SECTIONS = [
@@ -575,9 +575,9 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"found no experiment\.yaml"):
+    with pytest.raises(DataError, match=r"experiment\.yaml"):
         write_report(tmp_path)
-    with pytest.raises(DataError, match="found no such folder"):
+    with pytest.raises(DataError, match="nowhere"):
         write_report(tmp_path / "nowhere")
 
 

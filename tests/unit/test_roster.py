@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from fedloom.data.manifest import Manifest, Normalization
 from fedloom.data.own import Own, own_manifest
 from fedloom.errors import DataError, InterruptedRun
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import EVALUATED, Attempt, ConversationRecord, Journal, Replay, fold
 from fedloom.federation.roster import AvailableClients, Change, FixedRoster, Member, OpenRoster, ReplayedRoster, between
 from fedloom.federation.silence import Silence
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import EVALUATED, Attempt, ConversationRecord, Journal, Replay, fold
 
 OWN = Own(kind="features", input_shape=(2,), classes=("a", "b", "c"))
 MANIFEST = own_manifest(OWN, (), 1, Normalization((0.0, 0.0), (1.0, 1.0)))

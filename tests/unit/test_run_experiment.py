@@ -15,12 +15,12 @@ from run_folders import write_run
 import fedloom
 from fedloom.errors import ExitCode, ExperimentError, QuorumError
 from fedloom.experiment import load
-from fedloom.federation.checkpoint import Checkpoint, Checkpoints
-from fedloom.federation.folder import RunFolder
 from fedloom.runner import sweep
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.resume import check_folder, check_states
 from fedloom.runner.run_experiment import _report
+from fedloom.runs.checkpoint import Checkpoint, Checkpoints
+from fedloom.runs.folder import RunFolder
 
 EXPERIMENT = load(Path(__file__).parents[2] / "experiments" / "vowel.yaml", ["federation.rounds=400"])
 

@@ -44,7 +44,6 @@ from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, StorageError
-from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import vocabulary
 from fedloom.runner.assemble import make_parts
 from fedloom.runner.distributed import serving as aggregator_serving
@@ -59,6 +58,7 @@ from fedloom.runner.personal import (
 from fedloom.runner.personal_model import FORMATS, PrivacyGuarantee
 from fedloom.runner.run_experiment import _models
 from fedloom.runner.serve import DurableRounds, serve
+from fedloom.runs.folder import RunFolder
 from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier, together
 from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.personalization import ServingLimits
@@ -628,7 +628,7 @@ def test_a_larger_delta_of_one_request_never_lowers_the_total(
 ) -> None:
     path, total = tmp_path_factory.mktemp("ledger") / "l", 0.0
     for epsilon, delta in requests:
-        told = PrivacyAccountant(path).spend(
+        told = PrivacyAccountant(path).charge(
             PrivacyGuarantee(epsilon, delta, 1.0, noise_multiplier(epsilon, delta), 50)
         )
         assert told.total_delta == requests[0][1]
@@ -636,20 +636,20 @@ def test_a_larger_delta_of_one_request_never_lowers_the_total(
         assert told.total_epsilon > total
         total = told.total_epsilon
     with pytest.raises(ExperimentError, match="budget is"):
-        PrivacyAccountant(path, total).spend(PrivacyGuarantee(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
+        PrivacyAccountant(path, total).charge(PrivacyGuarantee(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
 
 
 def test_any_flipped_bit_of_a_ledger_is_found(tmp_path: Path) -> None:
     path, promise = tmp_path / "l", PrivacyGuarantee(1.0, 1e-5, 1.0, 3.7, 50)
     for _ in range(2):
-        PrivacyAccountant(path).spend(promise, where="here")
+        PrivacyAccountant(path).charge(promise, where="here")
     whole = path.read_bytes()
     for at in range(len(whole)):
         changed = bytearray(whole)
         changed[at] ^= 1 << at % 8
         path.write_bytes(changed)
         with pytest.raises(DataError, match=r"l, line \d"):
-            PrivacyAccountant(path).spend(promise, where="here")
+            PrivacyAccountant(path).charge(promise, where="here")
         assert path.read_bytes() == changed
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
-from fedloom.federation.journal import Attempt
 from fedloom.federation.silence import FIRST_REST_S, PATIENCE, Silence
+from fedloom.runs.journal import Attempt
 
 HONEST = ("h-1", "h-2", "h-3")
 GHOSTS = tuple(f"g-{i}" for i in range(50))

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, conversation
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
-from fedloom.federation.journal import Attempt, ConversationRecord, Journal, Loss
-from fedloom.federation.states import StoredStates, Version, Versions
+from fedloom.federation.states import StoredStates, Versions
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.models.predictors import predictors_of
+from fedloom.runs.journal import Attempt, ConversationRecord, Journal, Loss, Version
 from fedloom.settings import Settings
 from fedloom.storage import Store
 from fedloom.storage.folder import FolderStore

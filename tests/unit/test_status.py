@@ -23,10 +23,11 @@ from fedloom.cli.main import app
 from fedloom.errors import AbandonedError, DataError
 from fedloom.federation.activity import Activity, Awaited, ConnectedWorker
 from fedloom.federation.control import Control
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.published import Look, Published
-from fedloom.reporting.run_list import list_runs
-from fedloom.reporting.status import PublishedRun, RunFiles, newest_run
+from fedloom.reporting.status import RunStatus
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.listing import list_runs, newest_run
+from fedloom.runs.published import PublishedRun
+from fedloom.runs.publisher import Publisher
 from fedloom.storage import open_store
 
 EXPERIMENT = """\
@@ -61,7 +62,7 @@ def finish(folder: RunFolder, rounds: int) -> None:
 
 def test_the_files_of_a_run_say_what_it_did(tmp_path: Path) -> None:
     folder = run(tmp_path, rounds=5, lost={0: 1})
-    now = RunFiles(folder).activity()
+    now = RunStatus(folder).activity()
     assert (now.run, now.method, now.phase, now.round, now.rounds) == ("small", "fedavg", "interrupted", 3, 5)
     assert (now.durable_round, now.totals.rounds, now.totals.failed_attempts) == (3, 3, 0)
     assert (now.clients.roster, now.clients.observing, now.clients.connected) == (3, 1, None)
@@ -71,7 +72,7 @@ def test_the_files_of_a_run_say_what_it_did(tmp_path: Path) -> None:
     *_, line = folder.lines("metrics.jsonl")
     assert now.measured.train_loss == line["train"]["loss"] is not None
     assert now.totals.seconds == pytest.approx(sum(now.totals.exchanges.values()))
-    assert [(c.id, c.observes, c.examples, c.last_round) for c in RunFiles(folder).clients()] == [
+    assert [(c.id, c.observes, c.examples, c.last_round) for c in RunStatus(folder).clients()] == [
         ("c0", False, 4, 3), ("c1", False, 6, None), ("c2", True, 8, None),
     ]  # fmt: skip
 
@@ -79,11 +80,11 @@ def test_the_files_of_a_run_say_what_it_did(tmp_path: Path) -> None:
 def test_the_phase_of_a_run_that_is_at_work_finished_and_resumed_with_more_rounds(tmp_path: Path) -> None:
     folder = run(tmp_path)
     with folder.held():
-        assert RunFiles(folder).activity().phase == "running"
+        assert RunStatus(folder).activity().phase == "running"
     finish(folder, 3)
-    assert RunFiles(folder).activity().phase == "finished"
+    assert RunStatus(folder).activity().phase == "finished"
     folder.write("experiment.yaml", EXPERIMENT.replace("ROUNDS", "9"))
-    assert RunFiles(folder).activity().phase == "interrupted"
+    assert RunStatus(folder).activity().phase == "interrupted"
 
 
 def test_a_journal_is_read_only_as_far_as_it_has_grown_and_anew_where_it_was_cut(tmp_path: Path) -> None:
@@ -91,12 +92,12 @@ def test_a_journal_is_read_only_as_far_as_it_has_grown_and_anew_where_it_was_cut
     lines = (tmp_path / "run" / "journal.jsonl").read_bytes().splitlines(keepends=True)
     journal = tmp_path / "run" / "journal.jsonl"
     journal.write_bytes(lines[0] + lines[1][:20])  # the second is being written
-    files = RunFiles(folder)
+    files = RunStatus(folder)
     assert files.activity().round == 1
     with journal.open("ab") as more:
         more.write(lines[1][20:])
     assert (files.activity().round, files.activity().totals.rounds) == (2, 2)
-    folder.cut("journal.jsonl", len(lines[0]))
+    folder.line_file("journal.jsonl").cut(len(lines[0]))
     assert (files.activity().round, files.activity().totals.rounds) == (1, 1)
     with journal.open("ab") as more:
         more.write(b"no object\n")
@@ -106,10 +107,10 @@ def test_a_journal_is_read_only_as_far_as_it_has_grown_and_anew_where_it_was_cut
 
 def test_a_pause_is_told_of_a_run_that_is_not_at_work(tmp_path: Path) -> None:
     folder = run(tmp_path, rounds=5)
-    held = Control(RunFiles(folder)._monitor, lambda now: None)
+    held = Control(RunStatus(folder)._monitor, lambda now: None)
     held.keep(folder)
     held.pause("operator")
-    assert RunFiles(folder).activity().paused_by == "operator"
+    assert RunStatus(folder).activity().paused_by == "operator"
 
 
 def test_the_newest_run_is_the_one_worked_on_last(tmp_path: Path) -> None:
@@ -124,10 +125,12 @@ def test_the_newest_run_is_the_one_worked_on_last(tmp_path: Path) -> None:
 
 def test_what_a_store_has_of_a_run(tmp_path: Path) -> None:
     folder, store = run(tmp_path / "run", rounds=5), open_store(tmp_path / "store")
-    looked = PublishedRun(Look(store, tmp_path / "look"))
+    copy = RunFolder(tmp_path / "look")
+    copy.published = PublishedRun(store, copy.path, checkpoints=False)
+    looked = RunStatus(copy)
     with pytest.raises(DataError, match="store"):
         looked.activity()
-    published = Published(folder, store, "life-1")
+    published = Publisher(folder, store, "life-1")
     published.publish(2)
     now = looked.activity()
     assert (now.phase, now.round, now.durable_round) == ("published", 3, 2)
@@ -156,7 +159,7 @@ def test_a_run_without_end_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "facts"),
     [
-        (["status", "{t}/absent"], 3, ("absent", "no such folder")),
+        (["status", "{t}/absent"], 3, ("absent", "folder of a run")),
         (["status", "{t}"], 3, ("no experiment.yaml",)),
         (["clients", "{t}"], 3, ("no experiment.yaml",)),
         (["status", "localhost:99999"], 2, ("99999", "HOST:PORT")),

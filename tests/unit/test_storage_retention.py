@@ -12,16 +12,15 @@ from typer.testing import CliRunner
 
 from fedloom.cli.cluster import app, seconds
 from fedloom.errors import ExperimentError
-from fedloom.storage import Store, open_store
-from fedloom.storage.retention import (
-    StoredRun,
+from fedloom.runs.retention import (
+    StoredFolder,
     expired,
-    remove_partitions,
-    remove_runs,
+    remove_folders,
     stored_partitions,
     stored_runs,
     unused,
 )
+from fedloom.storage import Store, open_store
 
 DAY = 86_400.0
 
@@ -106,7 +105,7 @@ def test_what_makes_a_run_whole_goes_first(folder: Path) -> None:
             self.removed.append(names)
 
     store = Recording()
-    remove_runs(store, stored_runs(open_store(folder))[:1])  # type: ignore[arg-type]
+    remove_folders(store, stored_runs(open_store(folder))[:1])  # type: ignore[arg-type]
     first, rest = store.removed
     assert first == ["runs/run-1/summary.json", "runs/run-1/published/00000001.json"]
     assert sorted(rest) == [
@@ -131,7 +130,7 @@ def test_partitions_that_no_run_refers_to_go(store: Store) -> None:
     store.write(f"runs/going/blobs/00000001-{hashlib.sha256(manifests['going']).hexdigest()}", manifests["going"])
     runs, later = stored_runs(store), time.time() + 3 * DAY
 
-    def of(kept: list[StoredRun], now: float = later, older_than_s: float = 2 * DAY) -> tuple[list[str], list[str]]:
+    def of(kept: list[StoredFolder], now: float = later, older_than_s: float = 2 * DAY) -> tuple[list[str], list[str]]:
         gone, silent = unused(store, stored_partitions(store), kept, now, older_than_s=older_than_s)
         return [partition.name for partition in gone], [run.name for run in silent]
 
@@ -139,7 +138,7 @@ def test_partitions_that_no_run_refers_to_go(store: Store) -> None:
     assert of([run for run in runs if run.finished]) == (["alone", "going", "half"], [])
     assert of([]) == (["alone", "ended", "going", "half"], [])
     assert of([], older_than_s=4 * DAY) == ([], [])
-    remove_partitions(store, unused(store, stored_partitions(store), runs, later, older_than_s=0)[0])
+    remove_folders(store, unused(store, stored_partitions(store), runs, later, older_than_s=0)[0])
     assert [partition.name for partition in stored_partitions(store)] == ["ended", "going"]
     store.write("runs/begun/experiment.yaml", b"x")  # it has not said yet which it needs
     assert of(stored_runs(store)) == ([], ["begun"])

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fedloom.errors import DataError
-from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints
-from fedloom.federation.states import StoredStates, Version
-from fedloom.federation.tensor_file import decode, encode
+from fedloom.federation.states import StoredStates
+from fedloom.runs.checkpoint import Best, Checkpoint, Checkpoints
+from fedloom.runs.journal import Version
+from fedloom.runs.tensor_file import decode_tensors, encode_tensors
 from fedloom.storage.folder import FolderStore
 
 TENSORS = {"theta": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(True), "none": torch.zeros(0, 2)}
@@ -24,31 +25,33 @@ def flipped(content: bytes, bit: int) -> bytes:
 
 
 def test_what_is_written_is_read() -> None:
-    tensors, about = decode(encode(TENSORS, {"b": [1, None], "a": "é\n\"'"}))
+    tensors, about = decode_tensors(encode_tensors(TENSORS, {"b": [1, None], "a": "é\n\"'"}))
     assert about == {"b": [1, None], "a": "é\n\"'"}
     assert {name: (t.dtype, t.tolist()) for name, t in tensors.items()} == {
         name: (t.dtype, t.tolist()) for name, t in TENSORS.items()
     }
-    assert decode(encode({}, {}))[0] == {}
+    assert decode_tensors(encode_tensors({}, {}))[0] == {}
 
 
 def test_the_same_content_is_the_same_bytes() -> None:
-    assert encode(TENSORS, {"a": 1, "b": 2}) == encode(dict(reversed(TENSORS.items())), {"b": 2, "a": 1})
-    assert encode(TENSORS, {"a": 1}) != encode(TENSORS, {"a": 2})
+    assert encode_tensors(TENSORS, {"a": 1, "b": 2}) == encode_tensors(
+        dict(reversed(TENSORS.items())), {"b": 2, "a": 1}
+    )
+    assert encode_tensors(TENSORS, {"a": 1}) != encode_tensors(TENSORS, {"a": 2})
 
 
 def test_no_flipped_bit_is_read() -> None:
     """Of values, names, shapes, metadata and the digest itself."""
-    content = encode(TENSORS, {"round": 7})
+    content = encode_tensors(TENSORS, {"round": 7})
     for bit in range(8 * len(content)):
         with pytest.raises(ValueError, match=r"digest|damaged"):
-            decode(flipped(content, bit))
+            decode_tensors(flipped(content, bit))
 
 
 @pytest.mark.parametrize("kept", [0, 1, 8, 40, 100, 200, -8, -1])
 def test_a_file_that_was_cut_is_not_read(kept: int) -> None:
     with pytest.raises(ValueError, match=r"digest|damaged"):
-        decode(encode(TENSORS, {})[:kept])
+        decode_tensors(encode_tensors(TENSORS, {})[:kept])
 
 
 def made(folder: Path) -> Checkpoints:

@@ -23,13 +23,13 @@ from fedloom.data.schemes import IidScheme, MeansScheme
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
 from fedloom.evaluation.summary import best
-from fedloom.federation.folder import RunFolder
 from fedloom.models.predictors import ModelPredictor
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
-from fedloom.reporting.runs import read_run
+from fedloom.reporting.run_results import read_results
 from fedloom.runner import assemble, results
+from fedloom.runs.folder import RunFolder
 
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:
@@ -147,7 +147,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     page = write_report(folder.path).read_text()
     assert "<h2>Learning curves" in page
     assert "is not what FedLoom writes" not in page
-    read = read_run(folder.path)
+    read = read_results(folder)
     assert read.by_loss
     assert read.results["personal"].groups["users"] == (1, user["loss_mean"], None, None, None, None)
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.federation.folder import RunFolder
 from fedloom.logs import JsonLines, lines_about
+from fedloom.runs.folder import RunFolder
 from fedloom.words import printable
 
 NASTY = "a\u2028b\u2029c\x85d\x1b[2Je\u202ef\x9bg\x00h\ri\nj\x0bk\ud800"

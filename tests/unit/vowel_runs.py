@@ -12,9 +12,9 @@ import yaml
 from federations import Silent
 
 from fedloom import experiment as experiments
-from fedloom.federation.folder import RunFolder
 from fedloom.federation.loop import Loop
 from fedloom.runner import assemble
+from fedloom.runs.folder import RunFolder
 
 
 def loop(

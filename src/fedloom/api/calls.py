@@ -266,11 +266,11 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
     DataError
         If there is no data set of that name, or it cannot be obtained; says what was tried and what to do.
     """
-    from fedloom.api.progress import progress
+    from fedloom.api.progress import show_progress
     from fedloom.data import sources
 
     source = sources.find(name)
-    with progress(bytes_counted=True) as tell:
+    with show_progress(bytes_counted=True) as tell:
         return sources.fetch(source, root, on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total))
 
 

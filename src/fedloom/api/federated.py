@@ -45,8 +45,9 @@ class Federated:
     def __init__(self, section: Mapping[str, Any]) -> None:
         if not isinstance(section, Mapping):
             raise ExperimentError(
-                f"section: found {section!r:.80}; allowed: the section data of an experiment as a mapping, such as "
-                '{"dataset": "mnist", ...}; of data in memory Federated.from_arrays, from_torchvision or from_frame'
+                f"section must be the data section of an experiment as a mapping (got {section!r:.80}).",
+                hint="for data in memory: Federated.from_arrays, from_torchvision or from_frame",
+                key="section",
             )
         self.section = dict(section)
 
@@ -82,26 +83,13 @@ class Federated:
             the array, what was found and what is allowed.
         """
         if not isinstance(clients, Mapping) or not clients:
-            found = "none" if not clients else f"a {type(clients).__name__}"
-            raise DataError(f"clients: found {found}; allowed: a dict of (x, y) by client")
-        from fedloom.data.values import as_array
-
-        parts = []
-        for name, given in clients.items():
-            if not isinstance(name, str) or not name.strip():
-                raise DataError(f"clients: found the name {name!r}; allowed: text")
-            if not isinstance(given, Mapping):
-                if not isinstance(given, Sequence) or len(given) != 2:
-                    raise DataError(f"client {name}: found a {type(given).__name__}; allowed: (x, y), or a dict")
-                given = dict(zip("xy", given, strict=True))
-            parts.append(
-                (
-                    composed(name.strip()),
-                    {key: as_array(value, f"client {name}: {key}") for key, value in given.items()},
-                )
-            )
+            found = "empty" if not clients else f"a {type(clients).__name__}"
+            raise DataError(f"clients is {found}; give a dict of (x, y) by client.", key="clients")
+        parts = [_named_arrays(name, given) for name, given in clients.items()]
         if (twice := named_twice([name for name, _ in parts])) is not None:
-            raise DataError(f"clients: the name {twice!r} is there twice; each client needs a name of its own")
+            raise DataError(
+                f"clients has the name {twice!r} twice; each client needs a name of its own.", key="clients"
+            )
         return cls._kept(parts, classes, root, {"partition": NATURAL, **settings})
 
     @classmethod
@@ -250,10 +238,24 @@ class Federated:
         return f"Federated({self.section!r})"
 
 
+def _named_arrays(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
+    """Return a client's name and its arrays by key."""
+    from fedloom.data.values import as_array
+
+    if not isinstance(name, str) or not name.strip():
+        raise DataError(f"clients has the name {name!r}; names must be text.", key="clients")
+    if not isinstance(given, Mapping):
+        if not isinstance(given, Sequence) or len(given) != 2:
+            raise DataError(f"client {name} is a {type(given).__name__}; give (x, y), or a dict.", key="clients")
+        given = dict(zip("xy", given, strict=True))
+    arrays = {key: as_array(value, f"client {name}: {key}") for key, value in given.items()}
+    return composed(name.strip()), arrays
+
+
 def _partition(scheme: Mapping[str, Any]) -> dict[str, Any]:
     """Return a scheme as ``data.partition``."""
     if not isinstance(scheme, Mapping):
         raise ExperimentError(
-            f"scheme: found {scheme!r}; allowed: a mapping, such as {{'scheme': 'iid', 'clients': 20}}"
+            f"scheme must be a mapping, such as {{'scheme': 'iid', 'clients': 20}} (got {scheme!r}).", key="scheme"
         )
     return dict(scheme)

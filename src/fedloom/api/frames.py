@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ExperimentError
+from fedloom.words import dotted_keys
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -36,7 +37,11 @@ def pandas(what: str) -> Any:
 
 def of_lines(lines: Iterable[Mapping[str, Any]], what: str) -> DataFrame:
     """Return a DataFrame with an object per row; nested objects become columns with dotted names, null ones none."""
-    frame: DataFrame = pandas(what).DataFrame([_flat(line) for line in lines])
+    rows = [
+        {key: value for key, value in row.items() if value is not None or "." not in key}
+        for row in map(dotted_keys, lines)
+    ]
+    frame: DataFrame = pandas(what).DataFrame(rows)
     return frame
 
 
@@ -44,13 +49,3 @@ def of_csv(text: str, what: str, **options: Any) -> DataFrame:
     """Return a table that FedLoom has written; ``options`` go to ``pandas.read_csv``."""
     frame: DataFrame = pandas(what).read_csv(io.StringIO(text), keep_default_na=False, na_values=[""], **options)
     return frame
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            found |= _flat(item, f"{prefix}{key}.")
-        elif item is not None or not prefix:
-            found[f"{prefix}{key}"] = item
-    return found

@@ -14,7 +14,7 @@ Tell = Callable[[str, float, float | None], None]
 
 
 @contextmanager
-def progress(*, bytes_counted: bool = False) -> Iterator[Tell]:
+def show_progress(*, bytes_counted: bool = False) -> Iterator[Tell]:
     """Show the progress that is reported in the block.
 
     Parameters

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from fedloom.experiment import Experiment
-    from fedloom.federation.folder import RunFolder
     from fedloom.runner.personal_model import PersonalModel
 
 
@@ -43,22 +40,12 @@ class Run:
     """
 
     def __init__(self, where: str | Path) -> None:
-        from fedloom.federation.folder import RunFolder
-        from fedloom.storage import is_url, open_store
+        from fedloom.runs.folder import RunFolder
 
         self.where = str(where)
+        self._run = RunFolder.open(where)
+        self._run.path = self._run.path.resolve()  # survives a change of working directory
         self._figures: tuple[list[tuple[int, ...]], dict[str, Figure]] | None = None
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        if is_url(where):
-            from fedloom.federation.published import Published
-
-            self._temporary = tempfile.TemporaryDirectory(prefix="fedloom-run-")
-            folder = RunFolder(Path(self._temporary.name))
-            if not Published(folder, open_store(self.where), uuid.uuid4().hex).restore():
-                raise DataError(f"{where}: found no published run there")
-            self._folder: RunFolder = folder
-        else:
-            self._folder = RunFolder(RunFolder.open(where).path.resolve())  # survives a change of working directory
 
     def __repr__(self) -> str:
         """Return the call that loads this run."""
@@ -67,28 +54,23 @@ class Run:
     @property
     def folder(self) -> Path:
         """Folder of the run; for a published run, its local copy."""
-        return self._folder.path
+        return self._run.path
 
     @property
     def experiment(self) -> Experiment:
         """Experiment of the run, with every default filled in."""
-        from fedloom import experiment as experiments
-
-        return experiments.of_run(self.folder)
+        return self._run.experiment()
 
     @property
     def factory(self) -> str | None:
         """Factory of the clients' model, if that is the user's own module."""
-        from fedloom.experiment.yaml_reader import parse
-
-        found, _ = parse(self._folder.text("experiment.yaml"), "experiment.yaml")
-        factory = found["model"].get("factory")
+        factory = self._run.stored_experiment()["model"].get("factory")
         return None if factory is None else str(factory)
 
     @property
     def finished(self) -> bool:
         """True if the run has ended and has a summary."""
-        return self._folder.has("summary.json")
+        return self._run.is_finished
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -101,11 +83,9 @@ class Run:
         """
         if not self.finished:
             raise DataError(
-                f"{self.where}: found no summary.json, because the run is not finished; allowed: history, or a run "
-                "that is",
-                hint="go on with resume=True",
+                f"{self.where} is not finished, so it has no summary.json; see history.", hint="go on with resume=True"
             )
-        return self._folder.json("summary.json")
+        return self._run.json("summary.json")
 
     @property
     def history(self) -> DataFrame:
@@ -116,7 +96,7 @@ class Run:
         ExperimentError
             If pandas is not installed.
         """
-        lines = {line["round"]: line for line in self._folder.evaluations()}  # after a resume, the later line
+        lines = {line["round"]: line for line in self._run.evaluations()}  # after a resume, the later line
         frame = of_lines([lines[t] for t in sorted(lines)], "Run.history")
         return frame.set_index("round") if len(frame) else frame
 
@@ -131,7 +111,7 @@ class Run:
         ExperimentError
             If pandas is not installed.
         """
-        text = self._folder.text("clients.csv")
+        text = self._run.text("clients.csv")
         return of_csv(text, "Run.clients", dtype={"id": str, "labels": str}, index_col="id")
 
     @property
@@ -154,7 +134,9 @@ class Run:
         """
         drawn = self._drawn()
         if name not in drawn:
-            raise ExperimentError(f"figure: found {name!r}; allowed: {', '.join(drawn)}")
+            raise ExperimentError(
+                f"name must be one of {', '.join(drawn)} (got {name!r}).", key="name", found=name, allowed=list(drawn)
+            )
         figure = drawn[name]
         figure.patch.set_facecolor("white")  # on a page it is transparent
         return figure
@@ -242,15 +224,9 @@ class Run:
             return f"<p>{escape(self.where)}: a run that is not finished</p>"
         summary = self.summary
         title = f"{summary['titles'].get('personal', summary['algorithm'])} on {summary['dataset']}"
+        groups = [(name, summary[name]) for name in ("seen", "unseen", "global") if summary[name] is not None]
         rows = "".join(
-            f"<tr><td>{label}</td><td>{group['clients']}</td><td>{shown}</td></tr>"
-            for label, group in (
-                ("seen", summary["seen"]),
-                ("unseen", summary["unseen"]),
-                ("global", summary["global"]),
-            )
-            if group is not None
-            for shown in [_shown(group)]
+            f"<tr><td>{name}</td><td>{group['clients']}</td><td>{_shown(group)}</td></tr>" for name, group in groups
         )
         return (
             f"<b>{escape(title)}</b>, seed {summary['seed']}, {pluralize(summary['rounds'], 'round')}: "
@@ -293,10 +269,6 @@ class Sweep(Sequence[Run]):
     def __len__(self) -> int:
         """Return the number of finished runs."""
         return len(self._runs)
-
-    def __iter__(self) -> Iterator[Run]:
-        """Iterate over the runs."""
-        return iter(self._runs)
 
     def __repr__(self) -> str:
         """Return a text with the folder and the numbers of finished and failed runs."""

@@ -16,7 +16,7 @@ from fedloom.words import pluralize, printable
 if TYPE_CHECKING:
     from fedloom.errors import FedloomError
     from fedloom.experiment import Experiment, Point
-    from fedloom.federation.journal import Attempt
+    from fedloom.runs.journal import Attempt
 
 LINE_EVERY_S = 10.0
 """Seconds between lines about rounds if there is no bar."""
@@ -173,21 +173,7 @@ class Watch(RunObserver):
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Show the accuracies of an evaluation, or the losses if the data have no classes."""
-        parts, what = [], "pooled test accuracy"
-        for group in ("seen", "unseen", "global"):
-            if line[group] is not None:
-                accuracy = line[group]["accuracy_pooled"]
-                what = "mean test loss" if accuracy is None else what
-                parts.append(f"{group} {line[group]['loss_mean'] if accuracy is None else accuracy:.4f}")
-        if self._choosing:
-            accuracy, loss = line["validation_pooled"], line["validation_loss"]
-            found = loss if accuracy is None else accuracy
-            if found is not None:
-                what = "mean validation loss" if accuracy is None else "pooled validation accuracy"
-                parts = [f"seen {found:.4f}"]
-            else:
-                nobody = line["left_out"]["absent"] and line["seen"] is None
-                what, parts = "validation", ["none: no client answered" if nobody else "none: no validation examples"]
+        what, parts = _validation(line) if self._choosing else _test(line)
         if absent := line["left_out"]["absent"]:
             parts.append(f"{pluralize(absent, 'client')} without an answer (journal.jsonl says why)")
         where = f" (time: {self.phases()})" if self._phases else ""
@@ -202,6 +188,25 @@ class Watch(RunObserver):
         """Return each phase's share of the time so far."""
         total = sum(self._phases.values()) or 1.0
         return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in self._phases.items())
+
+
+def _test(line: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the measure of an evaluation on test data, and its value for each group."""
+    groups = {name: line[name] for name in ("seen", "unseen", "global") if line[name] is not None}
+    if any(group["accuracy_pooled"] is None for group in groups.values()):
+        return "mean test loss", [f"{name} {group['loss_mean']:.4f}" for name, group in groups.items()]
+    return "pooled test accuracy", [f"{name} {group['accuracy_pooled']:.4f}" for name, group in groups.items()]
+
+
+def _validation(line: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the measure of an evaluation on validation data, and its value."""
+    accuracy, loss = line["validation_pooled"], line["validation_loss"]
+    if accuracy is not None:
+        return "pooled validation accuracy", [f"seen {accuracy:.4f}"]
+    if loss is not None:
+        return "mean validation loss", [f"seen {loss:.4f}"]
+    nobody = line["left_out"]["absent"] and line["seen"] is None
+    return "validation", ["none: no client answered" if nobody else "none: no validation examples"]
 
 
 class SweepWatch(SweepObserver):

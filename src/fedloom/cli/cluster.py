@@ -140,15 +140,14 @@ def clean(
 ) -> None:
     """Remove old runs from a store: checkpoints, states and results; with --older-than, unused partitions too."""
     from fedloom.errors import ExperimentError
-    from fedloom.storage import open_store
-    from fedloom.storage.retention import (
+    from fedloom.runs.retention import (
         expired,
-        remove_partitions,
-        remove_runs,
+        remove_folders,
         stored_partitions,
         stored_runs,
         unused,
     )
+    from fedloom.storage import open_store
 
     if keep is None and older_than is None:
         raise ExperimentError("found neither --keep nor --older-than; allowed: one or both")
@@ -158,7 +157,7 @@ def clean(
     runs, now = stored_runs(store), time.time()
     for run in (old := expired(runs, now, keep=keep, older_than_s=age)):
         if not dry_run:
-            remove_runs(store, [run])
+            remove_folders(store, [run])
         what = "finished" if run.finished else "unfinished"
         typer.echo(f"{done} {run.name}: {what}, {_when(run.modified)}, {run.size / 1e6:.1f} MB")
     typer.echo(f"{len(old)} of {len(runs)} runs, {sum(run.size for run in old) / 1e6:.1f} MB")
@@ -168,7 +167,7 @@ def clean(
     gone, silent = unused(store, partitions, [run for run in runs if run not in old], now, older_than_s=age)
     for partition in gone:
         if not dry_run:
-            remove_partitions(store, [partition])
+            remove_folders(store, [partition])
         typer.echo(
             f"{done} partition {partition.name}: of no run, {_when(partition.modified)}, {partition.size / 1e6:.1f} MB"
         )

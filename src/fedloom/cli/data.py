@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.api.progress import progress
+from fedloom.api.progress import show_progress
 
 if TYPE_CHECKING:
     from fedloom.data.sources import RawDataset, Source
@@ -31,7 +31,7 @@ def fetch(
     from fedloom.data import sources
 
     source = sources.find(name)
-    with progress(bytes_counted=True) as tell:
+    with show_progress(bytes_counted=True) as tell:
         folder = sources.fetch(
             source,
             root,

@@ -9,7 +9,7 @@ from fedloom.runner.observer import RunObserver
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.federation.journal import Attempt
+    from fedloom.runs.journal import Attempt
 
 log = logging.getLogger("fedloom.run")
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.api.progress import progress
+from fedloom.api.progress import show_progress
 
 
 def pack(
@@ -57,7 +57,7 @@ def pack(
     elif set_:
         raise ExperimentError("--set: found without --experiment; allowed: with it")
     request = Request(own, not unlabelled, label, split, resize)
-    with progress() as tell:
+    with show_progress() as tell:
         packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), tell)
     card = packed.card
     shape = " x ".join(map(str, card.input_shape))

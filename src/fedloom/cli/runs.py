@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from fedloom.reporting.run_list import Listed
+    from fedloom.runs.listing import RunEntry
 
 
 def runs(
@@ -22,7 +22,7 @@ def runs(
     import json
 
     from fedloom.cli.tables import print_table
-    from fedloom.reporting.run_list import list_runs
+    from fedloom.runs.listing import list_runs
     from fedloom.words import pluralize
 
     found = list_runs(folder)
@@ -44,7 +44,7 @@ def runs(
             typer.echo(f"damaged: {run.fault}", err=True)
 
 
-def _row(run: Listed, folder: Path) -> tuple[str, ...]:
+def _row(run: RunEntry, folder: Path) -> tuple[str, ...]:
     import time
 
     where = str(Path(run.path).relative_to(folder)) if Path(run.path) != folder else folder.resolve().name

@@ -64,7 +64,7 @@ def serve(
     insecure: trusted.InsecureServer = False,
 ) -> None:
     """Serve models to clients. They request them with `fedloom personalize --from`."""
-    from fedloom.federation.folder import RunFolder
+    from fedloom.runs.folder import RunFolder
     from fedloom.storage import is_url
 
     if not is_url(run):

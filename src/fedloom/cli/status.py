@@ -213,26 +213,23 @@ def _source(
     from fedloom.storage import is_url
 
     if where is not None and is_url(where):
-        import tempfile
-
-        from fedloom.federation.published import Look
-        from fedloom.reporting.status import PublishedRun
+        from fedloom.reporting.status import RunStatus
+        from fedloom.runs.folder import RunFolder
         from fedloom.storage import open_store
 
-        store = open_store(where)
-        store.check(writing=False)
-        with tempfile.TemporaryDirectory(prefix="fedloom-status-") as folder:
-            published = PublishedRun(Look(store, Path(folder)))
-            yield Source(published.activity, published.clients, STORE_EVERY_S)
+        open_store(where).check(writing=False)
+        run = RunStatus(RunFolder.open(where, checkpoints=False))
+        yield Source(run.activity, run.clients, STORE_EVERY_S)
     elif where is not None and ":" in where and "/" not in where and not Path(where).exists():
         with _dialled(where, ca, certificate, key, token_file, insecure) as asked:
             yield Source(asked.status, lambda: list(asked.clients()))
     else:
-        from fedloom.federation.folder import RunFolder
-        from fedloom.reporting.status import RunFiles, newest_run
+        from fedloom.reporting.status import RunStatus
+        from fedloom.runs.folder import RunFolder
+        from fedloom.runs.listing import newest_run
 
-        files = RunFiles(RunFolder.open(newest_run(Path("runs")) if where is None else where))
-        yield Source(files.activity, files.clients)
+        run = RunStatus(RunFolder.open(newest_run(Path("runs")) if where is None else where))
+        yield Source(run.activity, run.clients)
 
 
 # ---- output

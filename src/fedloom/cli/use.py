@@ -43,7 +43,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Write the statistics as JSON to this file.")] = None,
 ) -> None:
     """Evaluate a trained model again. The clients are the run's, or those of another partition."""
-    from fedloom.federation.folder import RunFolder
+    from fedloom.runs.folder import RunFolder
 
     RunFolder.open(run)  # fail early, before torch is imported
     from fedloom.cli.tables import print_results
@@ -153,7 +153,7 @@ def personalize(
 ) -> None:
     """Create and save models for clients. They need not have taken part in training."""
     from fedloom.errors import ExperimentError, QuorumError
-    from fedloom.federation.folder import RunFolder
+    from fedloom.runs.folder import RunFolder
 
     if (run is None) is (from_ is None):
         found = "neither" if run is None else "both"

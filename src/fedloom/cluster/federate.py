@@ -352,7 +352,7 @@ def _permission(experiment: Experiment) -> dict[str, str]:
 
 def _finished(run: Store, experiment: Experiment) -> bool:
     """Return True if this exact run has been published completely."""
-    from fedloom.federation.published import SUMMARY
+    from fedloom.runs.files import SUMMARY
     from fedloom.storage import Absent
 
     try:
@@ -392,7 +392,8 @@ def _collect(run: Store, out: Path, say: Say) -> None:
     DataError
         If the run is incomplete.
     """
-    from fedloom.federation.published import OF_ITS_OWN, SUMMARY
+    from fedloom.runs.files import SUMMARY
+    from fedloom.runs.published import OF_ITS_OWN
 
     names = [entry.name for entry in run.entries() if entry.name.partition("/")[0] not in OF_ITS_OWN]
     if SUMMARY not in names:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom import digests
-from fedloom.errors import DataError, ExperimentError
+from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import SET, KeyPath, dotted, shown
 from fedloom.experiment.yaml_reader import as_yaml, parse
 from fedloom.home import expanded
@@ -58,32 +57,25 @@ def load(path: str | Path, overrides: Overrides = (), *, begun: Path | None = No
     return loads(text, overrides, source=str(path), begun=begun, own=own)
 
 
-def of_run(folder: Path) -> Experiment:
-    """Read the experiment of a run's folder, without permission to call the factory that it names.
+def of_run(text: str, source: str) -> Experiment:
+    """Return the experiment that a run has recorded, without permission to call the factory that it names.
 
-    The folder may be someone else's. Combinations of keys were checked when the run started. They are checked again
-    only if that calls no factory, or a permitted one, and opens no local data set, which may be gone.
+    The run may be someone else's. Combinations of keys were checked when it started. They are checked again only if
+    that calls no factory, or a permitted one, and opens no local data set, which may be gone.
 
     Raises
     ------
-    DataError
-        If the file does not match its digest.
     ExperimentError
-        If the file cannot be read, or anything in it is invalid.
+        If anything in it is invalid; names the ``source``.
     """
     from fedloom.data.local import LOCAL
     from fedloom.experiment.validation import validated
 
-    path = folder / RECORDED
-    try:
-        text = digests.unsealed(RECORDED, _read(path).encode()).decode()
-    except digests.Damaged as error:
-        raise DataError(f"{path}: damaged: {error}", hint=digests.RESTORE) from error
-    value, origins = _mapping(text, str(path))
+    value, origins = _mapping(text, source)
     factory, data = _factory(value), value.get("data")
     is_local = isinstance(data, dict) and data.get("dataset") in LOCAL
     combined = not is_local and (factory is None or is_permitted(factory))
-    return validated(value, str(path), origins, combined=combined)
+    return validated(value, source, origins, combined=combined)
 
 
 def _read(path: str | Path) -> str:

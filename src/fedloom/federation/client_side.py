@@ -17,9 +17,10 @@ from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, told
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.randomness import generator
-from fedloom.federation.states import States, Version, Versions
+from fedloom.federation.states import States, Versions
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
+from fedloom.runs.journal import Version
 
 _log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from fedloom import tracing
 from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
-from fedloom.federation.journal import Attempt, ConversationRecord, Loss, lost_rows
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
 from fedloom.messages import Message, Metrics, Replies, stack
+from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
 from fedloom.words import REASON_CHARACTERS, pluralize, printable
 
 _log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from fedloom.errors import DataError
-from fedloom.federation.folder import RunFolder
 from fedloom.federation.monitor import Monitor
+from fedloom.runs.folder import RunFolder
 
 NAME = "control.json"
 """File in a run's folder that records a pause and who requested it."""

@@ -24,12 +24,9 @@ from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
 from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.carrier import Carrier
-from fedloom.federation.checkpoint import Best, Checkpoint, Checkpoints, check_fits
 from fedloom.federation.client_side import EVALUATE, after_steps_purpose
 from fedloom.federation.cohort import RemoteCohort, RoundAttempt, RoundConfig, TooFewReplies
 from fedloom.federation.control import Control
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import DONE, EVALUATED, Attempt, Journal, Replay
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.releases import Releases
 from fedloom.federation.resumption import Resumption
@@ -37,6 +34,9 @@ from fedloom.federation.roster import Change, Roster
 from fedloom.federation.states import Versions
 from fedloom.federation.validation import absurd, is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
+from fedloom.runs.checkpoint import Best, Checkpoint, Checkpoints, check_fits
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import DONE, EVALUATED, Attempt, Journal, Replay
 from fedloom.words import REASON_CHARACTERS, pluralize, printable
 
 _log = logging.getLogger(__name__)

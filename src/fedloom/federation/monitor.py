@@ -24,7 +24,7 @@ from fedloom.federation.activity import (
 
 if TYPE_CHECKING:
     from fedloom.data.manifest import ClientEntry
-    from fedloom.federation.journal import Attempt
+    from fedloom.runs.journal import Attempt
 
 
 class Monitor:

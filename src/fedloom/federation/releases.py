@@ -18,7 +18,8 @@ from fedloom.algorithms.base import Privacy
 from fedloom.digests import RESTORE
 from fedloom.errors import DataError
 from fedloom.federation.carrier import ConversationKey
-from fedloom.federation.folder import RELEASES, RunFolder
+from fedloom.runs.files import RELEASES
+from fedloom.runs.folder import RunFolder
 
 BEGIN = "begin"
 """Purpose in the first line: everything is counted from here on."""

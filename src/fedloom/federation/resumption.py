@@ -10,9 +10,10 @@ from fedloom import digests
 from fedloom.digests import RESTORE
 from fedloom.errors import NEW_RUN, DataError
 from fedloom.evaluation.summary import line_score
-from fedloom.federation.checkpoint import Checkpoint, Checkpoints
-from fedloom.federation.folder import METRICS, RELEASES, RunFolder
-from fedloom.federation.journal import NAME, Journal
+from fedloom.runs.checkpoint import Checkpoint, Checkpoints
+from fedloom.runs.files import JOURNAL, METRICS, RELEASES
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Journal
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Resumption:
         journal = Journal.read(folder, checkpoint.round, checkpoints.rounds(), evaluated)
         if not journal.whole == journal.counted_rounds == checkpoint.round:
             raise DataError(
-                f"{folder.path / NAME}: found no round {journal.whole + 1}, needed: all up to round "
+                f"{folder.path / JOURNAL}: found no round {journal.whole + 1}, needed: all up to round "
                 f"{checkpoint.round}, of which the last checkpoint is",
                 hint=f"remove the checkpoints after round {journal.whole} to go on from the one before",
             )
@@ -76,7 +77,7 @@ class Resumption:
         """Remove from the line files everything after the round: later rounds run again."""
         folder.reopen_lines()
         self.journal.rewind()
-        folder.cut(METRICS, self._end)
+        folder.line_file(METRICS).cut(self._end)
 
 
 def _check_followed(folder: RunFolder, journal: Journal) -> None:
@@ -94,7 +95,7 @@ def _check_followed(folder: RunFolder, journal: Journal) -> None:
             pass
         if wanted not in found:
             raise DataError(
-                f"{folder.path / name}: damaged, it lacks the line that it ended with when {NAME} was written",
+                f"{folder.path / name}: damaged, it lacks the line that it ended with when {JOURNAL} was written",
                 hint=RESTORE,
             )
 

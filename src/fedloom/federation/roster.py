@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from fedloom.data.manifest import SPLITS, ClientEntry, Manifest
 from fedloom.errors import DataError, InterruptedRun, argument
-from fedloom.federation.journal import Replay, fold
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.silence import Silence
+from fedloom.runs.journal import Replay, fold
 from fedloom.words import pluralize
 
 UNKNOWN = "0" * 64

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ServerAlgorithm
 from fedloom.errors import DataError, ExperimentError
-from fedloom.federation.checkpoint import Checkpoint, check_fits
 from fedloom.federation.validation import absurd, mismatch, non_finite, specs
 from fedloom.messages import Message, Metrics, Replies, Shapes, answer_shapes, stack
 from fedloom.models.hypernetwork import TILE
+from fedloom.runs.checkpoint import Checkpoint, check_fits
 
 __all__ = ["TILE", "TOGETHER", "About", "NobodyLeft", "ServedRound", "Tile", "served_round"]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from fedloom.errors import DataError
+from fedloom.runs.journal import Version
 from fedloom.storage import Absent, Store
 
 if TYPE_CHECKING:
@@ -25,21 +26,6 @@ log = logging.getLogger("fedloom.states")
 
 VERSION = 2
 """Version of the file format."""
-
-
-@dataclass(frozen=True, order=True)
-class Version:
-    """Key of a client's state: the round, attempt, conversation, row and aggregator life that it was kept in."""
-
-    round: int
-    attempt: int
-    conversation: int
-    row: int
-    life: int = 0
-
-    def __str__(self) -> str:
-        """Return the version as in a file name."""
-        return f"{self.round}-{self.attempt}-{self.conversation}-{self.row}-{self.life}"
 
 
 @dataclass(frozen=True)
@@ -123,7 +109,7 @@ class StoredStates:
         StorageError
             If the store cannot be read.
         """
-        from fedloom.federation import tensor_file  # imports torch, which reading a journal does not need
+        from fedloom.runs import tensor_file  # imports torch, which reading a journal does not need
 
         name = _name(client, version)
         try:
@@ -131,7 +117,7 @@ class StoredStates:
         except Absent:
             return None
         try:
-            tensors, about = tensor_file.decode(content)
+            tensors, about = tensor_file.decode_tensors(content)
             if about != _about(client):
                 raise ValueError(f"found {about}, expected {_about(client)}")
         except ValueError as error:
@@ -152,10 +138,10 @@ class StoredStates:
         StorageError
             If it cannot be written.
         """
-        from fedloom.federation import tensor_file
+        from fedloom.runs import tensor_file
 
         dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        self._store.write(_name(client, version), tensor_file.encode(dense, _about(client)), durably=False)
+        self._store.write(_name(client, version), tensor_file.encode_tensors(dense, _about(client)), durably=False)
 
     def forget(self, client: str, versions: Versions) -> None:
         """Remove a client's superseded versions, and leftovers of killed workers."""

@@ -245,7 +245,7 @@ def federate(
             task_config=task_config,
             say=say,
         )
-    from fedloom.federation.folder import RunFolder
+    from fedloom.runs.folder import RunFolder
 
     return {"label": task, **_metadata(RunFolder(out).json("summary.json"))}
 
@@ -279,8 +279,8 @@ def evaluate(
     """
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import summary
-    from fedloom.federation.folder import RunFolder
     from fedloom.runner import personal, trained
+    from fedloom.runs.folder import RunFolder
     from fedloom.trust.options import ClientOptions
 
     if serve:

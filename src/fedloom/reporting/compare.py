@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.errors import ExperimentError, argument
-from fedloom.reporting.runs import GROUPS, PREDICTORS, USERS, NewClient, Result, Run, read_run, run_folders_in
+from fedloom.reporting.run_results import GROUPS, PREDICTORS, USERS, NewClient, Result, RunResults, read_results
 from fedloom.reporting.significance import hierarchical_bootstrap, holm, signed_rank_test, t_interval, t_test
+from fedloom.runs.listing import finished_runs
 
 FEATURED = 8
 """Maximum number of rows of a block that figures show in full."""
@@ -93,7 +94,7 @@ class Row:
     details: tuple[str, ...]
     block: str
     predictor: str
-    runs: tuple[Run, ...]
+    runs: tuple[RunResults, ...]
 
     @property
     def label(self) -> str:
@@ -141,11 +142,11 @@ class Row:
         return spread(None if one is None else getattr(one, statistic) for one in found)
 
     def of_runs(self, quantity: str) -> MeanStd | None:
-        """Return an attribute of :class:`Run`, such as ``duration_s``, over seeds."""
+        """Return an attribute of :class:`RunResults`, such as ``duration_s``, over seeds."""
         return spread(getattr(run, quantity) for run in self.runs)
 
     def training(self, quantity: str) -> MeanStd | None:
-        """Return an attribute of the last :class:`Point`, such as ``client_steps``, over seeds."""
+        """Return an attribute of the last :class:`CurvePoint`, such as ``client_steps``, over seeds."""
         return spread(getattr(result.curve[-1], quantity) for result in self.results)
 
     @property
@@ -484,8 +485,8 @@ def compare(run_folders: Sequence[str | Path], against: str | None = None) -> Co
         If a run's experiment cannot be read, if only some runs are on data without classes, or if some block has no row
         called ``against``.
     """
-    folders, notices = run_folders_in(run_folders)
-    read = [read_run(folder) for folder in folders]
+    folders, notices = finished_runs(run_folders)
+    read = [read_results(folder) for folder in folders]
     by_loss = [run.name for run in read if run.by_loss]
     if by_loss and len(by_loss) < len(read):
         others = [run.name for run in read if not run.by_loss]
@@ -494,7 +495,7 @@ def compare(run_folders: Sequence[str | Path], against: str | None = None) -> Co
             f"({_few(others)}); allowed: one kind, because the first are compared by loss and the others by accuracy",
             hint="compare them apart",
         )
-    merged: dict[str, list[Run]] = {}
+    merged: dict[str, list[RunResults]] = {}
     for run in read:
         merged.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
     rows = []
@@ -658,7 +659,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return math.fsum(known) / len(known) if known and len(known) == len(found) else None
 
 
-def _shown_predictors(runs: Sequence[Run]) -> list[str]:
+def _shown_predictors(runs: Sequence[RunResults]) -> list[str]:
     """Return the global predictor, if any, and the personal one if it differs or is made for some users only."""
     shown = [p for p in PREDICTORS if all(p in run.results for run in runs)]
     if len(shown) < 2:
@@ -669,11 +670,11 @@ def _shown_predictors(runs: Sequence[Run]) -> list[str]:
     return ["personal" if any(USERS in personal for _, personal in pairs) else "global"]
 
 
-def _block(run: Run) -> str:
+def _block(run: RunResults) -> str:
     return json.dumps([run.dataset, of_block(run), run.masked], sort_keys=True)
 
 
-def of_block(run: Run) -> dict[str, Any]:
+def of_block(run: RunResults) -> dict[str, Any]:
     """Return the settings that define a block: those of the data and, if losses are compared, of the model."""
     wanted = ("data.", "model.") if run.by_loss else ("data.",)
     return {key: value for key, value in run.settings.items() if key.startswith(wanted)}

@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 from fedloom.reporting.compare import ACCURACY, FEATURED, MeanStd, Row, differences, spread
 from fedloom.reporting.compare_tables import GROUP_NAMES
 from fedloom.reporting.drawing import FULL, INK, MANY_ROUNDS, as_svg, neighbours, over_rounds, panel, percent, sheet
-from fedloom.reporting.runs import GROUPS, USERS
+from fedloom.reporting.run_results import GROUPS, USERS
 
 COLOURS = {
     "m0": "#0072b2", "m1": "#d55e00", "m2": "#009e73", "m3": "#cc79a7",

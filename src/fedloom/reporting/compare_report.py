@@ -29,7 +29,7 @@ from fedloom.reporting.compare_tables import (
     test_note,
     value_cell,
 )
-from fedloom.reporting.runs import GROUPS, USERS
+from fedloom.reporting.run_results import GROUPS, USERS
 from fedloom.reporting.words import human_bytes
 from fedloom.words import pluralize
 

@@ -20,7 +20,7 @@ from fedloom.reporting.compare import (
     short_names,
     shown_value,
 )
-from fedloom.reporting.runs import GROUPS, USERS
+from fedloom.reporting.run_results import GROUPS, USERS
 from fedloom.reporting.significance import clear_mean, least_p
 from fedloom.reporting.words import human_bytes
 from fedloom.words import as_csv

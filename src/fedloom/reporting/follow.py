@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedloom.federation.activity import Activity
-from fedloom.federation.folder import RunFolder
 from fedloom.reporting.report import AutoRefresh, write_report
-from fedloom.reporting.run_list import changed_at
-from fedloom.reporting.status import RunFiles
+from fedloom.reporting.status import RunStatus
+from fedloom.runs.folder import RunFolder
 from fedloom.words import pluralize
 
 POLL_INTERVAL_S = 1.0
@@ -28,6 +27,8 @@ def follow_report(
     The page asks the browser to reload it; each version replaces the previous one atomically. The last version, when
     the run has finished or was stopped or killed, does not reload. It is also written if following is interrupted.
 
+    Raise the errors of :func:`~fedloom.reporting.report.write_report`.
+
     Parameters
     ----------
     run_folder
@@ -42,26 +43,21 @@ def follow_report(
     -------
     Activity
         State of the run at the end; ``phase`` is ``finished`` or ``interrupted``.
-
-    Raises
-    ------
-    DataError, ExperimentError, StorageError
-        As in :func:`~fedloom.reporting.report.write_report`.
     """
     folder = RunFolder.open(run_folder)
-    files = RunFiles(folder)
+    status = RunStatus(folder)
     written, due = None, 0.0
-    now = files.activity()
+    now = status.activity()
     try:
         while now.phase == "running":
-            found = changed_at(folder.path)
+            found = folder.changed_at()
             if found != written and time.monotonic() >= due:
                 began = time.monotonic()
                 wrote(write_report(folder.path, AutoRefresh(max(1, round(every_s)), _state(now))))
                 written, spent = found, time.monotonic() - began
                 due = time.monotonic() + max(every_s, SHARE * spent)
             time.sleep(POLL_INTERVAL_S)
-            now = files.activity()
+            now = status.activity()
     except BaseException:
         if written is not None:
             write_report(folder.path, AutoRefresh(None, f"{_state(now)} Nobody writes this page again."))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedloom.errors import DataError
-from fedloom.federation.folder import RunFolder
+from fedloom.runs.folder import RunFolder
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(gt=-1e15, lt=1e15)]

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse
-from fedloom.federation.folder import ABSENT, EXPERIMENT, RunFolder
 from fedloom.reporting import inputs
 from fedloom.reporting.words import human_bytes, is_masked, method_title
+from fedloom.runs.files import ABSENT, EXPERIMENT
+from fedloom.runs.folder import RunFolder
 from fedloom.words import pluralize
 
 if TYPE_CHECKING:

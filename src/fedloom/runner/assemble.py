@@ -24,12 +24,9 @@ from fedloom.evaluation.measure import metrics
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.experiment.sections import EarlyStopping
 from fedloom.federation.carrier import Carrier
-from fedloom.federation.checkpoint import Best
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.control import Control
-from fedloom.federation.folder import RELEASES, RunFolder
 from fedloom.federation.inprocess import InProcess
-from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Loop, LoopConfig, Observer, vocabulary
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.randomness import generator
@@ -39,6 +36,10 @@ from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.runner.results import extra_metrics
+from fedloom.runs.checkpoint import Best
+from fedloom.runs.files import RELEASES
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Replay
 from fedloom.storage import is_url, open_store
 from fedloom.words import pluralize
 

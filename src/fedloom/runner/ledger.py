@@ -40,27 +40,21 @@ class PrivacyAccountant:
         self._path = path
         self._budget = budget
 
-    def spend(self, promise: PrivacyGuarantee, **about: str) -> PrivacyGuarantee:
-        """Record a request before it releases anything; return its promise with the new total.
+    def charge(self, guarantee: PrivacyGuarantee, **about: str) -> PrivacyGuarantee:
+        """Record a request before it releases anything; return its guarantee with the new total.
 
         The record is on disk when the call returns, so a request that fails later has been counted.
 
-        Raises
-        ------
-        ExperimentError
-            If the total would exceed the budget; the file is left unchanged.
-        DataError
-            If the file is not a ledger of this version, or is damaged.
-        StorageError
-            If the file cannot be written.
+        Raise ExperimentError if the total would exceed the budget (the file is then unchanged); DataError if the file
+        is not a ledger of this version, or is damaged; StorageError if it cannot be written.
         """
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
             with os.fdopen(descriptor, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 stated, before, last = self._read(file)
-                delta = promise.delta if stated is None else stated
-                total = gaussian_epsilon(together([*before, promise.noise_multiplier]), delta)
+                delta = guarantee.delta if stated is None else stated
+                total = gaussian_epsilon(together([*before, guarantee.noise_multiplier]), delta)
                 if self._budget is not None and total > self._budget:
                     spent = gaussian_epsilon(together(before), delta)
                     raise ExperimentError(
@@ -76,10 +70,10 @@ class PrivacyAccountant:
                         "version": VERSION,
                         "time": datetime.now(UTC).isoformat(timespec="seconds"),
                         **about,
-                        "epsilon": promise.epsilon,
-                        "delta": promise.delta,
-                        "noise_multiplier": promise.noise_multiplier,
-                        "examples": promise.examples,
+                        "epsilon": guarantee.epsilon,
+                        "delta": guarantee.delta,
+                        "noise_multiplier": guarantee.noise_multiplier,
+                        "examples": guarantee.examples,
                     }
                 )
                 for line in lines:
@@ -95,7 +89,7 @@ class PrivacyAccountant:
                 "told",
                 hint="give a file in a folder that is there, on a disk with room",
             ) from error
-        return replace(promise, requests=len(before) + 1, total_epsilon=total, total_delta=delta)
+        return replace(guarantee, requests=len(before) + 1, total_epsilon=total, total_delta=delta)
 
     def _read(self, file: BinaryIO) -> tuple[float | None, list[float], str]:
         """Return the ledger's δ (None if empty), z of each earlier request, and the digest of the last line."""

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.federation.journal import Attempt
     from fedloom.federation.loop import Observer
+    from fedloom.runs.journal import Attempt
 
 
 class RunObserver:

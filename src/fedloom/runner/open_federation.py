@@ -14,13 +14,13 @@ from fedloom.data.manifest import Manifest, Normalization
 from fedloom.data.own import Given, Own, normalization, own_manifest
 from fedloom.errors import NEW_RUN, DataError, ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Replay
 from fedloom.federation.measuring import measured_normalization
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import POLL_S, AvailableClients, OpenRoster
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Replay
 from fedloom.transport.aggregator import Aggregator
 
 

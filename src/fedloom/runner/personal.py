@@ -28,7 +28,6 @@ from fedloom.evaluation.measure import metrics, nothing_measured
 from fedloom.evaluation.summary import Evaluation
 from fedloom.experiment import Experiment, OwnData, Runtime
 from fedloom.federation.carrier import ConversationKey, Lost
-from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.served import About, served_round
@@ -40,8 +39,10 @@ from fedloom.runner.assemble import RunContext
 from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.personal_model import PersonalModel, PrivacyGuarantee, card_of
-from fedloom.runner.serve import DurableRounds, run_folder
+from fedloom.runner.serve import DurableRounds
 from fedloom.runner.trained import CheckpointEvaluation, check_checkpoint, found_of, restore
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
 from fedloom.theory.privacy import MAX_DELTA, gaussian_epsilon, noise_multiplier
 from fedloom.transport.newcomer import Answered, Models
@@ -130,7 +131,7 @@ class _Client:
         promise = self.promise
         if ledger is None or promise is None:
             return promise
-        return ledger.spend(promise, where=where, run=self.parts.experiment.name, client=self.id)
+        return ledger.charge(promise, where=where, run=self.parts.experiment.name, client=self.id)
 
     def ledger(self, asked: PersonalizationRequest) -> PrivacyAccountant | None:
         """Return the ledger of this request, if one was asked for.
@@ -616,37 +617,35 @@ def _from_run(where: str, asked: PersonalizationRequest) -> PersonalModel:
             allowed=["float32"],
         )
     check_privacy(asked)
-    with run_folder(where) as (folder, _):
-        known = DurableRounds(folder, asked.checkpoint)
-        trained = known.parts
-        about = known.about
-        data = _data(asked, Problem.from_json(about.problem), trained.experiment)
-        _check_labels(asked, trained)
-        check_delta(asked, data.manifest.clients[0].train)
-        parts = private(asked, dataclasses.replace(trained, manifest=data.manifest))
-        client = _Client(parts, about, data)
-        ledger = client.ledger(asked)
-        with torch_threads(parts.experiment.runtime.threads):
-            found = Checkpoints(folder.checkpoints).load(check_checkpoint(asked.checkpoint))
-            made: list[dict[str, Predictor]] = []
+    folder = RunFolder.open(where)
+    known = DurableRounds(folder, asked.checkpoint)
+    trained = known.parts
+    about = known.about
+    data = _data(asked, Problem.from_json(about.problem), trained.experiment)
+    _check_labels(asked, trained)
+    check_delta(asked, data.manifest.clients[0].train)
+    parts = private(asked, dataclasses.replace(trained, manifest=data.manifest))
+    client = _Client(parts, about, data)
+    ledger = client.ledger(asked)
+    with torch_threads(parts.experiment.runtime.threads):
+        found = Checkpoints(folder.checkpoints).load(check_checkpoint(asked.checkpoint))
+        made: list[dict[str, Predictor]] = []
 
-            def keep(predictors: Predictors, group: ClientGroup) -> Message:
-                made.extend(predictors)
-                return nothing_measured(1, len(loop.predictors), parts.task.classes)
+        def keep(predictors: Predictors, group: ClientGroup) -> Message:
+            made.extend(predictors)
+            return nothing_measured(1, len(loop.predictors), parts.task.classes)
 
-            carrier = assemble.in_process(on_cpu(parts), data, folder, keep, secret=os.urandom(32))
-            loop = assemble.loop(
-                on_cpu(parts), carrier, folder, RunObserver(), threading.Event(), keep_descriptors=False
-            )
-            served_round(about, parts.algorithm, loop.server, found)  # raises if the method has nothing for new clients
-            loop.server.load(found.state)
-            loop.round = found.round
-            promise = client.spend(where, ledger)
-            lost = loop.personalize([data.client_id])
-        if lost:
-            raise DataError(lost[data.client_id])
-        if not made:
-            raise QuorumError(f"{parts.algorithm.name} gave client {data.client_id} no model")
+        carrier = assemble.in_process(on_cpu(parts), data, folder, keep, secret=os.urandom(32))
+        loop = assemble.loop(on_cpu(parts), carrier, folder, RunObserver(), threading.Event(), keep_descriptors=False)
+        served_round(about, parts.algorithm, loop.server, found)  # raises if the method has nothing for new clients
+        loop.server.load(found.state)
+        loop.round = found.round
+        promise = client.spend(where, ledger)
+        lost = loop.personalize([data.client_id])
+    if lost:
+        raise DataError(lost[data.client_id])
+    if not made:
+        raise QuorumError(f"{parts.algorithm.name} gave client {data.client_id} no model")
     answered = Answered(parts.experiment.name, found.round, found.digest, "float32", 0, 0, False)
     return _made(client, made[0], asked, answered, promise)
 

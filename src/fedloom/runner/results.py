@@ -21,13 +21,14 @@ from fedloom.evaluation.summary import (
 )
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.folder import METRICS, RunFolder
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Extra, Loop
 from fedloom.federation.releases import told
 from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, answer_shapes
 from fedloom.reporting.inputs import checked
+from fedloom.runs.files import METRICS
+from fedloom.runs.folder import RunFolder
 from fedloom.theory.privacy import gaussian_epsilon, together
 from fedloom.words import as_csv, pluralize
 
@@ -77,12 +78,9 @@ def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: boo
 def _earlier(folder: RunFolder, name: str, clients: Sequence[str]) -> dict[str, Any] | None:
     """Return the content of a run's file, to be extended; None if it is absent or about other clients.
 
-    Raises
-    ------
-    DataError
-        If it is damaged.
+    Raise DataError if it is damaged.
     """
-    found = checked(folder, name) if (folder.path / name).exists() else None
+    found = checked(folder, name) if folder.has(name) else None
     return found if found is not None and found["clients"]["ids"] == list(clients) else None
 
 
@@ -106,10 +104,8 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
 def conclude(parts: RunContext, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
     """Write ``clients.csv``, ``summary.json`` and the other final results; return the summary.
 
-    Raises
-    ------
-    QuorumError
-        If the last evaluation asked clients and none of them could be measured, so that there are no results.
+    Raise QuorumError if the last evaluation asked clients and none of them could be measured, so that there are no
+    results.
     """
     if len(final.clients) and not final.present.any():
         client, why = next(iter(run.unmeasured.items()), (final.clients[0], "no answer"))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fedloom import experiment as experiments
-from fedloom.data.federated import FederatedDataset, Manifest
+from fedloom.data.federated import FederatedDataset
 from fedloom.errors import NEW_RUN, DataError, ExperimentError, argument
 from fedloom.experiment import Experiment
-from fedloom.federation.checkpoint import Checkpoints
-from fedloom.federation.folder import RunFolder
-from fedloom.reporting.runs import read_run
+from fedloom.reporting.run_results import read_results
 from fedloom.runner import assemble
 from fedloom.runner.open_federation import check_begun_open, check_changes
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION, SUMMARY, checkpoint_files
+from fedloom.runs.folder import RunFolder
 
 FREE_ON_RESUME = (
     ("runtime",),
@@ -38,69 +38,67 @@ def check_folder(
 ) -> bool:
     """Return whether there is a run to resume.
 
+    Raise ExperimentError if the folder is in use and ``resume`` is false, or holds another experiment or more rounds
+    than requested.
+
     Parameters
     ----------
     where
         Location of the run to show to the user; None: its folder.
     is_open
         Whether it is an open federation, whose experiment may change on resume.
-
-    Raises
-    ------
-    ExperimentError
-        If the folder is in use and ``resume`` is false, or holds another experiment or more rounds than requested.
     """
-    file = next((path for path in (folder.path, *folder.path.parents) if path.exists()), None)
-    if file is not None and not file.is_dir():
-        raise ExperimentError(
-            f"{argument('out')} must be a folder, and {file} is a file (got {folder.path}).", key="out"
-        )
-    before = folder.read("experiment.yaml")
-    if before is None:
-        if not folder.is_free():
-            raise ExperimentError(
-                f"{argument('out')} is {folder.path}, which is neither empty nor a run; choose a new folder.", key="out"
-            )
+    if not _holds_run(folder):
         return False
     if not resume:
         raise ExperimentError(
-            f"{folder.path}: found a run there already",
+            f"{folder.path} holds a run already.",
             hint=f"go on with {argument('resume')}, or choose another folder ({argument('out')})",
         )
-    old = experiments.of_run(folder.path).located().model_dump(mode="json")
-    new = e.located().model_dump(mode="json")
-    for path in FREE_ON_RESUME:
-        for tree in (old, new):
-            inner: Any = tree
-            for key in path[:-1]:
-                inner = inner.get(key) or {}
-            inner.pop(path[-1], None)
+    old, new = _fixed_settings(folder.experiment()), _fixed_settings(e)
     if is_open:
         check_begun_open(folder)
         check_changes(old, new)
-        return _enough_rounds(folder, e, where)
-    changed = list(_differences(old, new))
-    if changed:
+    elif changed := list(_differences(old, new)):
         other = f"folder ({argument('out')})" if where is None else f"place ({argument('publish')})"
         raise ExperimentError(
             f"{argument('resume')}: {where or folder.path} holds another experiment:\n  " + "\n  ".join(changed[:10]),
             hint=f"resume with the same settings, or choose another {other}",
         )
-    return _enough_rounds(folder, e, where)
-
-
-def _enough_rounds(folder: RunFolder, e: Experiment, where: str | None) -> bool:
-    """Return True; raise if the run has done more rounds than requested."""
-    done = max(Checkpoints(folder.checkpoints).rounds(), default=0)
+    done = max(checkpoint_files(folder.checkpoints), default=0)
     if e.federation.rounds is not None and e.federation.rounds < done:
         raise ExperimentError(
-            f"federation.rounds must be at least {done} with {argument('resume')}: so many has "
-            f"{where or folder.path} done "
-            f"(got {e.federation.rounds}).",
+            f"federation.rounds must be at least {done} with {argument('resume')}: {where or folder.path} has done as "
+            f"many (got {e.federation.rounds}).",
             key="federation.rounds",
             found=e.federation.rounds,
         )
     return True
+
+
+def _holds_run(folder: RunFolder) -> bool:
+    """Return True for a run's folder, and False for one where a run may start; raise if it is neither."""
+    file = next((path for path in (folder.path, *folder.path.parents) if path.exists()), None)
+    if file is not None and not file.is_dir():
+        raise ExperimentError(
+            f"{argument('out')} must be a folder, and {file} is a file (got {folder.path}).", key="out"
+        )
+    if folder.read(EXPERIMENT) is None and not folder.is_free():
+        raise ExperimentError(
+            f"{argument('out')} is {folder.path}, which is neither empty nor a run; choose a new folder.", key="out"
+        )
+    return folder.has(EXPERIMENT)
+
+
+def _fixed_settings(e: Experiment) -> dict[str, Any]:
+    """Return the settings that may not change on resume."""
+    settings = e.located().model_dump(mode="json")
+    for *above, last in FREE_ON_RESUME:
+        inner: Any = settings
+        for key in above:
+            inner = inner.get(key) or {}
+        inner.pop(last, None)
+    return settings
 
 
 def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
@@ -108,21 +106,18 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
 
     Return None, too, if its results cannot be read: they are then recomputed from its last checkpoint.
 
-    Raises
-    ------
-    DataError
-        If its last checkpoint is damaged.
+    Raise DataError if its last checkpoint is damaged.
     """
     rounds, checkpoints = e.federation.rounds, Checkpoints(folder.checkpoints)
-    if rounds is None or not folder.has("summary.json") or max(checkpoints.rounds(), default=None) != rounds:
+    if rounds is None or not folder.is_finished or max(checkpoints.rounds(), default=None) != rounds:
         return None
     try:
-        read_run(folder.path)
-        summary = folder.json("summary.json")
+        read_results(folder)
+        summary = folder.json(SUMMARY)
     except DataError:
         return None
     # A run resumed with more rounds has continued past this end.
-    went_on = any(isinstance(t := line.get("round"), int) and t > rounds for line in folder.objects("journal.jsonl"))
+    went_on = any(isinstance(t := line.get("round"), int) and t > rounds for line in folder.objects(JOURNAL))
     if summary.get("rounds") != rounds or not isinstance(summary.get("name"), str) or went_on:
         return None
     checkpoints.load(rounds)
@@ -132,15 +127,11 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
 def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
     """Raise unless a resumed run uses the same partition as before.
 
-    Raises
-    ------
-    DataError
-        If the partition on disk is a different one.
+    Raise DataError if the partition on disk is a different one.
     """
-    before = folder.read("partition.json")
-    if before is None:
+    if not folder.has(PARTITION):
         return
-    begun_with = Manifest.from_json(before, where=str(folder.path / "partition.json")).fingerprint
+    begun_with = folder.manifest().fingerprint
     if begun_with != dataset.manifest.fingerprint:
         raise DataError(
             f"{argument('resume')}: the run was begun with partition {begun_with[:12]}, {dataset.folder} is now "
@@ -152,17 +143,14 @@ def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
 def check_states(folder: RunFolder, url: str | None) -> None:
     """Raise if the run's client states are elsewhere, since nothing copies them.
 
+    Raise ExperimentError if the run's client states are at another place.
+
     Parameters
     ----------
     url
         URL to publish the run at; None: it is not published, and client states are in its folder.
-
-    Raises
-    ------
-    ExperimentError
-        If the run's client states are at another place.
     """
-    if not folder.states.is_dir() and not (folder.path / "journal.jsonl").exists():
+    if not folder.states.is_dir() and not folder.has(JOURNAL):
         return  # no round is complete, so no states are needed
     before = assemble.states_of(folder)
     now = str(folder.states) if url is None else f"{url}/states"
@@ -180,4 +168,4 @@ def _differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
         for key in [*old, *(key for key in new if key not in old)]:
             yield from _differences(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
     elif old != new:
-        yield f"{where}: the run has {old!r}, found {new!r}"
+        yield f"{where} is {new!r}, and the run has {old!r}"

@@ -19,14 +19,10 @@ from fedloom.data.own import Own
 from fedloom.errors import DataError, ExperimentError, FedloomError, argument
 from fedloom.experiment import Experiment
 from fedloom.federation.carrier import Carrier
-from fedloom.federation.checkpoint import Checkpoints
 from fedloom.federation.control import NAME as CONTROL
 from fedloom.federation.control import Control
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Replay
 from fedloom.federation.loop import Observer
 from fedloom.federation.monitor import Monitor
-from fedloom.federation.published import Published
 from fedloom.federation.roster import AvailableClients, ReplayedRoster, Roster
 from fedloom.logs import lines_about
 from fedloom.runner import assemble, results
@@ -49,6 +45,10 @@ from fedloom.runner.serve import DurableRounds
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.tracking import TrackerObserver, find_trackers
 from fedloom.runner.worker_processes import Workers
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Replay
+from fedloom.runs.publisher import Publisher
 from fedloom.storage import Store, is_url, open_store
 from fedloom.storage.folder import storing
 from fedloom.transport.address import dialable
@@ -142,7 +142,7 @@ def run_experiment(
         keep_log = held.enter_context(log_kept(alone=True))
         published = None
         if store is not None:
-            published = Published(folder, store, incarnation)
+            published = Publisher(folder, store, incarnation)
             if options.resume:
                 held.enter_context(folder.held())
                 resume = published.restore(partial(check, where=url)) or resume
@@ -381,7 +381,7 @@ def _own_hands(stop_request: StopRequest) -> Iterator[None]:
 
 
 @contextmanager
-def _logs_kept(published: Published | None) -> Iterator[None]:
+def _logs_kept(published: Publisher | None) -> Iterator[None]:
     """Publish the logs of a run that fails; its user may have no other way to read them."""
     try:
         yield
@@ -408,7 +408,7 @@ def _remove(folder: RunFolder, name: str) -> None:
 
 
 def _complete(
-    folder: RunFolder, published: Published | None, url: str | None, options: RunOptions, observer: RunObserver
+    folder: RunFolder, published: Publisher | None, url: str | None, options: RunOptions, observer: RunObserver
 ) -> bool:
     """Write and publish the report of a finished run if missing; return whether there is a report."""
     whole = published is None or published.finished

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-from fedloom import experiment as experiments
-from fedloom.data.manifest import Manifest
-from fedloom.errors import DataError
-from fedloom.federation.checkpoint import Checkpoints
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.published import Published
 from fedloom.federation.served import About, ServedRound, served_round
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.metrics import certificate_end, metrics_served, serving_families
 from fedloom.runner.trained import check_checkpoint
-from fedloom.storage import is_url, open_store
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.folder import RunFolder
+from fedloom.storage import is_url
 from fedloom.transport.personalization import Personalization, ServingLimits, serve_models
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection
-
-POLL_INTERVAL_S = 1.0
-"""Seconds between checks for a first publication."""
 
 
 def about(parts: RunContext) -> About:
@@ -56,8 +46,6 @@ class DurableRounds:
         Folder of the run; its experiment and partition are read on first use.
     checkpoint
         ``last``, ``best`` or a round.
-    refresh
-        Called to update the folder before each read.
     patient
         Return None while there is no checkpoint, instead of raising.
     """
@@ -66,13 +54,11 @@ class DurableRounds:
         self,
         folder: RunFolder,
         checkpoint: str = "last",
-        refresh: Callable[[], None] = lambda: None,
         *,
         patient: bool = False,
     ) -> None:
         self._folder = folder
         self._which = check_checkpoint(checkpoint)
-        self._refresh = refresh
         self._patient = patient
         self._checkpoints = Checkpoints(folder.checkpoints)
         self._parts: RunContext | None = None
@@ -88,11 +74,8 @@ class DurableRounds:
             If the experiment or the partition is missing or damaged.
         """
         if self._parts is None:
-            e = experiments.of_run(self._folder.path)
-            manifest = Manifest.from_json(
-                self._folder.text("partition.json"), where=str(self._folder.path / "partition.json")
-            )
-            self._parts = assemble.for_newcomers(assemble.make_parts(e, manifest))
+            parts = assemble.make_parts(self._folder.experiment(), self._folder.manifest())
+            self._parts = assemble.for_newcomers(parts)
         return self._parts
 
     @property
@@ -108,7 +91,7 @@ class DurableRounds:
         DataError
             If the checkpoint does not exist or is damaged.
         """
-        self._refresh()
+        self._folder.refresh()
         rounds = self._checkpoints.rounds()
         if (rounds == self._seen and digest is not None) or (self._patient and not rounds):
             return None
@@ -118,11 +101,6 @@ class DurableRounds:
             return None
         parts = self.parts
         return served_round(self.about, parts.algorithm, parts.server_half(), found)
-
-
-def wait_nowhere(seconds: float) -> bool:
-    """Return False at once, without waiting."""
-    return False
 
 
 def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str], None]) -> Callable[[float], bool]:
@@ -147,43 +125,6 @@ def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str]
         return not stop.wait(min(pause_s, left))
 
     return wait
-
-
-@contextmanager
-def run_folder(
-    run: str, wait: Callable[[float], bool] = wait_nowhere
-) -> Iterator[tuple[RunFolder, Callable[[], None]]]:
-    """Yield a run's folder, and a function that updates it if the run is published elsewhere.
-
-    Parameters
-    ----------
-    run
-        Folder of the run, or the URL of a published run, which is copied to a temporary folder.
-    wait
-        Called with a number of seconds to wait while nothing is published; returns whether to check again.
-
-    Raises
-    ------
-    DataError
-        If there is no run, or it is damaged.
-    StorageError, RefusedError
-        If the store cannot be used.
-    """
-    if not is_url(run):
-        yield RunFolder.open(run), lambda: None
-        return
-    with tempfile.TemporaryDirectory(prefix="fedloom-serve-") as temporary:
-        folder = RunFolder(Path(temporary))
-        published = Published(folder, open_store(run), uuid.uuid4().hex)
-
-        def refresh() -> None:
-            if published.is_behind and not published.restore():
-                raise DataError(f"{run}: found no published run there")
-
-        while not published.restore() and wait(POLL_INTERVAL_S):
-            pass
-        refresh()
-        yield folder, refresh
 
 
 def serve(
@@ -237,14 +178,14 @@ def serve(
     protection, kept = protection or Protection(), Audit()
     limits = limits or ServingLimits()
     stop = stop or threading.Event()
-    with run_folder(run, waiting(run, wait_s, stop, say)) as (folder, refresh):
-        rounds = DurableRounds(folder, checkpoint, refresh)
-        threads = rounds.parts.experiment.runtime.threads
-        assemble.use_device("cpu", threads)
-        limits = ServingLimits(**{**vars(limits), "threads": threads, "follow_s": limits.follow_s if follow else None})
-        if protection.access is not None and (audit is not None or not is_url(run)):
-            kept.keep(audit or folder.logs / "audit.jsonl")
-        service = Personalization(rounds, limits, kept)
-        with metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))):
-            asyncio.run(serve_models(service, listen, protection, kept, stop, drain_s, started, say, health))
-        return service.handed_out
+    folder = RunFolder.open(run, wait=waiting(run, wait_s, stop, say))
+    rounds = DurableRounds(folder, checkpoint)
+    threads = rounds.parts.experiment.runtime.threads
+    assemble.use_device("cpu", threads)
+    limits = ServingLimits(**{**vars(limits), "threads": threads, "follow_s": limits.follow_s if follow else None})
+    if protection.access is not None and (audit is not None or not is_url(run)):
+        kept.keep(audit or folder.logs / "audit.jsonl")
+    service = Personalization(rounds, limits, kept)
+    with metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))):
+        asyncio.run(serve_models(service, listen, protection, kept, stop, drain_s, started, say, health))
+    return service.handed_out

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.experiment import Experiment, Point
-from fedloom.federation.folder import RunFolder
 from fedloom.models.module import MEMORY
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.resume import check_folder, finished
 from fedloom.runner.run_experiment import check_roster, run_experiment
 from fedloom.runner.side_by_side import Job, run_side_by_side
+from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
 from fedloom.words import pluralize
 

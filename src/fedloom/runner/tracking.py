@@ -17,7 +17,7 @@ from fedloom.runner.observer import RunObserver
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.federation.journal import Attempt
+    from fedloom.runs.journal import Attempt
 
 GROUP = "fedloom.observers"
 
@@ -184,12 +184,4 @@ def of_line(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
             found |= of_line(value, f"{prefix}{name}/")
         elif isinstance(value, int | float) and not isinstance(value, bool) and (prefix or name != "round"):
             found[f"{prefix}{name}" if prefix else f"evaluation/{name}"] = float(value)
-    return found
-
-
-def of_settings(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by dotted key."""
-    found: dict[str, Any] = {}
-    for name, item in value.items():
-        found |= of_settings(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {f"{prefix}{name}": item}
     return found

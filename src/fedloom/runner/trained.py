@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fedloom import experiment as experiments
 from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
 from fedloom.data.folders import data_root
 from fedloom.data.overlap import apart_by_reserve, overlap
@@ -20,13 +19,13 @@ from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.summary import Evaluation, groups
 from fedloom.experiment import Data, Experiment, OwnData
-from fedloom.federation.checkpoint import check_fits
-from fedloom.federation.folder import RunFolder
-from fedloom.federation.journal import Journal
 from fedloom.federation.loop import Loop
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.observer import RunObserver
+from fedloom.runs.checkpoint import check_fits
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Journal
 from fedloom.storage import is_url
 from fedloom.words import pluralize
 
@@ -45,20 +44,14 @@ def evaluate(
 ) -> CheckpointEvaluation:
     """Evaluate a run's checkpoint on its own clients, or on another partition's, all of whom are unseen.
 
+    Raise ExperimentError if ``checkpoint`` is not ``last``, ``best`` or a number; DataError if the folder is not a run
+    or has no such checkpoint, or the partition has another kind of data, is incomplete, or is damaged; QuorumError if
+    clients could not be measured.
+
     Parameters
     ----------
     data
         Folders of packed clients, for a run whose clients have data of their own; those that trained are seen.
-
-    Raises
-    ------
-    ExperimentError
-        If ``checkpoint`` is not ``last``, ``best`` or a number.
-    DataError
-        If the folder is not a run or has no such checkpoint, or the partition has another kind of data, is
-        incomplete, or is damaged.
-    QuorumError
-        If clients could not be measured.
     """
     parts, loop, dataset = restore(run, checkpoint, partition, data)
     evaluation = loop.evaluate()
@@ -75,10 +68,7 @@ def found_of(
 ) -> CheckpointEvaluation:
     """Return the statistics of an evaluation of a partition's clients, together with ``extra``.
 
-    Raises
-    ------
-    QuorumError
-        If clients could not be measured.
+    Raise QuorumError if clients could not be measured.
     """
     if not evaluation.present.all():  # statistics of a subset would pass for those of all clients
         missing = [evaluation.clients[int(i)] for i in (~evaluation.present).nonzero()]
@@ -110,12 +100,9 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
     This is derived from the reserve that both partitions hold back, or else by comparing all examples. None: unknown,
     because the run's partition is not in the data root.
 
-    Raises
-    ------
-    DataError
-        If a shard is damaged.
+    Raise DataError if a shard is damaged.
     """
-    trained_on = Manifest.from_json(RunFolder.open(run).text("partition.json"), where=str(run / "partition.json"))
+    trained_on = RunFolder.open(run).manifest()
     found = apart_by_reserve(trained_on, dataset.manifest)
     if found is None:
         assert not isinstance(e.data, OwnData), "checked: --partition is of data sets alone"
@@ -131,19 +118,12 @@ def restore(
 ) -> tuple[RunContext, Loop, FederatedDataset]:
     """Return a run's parts, its loop at a checkpoint with clients in this process, and their data.
 
-    Raises
-    ------
-    ExperimentError
-        If ``checkpoint`` is not ``last``, ``best`` or a number.
-    DataError
-        If the folder is not a run or has no such checkpoint, or the partition has another kind of data, is
-        incomplete, or is damaged.
+    Raise ExperimentError if ``checkpoint`` is not ``last``, ``best`` or a number; DataError if the folder is not a run
+    or has no such checkpoint, or the partition has another kind of data, is incomplete, or is damaged.
     """
     which = check_checkpoint(checkpoint)
     folder = RunFolder.open(run)
-    text = folder.text("partition.json")
-    e = experiments.of_run(run)
-    trained_on = Manifest.from_json(text, where=str(run / "partition.json"))
+    trained_on, e = folder.manifest(), folder.experiment()
     dataset = _clients_of(folder, e, trained_on, partition, data)
     for what in ("dataset", "classes", "input_shape"):
         found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
@@ -182,10 +162,7 @@ def restore(
 def check_checkpoint(checkpoint: str) -> str | int:
     """Return the checkpoint to load: ``last``, ``best`` or a round number.
 
-    Raises
-    ------
-    ExperimentError
-        If ``checkpoint`` is none of these.
+    Raise ExperimentError if ``checkpoint`` is none of these.
     """
     if checkpoint in ("last", "best"):
         return checkpoint

@@ -19,7 +19,7 @@ class Taken(StorageError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredObject:
     """Content in a store: its name, size in bytes, and modification time in seconds since the epoch."""
 
     name: str
@@ -43,10 +43,7 @@ class Store(ABC):
     def read(self, name: str) -> bytes:
         """Return a content.
 
-        Raises
-        ------
-        Absent
-            If there is none of that name.
+        Raise Absent if there is none of that name.
         """
 
     @abstractmethod
@@ -63,10 +60,7 @@ class Store(ABC):
     def create(self, name: str, content: bytes) -> None:
         """Write a content that must not exist yet; of concurrent calls, exactly one succeeds.
 
-        Raises
-        ------
-        Taken
-            If the name exists.
+        Raise Taken if the name exists.
         """
 
     @abstractmethod
@@ -77,14 +71,11 @@ class Store(ABC):
     def download(self, name: str, path: Path) -> None:
         """Write a content to a file atomically, creating its folder.
 
-        Raises
-        ------
-        Absent
-            If there is none of that name.
+        Raise Absent if there is none of that name.
         """
 
     @abstractmethod
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[StoredObject]:
         """Yield everything whose name starts with a prefix, sorted by name; ``shards/`` lists that folder."""
 
     @abstractmethod
@@ -103,29 +94,26 @@ class Store(ABC):
     def check(self, *, writing: bool = True) -> None:
         """Check within about 20 seconds that this store can be used.
 
+        Raise RefusedError if credentials are missing, wrong or insufficient, or the service lacks a required feature;
+        StorageError if the store cannot be reached, or the bucket does not exist.
+
         Parameters
         ----------
         writing
             Also check writing; the probe is removed again.
-
-        Raises
-        ------
-        RefusedError
-            If credentials are missing, wrong or insufficient, or the service lacks a required feature.
-        StorageError
-            If the store cannot be reached, or the bucket does not exist.
         """
 
 
 def parts_of(name: str) -> list[str]:
     """Return the parts of a name.
 
-    Raises
-    ------
-    ValueError
-        If a part is empty, ``.`` or ``..``: the name could lead outside the store, or be a second name of one content.
+    Raise ValueError if it could lead outside the store, or be a second name of one content.
     """
-    parts = name.split("/")
-    if any(part in ("", ".", "..") or "\0" in part for part in parts):
-        raise ValueError(f"found {name!r}; allowed: a relative path without empty parts, '.' and '..'")
-    return parts
+    if not has_plain_parts(name):
+        raise ValueError(f"{name!r} must be a relative path without empty parts, '.' and '..'.")
+    return name.split("/")
+
+
+def has_plain_parts(name: str) -> bool:
+    """Return whether no part of a name is empty, ``.`` or ``..``."""
+    return not any(part in ("", ".", "..") or "\0" in part for part in name.split("/"))

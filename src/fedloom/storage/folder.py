@@ -9,12 +9,12 @@ import stat
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from fedloom.errors import StorageError, argument
-from fedloom.storage.base import Absent, Entry, Store, Taken, parts_of
+from fedloom.storage.base import Absent, Store, StoredObject, Taken, parts_of
 
 PARTIAL = ".partial"
 """Suffix of files being written; their names start with a dot."""
@@ -71,7 +71,7 @@ class FolderStore(Store):
             self._within(path, write)
         except StorageError as error:
             if isinstance(error.__cause__, FileExistsError):
-                raise Taken(f"{path}: found there already") from None
+                raise Taken(f"{path}: exists already") from None
             raise
 
     def upload(self, name: str, path: Path) -> None:
@@ -89,7 +89,7 @@ class FolderStore(Store):
             path.parent.mkdir(parents=True, exist_ok=True)
         copy_atomically(source, path)
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[StoredObject]:
         """Yield everything whose name starts with a prefix, sorted by name."""
         above, _, start = prefix.rpartition("/")
         folder = self._path(above) if above else self._folder
@@ -97,7 +97,7 @@ class FolderStore(Store):
         for path, size, modified in _files(folder):
             name = f"{above}/{path}" if above else path
             if path.startswith(start):
-                found.append(Entry(name, size, modified))
+                found.append(StoredObject(name, size, modified))
         yield from sorted(found, key=lambda entry: entry.name.encode())
 
     def remove(self, names: Iterable[str]) -> None:
@@ -128,7 +128,7 @@ class FolderStore(Store):
             self.create(probe, b"")
             self.remove([probe])
         elif not self._folder.is_dir():
-            raise Absent(f"{self._folder}: found no folder there", hint="make it, or change storage")
+            raise Absent(f"{self._folder}: there is no folder", hint="make it, or change storage")
 
     def _path(self, name: str) -> Path:
         return self._folder.joinpath(*parts_of(name))
@@ -148,17 +148,14 @@ class FolderStore(Store):
 def write_atomically(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
     """Write a file atomically: it is complete or absent at all times.
 
+    Raise StorageError if it cannot be written; an existing file of that name is unchanged.
+
     Parameters
     ----------
     durably
         Wait for the disk. Otherwise the file survives this process, but not a power cut.
     private
         Only its owner may read it.
-
-    Raises
-    ------
-    StorageError
-        If it cannot be written; an existing file of that name is unchanged.
     """
     with staged(path) as partial:
         fill(partial, content, durably=durably, private=private)
@@ -170,10 +167,7 @@ def write_atomically(path: Path, content: bytes, *, durably: bool = True, privat
 def copy_atomically(source: Path, path: Path, *, private: bool = False) -> None:
     """Copy a file atomically.
 
-    Raises
-    ------
-    StorageError
-        If it cannot be written; an existing file of that name is unchanged.
+    Raise StorageError if it cannot be written; an existing file of that name is unchanged.
     """
     with staged(path) as partial:
         if private:
@@ -203,15 +197,10 @@ def storing(path: Path, done: str = "written") -> Iterator[None]:
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading.
 
-    Raises
-    ------
-    StorageError
-        If it cannot be read.
+    Raise StorageError if it cannot be read.
     """
-    try:
+    with storing(path, "read"):
         file = open_file(path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
     with file:
         yield file
 
@@ -219,10 +208,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 def read_file(path: Path) -> bytes:
     """Return the content of a file.
 
-    Raises
-    ------
-    OSError
-        If it cannot be read or is not a regular file: reading a pipe could block, and a device may never end.
+    Raise OSError if it cannot be read or is not a regular file: reading a pipe could block, and a device may never end.
     """
     with open_file(path) as file:
         return file.read()
@@ -243,10 +229,7 @@ def open_file(path: Path) -> BinaryIO:
 def open_to_append(path: Path, mode: int = 0o666) -> int:
     """Return a descriptor for appending to a file.
 
-    Raises
-    ------
-    OSError
-        If it cannot be written to; also for a pipe without a reader, which would block.
+    Raise OSError if it cannot be written to; also for a pipe without a reader, which would block.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     descriptor = os.open(path, flags, mode)
@@ -258,10 +241,7 @@ def open_to_append(path: Path, mode: int = 0o666) -> int:
 def staged(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside a file; no other process uses it, and it is removed after the block.
 
-    Raises
-    ------
-    StorageError
-        If a write in the block fails.
+    Raise StorageError if a write in the block fails.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL}")
     with storing(path):
@@ -292,29 +272,21 @@ def sync(path: Path) -> None:
 
 def _files(folder: Path, above: str = "") -> Iterator[tuple[str, int, float]]:
     """Yield relative path, size and time of every complete file below a folder; skip files removed meanwhile."""
-    try:
-        with os.scandir(folder) as found:
-            for entry in found:
-                name = f"{above}{entry.name}"
-                if entry.is_dir():
-                    yield from _files(folder / entry.name, f"{name}/")
-                elif not (entry.name.startswith(".") and entry.name.endswith(PARTIAL)):
-                    try:
-                        stat = entry.stat()
-                        yield name, stat.st_size, stat.st_mtime
-                    except FileNotFoundError:
-                        continue
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+    with storing(folder, "read"), suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as found:
+        for entry in found:
+            name = f"{above}{entry.name}"
+            if entry.is_dir():
+                yield from _files(folder / entry.name, f"{name}/")
+            elif not (entry.name.startswith(".") and entry.name.endswith(PARTIAL)):
+                with suppress(FileNotFoundError):
+                    about = entry.stat()
+                    yield name, about.st_size, about.st_mtime
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise Absent(f"{path}: found nothing there") from error
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+    with storing(path, "read"):
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise Absent(f"{path}: there is nothing") from error

@@ -10,10 +10,8 @@ from typing import NamedTuple
 
 from fedloom.errors import ExperimentError
 from fedloom.home import expanded
-from fedloom.storage.base import Store, parts_of
+from fedloom.storage.base import Store, has_plain_parts
 from fedloom.storage.folder import FolderStore
-
-ALLOWED = "allowed: a folder of this machine, or s3://BUCKET/PREFIX"
 
 
 class S3Place(NamedTuple):
@@ -33,6 +31,9 @@ def open_store(
 ) -> Store:
     """Open a store without contacting it, reading or writing; see :meth:`Store.check`.
 
+    Raise ExperimentError if the URL or the address of the service is malformed, or the extra ``s3`` is not installed;
+    RefusedError if there are no credentials.
+
     Parameters
     ----------
     url
@@ -41,13 +42,6 @@ def open_store(
         Variables with the service's address and the credentials (docs/storage.md); default: this process's environment.
     endpoint_from
         Name, in errors, of the setting that the endpoint comes from, if that is not the variable.
-
-    Raises
-    ------
-    ExperimentError
-        If the URL or the address of the service is malformed, or the extra ``s3`` is not installed.
-    RefusedError
-        If there are no credentials.
     """
     place = s3_place(url)
     if place is None:
@@ -57,7 +51,9 @@ def open_store(
     except ModuleNotFoundError as error:
         if error.name not in ("certifi", "minio", "urllib3"):
             raise
-        raise ExperimentError(f"{url}: found no package minio here", hint="pip install 'fedloom[s3]'") from error
+        raise ExperimentError(
+            f"{url} needs the package minio, which is not installed.", hint="pip install 'fedloom[s3]'"
+        ) from error
     told = os.environ if environment is None else environment
     return connect(place.bucket, place.prefix, told, endpoint_from=endpoint_from)
 
@@ -65,30 +61,19 @@ def open_store(
 def s3_place(url: str | Path) -> S3Place | None:
     """Return the bucket and prefix of a URL; None for a folder.
 
-    Raises
-    ------
-    ExperimentError
-        If the URL is malformed or unsupported.
+    Raise ExperimentError if the URL is malformed or unsupported.
     """
-    text = str(url)
-    scheme, separator, rest = text.partition("://")
-    if not separator:
-        if text.startswith("s3:"):  # a URL that went through Path, or a typo: no folder has such a name
-            raise ExperimentError(f"found {text}; {ALLOWED}")
+    scheme, separator, rest = str(url).partition("://")
+    if not separator and not scheme.startswith("s3:"):  # s3:/x went through Path, or is a typo: no folder is named so
         return None
-    if scheme != "s3":
-        raise ExperimentError(f"found {text}; {ALLOWED}")
     bucket, _, prefix = rest.partition("/")
-    if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
-        raise ExperimentError(
-            f"found {text}; allowed: s3://BUCKET/PREFIX, the bucket 3 to 63 lower-case letters, digits, '.' and '-'"
-        )
-    prefix = prefix.rstrip("/")
-    try:
-        if prefix:
-            parts_of(prefix)
-    except ValueError:
-        raise ExperimentError(
-            f"found {text}; allowed: s3://BUCKET/PREFIX with a prefix without empty parts, '.' and '..'"
-        ) from None
+    prefix, why = prefix.rstrip("/"), None
+    if scheme != "s3":
+        why = "give a folder of this machine, or s3://BUCKET/PREFIX"
+    elif not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+        why = "the bucket in s3://BUCKET/PREFIX must be 3 to 63 lower-case letters, digits, '.' and '-'"
+    elif prefix and not has_plain_parts(prefix):
+        why = "the prefix in s3://BUCKET/PREFIX must have no empty parts, '.' and '..'"
+    if why is not None:
+        raise ExperimentError(f"{url} is not a place to store at: {why}.", found=str(url))
     return S3Place(bucket, prefix)

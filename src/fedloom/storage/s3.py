@@ -8,7 +8,7 @@ import os
 import time
 import uuid
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import md5
@@ -25,7 +25,7 @@ from minio.error import InvalidResponseError, MinioException, S3Error, ServerErr
 from urllib3.exceptions import HTTPError, LocationValueError, MaxRetryError, SSLError
 
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
-from fedloom.storage.base import Absent, Entry, Store, Taken, parts_of
+from fedloom.storage.base import Absent, Store, StoredObject, Taken, parts_of
 from fedloom.storage.folder import opened, staged, storing
 
 log = logging.getLogger("fedloom.storage")
@@ -44,11 +44,44 @@ CHECK_S = 8.0
 
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
-_WRONG_CREDENTIALS = {
-    "AuthFailure", "ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken",
-    "SignatureDoesNotMatch", "TokenRefreshRequired", "UnrecognizedClientException",
-}  # fmt: skip
-_WRONG_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "Redirect"}
+_MEANINGS: Sequence[tuple[Collection[str], type[FedloomError], str, str | None]] = (
+    (("NoSuchKey", "NoSuchObject"), Absent, "{where}: there is nothing", None),
+    (("PreconditionFailed",), Taken, "{where}: exists already", None),
+    (
+        ("NoSuchBucket",),
+        StorageError,
+        "{bucket}: {endpoint} has no such bucket",
+        "create the bucket, or change storage",
+    ),
+    (
+        ("AuthFailure", "ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken",
+         "SignatureDoesNotMatch", "TokenRefreshRequired", "UnrecognizedClientException"),
+        RefusedError,
+        "{bucket}: {endpoint} does not take the credentials ({code})",
+        f"set {' and '.join(CREDENTIALS)} (and AWS_SESSION_TOKEN, for temporary ones) as they are now",
+    ),
+    (
+        ("AccessDenied", "AllAccessDisabled", "AccountProblem"),
+        RefusedError,
+        "{where}: may not be {doing} with these credentials ({code})",
+        f"allow it in the policy of {CREDENTIALS[0]}, or use other credentials",
+    ),
+    (("RequestTimeTooSkewed",), RefusedError, "{endpoint}: this machine's clock is wrong ({code})", "set the clock"),
+    (
+        ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "Redirect"),
+        RefusedError,
+        "{bucket}: is not in the region {region} ({code})",
+        "set AWS_REGION to its region",
+    ),
+    (
+        ("NotImplemented", "MethodNotAllowed"),
+        RefusedError,
+        "{where}: cannot be {doing}: {endpoint} does not offer that ({code})",
+        None,
+    ),
+)  # fmt: skip
+"""Errors of the service: codes, class, message and remedy."""
+
 _TRANSIENT = {
     "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "NoSuchUpload", "OperationAborted",
     "RequestTimeout", "ServiceUnavailable", "SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling",
@@ -76,29 +109,25 @@ class Service:
     def of(cls, environment: Mapping[str, str], endpoint_from: str = ENDPOINT) -> Service:
         """Read the settings from environment variables (docs/storage.md).
 
+        Raise ExperimentError if the address is malformed, or the certificate file does not exist; RefusedError if there
+        are no credentials.
+
         Parameters
         ----------
         environment
             The variables.
         endpoint_from
             Setting that this endpoint comes from, if that is not the variable.
-
-        Raises
-        ------
-        ExperimentError
-            If the address is malformed, or the certificate file does not exist.
-        RefusedError
-            If there are no credentials.
         """
         missing = [name for name in CREDENTIALS if not environment.get(name)]
         if missing:
             raise RefusedError(
-                f"found no {' and no '.join(missing)} in the environment, which storage on S3 needs",
+                f"Storage on S3 needs {' and '.join(missing)}, which the environment lacks.",
                 hint=f"set {' and '.join(CREDENTIALS)}; in pods they come from a Secret (docs/storage.md)",
             )
         certificates = environment.get("SSL_CERT_FILE") or certifi.where()
         if not Path(certificates).is_file():
-            raise ExperimentError(f"SSL_CERT_FILE: found {certificates}; allowed: a file with certificates")
+            raise ExperimentError(f"SSL_CERT_FILE must be a file with certificates (got {certificates}).")
         return cls(
             endpoint=_endpoint(environment.get(ENDPOINT) or "https://s3.amazonaws.com", endpoint_from),
             region=environment.get("AWS_REGION") or "us-east-1",
@@ -112,8 +141,8 @@ class Service:
 
 def _endpoint(text: str, name: str) -> str:
     if "@" in text:  # the text before it may contain a password, which must not be shown
-        raise ExperimentError(f"{name}: found a user name in it; allowed: http(s)://HOST:PORT")
-    refusal = ExperimentError(f"{name}: found {text}; allowed: http(s)://HOST:PORT")
+        raise ExperimentError(f"{name} must be http(s)://HOST:PORT, without a user name.", key=name)
+    refusal = ExperimentError(f"{name} must be http(s)://HOST:PORT (got {text}).", key=name, found=text)
     try:
         split = urlsplit(text)
         split.port  # noqa: B018 - raises if it is no number
@@ -159,7 +188,7 @@ class Connection:
             )
         except ValueError as error:
             raise ExperimentError(
-                f"found endpoint {service.endpoint}, AWS_REGION {service.region}: {error}",
+                f"The endpoint {service.endpoint} with AWS_REGION {service.region} cannot be used: {error}",
                 hint=f"change {service.endpoint_from} or AWS_REGION",
             ) from None
 
@@ -186,56 +215,42 @@ class Connection:
 
     def explained(self, error: Exception, doing: str, where: str) -> FedloomError:
         """Return the error for a failure, with its meaning and the remedy."""
-        endpoint = self.service.endpoint
+        endpoint, change = self.service.endpoint, f"change {self.service.endpoint_from}"
         if isinstance(error, S3Error):
-            code, said = error.code or "", f"{error.code}: {error.message}"
-            bucket = "/".join(where.split("/")[:3])
-            if code in ("NoSuchKey", "NoSuchObject"):
-                return Absent(f"{where}: found nothing there")
-            if code == "PreconditionFailed":
-                return Taken(f"{where}: found there already")
-            if code == "NoSuchBucket":
-                return StorageError(
-                    f"{bucket}: {endpoint} has no such bucket", hint="create the bucket, or change storage"
-                )
-            if code in _WRONG_CREDENTIALS:
-                return RefusedError(
-                    f"{bucket}: {endpoint} does not take the credentials ({code})",
-                    hint=f"set {' and '.join(CREDENTIALS)} (and AWS_SESSION_TOKEN, for temporary ones) as they are now",
-                )
-            if code in ("AccessDenied", "AllAccessDisabled", "AccountProblem"):
-                return RefusedError(
-                    f"{where}: may not be {doing} with these credentials ({code})",
-                    hint=f"allow it in the policy of {CREDENTIALS[0]}, or use other credentials",
-                )
-            if code == "RequestTimeTooSkewed":
-                return RefusedError(f"{endpoint}: this machine's clock is wrong ({code})", hint="set the clock")
-            if code in _WRONG_REGION:
-                return RefusedError(
-                    f"{bucket}: is not in the region {self.service.region} ({code})",
-                    hint="set AWS_REGION to its region",
-                )
-            if code in ("NotImplemented", "MethodNotAllowed"):
-                return RefusedError(f"{where}: cannot be {doing}: {endpoint} does not offer that ({code})")
-            return StorageError(f"{where}: cannot be {doing}: {endpoint} says {said}")
+            return self._refusal(error, doing, where)
         if isinstance(error, (InvalidResponseError, ParseError)):
             return StorageError(
-                f"{where}: cannot be {doing}: {endpoint} does not answer as an S3 service does",
-                hint=f"change {self.service.endpoint_from}",
+                f"{where}: cannot be {doing}: {endpoint} does not answer as an S3 service does", hint=change
             )
         if isinstance(error, ServerError):
             return StorageError(f"{where}: cannot be {doing}: {endpoint} fails with HTTP {error.status_code}")
-        cause = error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
+        cause = (error.reason if isinstance(error, MaxRetryError) else None) or error
         if isinstance(cause, SSLError):
             return StorageError(
                 f"{endpoint}: no secure connection: {cause}",
                 hint="set SSL_CERT_FILE to the certificates to trust, or use http:// where that is what it speaks",
             )
-        said = str(getattr(cause, "__cause__", None) or getattr(cause, "__context__", None) or type(cause).__name__)
+        said = str(cause.__cause__ or cause.__context__ or type(cause).__name__)
         return StorageError(
             f"{endpoint}: cannot be reached ({said})",
             hint=f"set {self.service.endpoint_from} to the service's address, or see whether it runs",
         )
+
+    def _refusal(self, error: S3Error, doing: str, where: str) -> FedloomError:
+        """Return the error for a refusal of the service."""
+        code = error.code or ""
+        default = ((), StorageError, "{where}: cannot be {doing}: {endpoint} says {code}: {said}", None)
+        _, kind, message, hint = next((meaning for meaning in _MEANINGS if code in meaning[0]), default)
+        facts = {
+            "code": code,
+            "said": error.message,
+            "bucket": "/".join(where.split("/")[:3]),
+            "where": where,
+            "doing": doing,
+            "endpoint": self.service.endpoint,
+            "region": self.service.region,
+        }
+        return kind(message.format_map(facts), hint=hint)
 
 
 def _passes(error: Exception) -> bool:
@@ -326,14 +341,14 @@ class S3Store(Store):
                 self._fetch(name, file)
             partial.replace(path)
 
-    def entries(self, prefix: str = "") -> Iterator[Entry]:
+    def entries(self, prefix: str = "") -> Iterator[StoredObject]:
         """Yield everything whose name starts with a prefix, sorted by name."""
         above = f"{self._prefix}/" if self._prefix else ""
 
-        def listed() -> list[Entry]:
+        def listed() -> list[StoredObject]:
             found = self._client.list_objects(self._bucket, prefix=f"{above}{prefix}", recursive=True)
             return [
-                Entry(
+                StoredObject(
                     (item.object_name or "").removeprefix(above),
                     item.size or 0,
                     item.last_modified.timestamp() if item.last_modified else 0.0,

@@ -14,7 +14,9 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from fedloom.runner.tracking import NumberTracker, of_settings
+from fedloom.runner.tracking import NumberTracker
+from fedloom.runs.folder import RunFolder
+from fedloom.words import dotted_keys
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
@@ -65,7 +67,7 @@ class MLflow(NumberTracker):
         self._run = self._client.create_run(
             number, run_name=self._folder.name, tags={"fedloom.folder": where}
         ).info.run_id
-        settings = of_settings(experiment.model_dump(mode="json"))
+        settings = dotted_keys(experiment.model_dump(mode="json"))
         params = [Param(name, str(value)[:LONGEST]) for name, value in settings.items()]
         for start in range(0, len(params), MOST):
             self._client.log_batch(self._run, params=params[start : start + MOST])
@@ -73,8 +75,8 @@ class MLflow(NumberTracker):
 
     def ended(self) -> None:
         """End the MLflow run."""
-        done = (self._folder / "summary.json").exists()
-        self._client.set_terminated(self._run, "FINISHED" if done else "KILLED")
+        finished = RunFolder(self._folder).is_finished
+        self._client.set_terminated(self._run, "FINISHED" if finished else "KILLED")
 
     def add(self, round: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from fedloom.federation.journal import Attempt
+from fedloom.runs.journal import Attempt
 from fedloom.transport import stream
 from fedloom.transport.progress import ENDS, Progress, State, to_wire
 from fedloom.transport.wire import federation_pb2 as wire

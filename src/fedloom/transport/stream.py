@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 
 from fedloom.federation.carrier import ConversationKey
-from fedloom.federation.states import Version, Versions
+from fedloom.federation.states import Versions
+from fedloom.runs.journal import Version
 from fedloom.transport.codec import FRAME_BYTES, SEAL_BYTES, Pieces, sealed, serialize
 from fedloom.transport.wire import federation_pb2 as wire
 

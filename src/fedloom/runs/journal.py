@@ -7,24 +7,37 @@ faults included.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import time
 from array import array
 from bisect import bisect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedloom.errors import DataError, argument
-from fedloom.federation.folder import METRICS, RELEASES, RunFolder
-from fedloom.federation.line_file import Placed, as_object
-from fedloom.federation.states import Version
+from fedloom.runs.files import JOURNAL, METRICS, RELEASES
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.line_file import Placed, as_object
 
-NAME = "journal.jsonl"
 DONE = "done"
 EVALUATED = "evaluated"
+
+
+@dataclass(frozen=True, order=True)
+class Version:
+    """Key of a client's state: the round, attempt, conversation, row and aggregator life that it was kept in."""
+
+    round: int
+    attempt: int
+    conversation: int
+    row: int
+    life: int = 0
+
+    def __str__(self) -> str:
+        """Return the version as in a file name."""
+        return f"{self.round}-{self.attempt}-{self.conversation}-{self.row}-{self.life}"
 
 
 @dataclass
@@ -111,11 +124,14 @@ class Costs:
             return
         self.payload_up += attempt.payload_up
         self.payload_down += attempt.payload_down
-        self.wire_up = None if self.wire_up is None or attempt.wire_up is None else self.wire_up + attempt.wire_up
-        self.wire_down = (
-            None if self.wire_down is None or attempt.wire_down is None else self.wire_down + attempt.wire_down
-        )
+        self.wire_up = added(self.wire_up, attempt.wire_up)
+        self.wire_down = added(self.wire_down, attempt.wire_down)
         self.client_steps += attempt.statistics["client_steps"]
+
+
+def added(total: int | None, more: int | None) -> int | None:
+    """Return a sum of measured bytes; None if one of them has not been measured."""
+    return None if total is None or more is None else total + more
 
 
 class Journal:
@@ -162,8 +178,10 @@ class Journal:
         self.ever.update(told["id"] for told in attempt.joined if not told["observer"])
         self.experiment = attempt.experiment or self.experiment
         self.follows = attempt.follows
-        if attempt.outcome != DONE:
-            return
+        if attempt.outcome == DONE:
+            self._count(attempt)
+
+    def _count(self, attempt: Attempt) -> None:
         if self.whole == self.counted_rounds and attempt.round == self.whole + 1:
             self.whole += 1
         self.counted_rounds += 1
@@ -207,18 +225,20 @@ class Journal:
             {"clients": held.clients, "lost": [vars(loss) for loss in held.lost]} for held in attempt.conversations
         ]
         line = {**vars(attempt), "conversations": conversations}
-        self._folder.append(NAME, {key: value for key, value in line.items() if value or key not in _SELDOM})
+        self._folder.append(JOURNAL, {key: value for key, value in line.items() if value or key not in _SELDOM})
         self._note(attempt)
 
     def rewind(self) -> None:
         """Remove everything after the rounds that were read: later rounds run again."""
-        self._folder.cut(NAME, self._end)
+        self._folder.line_file(JOURNAL).cut(self._end)
 
     @classmethod
     def read(
         cls, folder: RunFolder, upto: int | None = None, needed: Collection[int] = (), evaluated: int = 0
     ) -> Journal:
         """Read the journal of a run, line by line; a half-written last line is ignored.
+
+        Raise DataError if a line is not an attempt, or is damaged.
 
         Parameters
         ----------
@@ -228,11 +248,6 @@ class Journal:
             Rounds other than the last for which versions are requested.
         evaluated
             Last evaluated round: training losses of later rounds have yet to be reported.
-
-        Raises
-        ------
-        DataError
-            If a line is not an attempt, or is damaged.
         """
         journal = cls(folder)
         journal.needed = needed
@@ -297,7 +312,7 @@ class Replay:
                 self._evaluations[attempt.round] = line.start
             elif attempt.outcome == DONE and attempt.round == len(self._starts) + 1:
                 self._starts.append(line.start)
-        path = folder.path / NAME
+        path = folder.path / JOURNAL
         self._lines: mmap.mmap | None = None
         if path.exists() and path.stat().st_size:
             with path.open("rb") as file:
@@ -306,10 +321,7 @@ class Replay:
     def attempt(self, round: int) -> Attempt:
         """Return the attempt that became a round.
 
-        Raises
-        ------
-        DataError
-            If the journal ends before this round.
+        Raise DataError if the journal ends before this round.
         """
         if round > len(self._starts):
             raise DataError(
@@ -359,7 +371,7 @@ class Replay:
 
 def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
     """Yield the attempts in a folder's journal and their positions; a last line cut short by a crash is skipped."""
-    for line in folder.placed(NAME):
+    for line in folder.placed(JOURNAL):
         if line.object is not None:
             yield attempt_of(line.object, folder), line
 
@@ -367,10 +379,7 @@ def _attempts(folder: RunFolder) -> Iterator[tuple[Attempt, Placed]]:
 def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
     """Return the attempt in a line of a folder's journal.
 
-    Raises
-    ------
-    DataError
-        If the line is not an attempt.
+    Raise DataError if the line is not an attempt.
     """
     try:
         conversations = [
@@ -378,26 +387,33 @@ def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
             for record in line["conversations"]
         ]
         attempt = Attempt(**{**line, "conversations": conversations})
-        statistics = attempt.statistics | ({} if attempt.outcome == DONE else {"client_steps": 0.0})
-        numbers = [attempt.round, attempt.life, attempt.seconds, attempt.payload_up, attempt.payload_down]
-        numbers += [statistics["client_steps"], *statistics.values()]
-        numbers += [number for number in (attempt.wire_up, attempt.wire_down) if number is not None]
-        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            raise ValueError("a value that is not a number")
-        if not all(isinstance(client, str) for record in conversations for client in record.clients):
-            raise ValueError("a client without a name")
-        if not all(isinstance(told["id"], str) and isinstance(told["observer"], bool) for told in attempt.joined):
-            raise ValueError("a client without a name")
+        _check(attempt)
         return attempt
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise DataError(f"{folder.path / NAME}: not a journal of this version ({error})") from error
+        raise DataError(f"{folder.path / JOURNAL}: not a journal of this version ({error})") from error
+
+
+def _check(attempt: Attempt) -> None:
+    """Raise ValueError, KeyError or TypeError unless an attempt has what readers compute with."""
+    wire = [number for number in (attempt.wire_up, attempt.wire_down) if number is not None]
+    numbers = [attempt.round, attempt.life, attempt.seconds, attempt.payload_up, attempt.payload_down, *wire]
+    numbers += attempt.statistics.values()
+    if attempt.outcome == DONE:
+        numbers.append(attempt.statistics["client_steps"])
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise ValueError("a value that is not a number")
+    _check_names(attempt)
+
+
+def _check_names(attempt: Attempt) -> None:
+    """Raise ValueError, KeyError or TypeError unless all clients have names."""
+    names = [client for record in attempt.conversations for client in record.clients]
+    if not all(isinstance(name, str) for name in [*names, *(told["id"] for told in attempt.joined)]):
+        raise ValueError("a client without a name")
+    if not all(isinstance(told["observer"], bool) for told in attempt.joined):
+        raise ValueError("a client that neither trains nor observes")
 
 
 def lost_rows(record: ConversationRecord, exchange: int) -> Sequence[Loss]:
     """Return the rows that were lost at one exchange."""
     return [loss for loss in record.lost if loss.exchange == exchange]
-
-
-def dump(attempt: Attempt) -> str:
-    """Return an attempt as one line, for logs and tests."""
-    return json.dumps(asdict(attempt), sort_keys=True)

@@ -49,10 +49,7 @@ class LineFile:
     def last_digest(self) -> str:
         """Return the digest of the last line, unchecked; for a file without lines, the initial digest.
 
-        Raises
-        ------
-        DataError
-            If the file does not end with a line.
+        Raise DataError if the file does not end with a line.
         """
         try:
             with open_file(self.path) as file:
@@ -61,6 +58,17 @@ class LineFile:
             return digests.beginning(self.path.name)
         except OSError as error:
             raise as_storage_error(error) from error
+
+    def has_line(self, end: int, digest: str) -> bool:
+        """Return whether a line with this digest ends at byte ``end``, and so whether all lines up to it are the same.
+
+        Byte 0 has the digest of :func:`digests.beginning`.
+        """
+        try:
+            with open_file(self.path) as file:
+                return self._before(file, end, torn=True) == digest
+        except OSError:
+            return False
 
     def append(self, value: Mapping[str, Any]) -> None:
         """Append one object as a line."""

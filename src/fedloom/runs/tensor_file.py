@@ -23,7 +23,7 @@ _AT = slice(8 + len(_BEFORE), 8 + len(_BEFORE) + 64)
 _ZEROS = b"0" * 64
 
 
-def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+def encode_tensors(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
     """Return a file's bytes.
 
     Parameters
@@ -39,13 +39,10 @@ def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
     return b"".join((content[: _AT.start], _digest(content).encode(), content[_AT.stop :]))
 
 
-def decode(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def decode_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the metadata of a file.
 
-    Raises
-    ------
-    ValueError
-        If its digest is missing or wrong, or the file is not valid.
+    Raise ValueError if its digest is missing or wrong, or the file is not valid.
     """
     if content[8 : _AT.start] != _BEFORE:
         raise ValueError("found no digest: damaged, or written by another version of FedLoom")
@@ -61,8 +58,8 @@ def decode(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise ValueError(f"damaged: {error}") from error
 
 
-def digest_of(content: bytes) -> str:
-    """Return the digest stored in a file that :func:`decode` has checked."""
+def stored_digest(content: bytes) -> str:
+    """Return the digest stored in a file that :func:`decode_tensors` has checked."""
     return content[_AT].decode("ascii")
 
 

@@ -7,22 +7,21 @@ round, and the best round so far. It holds no times, hosts or paths. Its digest 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from fedloom.errors import NEW_RUN, DataError, argument, as_storage_error
-from fedloom.federation import tensor_file
+from fedloom.runs import tensor_file
+from fedloom.runs.files import checkpoint_files
 from fedloom.storage.folder import read_file, write_atomically
 
 VERSION = 2
 KEPT = 2
-_NAME = re.compile(r"round-(\d{6,})\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Checkpoint:
             "round": self.round,
             "best": None if self.best is None else [self.best.round, self.best.score],
         }
-        return tensor_file.encode(self.state, about)
+        return tensor_file.encode_tensors(self.state, about)
 
 
 class Checkpoints:
@@ -89,15 +88,11 @@ class Checkpoints:
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint in the background. The state is copied before this returns.
 
-        Raises
-        ------
-        StorageError
-            If the previous one could not be written.
+        Raise StorageError if the previous one could not be written.
         """
         self.wait()
         copied = {name: tensor.detach().clone() for name, tensor in checkpoint.state.items()}
-        copy = Checkpoint(checkpoint.algorithm, checkpoint.algorithm_version, checkpoint.round, checkpoint.best, copied)
-        self._writing = self._writer.submit(self._write, copy)
+        self._writing = self._writer.submit(self._write, replace(checkpoint, state=copied))
 
     def again(self, round: int) -> None:
         """Call ``after`` again with a durable round, in the background, once all saved rounds are durable."""
@@ -108,10 +103,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until everything saved is durable and ``after`` has returned.
 
-        Raises
-        ------
-        StorageError
-            If it could not be written.
+        Raise StorageError if it could not be written.
         """
         if self._writing is not None:
             writing, self._writing = self._writing, None
@@ -126,10 +118,7 @@ class Checkpoints:
 
     def rounds(self) -> list[int]:
         """Return the rounds that have a checkpoint, ascending."""
-        if not self._folder.is_dir():
-            return []
-        names = (_NAME.fullmatch(entry.name) for entry in self._folder.iterdir())
-        return sorted(int(name[1]) for name in names if name)
+        return list(checkpoint_files(self._folder))
 
     def written_at(self, round: int) -> float:
         """Return when the checkpoint of a round was written, in seconds since 1970."""
@@ -138,17 +127,13 @@ class Checkpoints:
     def load(self, which: str | int = "last") -> Checkpoint:
         """Read a checkpoint.
 
+        Raise DataError if there is no such checkpoint, or it is damaged (the hint names the others); StorageError if it
+        cannot be read.
+
         Parameters
         ----------
         which
             ``last``, ``best`` or a round.
-
-        Raises
-        ------
-        DataError
-            If there is no such checkpoint, or it is damaged; the hint then names the others.
-        StorageError
-            If it cannot be read.
         """
         rounds = self.rounds()
         if not rounds:
@@ -186,16 +171,16 @@ class Checkpoints:
         path = self._path(round)
         try:
             content = read_file(path)
-            state, about = tensor_file.decode(content)
+            state, about = tensor_file.decode_tensors(content)
             if (found := about["version"]) != VERSION:
                 raise DataError(
-                    f"{path}: found a checkpoint of format {found}; allowed: {VERSION}, that of this FedLoom",
+                    f"{path} has format {found}, and this FedLoom reads format {VERSION}.",
                     hint="go on with the version of FedLoom that wrote it; nothing has been changed",
                 )
             if about["round"] != round:
                 raise ValueError(f"found the checkpoint of round {about['round']}")
             best = None if about["best"] is None else Best(*about["best"])
-            digest = tensor_file.digest_of(content)
+            digest = tensor_file.stored_digest(content)
             return Checkpoint(about["algorithm"], about["algorithm_version"], round, best, state, digest)
         except OSError as error:
             raise as_storage_error(error) from error
@@ -216,10 +201,7 @@ class Checkpoints:
 def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: str, version: int) -> None:
     """Check that a checkpoint has this algorithm and these shapes.
 
-    Raises
-    ------
-    DataError
-        If it does not.
+    Raise DataError if it does not.
     """
     if (checkpoint.algorithm, checkpoint.algorithm_version) != (algorithm, version):
         raise DataError(

@@ -1,21 +1,20 @@
-"""Finished runs, read and validated as a whole, for ``compare``."""
+"""Results of finished runs, read and validated as a whole, for ``compare``."""
 
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.experiment.yaml_reader import parse
-from fedloom.federation.folder import EXPERIMENT, RunFolder
+from fedloom.errors import DataError
 from fedloom.reporting.inputs import OF_BROKEN_FILES, check_compared
 from fedloom.reporting.words import is_masked
-from fedloom.words import pluralize
+from fedloom.runs.files import METRICS, SUMMARY
+from fedloom.runs.folder import RunFolder
+from fedloom.words import dotted_keys
 
 GROUPS = ("seen", "unseen")
 USERS = "users"
@@ -23,14 +22,11 @@ USERS = "users"
 PREDICTORS = ("global", "personal")
 APART = ("name", "seed", "runtime.", "storage", "tracking", "data.root")
 """Prefixes of experiment keys that do not distinguish settings."""
-SECTIONS = ("name", "seed", "data", "model", "algorithm", "federation")
-"""Required keys of a run's experiment."""
 MILLION = 10**6
-RESUME = f"go on with it: run it again with {argument('resume')}"
 
 
 class GroupStatistics(NamedTuple):
-    """Statistics of a group of clients in a run: accuracies as fractions, or losses (:attr:`Run.by_loss`).
+    """Statistics of a group of clients in a run: accuracies as fractions, or losses (:attr:`RunResults.by_loss`).
 
     ``mean``, ``std`` and ``worst_decile`` are over clients (``evaluation.summary.group_statistics``); the worst losses
     are the highest. Only accuracies have ``pooled``, and ``other``, the mean in the secondary reading (masked or
@@ -45,7 +41,7 @@ class GroupStatistics(NamedTuple):
     other: float | None = None
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """Evaluated round: cost of training so far, and mean test accuracy (or loss) of each group."""
 
     round: int
@@ -85,14 +81,14 @@ class Result:
 
     groups: Mapping[str, GroupStatistics | None]
     clients: Mapping[str, Mapping[str, tuple[int, int]]]
-    curve: tuple[Point, ...]
-    best: Point | None
+    curve: tuple[CurvePoint, ...]
+    best: CurvePoint | None
     new_client: NewClient
 
 
 @dataclass(frozen=True)
-class Run:
-    """Finished run with ``settings`` by dotted key and the fingerprint of its ``partition``.
+class RunResults:
+    """Results of a finished run, with ``settings`` by dotted key and the fingerprint of its ``partition``.
 
     ``titles``: names of its predictors in tables.
 
@@ -133,94 +129,25 @@ class Run:
         return self.algorithm if rule is None else f"{self.algorithm} {rule}"
 
 
-def run_folders_in(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """Return the folders of finished runs among or directly below the given ones, and notices of those left out.
+def read_results(run: RunFolder) -> RunResults:
+    """Read the results of a finished run.
 
-    Raises
-    ------
-    DataError
-        If a path is neither a finished run nor holds one.
+    Raise DataError if one of its files, the experiment included, is missing or damaged.
     """
-    found: dict[Path, Path] = {}
-    notices: list[str] = []
-    for path in map(Path, paths):
-        if (path / EXPERIMENT).is_file():
-            if not (path / "summary.json").exists():
-                raise DataError(f"{path}: has no summary.json, the run is not finished", hint=RESUME)
-            found.setdefault(path.resolve(), path)
-            continue
-        below = sorted(path.iterdir(), key=_naturally) if path.is_dir() else []
-        inside = [one for one in below if (one / EXPERIMENT).is_file()]
-        if not inside:
-            missing = "a file" if path.exists() else "no such folder"
-            what = missing if not path.is_dir() else f"a folder with no {EXPERIMENT}, and no runs in it"
-            raise DataError(
-                f"{path}: found {what}, expected the folder of a finished run, or one that holds such folders",
-                hint="fedloom run EXPERIMENT",
-            )
-        unfinished = [one for one in inside if not (one / "summary.json").exists()]
-        if len(unfinished) == len(inside):
-            raise DataError(f"{path}: found {pluralize(len(inside), 'run')}, none of them finished", hint=RESUME)
-        if unfinished:
-            names = ", ".join(one.name for one in unfinished)
-            notices.append(f"{path.resolve().name}: left out {pluralize(len(unfinished), 'unfinished run')}: {names}.")
-        for one in inside:
-            if one not in unfinished:
-                found.setdefault(one.resolve(), one)
-    return list(found.values()), notices
-
-
-def experiment_of(run: RunFolder) -> dict[str, Any]:
-    """Return a run's experiment as stored: with every default, and not validated again.
-
-    Validation would import its method and model, and therefore torch.
-
-    Raises
-    ------
-    DataError
-        If it is missing or damaged.
-    """
-    try:
-        value, _ = parse(run.text(EXPERIMENT), str(run.path / EXPERIMENT))
-    except ExperimentError as error:  # the fault is in a file of the run, not in a request
-        raise DataError(str(error)) from error
-    found = dict(value) if isinstance(value, dict) else {}
-    lacking = [key for key in SECTIONS if key not in found]
-    if lacking:
-        raise DataError(f"{run.path / EXPERIMENT}: not an experiment, it has no {', '.join(lacking)}")
-    return found
-
-
-def read_run(folder: Path) -> Run:
-    """Read a finished run.
-
-    Raises
-    ------
-    DataError
-        If one of its files, the experiment included, is missing or damaged.
-    """
-    files = RunFolder.open(folder)
-    e = experiment_of(files)
-    summary = files.json("summary.json")
-    partition = files.manifest().fingerprint
-    environment = files.json("environment.json")
-    history = files.metrics()
-    clients = files.clients()
+    settings = dotted_keys(run.stored_experiment())
+    summary, environment = run.json(SUMMARY), run.json("environment.json")
+    partition, history, clients = run.manifest().fingerprint, run.metrics(), run.clients()
     if not history:
-        raise DataError(f"{folder / 'metrics.jsonl'}: has no evaluated round")
+        raise DataError(f"{run.path / METRICS}: has no evaluated round")
     try:
-        measured = [group for group in (summary["seen"], summary["unseen"], summary["global"]) if group is not None]
-        by_loss = any(group["accuracy_mean"] is None for group in measured)
-        masked = not by_loss and any(is_masked(group) for group in measured)
-        predictors = [p for p in PREDICTORS if p == "personal" or summary["global"] is not None]
-        best = None if summary["best"] is None else files.evaluation_of(summary["best"]["round"])
-        if best is None and summary["best"] is not None:
-            raise DataError(
-                f"{folder / 'metrics.jsonl'}: lacks round {summary['best']['round']}, the best of summary.json"
-            )
+        best = _best(run, summary)
+        groups = [group for group in (summary["seen"], summary["unseen"], summary["global"]) if group is not None]
+        by_loss = any(group["accuracy_mean"] is None for group in groups)
+        masked = not by_loss and any(map(is_masked, groups))
+        predictors = PREDICTORS if summary["global"] is not None else ("personal",)
         traffic = summary["communication"]
-        return Run(
-            path=folder.resolve(),
+        return RunResults(
+            path=run.path.resolve(),
             seed=int(summary["seed"]),
             algorithm=str(summary["algorithm"]),
             titles=summary.get("titles") or {},
@@ -228,23 +155,38 @@ def read_run(folder: Path) -> Run:
             model=str(summary["model"]),
             masked=masked,
             by_loss=by_loss,
-            settings={key: value for key, value in _flat(e).items() if not key.startswith(APART)},
+            settings={key: value for key, value in settings.items() if not key.startswith(APART)},
             partition=partition,
             environment=environment,
             payload_up=int(traffic["payload_up"]),
             payload_down=int(traffic["payload_down"]),
-            wire_up=None if traffic["wire_up"] is None else int(traffic["wire_up"]),
-            wire_down=None if traffic["wire_down"] is None else int(traffic["wire_down"]),
+            wire_up=_int_or_none(traffic["wire_up"]),
+            wire_down=_int_or_none(traffic["wire_down"]),
             duration_s=float(summary["duration_s"]),
-            training_loss=files.training_loss(),
+            training_loss=run.training_loss(),
             own_steps=_own_steps(summary.get("own_steps"), masked=masked, by_loss=by_loss),
             results={
-                p: _result(summary, history, best, clients, p, masked=masked, by_loss=by_loss) for p in predictors
+                predictor: _result(summary, history, best, clients, predictor, masked=masked, by_loss=by_loss)
+                for predictor in predictors
             },
         )
     except OF_BROKEN_FILES:
-        check_compared(files)
+        check_compared(run)
         raise  # with intact files, it is a bug
+
+
+def _int_or_none(value: Any) -> int | None:
+    return None if value is None else int(value)
+
+
+def _best(run: RunFolder, summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the metrics of the round that is best on validation; None without validation."""
+    if summary["best"] is None:
+        return None
+    best = run.evaluation_of(summary["best"]["round"])
+    if best is None:
+        raise DataError(f"{run.path / METRICS}: lacks round {summary['best']['round']}, the best of {SUMMARY}")
+    return best
 
 
 def _result(
@@ -262,12 +204,14 @@ def _result(
     of_best = None if best is None else _point(best, predictor, method, by_loss=by_loss)
     costs = summary.get(method, {}).get("new_client", {}).get(predictor, {})
     column = f"{predictor}_{'loss' if by_loss else 'accuracy'}_{'masked' if masked else 'unmasked'}"
-    tested: dict[str, dict[str, tuple[int, int]]] = {group: {} for group in GROUPS}
-    for row in clients:
-        if row.get(column):
-            # The file has six digits, enough to recover the exact count of right predictions.
-            of = MILLION if by_loss else int(row["test"])
-            tested["seen" if row["seen"] == "true" else "unseen"][row["id"]] = (round(float(row[column]) * of), of)
+    tested = {
+        group: {
+            row["id"]: _count(row, column, by_loss=by_loss)
+            for row in clients
+            if row["seen"] == seen and row.get(column)
+        }
+        for group, seen in (("seen", "true"), ("unseen", "false"))
+    }
     return Result(
         groups={
             name: _losses(group, tested.get(name, {})) if by_loss else _measured(group, masked=masked)
@@ -278,6 +222,12 @@ def _result(
         best=of_best,
         new_client=NewClient(*(costs.get(key) for key in NewClient._fields)),
     )
+
+
+def _count(row: Mapping[str, str], column: str, *, by_loss: bool) -> tuple[int, int]:
+    """Return a client's right predictions and examples: six digits are enough to recover the exact count."""
+    of = MILLION if by_loss else int(row["test"])
+    return round(float(row[column]) * of), of
 
 
 def _of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str, Mapping[str, Any] | None]:
@@ -322,26 +272,12 @@ def _own_steps(found: Sequence[Mapping[str, Any]] | None, *, masked: bool, by_lo
     return {k: group for k, group in measured.items() if group is not None}
 
 
-def _point(line: Mapping[str, Any], predictor: str, method: str, *, by_loss: bool) -> Point:
+def _point(line: Mapping[str, Any], predictor: str, method: str, *, by_loss: bool) -> CurvePoint:
     key = "loss_mean" if by_loss else "accuracy_mean"
-    return Point(
+    return CurvePoint(
         int(line["round"]),
         int(line["communication"]["payload_up"]) + int(line["communication"]["payload_down"]),
         int(line["client_steps"]),
         line["validation_loss" if by_loss else "validation_pooled"],
         {name: None if g is None else float(g[key]) for name, g in _of(line, predictor, method).items()},
     )
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as dotted keys."""
-    found: dict[str, Any] = {}
-    for key, item in value.items():
-        found |= _flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item}
-    return found
-
-
-def _naturally(path: Path) -> list[tuple[float, str]]:
-    """Return a sort key that orders numbers in a name by value."""
-    parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", path.name)
-    return [(float(part), "") if i % 2 else (-1.0, part) for i, part in enumerate(parts)]

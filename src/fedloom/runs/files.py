@@ -1,0 +1,289 @@
+"""Files of a run folder: whole files are written atomically with a digest, line files grow line by line."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fedloom import digests
+from fedloom.errors import DataError, ExperimentError, argument
+from fedloom.runs.line_file import LineFile, Placed
+from fedloom.storage.folder import PARTIAL, read_file, storing, sync, write_atomically
+from fedloom.words import parsed_json
+
+EXPERIMENT = "experiment.yaml"
+PARTITION = "partition.json"
+METRICS = "metrics.jsonl"
+JOURNAL = "journal.jsonl"
+RELEASES = "releases.jsonl"
+"""Private answers of clients, for methods with a privacy guarantee; it only grows, even on a resume."""
+SUMMARY = "summary.json"
+CHECKPOINTS = "checkpoints"
+DIGESTS = "digests.json"
+"""Digests of files that cannot hold their own, and, once a run is finished, those of the last lines of line files."""
+ELSEWHERE = (PARTITION, "clients.csv", "confusion.csv")
+"""Files whose digests are in :data:`DIGESTS`.
+
+The partition equals that of the data root byte for byte, and tables are read by other programs.
+"""
+ENDED = (METRICS, RELEASES, JOURNAL)
+AGAIN = f"run again with {argument('resume')}: it makes the results of a finished run anew"
+HINTS = {
+    **dict.fromkeys((SUMMARY, "clients.csv", "confusion.json", "confusion.csv", "calibration.json"), AGAIN),
+    "control.json": "remove it; then the run continues",
+}
+"""Hints for damaged files, where they differ from :data:`digests.RESTORE`."""
+ABSENT = "is not there"
+"""End of the message about a file that a run does not have (yet)."""
+
+_CHECKPOINT = re.compile(r"round-(\d{6,})\.safetensors")
+
+
+class Lines(list[dict[str, Any]]):
+    """Objects of a JSON-lines file, in order; ``unreadable`` counts lines left out (one, after a crash)."""
+
+    def __init__(self, objects: Iterable[dict[str, Any]], unreadable: int) -> None:
+        super().__init__(objects)
+        self.unreadable = unreadable
+
+
+class RunFiles:
+    """Files of one run folder, for its writer and for readers.
+
+    Every reader raises ``DataError`` naming the file and what is wrong with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def states(self) -> Path:
+        """Folder of client states."""
+        return self.path / "states"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the processes' logs."""
+        return self.path / "logs"
+
+    def has(self, name: str) -> bool:
+        """Return whether a file with this name exists, damaged or not."""
+        return (self.path / name).exists()
+
+    # --- the folder ---------------------------------------------------------------------------------------------------
+
+    def is_free(self) -> bool:
+        """Return whether the folder is missing, or holds only the half-written experiment of a run killed there."""
+        if not self.path.is_dir():
+            return not self.path.exists()
+        names = (entry.name for entry in self.path.iterdir())
+        return all(name.startswith(f".{EXPERIMENT}.") and name.endswith(PARTIAL) for name in names)
+
+    def make(self, experiment: str | None = None) -> None:
+        """Create the folder and its subfolders, and remove files that a crash left half-written.
+
+        ``experiment.yaml`` comes first: a folder that has it is a run, and can be resumed.
+        """
+        with storing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if experiment is not None:
+                self.write(EXPERIMENT, experiment)
+            for folder in (self.checkpoints, self.logs):
+                folder.mkdir(exist_ok=True)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove files that killed processes left half-written.
+
+        An earlier worker that is still writing a client's state loses nothing: it writes it again
+        (``FolderStore.write``).
+        """
+        with storing(self.path, "removed"):
+            for pattern in (f".*{PARTIAL}", f"checkpoints/.*{PARTIAL}", f"states/*/.*{PARTIAL}"):
+                for partial in self.path.glob(pattern):
+                    partial.unlink(missing_ok=True)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Lock the folder against other processes; the lock ends with the process, even if it is killed.
+
+        Raise ExperimentError if another process holds the lock.
+        """
+        with storing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        with self._locked(fcntl.LOCK_EX) as is_ours:
+            if not is_ours:
+                raise ExperimentError(
+                    f"{self.path}: another process is at work on this run.",
+                    hint=f"wait until it has ended, or choose another folder ({argument('out')})",
+                )
+            yield
+
+    def is_held(self) -> bool:
+        """Return whether a process works on the run."""
+        with self._locked(fcntl.LOCK_SH) as is_ours:
+            return not is_ours
+
+    @contextmanager
+    def _locked(self, mode: int) -> Iterator[bool]:
+        """Try to lock the folder; yield whether that succeeded."""
+        with storing(self.path):
+            descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
+            is_ours = True
+        except BlockingIOError:
+            is_ours = False
+        try:
+            yield is_ours
+        finally:
+            os.close(descriptor)
+
+    # --- whole files --------------------------------------------------------------------------------------------------
+
+    def write(self, name: str, text: str) -> None:
+        """Write a whole file with its digest, which goes into ``digests.json`` if the file cannot hold it."""
+        if name in ELSEWHERE:
+            known = self._known()
+            # The previous digest is kept, so that the file's digest is listed whenever the process is killed.
+            accepted = [digests.digest_of(text.encode()), *known.get(name, ())]
+            self._know({**known, name: list(dict.fromkeys(accepted))[:2]})
+        else:
+            text = digests.sealed(name, text)
+        write_atomically(self.path / name, text.encode())
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write an object as indented JSON."""
+        self.write(name, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it exists."""
+        with storing(self.path / name, "removed"):
+            (self.path / name).unlink(missing_ok=True)
+
+    def read(self, name: str) -> str | None:
+        """Return the content of a file after checking its digest; None if the file does not exist."""
+        path = self.path / name
+        try:
+            content = read_file(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        try:
+            if name not in ELSEWHERE:
+                content = digests.unsealed(name, content)
+            elif digests.digest_of(content) not in self._known().get(name, ()):
+                raise digests.Damaged(f"its digest is not in {DIGESTS}")
+            return content.decode("utf-8").replace("\r\n", "\n")
+        except (digests.Damaged, UnicodeDecodeError) as error:
+            raise DataError(f"{path}: damaged, {error}", hint=HINTS.get(name, digests.RESTORE)) from error
+
+    def text(self, name: str) -> str:
+        """Return the content of a file that must exist."""
+        found = self.read(name)
+        if found is None:
+            raise DataError(f"{self.path / name}: {ABSENT}")
+        return found
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Return the object of a JSON file that must exist."""
+        return self._object(name, self.text(name))
+
+    def json_or_none(self, name: str) -> dict[str, Any] | None:
+        """Return the object of a JSON file; None if it does not exist."""
+        text = self.read(name)
+        return None if text is None else self._object(name, text)
+
+    def _object(self, name: str, text: str) -> dict[str, Any]:
+        try:
+            value = parsed_json(text)
+        except ValueError as error:
+            raise DataError(f"{self.path / name}: is not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{self.path / name} must hold a JSON object, and holds a {type(value).__name__}.")
+        return value
+
+    # --- line files ---------------------------------------------------------------------------------------------------
+
+    def line_file(self, name: str) -> LineFile:
+        """Return a line file, which need not exist."""
+
+        def ending() -> str | None:
+            found = self._known().get(name)
+            return found[0] if found else None
+
+        return LineFile(self.path / name, ending if name in ENDED else lambda: None)
+
+    def append(self, name: str, line: Mapping[str, Any]) -> None:
+        """Append one object as a line."""
+        self.line_file(name).append(line)
+
+    def lines(self, name: str) -> Lines:
+        """Return the objects of a JSON-lines file; none if it does not exist. A line cut short is counted."""
+        found = [line.object for line in self.placed(name)]
+        objects = [value for value in found if value is not None]
+        return Lines(objects, len(found) - len(objects))
+
+    def objects(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the objects of a JSON-lines file in constant memory; none if it does not exist."""
+        return (line.object for line in self.placed(name) if line.object is not None)
+
+    def placed(
+        self, name: str, skipped: Callable[[bytes], bool] = lambda line: False, start: int = 0
+    ) -> Iterator[Placed]:
+        """Yield the lines of a file with their positions (:meth:`LineFile.forwards`)."""
+        return self.line_file(name).forwards(skipped, start)
+
+    def sync(self, *names: str) -> None:
+        """Wait until everything appended to those of these files that exist is on the disk."""
+        for path in (*(self.path / name for name in names), self.path):  # the folder, for the files' names
+            with storing(path), suppress(FileNotFoundError):
+                sync(path)
+
+    def close_lines(self) -> None:
+        """Record the last lines of the line files of a finished run."""
+        self._know({**self._known(), **{name: [self.line_file(name).last_digest()] for name in ENDED}})
+
+    def reopen_lines(self) -> None:
+        """Let the line files of a resumed run grow again."""
+        known = self._known()
+        if any(name in known for name in ENDED):
+            self._know({name: found for name, found in known.items() if name not in ENDED})
+
+    def last_digests(self, *names: str) -> dict[str, str]:
+        """Return the digest of the last line of each of these line files that exists."""
+        return {name: self.line_file(name).last_digest() for name in names if self.has(name)}
+
+    def rewrite(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the lines of a line file."""
+        self.line_file(name).rewrite(lines)
+
+    def _know(self, known: Mapping[str, Sequence[str]]) -> None:
+        self.write_json(DIGESTS, {"version": digests.VERSION, "files": known})
+
+    def _known(self) -> dict[str, list[str]]:
+        """Return the digests that files may have, by name; none if there is no digest file."""
+        match self.json_or_none(DIGESTS):
+            case None:
+                return {}
+            case {"version": digests.VERSION, "files": dict() as files}:
+                return files
+        raise DataError(f"{self.path / DIGESTS}: written by another version of FedLoom", hint=digests.RESTORE)
+
+
+def checkpoint_files(folder: Path) -> dict[int, Path]:
+    """Return the checkpoint files in a folder by round, ascending; none if there is no such folder."""
+    names = [_CHECKPOINT.fullmatch(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
+    return {int(name[1]): folder / name[0] for name in sorted(filter(None, names), key=lambda name: int(name[1]))}

@@ -1,0 +1,182 @@
+"""Runs in folders, finished or not."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import DataError, argument
+from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import DONE
+from fedloom.words import pluralize
+
+FINISHED, INTERRUPTED, RUNNING, DAMAGED = "finished", "interrupted", "running", "damaged"
+RESUME = f"go on with it: run it again with {argument('resume')}"
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """Run as an entry of a list.
+
+    Attributes
+    ----------
+    path
+        Folder of the run.
+    state
+        ``finished``, ``interrupted``, ``running``, or ``damaged``.
+    name, method, dataset, seed
+        From the experiment; None if that is damaged.
+    done, rounds
+        Rounds done, and rounds planned; None also for a run without an end.
+    seen, unseen
+        Mean test accuracy over clients in the last evaluated round, as a fraction; None if no client was evaluated or
+        the data have no classes.
+    seen_loss, unseen_loss
+        Mean test loss over clients in that round.
+    changed
+        Time of the last change, in seconds since 1970.
+    fault
+        Description of the damage.
+    """
+
+    path: str
+    state: str
+    name: str | None = None
+    method: str | None = None
+    dataset: str | None = None
+    seed: int | None = None
+    done: int | None = None
+    rounds: int | None = None
+    seen: float | None = None
+    unseen: float | None = None
+    seen_loss: float | None = None
+    unseen_loss: float | None = None
+    changed: float | None = None
+    fault: str | None = None
+
+
+def list_runs(folder: Path) -> list[RunEntry]:
+    """Return the runs in a folder and below it, sorted by path.
+
+    Raise DataError if the folder does not exist.
+    """
+    if not folder.is_dir():
+        raise DataError(
+            f"{folder} {'is a file' if folder.exists() else 'does not exist'}; give a folder that holds runs.",
+            hint="fedloom run EXPERIMENT makes one; runs elsewhere: fedloom runs DIR",
+        )
+    return [_entry(RunFolder(path)) for path in _run_folders(folder)]
+
+
+def newest_run(folder: Path) -> Path:
+    """Return the most recently changed run in a folder or below it.
+
+    Raise DataError if there is none.
+    """
+    newest = max(_run_folders(folder), key=lambda path: RunFolder(path).changed_at(), default=None)
+    if newest is None:
+        raise DataError(
+            f"{folder} holds no run; give the address of an aggregator, a run's folder, or its URL.",
+            hint="fedloom status HOST:PORT|RUN",
+        )
+    return newest
+
+
+def finished_runs(paths: Sequence[str | Path]) -> tuple[list[RunFolder], list[str]]:
+    """Return the finished runs among or directly below some folders, and notices of those left out.
+
+    Raise DataError if a path is neither a finished run nor holds one.
+    """
+    found: dict[Path, RunFolder] = {}
+    notices: list[str] = []
+    for path in map(Path, paths):
+        inside = [RunFolder(path)] if (path / EXPERIMENT).is_file() else _runs_directly_in(path)
+        finished = [run for run in inside if run.is_finished]
+        if not finished and inside[0].path == path:
+            raise DataError(f"{path}: has no summary.json, the run is not finished", hint=RESUME)
+        if not finished:
+            raise DataError(f"{path} holds {pluralize(len(inside), 'run')}, none of them finished.", hint=RESUME)
+        if unfinished := [run.path.name for run in inside if not run.is_finished]:
+            many = pluralize(len(unfinished), "unfinished run")
+            notices.append(f"{path.resolve().name}: left out {many}: {', '.join(unfinished)}.")
+        for run in finished:
+            found.setdefault(run.path.resolve(), run)
+    return list(found.values()), notices
+
+
+def _runs_directly_in(path: Path) -> list[RunFolder]:
+    """Return the runs directly below a folder, in natural order; raise if there are none."""
+    below = sorted(path.iterdir(), key=_naturally) if path.is_dir() else []
+    inside = [RunFolder(one) for one in below if (one / EXPERIMENT).is_file()]
+    if not inside:
+        missing = "is a file" if path.exists() else "does not exist"
+        what = f"has no {EXPERIMENT} and holds no runs" if path.is_dir() else missing
+        raise DataError(
+            f"{path} {what}; give the folder of a finished run, or one that holds such folders.",
+            hint="fedloom run EXPERIMENT",
+        )
+    return inside
+
+
+def _run_folders(folder: Path) -> Iterator[Path]:
+    """Yield folders of runs; a folder with only an experiment file is not a run."""
+    for path, folders, files in os.walk(folder):
+        folders.sort()
+        if EXPERIMENT in files and ("logs" in folders or PARTITION in files):
+            folders.clear()
+            yield Path(path)
+
+
+def _entry(run: RunFolder) -> RunEntry:
+    path, changed = str(run.path), run.changed_at()
+    try:
+        e, summary = run.stored_experiment(), run.json_or_none("summary.json")
+        method, rounds = e["algorithm"], e["federation"]["rounds"]
+        rule = f" {method['rule']}" if "rule" in method else ""
+        last = summary or (run.last_evaluation() or ({}, 0))[0]
+        seen, unseen = (last.get(group) or {} for group in ("seen", "unseen"))
+        done = _rounds_done(run) if summary is None else int(summary["rounds"])
+        ended = FINISHED if has_ended(e, summary, done) else INTERRUPTED
+        return RunEntry(
+            path,
+            state=RUNNING if run.is_held() else ended,
+            name=str(e["name"]),
+            method=f"{method['name']}{rule}",
+            dataset=str(e["data"].get("dataset", "own")),
+            seed=int(e["seed"]),
+            done=done,
+            rounds=None if rounds is None else int(rounds),
+            seen=seen.get("accuracy_mean"),
+            unseen=unseen.get("accuracy_mean"),
+            seen_loss=seen.get("loss_mean"),
+            unseen_loss=unseen.get("loss_mean"),
+            changed=changed,
+        )
+    except DataError as error:
+        fault = str(error)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        fault = f"{path}: not what FedLoom writes ({error!r})"
+    return RunEntry(path, DAMAGED, changed=changed, fault=fault)
+
+
+def _rounds_done(run: RunFolder) -> int:
+    return max((line.get("round", 0) for line in run.objects(JOURNAL) if line.get("outcome") == DONE), default=0)
+
+
+def has_ended(experiment: Mapping[str, Any], summary: Mapping[str, Any] | None, done: int) -> bool:
+    """Return whether a run with this many rounds done has ended and has not been continued since."""
+    if summary is None or int(summary["rounds"]) < done:
+        return False
+    federation = experiment["federation"]
+    return federation["rounds"] is None or federation.get("until") is not None or done >= int(federation["rounds"])
+
+
+def _naturally(path: Path) -> list[tuple[float, str]]:
+    """Return a sort key that orders numbers in a name by value."""
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", path.name)
+    return [(float(part), "") if i % 2 else (-1.0, part) for i, part in enumerate(parts)]

@@ -1,0 +1,257 @@
+"""Runs published in a store: the format of the records, and reading.
+
+Below the run's place in the store:
+
+``published/<n>.json``
+    Record of one publication: round, incarnation, and the blobs of each file of the run's folder. Records count up from
+    1, and each is written with a conditional put: of two aggregators that both resume from record n, only one can write
+    n + 1; the other gets an error and stops. Records are never removed.
+``blobs/<n>-<sha256>``
+    Contents of the files that the last record names, each written for the first record that names it. A blob that a
+    record names is never overwritten with other content, and later records name only such blobs, or blobs with their
+    own numbers. A file is one blob; a line file, which only grows, is cut into segments (:func:`segments`), so that a
+    publication copies only what is new, however long the run is.
+``states/``
+    The clients' states, which the workers keep there.
+``releases/<life>-<n>.json``
+    Lines of ``releases.jsonl`` that are not published yet: private answers are recorded before they are requested.
+everything else
+    The finished run's folder, for people and programs to read. It is complete if it has a ``summary.json``.
+
+The last record of a finished run, written once its folder is there, names the checkpoints in that folder instead of
+blobs, so that each is stored once. The bytes of a checkpoint follow from its round, so an aggregator that is replaced
+while it copies the folder, and continues copying, does not change them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from fedloom.errors import DataError
+from fedloom.runs.files import CHECKPOINTS, EXPERIMENT
+from fedloom.runs.folder import RunFolder
+from fedloom.storage import Absent, Store
+from fedloom.storage.base import parts_of
+from fedloom.storage.folder import copy_atomically, storing
+from fedloom.words import parsed_json
+
+VERSION = 2
+FIRST = (EXPERIMENT, "published.json")
+"""Files to copy first.
+
+An experiment makes a folder a run; ``published.json`` locates the clients' states before any round exists.
+"""
+
+FOLDER = "folder"
+"""Replaces a blob's number for a file in the finished run's folder."""
+
+SEGMENTS = (1 << 24, 1 << 21, 1 << 18)
+"""Sizes of the segments of a line file in bytes, each 8 times the next; the rest at the end is smaller than the last.
+"""
+
+OF_ITS_OWN = ("blobs", "published", "releases", "states")
+"""Folders in the store that do not belong to the finished run's folder."""
+
+_RECORD = re.compile(r"published/(\d{8})\.json")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One publication.
+
+    Attributes
+    ----------
+    number
+        Number of the record, counting from 1.
+    round
+        Last round that it holds.
+    incarnation
+        Id of the aggregator process that wrote it.
+    files
+        Blobs of each file, in order, ``<number>-<sha256 in hex>``, by the file's path in the run's folder;
+        ``folder-<sha256 in hex>`` for a file in the finished run's folder.
+    """
+
+    number: int
+    round: int
+    incarnation: str
+    files: Mapping[str, Sequence[str]]
+
+    @property
+    def is_finished(self) -> bool:
+        """True for the complete publication of a finished run."""
+        return any(blobs[0].startswith(FOLDER) for blobs in self.files.values())
+
+
+_ADAPTER = TypeAdapter(Record)
+_BLOB = re.compile(rf"(\d{{8}}|{FOLDER})-[0-9a-f]{{64}}")
+
+
+class PublishedRun:
+    """Published run, and a folder that it is copied to.
+
+    Parameters
+    ----------
+    store
+        The run's place in the store.
+    path
+        Folder for the files; nothing else writes to it between two calls of :meth:`restore`.
+    checkpoints
+        Copy the checkpoints, too.
+
+    Attributes
+    ----------
+    record
+        Last publication read or written; None if there is none.
+    """
+
+    def __init__(self, store: Store, path: Path, *, checkpoints: bool = True) -> None:
+        self._store = store
+        self._path = path
+        self._checkpoints = checkpoints
+        self.record: Record | None = None
+
+    @property
+    def url(self) -> str:
+        """URL of the run's place."""
+        return self._store.url
+
+    def published_at(self) -> float:
+        """Return when the last publication was written, in seconds since 1970."""
+        name = "" if self.record is None else record_name(self.record.number)
+        return max((entry.modified for entry in self._store.entries(name) if entry.name == name), default=0.0)
+
+    def restore(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
+        """Bring the folder to the last publication, copying only what is new since the previous call.
+
+        Published files replace those with the same names, and other checkpoints are removed.
+
+        Raise DataError if published files are missing or damaged; StorageError or RefusedError if the store fails or
+        denies access, or the folder cannot be written.
+
+        Parameters
+        ----------
+        check
+            Checks the new files, in a folder of their own, before the run's folder is changed; its errors leave that
+            folder unchanged.
+
+        Returns
+        -------
+        bool
+            False if nothing has been published; the folder is then unchanged.
+        """
+        number = self._newest()
+        while number and (self.record is None or self.record.number != number):
+            try:
+                self._copy(self.read(number), check)
+            except Absent as error:
+                # An aggregator that is still running may have published again, and removed what this record needs.
+                failed, number = number, self._newest()
+                if number == failed:
+                    raise DataError(f"{self.url}: the published run is not whole: {error}") from error
+        return number > 0
+
+    def _newest(self) -> int:
+        """Return the number of the last record; 0 if there is none."""
+        names = (_RECORD.fullmatch(entry.name) for entry in self._store.entries("published/"))
+        return max((int(found[1]) for found in names if found), default=0)
+
+    def read(self, number: int) -> Record:
+        """Return a record.
+
+        Raise DataError if it is damaged, or of another version.
+        """
+        where = f"{self.url}/{record_name(number)}"
+        try:
+            about: dict[str, Any] = parsed_json(self._store.read(record_name(number)))
+            if about.pop("version") != VERSION:
+                raise DataError(f"{where}: published by another version of FedLoom", hint="resume with that version")
+            record = _ADAPTER.validate_python(about)
+            if record.number != number:
+                raise ValueError(f"it says that it is number {record.number}")
+            for name, blobs in record.files.items():
+                parts_of(name)  # it is used as a path to write to, so it must lie in the run's folder
+                if not blobs or not all(_BLOB.fullmatch(blob) for blob in blobs):
+                    raise ValueError(f"the blobs of {name} are {blobs}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{where}: not a record of a published run ({error})") from error
+        return record
+
+    def _copy(self, record: Record, check: Callable[[RunFolder], None]) -> None:
+        """Bring the folder to a record, once all new files are downloaded and checked."""
+        before = {} if self.record is None else self.record.files
+        with tempfile.TemporaryDirectory(prefix="fedloom-run-") as temporary:
+            staging, part = Path(temporary) / "run", Path(temporary) / "part"
+            staging.mkdir()
+            changed = []
+            for name, blobs in record.files.items():
+                known = list(map(blob_digest, before.get(name, ())))
+                wanted = self._checkpoints or not name.startswith(f"{CHECKPOINTS}/")
+                if wanted and known != list(map(blob_digest, blobs)):
+                    self._stage(name, known, blobs, staging / name, part)
+                    changed.append(name)
+            check(RunFolder(staging))
+            self.record = None  # if copying fails, the folder holds files of two records
+            stale = {f"{CHECKPOINTS}/{path.name}" for path in self._path.glob(f"{CHECKPOINTS}/*.safetensors")}
+            for name in (stale | set(before)) - set(record.files):
+                (self._path / name).unlink(missing_ok=True)
+            for name in sorted(changed, key=lambda name: (name not in FIRST, name)):  # we may be killed half-way
+                path = self._path / name
+                with storing(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                copy_atomically(staging / name, path)
+        self.record = record
+
+    def _stage(self, name: str, known: Sequence[str], blobs: Sequence[str], path: Path, part: Path) -> None:
+        """Write a file of a record to ``path``; the first blobs are taken from the folder if it has them."""
+        have = sum(1 for _ in takewhile(lambda pair: pair[0] == blob_digest(pair[1]), zip(known, blobs, strict=False)))
+        with storing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            if have:
+                shutil.copyfile(self._path / name, path)
+                os.truncate(path, sum(length for _, length in segments(path.stat().st_size)[:have]))
+        for blob in blobs[have:]:
+            there = name if blob.startswith(FOLDER) else f"blobs/{blob}"
+            self._store.download(there, part)
+            content = part.read_bytes()
+            found = hashlib.sha256(content).hexdigest()
+            if found != blob_digest(blob):
+                raise DataError(f"{self.url}/{there} is damaged: its SHA-256 is {found}.")
+            with storing(path), path.open("ab") as whole:
+                whole.write(content)
+
+
+def segments(size: int) -> list[tuple[int, int]]:
+    """Return the segments of a line file as (start, length), the largest first.
+
+    A file of 1 GB has 64 to 79 segments. As the file grows, a byte is in a segment of each length once, so it is copied
+    at most four times, except for the last bytes, fewer than 256 KiB.
+    """
+    found, begin = [], 0
+    for length in SEGMENTS:
+        while size - begin >= length:
+            found.append((begin, length))
+            begin += length
+    return [*found, (begin, size - begin)] if size > begin or not found else found
+
+
+def record_name(number: int) -> str:
+    """Return the name of a record in the store."""
+    return f"published/{number:08d}.json"
+
+
+def blob_digest(blob: str) -> str:
+    """Return the SHA-256 in a blob's name."""
+    return blob.partition("-")[2]
