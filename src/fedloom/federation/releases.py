@@ -62,10 +62,7 @@ class Releases:
     def tell(self, key: ConversationKey, exchange: int, clients: Sequence[str]) -> None:
         """Record that these clients are about to answer; the line is on the disk when this returns.
 
-        Raises
-        ------
-        StorageError
-            If it cannot be written; the clients must not be asked then.
+        Raise StorageError if it cannot be written; the clients must not be asked then.
         """
         at = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": exchange}
         about = {"purpose": key.purpose, "noise_multiplier": self.noise_multiplier}
@@ -82,7 +79,7 @@ class Releases:
 
 
 @dataclass(frozen=True)
-class Told:
+class ReleaseCounts:
     """Number of private answers of each client that was ever in the run, by noise multiplier.
 
     ``is_known`` is False if some answers had no noise, or were not counted.
@@ -92,7 +89,7 @@ class Told:
     is_known: bool
 
 
-def told(folder: RunFolder, *, repeatable: bool) -> Told:
+def count_releases(folder: RunFolder, *, repeatable: bool) -> ReleaseCounts:
     """Return the private answers of each client.
 
     Parameters
@@ -101,10 +98,7 @@ def told(folder: RunFolder, *, repeatable: bool) -> Told:
         True if the noise is derived from the seed: repeating a request then gives the same answer, which reveals
         nothing more.
 
-    Raises
-    ------
-    DataError
-        If ``releases.jsonl`` is damaged.
+    Raise DataError if ``releases.jsonl`` is damaged.
     """
     times: defaultdict[str, Counter[float]] = defaultdict(Counter)
     asked: set[tuple[Any, ...]] = set()
@@ -116,7 +110,7 @@ def told(folder: RunFolder, *, repeatable: bool) -> Told:
             asked.add(what)
             for client in line["clients"]:
                 times[client][line["noise_multiplier"]] += 1
-    return Told(times, is_known)
+    return ReleaseCounts(times, is_known)
 
 
 def _lines(folder: RunFolder) -> Iterator[dict[str, Any]]:
@@ -125,4 +119,4 @@ def _lines(folder: RunFolder) -> Iterator[dict[str, Any]]:
             case {"purpose": str(), "noise_multiplier": int() | float() as z, "clients": list()} if z >= 0:
                 yield line
             case _:
-                raise DataError(f"{folder.path / RELEASES}: found a line that is not what FedLoom writes", hint=RESTORE)
+                raise DataError(f"{folder.path / RELEASES} has a line that FedLoom did not write.", hint=RESTORE)

@@ -39,18 +39,8 @@ def no_pause() -> None:
 class Member:
     """Announcement of a client with data of its own.
 
-    Attributes
-    ----------
-    id
-        Id, chosen by its owner.
-    train, validation, test
-        Number of examples in each split.
-    labelled
-        True if the examples have labels.
-    observer
-        True if it is measured and gets models, but never trains.
-    class_counts
-        Training examples of each class; empty where unknown.
+    Its id is chosen by its owner. ``train``, ``validation`` and ``test`` are numbers of examples. An ``observer`` is
+    measured and gets models, but never trains. ``class_counts`` are training examples of each class; empty: unknown.
     """
 
     id: str
@@ -71,10 +61,7 @@ class Member:
     def read(cls, told: Mapping[str, Any]) -> Member:
         """Return the member in a line of a journal.
 
-        Raises
-        ------
-        DataError
-            If the line has no valid member.
+        Raise DataError if the line has no valid member.
         """
         try:
             return cls(**{**told, "class_counts": tuple(told["class_counts"])})
@@ -227,10 +214,7 @@ class AvailableClients:
     def count(self, silent: Collection[str] = ()) -> tuple[int, int]:
         """Return how many training clients are connected and not silent, and the number of changes so far.
 
-        Raises
-        ------
-        InterruptedRun
-            If no more clients will come.
+        Raise InterruptedRun if no more clients will come.
         """
         with self._changed:
             if self._over:
@@ -257,18 +241,12 @@ class OpenRoster(_ChangingRoster):
     ----------
     manifest
         Description of every client's data; its clients are ignored.
-    presence
-        Connected clients.
     min_clients
         Number of connected training clients below which rounds wait.
     heartbeat_timeout_s
         Time after which an absent client leaves the roster.
-    stop
-        Set to end the run.
     say
         Receives a message when rounds wait, and when they continue.
-    monitor
-        Receives the waiting phase.
     silence
         Clients that miss deadlines: rounds do not count on them.
     """
@@ -305,32 +283,9 @@ class OpenRoster(_ChangingRoster):
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
         """Update the roster once enough training clients are connected, and return the change.
 
-        Raises
-        ------
-        InterruptedRun
-            If the run is stopped while it waits.
+        Raise InterruptedRun if the run is stopped while it waits.
         """
-        waited = False
-        while True:
-            hold()
-            silent = self._silence.silent
-            training, changes = self._presence.count(silent)
-            if training >= self._min_clients:
-                break
-            if not waited:
-                when = f"after round {round}" if evaluating else f"before round {round}"
-                why = (
-                    f"waiting {when}: {pluralize(training, 'client')} to train with, federation.min_clients is "
-                    f"{self._min_clients}{_besides(len(silent))}"
-                )
-                self._say(why)
-                self._monitor.enter("waiting", why)
-                waited = True
-            if self._stop.is_set():
-                raise InterruptedRun(f"stopped while waiting for clients; go on with {argument('resume')}")
-            self._presence.wait(POLL_S)
-        if waited:
-            self._say(f"going on with {pluralize(training, 'client')}")
+        changes = self._wait_for_clients(f"{'after' if evaluating else 'before'} round {round}", hold)
         now = time.monotonic()
         if changes == self._settled and now < self._next_leaves:
             return Change()  # makes the cost independent of the number of clients
@@ -342,6 +297,29 @@ class OpenRoster(_ChangingRoster):
         self._settled, self._next_leaves = changes, min((leaves[name] for name in away), default=math.inf)
         self._here = tuple(sorted(here))
         return self._become({**away, **here})
+
+    def _wait_for_clients(self, when: str, hold: Hold) -> int:
+        """Wait until enough training clients are connected; return the number of changes so far."""
+        waited = False
+        while True:
+            hold()
+            silent = self._silence.silent
+            training, changes = self._presence.count(silent)
+            if training >= self._min_clients:
+                if waited:
+                    self._say(f"going on with {pluralize(training, 'client')}")
+                return changes
+            if not waited:
+                why = (
+                    f"waiting {when}: {pluralize(training, 'client')} to train with, federation.min_clients is "
+                    f"{self._min_clients}{_besides(len(silent))}"
+                )
+                self._say(why)
+                self._monitor.enter("waiting", why)
+                waited = True
+            if self._stop.is_set():
+                raise InterruptedRun(f"stopped while waiting for clients; go on with {argument('resume')}")
+            self._presence.wait(POLL_S)
 
     def here(self) -> tuple[str, ...]:
         """Return the clients that were connected when the roster was last settled."""

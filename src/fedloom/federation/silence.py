@@ -65,17 +65,20 @@ class Silence:
         with self._lock:
             self._heard.update(answered)
             self._silent.difference_update(answered)
-            alive = [self._places[client] for client in answered if client in self._places]
-            self._owing.difference_update(owner for _, owner in alive)
+            alive = self._places_of(answered)
+            self._owing -= {owner for _, owner in alive}
             if not silent:
                 return
             self.waited_s += seconds
-            mute = {self._places[client] for client in silent if client in self._places}
-            self._owing.update({owner for _, owner in mute} - {owner for _, owner in alive})
+            mute = self._places_of(silent)
+            self._owing |= {owner for _, owner in mute} - {owner for _, owner in alive}
             workers = {worker for worker, _ in mute} - {worker for worker, _ in alive}
             self._silent.update(silent)
             self._silent.update(client for client, (worker, _) in self._places.items() if worker in workers)
             self._heard -= self._silent
+
+    def _places_of(self, clients: Collection[str]) -> set[tuple[str, str]]:
+        return {self._places[client] for client in clients if client in self._places}
 
     @property
     def silent(self) -> frozenset[str]:
@@ -90,13 +93,8 @@ class Silence:
         clients have all been silent in their last exchange, are in a group only if the others are fewer than ``least``:
         a cohort that is smaller is better than one in which they take the place of others.
 
-        Parameters
-        ----------
-        least
-            Clients that must answer.
-        lost
-            Clients that earlier attempts at this round have lost. Their owners come last, as if they were silent, and
-            clients that have answered before come first.
+        ``least`` clients must answer. Clients ``lost`` by earlier attempts at this round have owners that come last, as
+        if they were silent; clients that have answered before come first.
         """
         with self._lock:
             if not lost and not self._owing and self._silent.isdisjoint(roster):
@@ -119,13 +117,7 @@ class Silence:
         return 1 if lost and (client in lost or client not in self._heard) else 0
 
     def skipped(self, clients: Sequence[str], waited_s: float, deadline_s: float) -> dict[str, str]:
-        """Return the clients that an evaluation skips, each with the reason.
-
-        Parameters
-        ----------
-        waited_s
-            Seconds that the evaluation has waited for silent clients so far.
-        """
+        """Return the clients that an evaluation skips, and why, after ``waited_s`` seconds for silent clients."""
         with self._lock:
             found = dict.fromkeys((client for client in clients if client in self._silent), NO_SIGN)
             if waited_s >= PATIENCE * deadline_s:

@@ -67,10 +67,7 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
     application
         WSGI application.
 
-    Raises
-    ------
-    OSError
-        If the port is taken or the address is not one of this machine's.
+    Raise OSError if the port is taken or the address is not one of this machine's.
     """
 
     daemon_threads = True

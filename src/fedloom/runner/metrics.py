@@ -31,10 +31,8 @@ def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -
     families
         Called from any thread on each scrape; if it raises, the answer is 500.
 
-    Raises
-    ------
-    ExperimentError
-        If the address is invalid or cannot be bound, the port is taken, or prometheus-client is not installed.
+    Raise ExperimentError if the address is invalid or cannot be bound, the port is taken, or prometheus-client is not
+    installed.
     """
     if address is None:
         yield

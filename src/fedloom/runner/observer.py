@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.federation.loop import Observer
     from fedloom.runs.journal import Attempt
 
 
@@ -58,30 +57,3 @@ class RunObserver:
 
     def ended(self) -> None:
         """Handle the end of a run that has called :meth:`started`, whether it succeeded or failed."""
-
-
-class Observers:
-    """Observer that forwards every call to several others."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Forward the end of a round."""
-        for observer in self._observers:
-            observer.round_done(attempt, rounds)
-
-    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """Forward a failed attempt."""
-        for observer in self._observers:
-            observer.attempt_failed(attempt, attempts)
-
-    def evaluating(self, round: int, done: int, clients: int) -> None:
-        """Forward evaluation progress."""
-        for observer in self._observers:
-            observer.evaluating(round, done, clients)
-
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """Forward a new line of ``metrics.jsonl``."""
-        for observer in self._observers:
-            observer.evaluated(line)

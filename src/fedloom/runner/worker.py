@@ -35,25 +35,20 @@ class WorkerOptions:
     Attributes
     ----------
     partition
-        Folder or URL of the partition; None: serve the clients of ``data`` and ``observe``.
+        Folder or URL of the partition; None: serve the packed clients in the folders ``data``, which train, and
+        ``observe``, which are only evaluated.
     clients, part
-        As in :func:`select_clients`.
-    device
-        Device to compute on.
+        Clients to serve, as in :func:`select_clients`.
     threads
         Torch threads; must equal the aggregator's.
     clients_at_once
         Number of clients vectorized together on a GPU.
     reconnect_s
         Seconds to keep reconnecting to a lost aggregator; inf: forever.
-    bandwidth
-        Bandwidth limit of this worker; None: no limit.
     states
         Folder or URL of the clients' states, for methods that keep any.
-    data, observe
-        Folders of packed clients: ``data`` for those that train, ``observe`` for those that are only evaluated.
     class_counts
-        Send the aggregator the number of training examples of each class for the packed clients.
+        Tell the aggregator how many training examples of each class the packed clients have.
     verify
         Check shards before serving: those of a folder, or of clients that no other worker serves.
     trust
@@ -79,14 +74,7 @@ class WorkerOptions:
 class Worker:
     """Worker that serves clients to an aggregator. The constructor checks everything that needs no connection.
 
-    Parameters
-    ----------
-    aggregator
-        ``host:port``.
-    name
-        Name of this worker; unique in the run.
-    options
-        Options of the worker.
+    The ``aggregator`` is ``host:port``; the ``name`` is unique in the run.
 
     Raises
     ------
@@ -162,10 +150,7 @@ class Worker:
 def _told(text: str) -> dict[str, Any]:
     """Return the aggregator's description of its run.
 
-    Raises
-    ------
-    RefusedError
-        If it cannot be parsed.
+    Raise RefusedError if it cannot be parsed.
     """
     try:
         told = parsed_json(text, DEEPEST)
@@ -180,10 +165,7 @@ def _told(text: str) -> dict[str, Any]:
 class PartitionProvider:
     """Clients of a partition that the aggregator also has.
 
-    Raises
-    ------
-    DataError
-        If the partition, or a shard of it, is missing or damaged.
+    Raise DataError if the partition, or a shard of it, is missing or damaged.
     """
 
     def __init__(self, where: str, options: WorkerOptions) -> None:
@@ -200,10 +182,7 @@ class PartitionProvider:
     def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
         """Return the clients' data if the aggregator has the same partition.
 
-        Raises
-        ------
-        DataError
-            If the aggregator has another partition, or none.
+        Raise DataError if the aggregator has another partition, or none.
         """
         found = self._dataset.manifest.fingerprint
         if "partition" not in told:
@@ -216,7 +195,7 @@ class PartitionProvider:
             )
         if told["partition"] != found:
             raise DataError(
-                f"{self._where}: found partition {found[:12]}, the aggregator's is {told['partition'][:12]}",
+                f"{self._where} is partition {found[:12]}, and the aggregator's is {told['partition'][:12]}.",
                 hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
             )
         return self._dataset
@@ -225,10 +204,7 @@ class PartitionProvider:
 class OwnDataProvider:
     """Clients with data of their own.
 
-    Raises
-    ------
-    DataError
-        If a folder or its shard is missing or damaged.
+    Raise DataError if a folder or its shard is missing or damaged.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -252,10 +228,7 @@ class OwnDataProvider:
     def measuring(self, shared: Experiment) -> MeasuringSession:
         """Return a session that answers while the aggregator measures the clients' inputs.
 
-        Raises
-        ------
-        DataError
-            If the data do not match the experiment, or it requires a partition.
+        Raise DataError if the data do not match the experiment, or it requires a partition.
         """
         self._check(shared)
         return MeasuringSession({client: self._packed.cards[client] for client in self.clients})
@@ -273,10 +246,7 @@ class OwnDataProvider:
     def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
         """Return the clients' data if they match the experiment.
 
-        Raises
-        ------
-        DataError
-            If they do not, or the experiment requires a partition.
+        Raise DataError if they do not, or the experiment requires a partition.
         """
         own = self._check(shared)
         normalization = Normalization(*(tuple(told["normalization"][key]) for key in ("mean", "std")))
@@ -294,12 +264,8 @@ def member_of(packed: OwnClients, client: str, *, class_counts: bool) -> Member:
 def serves(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
     """Return the clients that a worker serves.
 
-    Raises
-    ------
-    ExperimentError
-        If both a partition and packed clients are given, or neither.
-    DataError
-        If the data are missing or damaged.
+    Raise ExperimentError if both a partition and packed clients are given, or neither. Raise DataError if the data are
+    missing or damaged.
     """
     brought = bool(options.data or options.observe)
     if brought == (options.partition is not None):
@@ -311,21 +277,11 @@ def serves(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
 
 
 def select_clients(everyone: Sequence[str], clients: str | None, part: str | None = None) -> list[str]:
-    """Return the ids of the clients that a worker serves.
+    """Return the ids of the clients that a worker serves: ``clients``, which are separated by commas, or a part.
 
-    Parameters
-    ----------
-    everyone
-        Ids of all clients, in the partition's order.
-    clients
-        Comma-separated ids.
-    part
-        ``I/N``: the I-th (from 0) of N consecutive blocks whose sizes differ by at most one.
+    ``part`` is ``I/N``: the I-th (from 0) of N consecutive blocks of ``everyone`` whose sizes differ by at most one.
 
-    Raises
-    ------
-    ExperimentError
-        If both are given, ``part`` is invalid, or ``clients`` is empty.
+    Raise ExperimentError if both are given, ``part`` is invalid, or ``clients`` is empty.
     """
     if clients is not None:
         if part is not None:
