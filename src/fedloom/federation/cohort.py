@@ -90,15 +90,9 @@ class RemoteCohort:
     ) -> Replies[Any]:
         """Deliver a message to every client still present and return their replies, one row per client.
 
-        Raises
-        ------
-        TypeError
-            If clients never answer with this class, for which no shapes are known.
-        TooFewReplies
-            If fewer than ``min_replies`` clients answered.
-        InterruptedRun
-            If the run was stopped meanwhile and clients are missing: the stop may be the cause, so the replies are
-            unusable.
+        Raise TypeError if clients never answer with this class, for which no shapes are known; TooFewReplies if fewer
+        than ``min_replies`` clients answered; InterruptedRun if the run was stopped meanwhile and clients are missing:
+        the stop may be the cause, so the replies are unusable.
         """
         started = time.perf_counter()
         if answer not in self._rules.shapes:
@@ -291,19 +285,9 @@ class RoundAttempt:
         In an open federation a uniform draw prefers clients that answer, and is smaller where the others would take
         their place (:meth:`fedloom.federation.silence.Silence.groups`).
 
-        Parameters
-        ----------
-        size
-            Clients to draw; ``federation.clients_per_round`` by default.
-        purpose
-            Purpose of the generator, so that two draws of one round differ.
-        weights
-            ``[roster]`` probabilities up to a factor; uniform by default.
-        replace
-            Allow a client to be drawn more than once.
-        always
-            Clients that are always in the cohort; they count for its size, and the rest is drawn uniformly from the
-            others.
+        ``purpose`` keys the generator, so that two draws of one round differ. ``weights``, ``[roster]``, are
+        probabilities up to a factor, uniform by default; with ``replace`` a client may be drawn more than once. Clients
+        named in ``always`` count for the size, and the rest is drawn uniformly from the others.
 
         Raise ValueError if ``always`` is combined with ``weights`` or ``replace``.
         """

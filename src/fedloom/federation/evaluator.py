@@ -38,14 +38,8 @@ _log = logging.getLogger(__name__)
 class Evaluator:
     """Measures the clients of a federation at one round, without changing any state.
 
-    ``round``, ``server`` and ``journal`` say which: by default the beginning of a run.
-
-    Parameters
-    ----------
-    replay
-        Journal whose cohorts and losses are repeated.
-    releases
-        Record of private answers.
+    ``round``, ``server`` and ``journal`` say which: by default the beginning of a run. The cohorts and losses of the
+    journal ``replay`` are repeated, and private answers are recorded in ``releases``.
     """
 
     def __init__(

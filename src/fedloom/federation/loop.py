@@ -36,12 +36,8 @@ _log = logging.getLogger(__name__)
 class Loop(Evaluator):
     """Runs the rounds of one federation.
 
-    The server half is new; a resumed run loads its state from the last checkpoint (:meth:`resume`).
-
-    Parameters
-    ----------
-    extra
-        Returns what the method adds to a line of metrics.jsonl.
+    The server half is new; a resumed run loads its state from the last checkpoint (:meth:`resume`). ``extra`` returns
+    the additions of the method to a line of metrics.jsonl.
     """
 
     def __init__(
@@ -139,14 +135,8 @@ class Loop(Evaluator):
     def run(self) -> Evaluation:
         """Run to the last round and return its evaluation.
 
-        Raises
-        ------
-        QuorumError
-            If a round failed ``attempts`` times.
-        InterruptedRun
-            If ``stop`` was set.
-        StorageError
-            If something could not be written.
+        Raise QuorumError if a round failed ``attempts`` times; InterruptedRun if ``stop`` was set; StorageError if
+        something could not be written.
         """
         try:
             return self._run()

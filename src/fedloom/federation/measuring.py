@@ -45,10 +45,7 @@ VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (Measure
 def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, int], deadline_s: float) -> Normalization:
     """Ask clients for their moments, and return the normalization over those with plausible answers.
 
-    Parameters
-    ----------
-    examples
-        Number of training examples that each client announced.
+    ``examples`` are the numbers of training examples that the clients announced.
 
     Raise QuorumError if no client answers plausibly.
     """

@@ -33,14 +33,8 @@ Keep = Callable[[Mapping[str, Any]], None]
 class Releases:
     """Writer of ``releases.jsonl`` for the lifetime of one aggregator.
 
-    Parameters
-    ----------
-    folder
-        The run's folder.
-    promised
-        The private answers and their noise; None if no answers are private.
-    keep
-        For a published run: called with each line before it takes effect.
+    ``promised`` are the private answers and their noise; None if no answers are private. For a published run, ``keep``
+    is called with each line before it takes effect.
     """
 
     def __init__(self, folder: RunFolder, promised: Privacy | None, keep: Keep | None = None) -> None:
@@ -92,11 +86,8 @@ class ReleaseCounts:
 def count_releases(folder: RunFolder, *, repeatable: bool) -> ReleaseCounts:
     """Return the private answers of each client.
 
-    Parameters
-    ----------
-    repeatable
-        True if the noise is derived from the seed: repeating a request then gives the same answer, which reveals
-        nothing more.
+    It is ``repeatable`` if the noise is derived from the seed: repeating a request then gives the same answer, which
+    reveals nothing more.
 
     Raise DataError if ``releases.jsonl`` is damaged.
     """

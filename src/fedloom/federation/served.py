@@ -136,16 +136,9 @@ class _Opening:
 class Tile:
     """Clients that have answered the opening, as the server half's cohort (``algorithms.base.Cohort``).
 
-    Parameters
-    ----------
-    clients
-        Their ids.
-    answers
-        Their answers to the opening, one row each.
-    say
-        Sends each client its row of a message, given the class of the awaited answer; None after the last message.
-    hear
-        Waits for the answers to the last message; None for a client that is gone.
+    ``answers`` are those to the opening, one row each. ``say`` sends each client its row of a message, given the class
+    of the awaited answer (None after the last message). ``hear`` waits for the answers to it; None for a client that is
+    gone.
     """
 
     def __init__(

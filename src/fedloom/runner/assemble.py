@@ -103,10 +103,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
 def for_newcomers(parts: RunContext, clients: int | None = None) -> RunContext:
     """Return the parts for clients from outside the run, whose ids do not refer to the run's roster.
 
-    Parameters
-    ----------
-    clients
-        Number of clients of the run, if the manifest does not state it.
+    ``clients`` is the number of clients of the run, if the manifest does not state it.
     """
     known = parts.task.clients if clients is None else clients
     return dataclasses.replace(parts, task=dataclasses.replace(parts.task, clients=known, same_clients=False))
@@ -142,12 +139,8 @@ def make_data(data: Data, seed: int) -> FederatedDataset:
 def open_partition(experiment: Experiment, where: str, *, verify: bool) -> FederatedDataset:
     """Open an existing partition and check that it matches the experiment.
 
-    Parameters
-    ----------
-    where
-        Its folder or URL.
-    verify
-        Check the shards of a folder now, not when a client is first served. Shards of a store are checked then.
+    ``where`` is its folder or URL. ``verify``: check the shards of a folder now, not when a client is first served;
+    shards of a store are checked then.
 
     Raise DataError if the partition is missing or damaged. Raise ExperimentError if the partition does not match the
     experiment, or the data cannot satisfy its settings.
@@ -188,12 +181,8 @@ def open_own(
 ) -> OwnDataset:
     """Open clients with data of their own, ordered by id.
 
-    Parameters
-    ----------
-    data, observe
-        Folders of packed clients: ``data`` for those that train, ``observe`` for those that are only evaluated.
-    normalization
-        Normalization of a run that started with other clients; None: compute it from these clients.
+    Clients in the folders ``data`` train, those in ``observe`` are only evaluated. ``normalization`` is that of a run
+    that started with other clients; None: compute it from these clients.
 
     Raise DataError if a folder is missing or damaged, or does not match the experiment. Raise ExperimentError if the
     experiment has no ``data.own``, or needs more clients than there are.

@@ -22,16 +22,9 @@ class RunObserver:
         """
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
-        """Handle the aggregator's start at an address, ``host:port``.
+        """Handle the start of an aggregator at an address, ``host:port``, to which workers connect.
 
-        Parameters
-        ----------
-        address
-            Where workers connect.
-        partition
-            Folder or URL of the partition that the workers serve.
-        states
-            Folder or URL of the clients' states; None if workers do not need it.
+        They serve the partition in this folder or at this URL, and need that of the ``states``, unless it is None.
         """
 
     def resumed(self, round: int) -> None:

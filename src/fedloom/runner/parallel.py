@@ -38,17 +38,7 @@ class Job:
 
 @dataclass(frozen=True)
 class JobEvents:
-    """Callbacks about runs, each called with the name of a run.
-
-    Attributes
-    ----------
-    began
-        Its process has started.
-    notice
-        It has a message for the user, e.g. that a tracker failed.
-    over
-        It has ended, with its error, or None.
-    """
+    """Callbacks given a run's name: it began, it has a message for the user, it is over (with an error or None)."""
 
     began: Callable[[str], None]
     notice: Callable[[str, str], None]

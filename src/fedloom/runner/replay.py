@@ -16,15 +16,7 @@ from fedloom.runs.journal import Replay
 
 @dataclass(frozen=True)
 class ReplaySegment:
-    """Segment of a replayed run with one experiment.
-
-    Attributes
-    ----------
-    upto
-        Round to stop at.
-    measured
-        Whether that round is evaluated.
-    """
+    """Segment of a replayed run with one experiment: it ends with round ``upto``, evaluated if ``measured``."""
 
     parts: RunContext
     upto: int

@@ -67,10 +67,7 @@ def run_sweep(
 
     ``ended`` is called with the folder once all points have run, unless all of them failed.
 
-    Raises
-    ------
-    FedloomError
-        If runs failed, after all have been tried; of the class of the first failure.
+    Raise FedloomError if runs failed, after all have been tried; of the class of the first failure.
     """
     failures = run_points(points, folder, options, observer, parallel=parallel)
     if ended is not None and len(failures) < len(points):

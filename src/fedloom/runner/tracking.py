@@ -64,14 +64,8 @@ def find_trackers(names: Iterable[str]) -> dict[str, Tracker]:
 class TrackerObserver(RunObserver):
     """Observer that forwards to another observer, to watchers, and to trackers, and drops trackers that fail.
 
-    Parameters
-    ----------
-    observer
-        Called first, and told of trackers that fail.
-    trackers
-        Factories by name. Trackers are created, and told of the start, once the run has a folder.
-    folder
-        Folder of the run.
+    The observer is called first, and told of trackers that fail. Trackers are created by their factories, and told of
+    the start, once the run has a folder.
     """
 
     def __init__(self, observer: RunObserver, trackers: Mapping[str, Tracker], folder: Path) -> None:

@@ -76,14 +76,8 @@ class Worker:
 
     The ``aggregator`` is ``host:port``; the ``name`` is unique in the run.
 
-    Raises
-    ------
-    ExperimentError
-        If an option is invalid.
-    RefusedError
-        If the worker's certificate is not currently valid.
-    DataError
-        If the clients' data are missing or damaged.
+    Raise ExperimentError if an option is invalid; RefusedError if the worker's certificate is not currently valid;
+    DataError if the clients' data are missing or damaged.
     """
 
     def __init__(self, aggregator: str, name: str, options: WorkerOptions) -> None:
@@ -112,14 +106,8 @@ class Worker:
     def serve(self, stop: threading.Event) -> bool:
         """Serve until the run is over or ``stop`` is set; return whether the run is over.
 
-        Raises
-        ------
-        DataError
-            If the clients' data do not match the aggregator's run.
-        RefusedError
-            If the aggregator refuses the worker.
-        AbandonedError
-            If the aggregator is unreachable for too long.
+        Raise DataError if the clients' data do not match the aggregator's run; RefusedError if the aggregator refuses
+        the worker; AbandonedError if the aggregator is unreachable for too long.
         """
         gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
         return serve(
