@@ -95,7 +95,7 @@ class Federation:
     def lines(self) -> list[dict[str, Any]]:
         return list(RunFolder(self.run).objects("journal.jsonl")) if (self.run / "journal.jsonl").exists() else []
 
-    def count_releases(self, what: str) -> list[str]:
+    def told(self, what: str) -> list[str]:
         """Everyone whom the journal says to have joined, or left."""
         return [told["id"] if isinstance(told, dict) else told for line in self.lines() for told in line.get(what, ())]
 
