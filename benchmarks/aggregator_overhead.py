@@ -35,7 +35,7 @@ from common import MIB, cpu_s, descendants, describe, machine, socket_bytes, spr
 from echo import ECHO, EchoServer, federation, names
 
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
-from fedloom.federation.validation import absurd
+from fedloom.federation.validation import out_of_range
 from fedloom.messages import Message, answer_shapes
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal
@@ -47,7 +47,7 @@ SMALLEST = (10, 5, 7_850)
 
 def judge(client: str, answer: Message) -> str | None:
     """Return why an answer is implausible, as the loop does; None if it is plausible."""
-    return absurd(answer, {})
+    return out_of_range(answer, {})
 
 
 class Rounds:

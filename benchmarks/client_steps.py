@@ -31,12 +31,12 @@ from fedloom.algorithms.base import Task, find
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import Call, Lost
-from fedloom.federation.client_side import ClientSide
+from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.states import StoredStates, Versions
-from fedloom.federation.validation import absurd
+from fedloom.federation.validation import out_of_range
 from fedloom.messages import Message, answer_shapes
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
@@ -136,15 +136,13 @@ def visit(case: Case, steps: int) -> float:
             half,
             vocabulary(algorithm),
             lambda _: client,
-            1,
             lambda predictors, group: nothing_measured(len(group), len(half.predictors), CLASSES),
-            torch.device("cpu"),
-            1,
-            StoredStates(open_store(states)) if half.stateful else None,
+            ClientConfig(1),
+            states=StoredStates(open_store(states)) if half.stateful else None,
         )
         rules = RoundConfig(
             1, 1, 60.0, 1, answer_shapes(algorithm.messages, server.sizes), threading.Event(),
-            lambda client, answer: absurd(answer, server.update_bounds(EXAMPLES)),
+            lambda client, answer: out_of_range(answer, server.update_bounds(EXAMPLES)),
             (lambda ids: tuple(Versions(None, frozenset(), 0) for _ in ids)) if half.stateful else None,
         )  # fmt: skip
         carrier = Timed(held, torch.float32)

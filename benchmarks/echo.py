@@ -44,7 +44,7 @@ from fedloom.algorithms.pefll import (
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import nothing_measured
-from fedloom.federation.client_side import ClientSide
+from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.messages import Message, Metrics, Quantity, Replies, rows
 from fedloom.models.lenet import LeNet
 from fedloom.models.predictors import Predictors, predictors_of
@@ -197,7 +197,9 @@ def main() -> None:
     serve(
         address,
         Introduction(worker, names(int(clients)), {method.name: method.version}),
-        make_session=lambda joined: ClientSide(half, vocabulary(method), _without_data, 1, _nothing_measured),
+        make_session=lambda joined: ClientSide(
+            half, vocabulary(method), _without_data, _nothing_measured, ClientConfig(1)
+        ),
         stop=threading.Event(),
         reconnect_s=5.0,
         credentials=Credentials(ClientOptions.from_environment()),

@@ -38,13 +38,13 @@ from fedloom.algorithms.base import Algorithm, ClientGroup, Task, find
 from fedloom.algorithms.client import LocalSGD, train
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import nothing_measured
-from fedloom.federation.client_side import ClientSide
+from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import StoredStates, Versions
-from fedloom.federation.validation import absurd
+from fedloom.federation.validation import out_of_range
 from fedloom.messages import answer_shapes
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
@@ -181,16 +181,14 @@ def one_round(
             half,
             vocabulary(algorithm),
             there.__getitem__,
-            1,
             lambda predictors, group: nothing_measured(len(group), len(half.predictors), CLASSES),
-            device,
-            at_once,
-            StoredStates(open_store(states)) if half.stateful else None,
+            ClientConfig(1, device, at_once),
+            states=StoredStates(open_store(states)) if half.stateful else None,
         )
         sizes = {name: len(client.train) for name, client in there.items()}
         rules = RoundConfig(
             1, count, 60.0, count, answer_shapes(algorithm.messages, server.sizes), threading.Event(),
-            lambda client, answer: absurd(answer, server.update_bounds(sizes[client])),
+            lambda client, answer: out_of_range(answer, server.update_bounds(sizes[client])),
             (lambda ids: tuple(Versions(None, frozenset(), 0) for _ in ids)) if half.stateful else None,
         )  # fmt: skip
         session = RoundAttempt(

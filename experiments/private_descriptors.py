@@ -25,7 +25,7 @@ from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.pefll import private
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.evaluation.measure import nothing_measured
-from fedloom.federation.loop import Loop
+from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.randomness import generator
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
@@ -58,7 +58,7 @@ class Fewer:
 
 
 def accuracies(
-    parts: RunContext, loop: Loop, dataset: Any, clients: Sequence[str], split: str, seed: int
+    parts: RunContext, loop: Evaluator, dataset: Any, clients: Sequence[str], split: str, seed: int
 ) -> list[float]:
     """Return the accuracy of each client's model, in percent, with a seed's noise."""
     found: dict[str, float] = {}

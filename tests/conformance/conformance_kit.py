@@ -20,6 +20,7 @@ from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop
+from fedloom.federation.loop_config import LoopHooks
 from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
 from fedloom.messages import Message
@@ -175,7 +176,7 @@ class Federation:
         folder.make()
         again = None if replay is None else Replay(RunFolder(self.tmp / replay))
         stop = threading.Event() if stop is None else stop
-        return assemble.loop(self.parts, carrier or self.carrier(name), folder, Quiet(), stop, again)
+        return assemble.loop(self.parts, carrier or self.carrier(name), folder, LoopHooks(Quiet(), stop), replay=again)
 
     def run(self, name: str, carrier: Carrier | None = None, replay: str | None = None) -> Evaluation:
         """Run from the beginning to the end."""

@@ -12,6 +12,7 @@ from transport_support import Proxy
 
 from fedloom import experiment as experiments
 from fedloom.federation.loop import vocabulary
+from fedloom.federation.loop_config import LoopHooks
 from fedloom.runner import assemble
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.worker import Worker, WorkerOptions
@@ -59,7 +60,7 @@ def test_pefll_over_connections_that_are_cut_every_40_kilobytes(tiny_root: Path,
 
     undisturbed = folder("undisturbed")
     carrier = assemble.in_process(parts, dataset, undisturbed)
-    assemble.loop(parts, carrier, undisturbed, RunObserver(), threading.Event()).run()
+    assemble.loop(parts, carrier, undisturbed, LoopHooks(RunObserver())).run()
 
     algorithm = parts.algorithm
     run = ServedRun(
@@ -83,7 +84,7 @@ def test_pefll_over_connections_that_are_cut_every_40_kilobytes(tiny_root: Path,
         thread.start()
     try:
         aggregator.wait_for([entry.id for entry in dataset.manifest.clients], 60, workers=2)
-        assemble.loop(parts, aggregator, folder("cut"), RunObserver(), threading.Event()).run()
+        assemble.loop(parts, aggregator, folder("cut"), LoopHooks(RunObserver())).run()
     finally:
         stop.set()
         for thread in threads:

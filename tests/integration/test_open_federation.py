@@ -31,9 +31,10 @@ from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.sources.vowel import CLASS_NAMES, read
 from fedloom.experiment import OwnData, load
-from fedloom.federation.releases import told
-from fedloom.runner.open_federation import open_manifest, replayed
+from fedloom.federation.releases import count_releases
+from fedloom.runner.open_federation import open_manifest
 from fedloom.runner.options import RunOptions
+from fedloom.runner.replay import replay_segments
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE, EVALUATED, Attempt, Replay
@@ -195,7 +196,7 @@ def test_a_replay_evaluates_before_other_settings_what_the_run_did(tmp_path: Pat
     folder.rewrite("journal.jsonl", map(asdict, lines))
     assert isinstance(first.data, OwnData)
     manifest = open_manifest(first, first.data.own, Normalization((0.0,) * 9, (1.0,) * 9))
-    legs = replayed(first, Replay(folder), manifest)
+    legs = replay_segments(first, Replay(folder), manifest)
     assert [(leg.upto, leg.measured) for leg in legs] == [(20, evaluated), (21, True)]
 
 
@@ -327,7 +328,7 @@ def test_what_was_told_to_an_aggregator_that_was_killed_counts(federation: Feder
     federation.more_rounds(4)
     kill(aggregator)
     lost = asked(federation.lines())
-    before = told(RunFolder(federation.run), repeatable=False).times
+    before = count_releases(RunFolder(federation.run), repeatable=False).times
     assert all(sum(before[client].values()) >= count for client, count in lost.items())
     aggregator = federation.aggregator(*changed, "--set", "federation.rounds=3", "--resume")
     ended(aggregator, 0)

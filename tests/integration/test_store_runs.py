@@ -290,7 +290,7 @@ def test_fedloom_run_publishes_where_storage_is_a_store(
     short = ("run", stateful.experiment, *common, "--set", "federation.rounds=2")
     fedloom(*short, "--workers", 0, "--out", tmp_path / "a" / "small", environment=elsewhere("a"))
     said = fedloom(*short, "--workers", 0, "--out", tmp_path / "b" / "small", code=2, environment=elsewhere("b"))
-    assert f"{stateful.url}/runs/small" in said
+    assert tells(said, f"{stateful.url}/runs/small", "--resume", "--publish")
     assert not (tmp_path / "b" / "small").exists()
     shutil.rmtree(tmp_path / "a")
     place, there = f"{stateful.url}/runs/small", elsewhere("d")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,10 +18,12 @@ from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalizat
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.summary import Evaluation
-from fedloom.federation.client_side import ClientSide
+from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.control import Control
 from fedloom.federation.inprocess import InProcess
-from fedloom.federation.loop import Loop, LoopConfig, vocabulary
+from fedloom.federation.loop import Loop, vocabulary
+from fedloom.federation.loop_config import Halves, LoopConfig, LoopHooks
+from fedloom.federation.monitor import Monitor
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import FixedRoster
@@ -258,10 +259,9 @@ def federation(
             half,
             vocabulary(algorithm),
             load or by_id.__getitem__,
-            seed,
             conclude,
+            ClientConfig(seed, start_afresh=start_afresh),
             states=StoredStates(states or open_store(made.states)) if half.stateful else None,
-            start_afresh=start_afresh,
         ),
         problem.dtype,
     )
@@ -289,19 +289,18 @@ def federation(
             label_mask=False,
             seed=seed,
         ),
+        Halves(algorithm, algorithm.server(settings, problem, generator(seed, "init")), half),
         FixedRoster(known),
-        algorithm,
-        algorithm.server(settings, problem, generator(seed, "init")),
-        half,
         carrier,
         made,
-        Silent(),
-        threading.Event(),
+        LoopHooks(
+            Silent(),
+            after=after,
+            monitor=Monitor() if control is None else control.monitor,
+            control=control,
+        ),
         lambda evaluation: {},
-        replay,
-        after,
-        monitor=None if control is None else control.monitor,
-        control=control,
+        replay=replay,
         releases=Releases(made, algorithm.privacy(settings)) if private else None,
     )
     return Federation(loop, predictors)

@@ -26,7 +26,7 @@ from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup
 from fedloom.algorithms.client import LocalSGD
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.errors import DataError, QuorumError, raised_at
-from fedloom.federation.bugs import is_bug, place, told
+from fedloom.federation.bugs import is_bug, place, safe_reason
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.silence import Silence
 from fedloom.messages import Message
@@ -101,7 +101,7 @@ LINE = inspect.getsourcelines(everywhere)[1] + 1
 )
 def test_which_exceptions_lose_a_client(error: Exception, bug: bool) -> None:
     assert is_bug(error) is bug
-    assert told(error)
+    assert safe_reason(error)
 
 
 def test_in_process_a_bug_of_a_client_half_is_raised_where_it_is_at_the_first_attempt(

@@ -32,7 +32,7 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
-from fedloom.federation.client_side import ClientSide
+from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.loop import vocabulary
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictors
@@ -73,7 +73,7 @@ class Clients(ClientSide):
             rest = nothing_measured(len(thetas), 1, 1).tensors() | {"counts": thetas}
             return Metrics(**rest)
 
-        super().__init__(HALF, vocabulary(PEFLL), load, 0, conclude, clients_at_once=at_once)
+        super().__init__(HALF, vocabulary(PEFLL), load, conclude, ClientConfig(0, clients_at_once=at_once))
 
     def ask(self, exchange: int, rows: Sequence[int], message: Message | None = None) -> dict[int, Message | Lost]:
         message = TALK[exchange] if message is None else message
@@ -243,7 +243,8 @@ def test_of_a_group_the_one_with_whom_a_method_cannot_train_is_lost_alone(at_onc
     one = dataclasses.replace(DATA[1], train=Split(DATA[1].train.x, torch.zeros_like(DATA[1].train.y)))
     by_id = {c.id: c for c in (DATA[0], one, DATA[2])}
     half = PFEDGP.client(PFedGPSettings(gibbs_steps=1, chains=2), task())
-    side = ClientSide(half, vocabulary(PFEDGP), by_id.__getitem__, 0, lambda *_: opening, clients_at_once=at_once)
+    config = ClientConfig(0, clients_at_once=at_once)
+    side = ClientSide(half, vocabulary(PFEDGP), by_id.__getitem__, lambda *_: opening, config)
     opening = SharedModel(torch.zeros(task().model.layout.body_size).double())
     answers = dict(side.answer(KEY, 0, range(3), list(by_id), opening))
     assert [isinstance(answers[row], Update) for row in range(3)] == [True, False, True]

@@ -109,7 +109,7 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) ->
     before = [(tmp_path / name).read_bytes() for name in ("journal.jsonl", "metrics.jsonl")]
     for path in folder.checkpoints.iterdir():
         path.unlink()
-    with pytest.raises(DataError, match="found none"):
+    with pytest.raises(DataError, match="checkpoints"):
         made(tmp_path).loop.resume()
     assert [(tmp_path / name).read_bytes() for name in ("journal.jsonl", "metrics.jsonl")] == before
 

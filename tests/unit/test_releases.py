@@ -14,7 +14,7 @@ from fedloom.algorithms.base import Privacy
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.errors import DataError, QuorumError, StorageError
 from fedloom.federation.carrier import Call, ConversationKey, Lost
-from fedloom.federation.releases import Releases, told
+from fedloom.federation.releases import Releases, count_releases
 from fedloom.runner.results import _multiplier
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
@@ -37,7 +37,9 @@ def made(folder: Path, *, seed: int = 7, cohort: int = 1, **more: Any) -> Federa
 
 
 def counts(folder: Path, *, repeatable: bool = False) -> dict[str, int]:
-    return {c: sum(times.values()) for c, times in told(RunFolder(folder), repeatable=repeatable).times.items()}
+    return {
+        c: sum(times.values()) for c, times in count_releases(RunFolder(folder), repeatable=repeatable).times.items()
+    }
 
 
 def asked_in(folder: Path) -> Counter[str]:
@@ -156,7 +158,7 @@ def test_each_answer_counts_with_the_noise_that_it_had(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for z in (2.5, 1.0):
         Releases(folder, Privacy(("Descriptor",), 0.7, z, 1e-5)).tell(KEY, 0, ["a", "a"])
-    found = told(folder, repeatable=False)
+    found = count_releases(folder, repeatable=False)
     assert found.is_known
     assert found.times == {"a": {2.5: 2, 1.0: 2}}
     assert _multiplier(found.times["a"]) == pytest.approx(together([2.5, 2.5, 1.0, 1.0]))
@@ -174,7 +176,7 @@ def test_rounds_without_noise_are_not_forgotten(tmp_path: Path, promises: tuple[
             if promised is not None:
                 releases.tell(KEY, 0, ["a"])
         folder.append("journal.jsonl", {"round": i + 1})
-    assert not told(folder, repeatable=False).is_known
+    assert not count_releases(folder, repeatable=False).is_known
 
 
 def test_another_aggregator_counts_what_was_not_published(tmp_path: Path) -> None:

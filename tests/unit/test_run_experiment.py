@@ -16,9 +16,9 @@ import fedloom
 from fedloom.errors import ExitCode, ExperimentError, QuorumError
 from fedloom.experiment import load
 from fedloom.runner import sweep
+from fedloom.runner.engine import write_report_if_possible
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.resume import check_folder, check_states
-from fedloom.runner.run_experiment import _report
 from fedloom.runs.checkpoint import Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
 
@@ -77,7 +77,7 @@ def test_a_run_without_the_packages_of_reports_is_whole(run: RunFolder, monkeypa
         def notice(self, text: str) -> None:
             said.append(text)
 
-    assert _report(run, Listener()) is False  # so that nobody is told where it is
+    assert write_report_if_possible(run, Listener()) is False  # so that nobody is told where it is
     assert said[0].startswith("no report: a report needs the package jinja2")
     assert not (run.path / "report.html").exists()
 

@@ -51,9 +51,7 @@ def test_faults_name_field_found_and_expected(message, said):
 
 
 def test_a_message_that_was_not_asked_for():
-    assert tells(
-        fault(Shared(torch.zeros(1)), {Update: SHAPES[Update]}, torch.float32) or "", "Shared", "allowed: Update"
-    )
+    assert tells(fault(Shared(torch.zeros(1)), {Update: SHAPES[Update]}, torch.float32) or "", "Shared", "Update")
 
 
 def test_a_sum_beyond_the_largest_number_is_no_fault():

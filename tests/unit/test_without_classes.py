@@ -4,7 +4,6 @@ accuracies."""
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from fedloom.data.schemes import IidScheme, MeansScheme
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
 from fedloom.evaluation.summary import best
+from fedloom.federation.loop_config import LoopHooks
 from fedloom.models.predictors import ModelPredictor
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
@@ -129,7 +129,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     folder.write("partition.json", dataset.manifest.to_json())
     folder.write_json("environment.json", {"a": 1})
 
-    loop = assemble.loop(parts, assemble.in_process(parts, dataset, folder), folder, Silent(), threading.Event())
+    loop = assemble.loop(parts, assemble.in_process(parts, dataset, folder), folder, LoopHooks(Silent()))
     summary = results.conclude(parts, loop, loop.run(), 1.0)
     text = json.dumps(summary, allow_nan=False)
     assert json.loads(text)["seen"]["accuracy_mean"] is None

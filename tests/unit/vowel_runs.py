@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from federations import Silent
 
 from fedloom import experiment as experiments
 from fedloom.federation.loop import Loop
+from fedloom.federation.loop_config import LoopHooks
 from fedloom.runner import assemble
 from fedloom.runs.folder import RunFolder
 
@@ -40,7 +40,7 @@ def loop(
     parts, run = assemble.make_parts(e, dataset.manifest), RunFolder(folder / "run")
     run.make(e.resolved_yaml())
     run.write("partition.json", dataset.manifest.to_json())
-    return assemble.loop(parts, assemble.in_process(parts, dataset, run), run, Silent(), threading.Event())
+    return assemble.loop(parts, assemble.in_process(parts, dataset, run), run, LoopHooks(Silent()))
 
 
 def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1, own_steps: Sequence[int] | None = None) -> Loop:

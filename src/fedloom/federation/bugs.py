@@ -30,7 +30,7 @@ def place(error: Exception) -> str:
     return "no line known" if at is None else f"{Path(at.filename).name}, line {at.lineno}"
 
 
-def told(error: Exception) -> str:
+def safe_reason(error: Exception) -> str:
     """Return the error text that is sent to the aggregator: our own sentence, or the class and the line of code.
 
     Other exceptions may quote what they read; their class and line reveal nothing about the data.

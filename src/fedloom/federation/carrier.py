@@ -69,15 +69,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Lost:
-    """A row without a valid answer.
-
-    Attributes
-    ----------
-    reason
-        One line: quantity and cause.
-    is_bug
-        True if the client did not cause it (``federation.bugs``).
-    """
+    """A row without a valid answer, with the reason in one line; a bug has another cause than the client."""
 
     reason: str
     is_bug: bool = False

@@ -14,7 +14,7 @@ from fedloom import tracing
 from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
-from fedloom.federation.bugs import is_bug, told
+from fedloom.federation.bugs import is_bug, safe_reason
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Versions
@@ -25,6 +25,7 @@ from fedloom.runs.journal import Version
 _log = logging.getLogger(__name__)
 
 TRAIN, EVALUATE = "train", "evaluate"
+_CPU = torch.device("cpu")
 
 
 def after_steps_purpose(steps: int) -> str:
@@ -49,6 +50,65 @@ class _Open:
     left: set[int] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class ClientConfig:
+    """Settings of the clients' side.
+
+    Attributes
+    ----------
+    seed
+        Seed of the run.
+    device, clients_at_once
+        On CPU a group is one client; elsewhere up to ``clients_at_once``.
+    start_afresh
+        Let a client whose state is lost start afresh; otherwise it is refused.
+    secret
+        Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`).
+    """
+
+    seed: int
+    device: torch.device = _CPU
+    clients_at_once: int = 1
+    start_afresh: bool = False
+    secret: bytes | None = None
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One exchange, with the position of each row in the message, its client and the versions of its state."""
+
+    key: ConversationKey
+    exchange: int
+    message: Message
+    position: Mapping[int, int]
+    clients: Sequence[str]
+    states: Sequence[Versions]
+
+    def named(self, rows: Sequence[int]) -> list[str]:
+        return [self.clients[self.position[row]] for row in rows if row in self.position]
+
+    def versions(self, rows: Sequence[int]) -> list[Versions]:
+        return [self.states[self.position[row]] for row in rows] if self.states else []
+
+    def traced(self, rows: Sequence[int]) -> AbstractContextManager[object]:
+        """Return a tracing span for the work of one group."""
+        key, name = self.key, f"client {type(self.message).__name__}"
+        about = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation}
+        return tracing.span(name, client=",".join(self.named(rows)), **about, exchange=self.exchange)
+
+    def select(self, rows: Sequence[int]) -> Message:
+        """Return these rows, with zeros for a member that was lost (possible only in groups of several)."""
+        if all(row in self.position for row in rows):
+            return self.message.select([self.position[row] for row in rows])
+
+        def selected(tensor: Tensor) -> Tensor:
+            nothing = torch.zeros_like(tensor[0])
+            return torch.stack([tensor[self.position[row]] if row in self.position else nothing for row in rows])
+
+        named = zip(self.message.fields(), self.message.tensors().values(), strict=True)
+        return type(self.message)(**{f.name: selected(t) if f.per_client else t for f, t in named})
+
+
 class ClientSide:
     """Conversations of clients: one instance per worker process, or one in the aggregator's own process.
 
@@ -60,19 +120,11 @@ class ClientSide:
         All messages that it receives or sends, by name.
     load
         ``client id -> ClientData``; the only place where data are read.
-    seed
-        Seed of the run.
     conclude
         Turns the predictors that a conversation returns into its last answer: ``(predictors, group) -> message`` with
         one row per client (for an evaluation, the metrics).
-    device, clients_at_once
-        On CPU a group is one client; elsewhere up to ``clients_at_once``.
     states
-        Storage of client states; required if the half is ``stateful``.
-    start_afresh
-        Let a client whose state is lost start afresh; otherwise it is refused.
-    secret
-        Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`).
+        Storage of client states; required to train a half that is ``stateful``.
     after_steps
         Client half for each number of local steps of a new client (``evaluation.own_steps``).
     """
@@ -82,29 +134,19 @@ class ClientSide:
         half: ClientAlgorithm,
         vocabulary: Mapping[str, type[Message]],
         load: Callable[[str], ClientData],
-        seed: int,
         conclude: Callable[[Predictors, ClientGroup], Message],
-        device: torch.device | None = None,
-        clients_at_once: int = 1,
-        states: States | None = None,
+        config: ClientConfig,
         *,
-        start_afresh: bool = False,
-        secret: bytes | None = None,
+        states: States | None = None,
         after_steps: Mapping[int, ClientAlgorithm] | None = None,
     ) -> None:
-        if half.stateful and states is None:
-            raise ValueError(f"{type(half).__name__} keeps client states: found no place for them")
         self.vocabulary = vocabulary
         self._half = half
         self._after_steps = {after_steps_purpose(k): other for k, other in (after_steps or {}).items()}
         self._load = load
-        self._seed = seed
         self._conclude = conclude
-        self._device = device or torch.device("cpu")
-        self._at_once = clients_at_once
+        self._config = config
         self._states = states
-        self._start_afresh = start_afresh
-        self._secret = secret
         self._open: dict[ConversationKey, dict[int, _Open]] = {}
         self.raises_bugs = False
         """True to raise a bug where it is, where nobody else would see it; else it is logged, and loses the client."""
@@ -135,44 +177,38 @@ class ClientSide:
         MissingConversation
             Before any work, if rows have no conversation at this exchange: the earlier messages are needed first.
         """
+        request = _Request(key, exchange, message, {row: i for i, row in enumerate(rows)}, clients, states)
+        conversation = self._conversation(key)
+        if exchange and (missing := [row for row in rows if not _is_ready(conversation.get(row), row, exchange)]):
+            raise MissingConversation(missing)
+        new = [row for row in rows if exchange == 0 and (row not in conversation or conversation[row].exchange > 0)]
+        done: set[_Open] = set()
+        for row in rows:
+            if new and row == new[0]:
+                chunk, new = tuple(new[: self._config.clients_at_once]), new[self._config.clients_at_once :]
+                with request.traced(chunk):
+                    self._start(request, chunk)
+            if (opened := conversation[row]) not in done:
+                done.add(opened)
+                yield from self._answers(opened, request, conversation)
+
+    def _answers(
+        self, opened: _Open, request: _Request, there: Mapping[int, _Open]
+    ) -> Iterator[tuple[int, Message | Lost]]:
+        """Yield the answers of a group, brought to the exchange."""
+        if opened.exchange < request.exchange:
+            with request.traced(opened.rows):
+                self._advance(opened, request)
+        for member, answer in zip(opened.rows, opened.answers, strict=True):
+            if member in request.position and there[member] is opened:
+                yield member, answer
+
+    def _conversation(self, key: ConversationKey) -> dict[int, _Open]:
+        """Return the open rows of a conversation; if it is new, close those before it."""
         if key not in self._open:
             for earlier in [other for other in self._open if _moment(other) < _moment(key)]:
                 self.close(earlier)
-        conversation = self._open.setdefault(key, {})
-        missing = [
-            row
-            for row in rows
-            if exchange > 0
-            and (
-                row not in conversation
-                or conversation[row].exchange not in (exchange - 1, exchange)
-                or row in conversation[row].left
-            )
-        ]
-        if missing:
-            raise MissingConversation(missing)
-        position = {row: i for i, row in enumerate(rows)}
-        new = [row for row in rows if exchange == 0 and (row not in conversation or conversation[row].exchange > 0)]
-        done: set[int] = set()
-        for row in rows:
-            if new and row == new[0]:
-                chunk, new = tuple(new[: self._at_once]), new[self._at_once :]
-                versions = [states[position[row]] for row in chunk] if states else []
-                named = [clients[position[row]] for row in chunk]
-                with _traced(key, exchange, named, message):
-                    self._start(key, chunk, named, message, position, versions)
-            opened = conversation[row]
-            if id(opened) in done:
-                continue
-            done.add(id(opened))
-            if opened.exchange < exchange:
-                with _traced(
-                    key, exchange, [clients[position[row]] for row in opened.rows if row in position], message
-                ):
-                    self._advance(opened, exchange, message, position)
-            for member, answer in zip(opened.rows, opened.answers, strict=True):
-                if member in position and conversation[member] is opened:
-                    yield member, answer
+        return self._open.setdefault(key, {})
 
     def close(self, key: ConversationKey) -> None:
         """End a conversation; its coroutines receive GeneratorExit."""
@@ -184,64 +220,56 @@ class ClientSide:
         for key in list(self._open):
             self.close(key)
 
-    def _start(
-        self,
-        key: ConversationKey,
-        rows: tuple[int, ...],
-        clients: Sequence[str],
-        message: Message,
-        position: Mapping[int, int],
-        versions: Sequence[Versions],
-    ) -> None:
-        def keyed(client: str, purpose: str) -> torch.Generator:
-            drawn = key.purpose.partition("/")[0]  # after local steps the same draws as in an evaluation
-            return generator(self._seed, f"{drawn}/{purpose}", client, key.round)
-
-        conversation = self._open[key]
+    def _start(self, request: _Request, rows: tuple[int, ...]) -> None:
+        """Open the conversation of a group; if that fails, open those of its clients one by one."""
         try:
-            group = ClientGroup(
-                [_to(self._loaded(client), self._device) for client in clients],
-                keyed,
-                [self._state(client, version) for client, version in zip(clients, versions, strict=True)]
-                if versions
-                else None,
-                may_keep=key.purpose == TRAIN and self._half.stateful,
-                secret=self._secret,
-            )
-            opening = _message_to(message.select([position[row] for row in rows]), self._device)
-            life = versions[0].life if versions else 0
-            opened = _Open(key, rows, group, self._half_for(key.purpose).open(group, opening), life)
-            self._step(opened, 0, lambda: next(opened.coroutine), alone=len(rows) == 1)
-            if key.purpose == TRAIN:
-                for client, version in zip(clients, versions, strict=False):
-                    self._forget(client, version)
+            opened = self._opened(request, rows)
         except (RefusedError, StorageError):  # raised by the store
             raise
         except Exception as error:  # lose the client, not the worker
-            if len(rows) > 1:  # serve the other clients of the group one by one
-                for i, row in enumerate(rows):
-                    self._start(key, (row,), clients[i : i + 1], message, position, versions[i : i + 1])
+            if len(rows) > 1:
+                for row in rows:
+                    self._start(request, (row,))
                 return
             if self.raises_bugs and is_bug(error):
                 raise
-            names = ", ".join(clients)
-            about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": 0}
             # Our own sentences need no traceback; their cause is logged only here (:meth:`_loaded`).
             said = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
             why = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
-            _log.error("clients %s cannot take part: %s", names, " ".join(why.split()), exc_info=said, extra=about)
-            answers: list[Message | Lost] = [_lost(error)] * len(rows)
-            opened = _Open(key, rows, ClientGroup([], keyed), _ended(), exchange=0, answers=answers)
-        for row in rows:
-            conversation[row] = opened
+            _log_failure("cannot take part", " ".join(why.split()), request, request.named(rows), said)
+            nobody = ClientGroup([], lambda client, purpose: generator(0, purpose))
+            opened = _Open(request.key, rows, nobody, _ended(), exchange=0, answers=[_lost(error)])
+        self._open[request.key].update(dict.fromkeys(rows, opened))
+
+    def _opened(self, request: _Request, rows: tuple[int, ...]) -> _Open:
+        """Return the conversation of a group with the answers to its opening."""
+        key, clients, versions = request.key, request.named(rows), request.versions(rows)
+
+        def keyed(client: str, purpose: str) -> torch.Generator:
+            drawn = key.purpose.partition("/")[0]  # after local steps the same draws as in an evaluation
+            return generator(self._config.seed, f"{drawn}/{purpose}", client, key.round)
+
+        group = ClientGroup(
+            [_to(self._loaded(client), self._config.device) for client in clients],
+            keyed,
+            [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None,
+            may_keep=key.purpose == TRAIN and self._half.stateful,
+            secret=self._config.secret,
+        )
+        coroutine = self._half_for(key.purpose).open(group, _message_to(request.select(rows), self._config.device))
+        opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)
+        self._step(opened, request, lambda: next(coroutine), alone=len(rows) == 1)
+        if key.purpose == TRAIN and self._states is not None:
+            for client, version in zip(clients, versions, strict=False):
+                if version.start is not None:
+                    self._states.forget(client, version)
+        return opened
 
     def _loaded(self, client: str) -> ClientData:
         """Return the data of a client.
 
-        Raises
-        ------
-        DataError
-            If they cannot be read. The error omits the cause's paths and values, which must stay on this machine.
+        Raise DataError if they cannot be read. The error omits the cause's paths and values, which must stay on this
+        machine.
         """
         try:
             return self._load(client)
@@ -251,27 +279,21 @@ class ClientSide:
     def _half_for(self, purpose: str) -> ClientAlgorithm:
         """Return the client half for a purpose.
 
-        Raises
-        ------
-        DataError
-            If the evaluation is after a number of steps that the experiment does not name.
+        Raise DataError if the evaluation is after a number of steps that the experiment does not name.
         """
         if "/" in purpose and purpose not in self._after_steps:
-            raise DataError(f"evaluation: found {purpose[:40]!r}, which evaluation.own_steps does not name")
+            raise DataError(f"evaluation.own_steps does not name {purpose[:40]!r}", key="evaluation.own_steps")
         return self._after_steps.get(purpose, self._half)
 
     def _state(self, client: str, versions: Versions) -> dict[str, Tensor] | None:
         """Return the state that a client starts from; None to start afresh.
 
-        Raises
-        ------
-        DataError
-            If it is lost, and clients with lost states are refused.
+        Raise DataError if it is lost, and clients with lost states are refused.
         """
         if versions.start is None or self._states is None:
             return None
         state = self._states.load(client, versions.start)
-        if state is None and not self._start_afresh:
+        if state is None and not self._config.start_afresh:
             raise DataError(
                 f"client {client}: its state of round {versions.start.round} is lost (federation.lost_state: refuse)"
             )
@@ -283,11 +305,7 @@ class ClientSide:
                 extra={"client": client},
             )
             return None
-        return {name: tensor.to(self._device) for name, tensor in state.items()}
-
-    def _forget(self, client: str, versions: Versions) -> None:
-        if self._states is not None and versions.start is not None:
-            self._states.forget(client, versions)
+        return {name: tensor.to(self._config.device) for name, tensor in state.items()}
 
     def _store(self, opened: _Open) -> None:
         """Store the states that the group's clients keep, before the answer that they belong to is sent."""
@@ -298,10 +316,10 @@ class ClientSide:
             version = Version(key.round, key.attempt, key.conversation, row, opened.life)
             self._states.save(opened.group.clients[i].id, version, tensors)
 
-    def _advance(self, opened: _Open, exchange: int, message: Message, position: Mapping[int, int]) -> None:
-        opened.left.update(
-            row for row in opened.rows if row not in position or self._open[opened.key][row] is not opened
-        )
+    def _advance(self, opened: _Open, request: _Request) -> None:
+        """Deliver the next message to a group; rows that are absent from it have left."""
+        there = self._open[opened.key]
+        opened.left.update(row for row in opened.rows if row not in request.position or there[row] is not opened)
         lost = [
             answer
             if isinstance(answer, Lost)
@@ -311,71 +329,51 @@ class ClientSide:
             for row, answer in zip(opened.rows, opened.answers, strict=True)
         ]
         if all(lost):
-            opened.exchange = exchange
+            opened.exchange = request.exchange
             return
-        moved = _message_to(self._rows_for(opened, message, position), self._device)
-        self._step(opened, exchange, lambda: opened.coroutine.send(moved))
+        moved = _message_to(request.select(opened.rows), self._config.device)
+        self._step(opened, request, lambda: opened.coroutine.send(moved))
         # A lost client stays lost, whatever the group computed from its zeros.
         opened.answers = [gone or answer for gone, answer in zip(lost, opened.answers, strict=True)]
 
-    def _step(self, opened: _Open, exchange: int, resume: Callable[[], Message], *, alone: bool = True) -> None:
+    def _step(self, opened: _Open, request: _Request, resume: Callable[[], Message], *, alone: bool = True) -> None:
         """Run the coroutine to its next answer, or to its end, where the predictors are used.
 
         The error of a group that is not ``alone`` is raised, so that its clients can still be served one by one.
         """
-        g = len(opened.rows)
+        lost = opened.group.lost
         try:
-            try:
-                reply = resume()
-            except StopIteration as end:
-                if end.value is None:
-                    raise RuntimeError("the conversation is over, nothing answers this message") from None
-                reply = self._conclude(end.value, opened.group)
-            reply = _message_to(reply, torch.device("cpu"))
+            reply = _message_to(self._next(opened, resume), _CPU)
             self._store(opened)
-            lost = opened.group.lost
-            opened.answers = [Lost(lost[i]) if i in lost else reply.select([i]) for i in range(g)]
+            opened.answers = [Lost(lost[i]) if i in lost else reply.select([i]) for i in range(len(opened.rows))]
         except (RefusedError, StorageError):  # raised by the store
             raise
         except Exception as error:
             if not alone or (self.raises_bugs and is_bug(error)):
                 raise
-            said = not isinstance(error, FedloomError)  # our own sentences need no traceback
-            names = ", ".join(c.id for c in opened.group.clients)
-            about = {"client": names, "round": opened.key.round, "attempt": opened.key.attempt, "exchange": exchange}
-            _log.error("clients %s failed: %s", names, error, exc_info=said, extra=about)
-            lost = opened.group.lost
-            opened.answers = [Lost(lost[i]) if i in lost else _lost(error) for i in range(g)]
-        opened.exchange = exchange
+            names = [client.id for client in opened.group.clients]
+            _log_failure("failed", str(error), request, names, not isinstance(error, FedloomError))
+            opened.answers = [Lost(lost[i]) if i in lost else _lost(error) for i in range(len(opened.rows))]
+        opened.exchange = request.exchange
 
-    def _rows_for(self, opened: _Open, message: Message, position: Mapping[int, int]) -> Message:
-        """Return the rows of a group, with zeros for a member that was lost (possible only in groups of several)."""
-        if all(row in position for row in opened.rows):
-            return message.select([position[row] for row in opened.rows])
-        fields: dict[str, Tensor] = {}
-        for field_, tensor in zip(message.fields(), message.tensors().values(), strict=True):
-            fields[field_.name] = (
-                torch.stack(
-                    [tensor[position[row]] if row in position else torch.zeros_like(tensor[0]) for row in opened.rows]
-                )
-                if field_.per_client
-                else tensor
-            )
-        return type(message)(**fields)
+    def _next(self, opened: _Open, resume: Callable[[], Message]) -> Message:
+        try:
+            return resume()
+        except StopIteration as end:
+            if end.value is None:
+                raise RuntimeError("the conversation is over, nothing answers this message") from None
+            return self._conclude(end.value, opened.group)
 
 
-def _traced(
-    key: ConversationKey, exchange: int, clients: Sequence[str], message: Message
-) -> AbstractContextManager[object]:
-    """Return a tracing span for the work of one group in one exchange."""
-    return tracing.span(
-        f"client {type(message).__name__}",
-        client=",".join(clients),
-        round=key.round,
-        attempt=key.attempt,
-        conversation=key.conversation,
-        exchange=exchange,
-    )
+def _is_ready(opened: _Open | None, row: int, exchange: int) -> bool:
+    """Return whether a row can answer an exchange after the opening, or has answered it."""
+    return opened is not None and opened.exchange in (exchange - 1, exchange) and row not in opened.left
+
+
+def _log_failure(what: str, why: str, request: _Request, clients: Sequence[str], traceback: bool) -> None:
+    names, key = ", ".join(clients), request.key
+    about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": request.exchange}
+    _log.error("clients %s %s: %s", names, what, why, exc_info=traceback, extra=about)
 
 
 def _moment(key: ConversationKey) -> tuple[int, bool, int]:
@@ -389,7 +387,7 @@ def _ended() -> Conversation:
 
 
 def _lost(error: Exception) -> Lost:
-    return Lost(told(error), is_bug(error))
+    return Lost(safe_reason(error), is_bug(error))
 
 
 def _to(client: ClientData, device: torch.device) -> ClientData:

@@ -26,7 +26,7 @@ from fedloom.words import REASON_CHARACTERS, pluralize, printable
 
 _log = logging.getLogger(__name__)
 
-ABSURD = "absurd value"
+OUT_OF_RANGE = "value out of range"
 """Reason under which answers with implausible values are counted as refused."""
 
 
@@ -57,32 +57,26 @@ class RemoteCohort:
 
     def __init__(
         self,
+        session: RoundAttempt,
         key: ConversationKey,
         clients: Sequence[str],
         sizes: Tensor,
-        carrier: Carrier,
-        rules: RoundConfig,
-        attempt: Attempt,
-        *,
         planned: ConversationRecord | None,
-        helper: ThreadPoolExecutor,
     ) -> None:
         self.key = key
         self.clients = tuple(clients)
         self.records: dict[str, Tensor] = {}
         self._sizes = sizes
-        self._carrier = carrier
-        self._rules = rules
-        self._attempt = attempt
+        self._carrier, self._rules, self._helper = session.carrier, session.rules, session.helper
+        self._attempt = session.attempt
         self._planned = planned
-        self._helper = helper
         self._at = 0
         self._alive = list(range(len(clients)))
         self._record = ConversationRecord(list(clients))
         self._bugs: dict[int, str] = {}  # of rows, of which somebody tells that a bug lost them
         self.failure: Exception | None = None
         """Error raised by the carrier, which neither the method nor the clients' answers caused."""
-        attempt.conversations.append(self._record)
+        self._attempt.conversations.append(self._record)
 
     @property
     def present(self) -> Tensor:
@@ -96,57 +90,17 @@ class RemoteCohort:
     ) -> Replies[Any]:
         """Deliver a message to every client still present and return their replies, one row per client.
 
-        Raises
-        ------
-        TypeError
-            If clients never answer with this class, for which no shapes are known.
-        TooFewReplies
-            If fewer than ``min_replies`` clients answered.
-        InterruptedRun
-            If the run was stopped meanwhile and clients are missing: the stop may be the cause, so the replies are
-            unusable.
+        Raise TypeError if clients never answer with this class, for which no shapes are known; TooFewReplies if fewer
+        than ``min_replies`` clients answered; InterruptedRun if the run was stopped meanwhile and clients are missing:
+        the stop may be the cause, so the replies are unusable.
         """
         started = time.perf_counter()
         if answer not in self._rules.shapes:
-            allowed = ", ".join(sorted(cls.__name__ for cls in self._rules.shapes))
-            raise TypeError(f"found {answer.__name__} as what clients answer, allowed: {allowed}")
+            known = ", ".join(sorted(cls.__name__ for cls in self._rules.shapes))
+            raise TypeError(f"clients do not answer with {answer.__name__}, only with {known}")
         self._attempt.payload_down += message.client_bytes() * len(self._alive)
-        planned = {} if self._planned is None else {loss.row: loss for loss in lost_rows(self._planned, self._at)}
-        for row in [row for row in self._alive if row in planned]:
-            self._lose(row, planned[row].reason)
-        answers: dict[int, Message] = {}
-        if self._alive:
-            with tracing.span(f"exchange {type(message).__name__}", **self._about(), clients=len(self._alive)):
-                call = Call(
-                    key=self.key,
-                    exchange=self._at,
-                    rows=tuple(self._alive),
-                    clients=tuple(self.clients[row] for row in self._alive),
-                    message=message.select(self._alive),
-                    shapes={answer: self._rules.shapes[answer]},
-                    deadline_s=self._rules.deadline_s,
-                    states=self._states() if self._at == 0 else (),
-                    trace=tracing.here(),
-                    told_again=self._count_private(answer),
-                )
-                received = self._carry(call, meanwhile)
-            if self._rules.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
-                raise InterruptedRun(
-                    f"stopped in the middle of round {self.key.round}; go on with {argument('resume')}"
-                )
-            for row, reply in zip(call.rows, received, strict=True):
-                if isinstance(reply, Lost) and reply.is_bug:
-                    self._bugs[row] = printable(reply.reason, REASON_CHARACTERS)
-                    self._lose(row, f"bug: {reply.reason}")
-                elif isinstance(reply, Lost):
-                    self._lose(row, reply.reason)
-                elif (absurd := self._rules.judge(self.clients[row], reply)) is not None:
-                    self._refuse(row, absurd)
-                else:
-                    answers[row] = reply
-            self._attempt.payload_up += sum(reply.client_bytes() for reply in answers.values())
-        elif meanwhile is not None:
-            meanwhile()
+        self._lose_planned()
+        answers = self._ask(message, answer, meanwhile)
         name = type(message).__name__
         self._attempt.phases[name] = self._attempt.phases.get(name, 0.0) + time.perf_counter() - started
         self._at += 1
@@ -159,6 +113,53 @@ class RemoteCohort:
         if answers:
             stacked = stack(answer, [answers.get(row) for row in range(len(self.clients))])
         return Replies(stacked, self.present, self._sizes)
+
+    def _lose_planned(self) -> None:
+        """Lose the clients that a replayed conversation lost at this exchange."""
+        planned = {} if self._planned is None else {loss.row: loss for loss in lost_rows(self._planned, self._at)}
+        for row in [row for row in self._alive if row in planned]:
+            self._lose(row, planned[row].reason)
+
+    def _ask(self, message: Message, answer: type[Message], meanwhile: Callable[[], None] | None) -> dict[int, Message]:
+        """Deliver a message and return the usable answers by row; the others are lost."""
+        if not self._alive:
+            if meanwhile is not None:
+                meanwhile()
+            return {}
+        with tracing.span(f"exchange {type(message).__name__}", **self._about(), clients=len(self._alive)):
+            call = Call(
+                key=self.key,
+                exchange=self._at,
+                rows=tuple(self._alive),
+                clients=tuple(self.clients[row] for row in self._alive),
+                message=message.select(self._alive),
+                shapes={answer: self._rules.shapes[answer]},
+                deadline_s=self._rules.deadline_s,
+                states=self._states() if self._at == 0 else (),
+                trace=tracing.here(),
+                told_again=self._count_private(answer),
+            )
+            received = self._carry(call, meanwhile)
+        if self._rules.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
+            raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with {argument('resume')}")
+        answers = {}
+        for row, reply in zip(call.rows, received, strict=True):
+            if (usable := self._usable(row, reply)) is not None:
+                answers[row] = usable
+        self._attempt.payload_up += sum(reply.client_bytes() for reply in answers.values())
+        return answers
+
+    def _usable(self, row: int, reply: Message | Lost) -> Message | None:
+        """Return a reply that can be used; otherwise lose the client and return None."""
+        if isinstance(reply, Lost):
+            if reply.is_bug:
+                self._bugs[row] = printable(reply.reason, REASON_CHARACTERS)
+            self._lose(row, f"bug: {reply.reason}" if reply.is_bug else reply.reason)
+            return None
+        if (implausible := self._rules.judge(self.clients[row], reply)) is None:
+            return reply
+        self._refuse(row, implausible)
+        return None
 
     def _why_lost(self) -> str:
         """Return why the last client was lost, as often all share one reason; or that all failed by a bug."""
@@ -230,14 +231,14 @@ class RemoteCohort:
         return len(rows)
 
     def _refuse(self, row: int, reason: str) -> None:
-        self._carrier.refusals.count(ABSURD)
+        self._carrier.refusals.count(OUT_OF_RANGE)
         key, client = self.key, self.clients[row]
         _log.warning(
             "refused the reply of client %s (round %d, attempt %d, exchange %d): %s",
             client, key.round, key.attempt, self._at, reason,
             extra={"client": client, "round": key.round, "attempt": key.attempt, "exchange": self._at},
         )  # fmt: skip
-        self._lose(row, f"{ABSURD}: {reason}")
+        self._lose(row, f"{OUT_OF_RANGE}: {reason}")
 
     def _lose(self, row: int, reason: str) -> None:
         self._alive.remove(row)
@@ -265,9 +266,9 @@ class RoundAttempt:
         self._purpose = purpose
         self._roster = tuple(roster)
         self._sizes = sizes
-        self._carrier = carrier
-        self._rules = rules
-        self._helper = helper
+        self.carrier = carrier
+        self.rules = rules
+        self.helper = helper
         self._planned = planned
         self._conversations: list[RemoteCohort] = []
 
@@ -284,48 +285,39 @@ class RoundAttempt:
         In an open federation a uniform draw prefers clients that answer, and is smaller where the others would take
         their place (:meth:`fedloom.federation.silence.Silence.groups`).
 
-        Parameters
-        ----------
-        size
-            Clients to draw; ``federation.clients_per_round`` by default.
-        purpose
-            Purpose of the generator, so that two draws of one round differ.
-        weights
-            ``[roster]`` probabilities up to a factor; uniform by default.
-        replace
-            Allow a client to be drawn more than once.
-        always
-            Clients that are always in the cohort; they count for its size, and the rest is drawn uniformly from the
-            others.
+        ``purpose`` keys the generator, so that two draws of one round differ. ``weights``, ``[roster]``, are
+        probabilities up to a factor, uniform by default; with ``replace`` a client may be drawn more than once. Clients
+        named in ``always`` count for the size, and the rest is drawn uniformly from the others.
 
-        Raises
-        ------
-        ValueError
-            If ``always`` is combined with ``weights`` or ``replace``.
+        Raise ValueError if ``always`` is combined with ``weights`` or ``replace``.
         """
-        size = self._rules.clients_per_round if size is None else size
-        n = len(self._roster)
-        if size > n and not replace:
+        size = self.rules.clients_per_round if size is None else size
+        if size > len(self._roster) and not replace:
             raise ExperimentError(
-                f"cohort of {pluralize(size, 'client')}: found a roster of {n}, allowed: at most as many"
+                f"A cohort of {pluralize(size, 'client')} is larger than the roster, which has {len(self._roster)}.",
+                found=size,
             )
-        random = generator(self._rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
-        if always:
-            if weights is not None or replace:
-                raise ValueError("a cohort with fixed members is drawn uniformly and without replacement")
-            others = [client for client in self._roster if client not in always]
-            order = torch.randperm(len(others), generator=random)[: max(0, size - len(always))]
-            members = {*always, *(others[i] for i in order.tolist())}
-            return self.hold([client for client in self._roster if client in members])
+        if always and (weights is not None or replace):
+            raise ValueError("a cohort with fixed members is drawn uniformly and without replacement")
+        random = generator(self.rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
         if weights is None and not replace:
-            drawn: set[str] = set()
-            for group in [self._roster] if self._groups is None else self._groups(self._roster):
-                order = torch.randperm(len(group), generator=random)[: size - len(drawn)]
-                drawn.update(group[i] for i in order.tolist())
+            drawn = self._uniform(size, always, random)
             return self.hold([client for client in self._roster if client in drawn])
-        chances = torch.ones(n, dtype=torch.float64) if weights is None else weights.double()
+        chances = torch.ones(len(self._roster), dtype=torch.float64) if weights is None else weights.double()
         rows = torch.multinomial(chances, size, replacement=replace, generator=random)
         return self.hold([self._roster[i] for i in sorted(rows.tolist())])
+
+    def _uniform(self, size: int, always: Sequence[str], random: torch.Generator) -> set[str]:
+        """Draw clients uniformly without replacement, group after group; ``always`` are drawn first."""
+        drawn = set(always)
+        if always:
+            groups: list[Sequence[str]] = [[client for client in self._roster if client not in drawn]]
+        else:
+            groups = [self._roster] if self._groups is None else self._groups(self._roster)
+        for group in groups:
+            order = torch.randperm(len(group), generator=random)[: max(0, size - len(drawn))]
+            drawn.update(group[i] for i in order.tolist())
+        return drawn
 
     def everyone(self) -> RemoteCohort:
         """Return the whole roster as one cohort."""
@@ -333,7 +325,7 @@ class RoundAttempt:
 
     def generator(self, purpose: str) -> torch.Generator:
         """Return the server's random generator for this round and purpose."""
-        return generator(self._rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
+        return generator(self.rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
 
     def hold(self, clients: Sequence[str]) -> RemoteCohort:
         """Begin a conversation with these clients."""
@@ -341,26 +333,16 @@ class RoundAttempt:
         if self._planned is not None:
             planned = self._planned_conversation(clients)
             clients = planned.clients
-        conversation = RemoteCohort(
-            ConversationKey(self.number, self.attempt.attempt, len(self._conversations), self._purpose),
-            clients,
-            torch.tensor([self._sizes[client] for client in clients]),
-            self._carrier,
-            self._rules,
-            self.attempt,
-            planned=planned,
-            helper=self._helper,
-        )
+        key = ConversationKey(self.number, self.attempt.attempt, len(self._conversations), self._purpose)
+        sizes = torch.tensor([self._sizes[client] for client in clients])
+        conversation = RemoteCohort(self, key, clients, sizes, planned)
         self._conversations.append(conversation)
         return conversation
 
     def _planned_conversation(self, clients: Sequence[str]) -> ConversationRecord:
         """Return the journal's record of the next conversation.
 
-        Raises
-        ------
-        DataError
-            If it does not match this run.
+        Raise DataError if it does not match this run.
         """
         assert self._planned is not None
         planned, begun = self._planned.conversations, len(self._conversations)

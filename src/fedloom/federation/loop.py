@@ -4,194 +4,67 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fedloom import tracing
-from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Statistics
-from fedloom.data.federated import Manifest
-from fedloom.errors import GO_ON, DataError, FedloomError, InterruptedRun, QuorumError, argument
-from fedloom.evaluation.measure import implausible, nothing_measured
-from fedloom.evaluation.measure import shapes as measured_shapes
+from fedloom.algorithms.base import Algorithm, Statistics
+from fedloom.errors import GO_ON, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
-from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.carrier import Carrier
-from fedloom.federation.client_side import EVALUATE, after_steps_purpose
-from fedloom.federation.cohort import RemoteCohort, RoundAttempt, RoundConfig, TooFewReplies
-from fedloom.federation.control import Control
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.cohort import RoundAttempt, TooFewReplies
+from fedloom.federation.evaluator import Evaluator
+from fedloom.federation.loop_config import Extra, Halves, LoopConfig, LoopHooks
 from fedloom.federation.releases import Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
-from fedloom.federation.states import Versions
-from fedloom.federation.validation import absurd, is_finite, learning_rates, to_lower
-from fedloom.messages import Message, Metrics, Replies, answer_shapes
-from fedloom.runs.checkpoint import Best, Checkpoint, Checkpoints, check_fits
+from fedloom.federation.validation import is_finite, learning_rates, to_lower
+from fedloom.messages import Message, Metrics
+from fedloom.runs.checkpoint import Best, Checkpoint, check_fits
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE, EVALUATED, Attempt, Journal, Replay
-from fedloom.words import REASON_CHARACTERS, pluralize, printable
+from fedloom.words import pluralize
 
 _log = logging.getLogger(__name__)
 
-Extra = Callable[[Evaluation], dict[str, dict[str, Any]]]
-"""Sub-objects that a method adds to metrics.jsonl and summary.json, from what its server half recorded."""
 
-
-@dataclass(frozen=True)
-class LoopConfig:
-    """Settings of the loop, from the experiment."""
-
-    rounds: int | None
-    clients_per_round: int
-    deadline_s: float
-    min_replies: int
-    attempts: int
-    checkpoint_every_s: float
-    evaluate_every: int
-    evaluation_cohort: int
-    label_mask: bool
-    seed: int
-    enough: Callable[[int, Best], bool] | None = None
-    """Returns whether the rounds may end after this one, given the best so far; called after each evaluation."""
-    measure_last: bool = True
-    """Evaluate the last round."""
-    own_steps: tuple[int, ...] = ()
-    """Numbers of local steps after which the unseen clients are also measured when training has ended."""
-
-
-class Observer(Protocol):
-    """Callbacks for run progress."""
-
-    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Report a completed round; ``rounds`` is the number to run, None for no limit."""
-
-    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """Report a failed attempt."""
-
-    def evaluating(self, round: int, done: int, clients: int) -> None:
-        """Report how many clients an evaluation has measured so far."""
-
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """Report a line written to metrics.jsonl."""
-
-
-class Loop:
+class Loop(Evaluator):
     """Runs the rounds of one federation.
 
-    Parameters
-    ----------
-    server
-        Freshly made; a resumed run loads its state from the last checkpoint.
-    client_half
-        Used only for the names of its predictors, and whether clients keep states.
-    stop
-        Set it (from a signal handler) to end the run after the current exchange, with a checkpoint.
-    after
-        Called with each round that has become durable, in the thread that writes checkpoints.
-    experiment
-        In an open federation: the shared part of the experiment, which may have changed since the run began.
-    monitor
-        Receives the state of the loop.
-    control
-        Requests of an operator; without it, the run cannot be paused.
-    releases
-        Record of private answers.
+    The server half is new; a resumed run loads its state from the last checkpoint (:meth:`resume`). ``extra`` returns
+    the additions of the method to a line of metrics.jsonl.
     """
 
     def __init__(
         self,
         schedule: LoopConfig,
+        halves: Halves,
         roster: Roster,
-        algorithm: Algorithm,
-        server: ServerAlgorithm,
-        client_half: ClientAlgorithm,
         carrier: Carrier,
         folder: RunFolder,
-        observer: Observer,
-        stop: threading.Event,
+        hooks: LoopHooks,
         extra: Extra,
+        *,
         replay: Replay | None = None,
-        after: Callable[[int], None] | None = None,
-        experiment: str = "",
-        monitor: Monitor | None = None,
-        control: Control | None = None,
         releases: Releases | None = None,
     ) -> None:
-        self.schedule = schedule
-        self._control = control
-        self.monitor = monitor or Monitor()
-        self.roster = roster
-        self._experiment = experiment
-        self.algorithm = algorithm
-        self.server = server
-        self.carrier = carrier
-        self.folder = folder
-        self.observer = observer
-        self.stop = stop
+        super().__init__(schedule, halves, roster, carrier, folder, hooks, replay=replay, releases=releases)
+        self._control = hooks.control
         self.extra = extra
-        self.replay = replay
-        self.predictors = client_half.predictors
-        # In a power failure, a checkpoint must not survive without the lines that document it.
-        self.checkpoints = Checkpoints(
-            folder.checkpoints,
-            before=lambda: folder.sync("journal.jsonl", "metrics.jsonl"),
-            done=self.monitor.durable,
-            after=after,
-        )
-        self.journal = Journal(folder)
-        self.monitor.counting(lambda client: self.journal.last_round(client))
         self.best: Best | None = None
-        self.round = 0
         self._evaluated = -1
-        self._know()
-        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
-        self.personalization_payload = (0, 0)
         self.after_steps: dict[int, Evaluation] = {}
-        self.unmeasured: dict[str, str] = {}  # clients that the last evaluation lost -> why
-        shapes = {
-            **answer_shapes(algorithm.messages, server.sizes),
-            Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
-        }
-        self._rules = RoundConfig(
-            schedule.seed,
-            schedule.clients_per_round,
-            schedule.deadline_s,
-            schedule.min_replies,
-            shapes,
-            stop,
-            self._judge,
-            self._states if client_half.stateful else None,
-            releases,
-        )
-        self._durable: tuple[int, Best | None] | None = None
         self._saved_at = time.monotonic()
-
-    @property
-    def manifest(self) -> Manifest:
-        """Manifest of the current roster."""
-        return self.roster.manifest
-
-    def _know(self) -> None:
-        """Look up the sizes of the roster's clients."""
-        self._sizes = {entry.id: entry.train for entry in self.manifest.clients}
-        self._held_out = {entry.id: (entry.validation, entry.test) for entry in self.manifest.clients}
-        self.monitor.know(self.manifest.clients)
 
     def _settle(self, attempt: Attempt) -> None:
         """Wait for the end of a pause and update the roster; the changes are noted in the attempt or evaluation.
 
-        Raises
-        ------
-        InterruptedRun
-            If the run is stopped while it waits for clients or is paused.
+        Raise InterruptedRun if the run is stopped while it waits for clients or is paused.
         """
         change = self.roster.settle(attempt.round, evaluating=attempt.attempt == 0, hold=lambda: self._hold(attempt))
         if self.roster.fixed:
@@ -203,16 +76,13 @@ class Loop:
                 "%d joined and %d left, %s in the roster",
                 len(change.joined), len(change.left), pluralize(len(self.manifest.clients), "client"),
             )  # fmt: skip
-        if self._experiment != self.journal.experiment:
-            attempt.experiment = self._experiment
+        if self.schedule.experiment != self.journal.experiment:
+            attempt.experiment = self.schedule.experiment
 
     def _hold(self, attempt: Attempt) -> None:
         """Wait for the end of a pause, after making the last round durable and publishing the pause.
 
-        Raises
-        ------
-        InterruptedRun
-            If the run is stopped while it is paused.
+        Raise InterruptedRun if the run is stopped while it is paused.
         """
         if self._control is None or (pause := self._control.paused) is None:
             return
@@ -234,10 +104,7 @@ class Loop:
     def resume(self) -> None:
         """Return to the last durable round; later rounds run again, bit for bit.
 
-        Raises
-        ------
-        DataError
-            If the checkpoint does not fit, or from :meth:`Resumption.find`.
+        Raise DataError if the checkpoint does not fit, or from :meth:`Resumption.find`.
         """
         found = Resumption.find(self.folder, self.checkpoints)
         if found is None:  # nothing was durable
@@ -268,14 +135,8 @@ class Loop:
     def run(self) -> Evaluation:
         """Run to the last round and return its evaluation.
 
-        Raises
-        ------
-        QuorumError
-            If a round failed ``attempts`` times.
-        InterruptedRun
-            If ``stop`` was set.
-        StorageError
-            If something could not be written.
+        Raise QuorumError if a round failed ``attempts`` times; InterruptedRun if ``stop`` was set; StorageError if
+        something could not be written.
         """
         try:
             return self._run()
@@ -327,141 +188,6 @@ class Loop:
             return False
         return s.enough(self.round, self.best)
 
-    def evaluate(self) -> Evaluation:
-        """Personalize every client, seen and unseen, and have it measure the result. Changes no state."""
-        return self._evaluate(Attempt(self.round, 0))
-
-    def _evaluate(self, attempt: Attempt, steps: int | None = None) -> Evaluation:
-        with tracing.span("evaluation", round=self.round, algorithm=self.algorithm.name):
-            return self._measure(attempt, steps)
-
-    def _measure(self, attempt: Attempt, steps: int | None) -> Evaluation:
-        """Measure every client, or, given a number of local steps, the unseen ones after these steps."""
-        planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
-        clients = list(self.roster.here())
-        if planned is not None and not self.roster.fixed:
-            clients = [client for conversation in planned.conversations for client in conversation.clients]
-        purpose = EVALUATE
-        if steps is not None:
-            clients = [client for client in clients if not self.manifest.entry(client).seen]
-            purpose = after_steps_purpose(steps)
-        size = self.schedule.evaluation_cohort
-        session = self._measuring(attempt, planned, purpose)
-        measured = nothing_measured(len(clients), len(self.predictors), self.manifest.classes)
-        present = torch.zeros(len(clients), dtype=torch.bool)
-        records: dict[str, Tensor] = {}
-        silence, skipped = self.carrier.silence, 0
-        before_s = silence.waited_s
-        for start in range(0, len(clients), size):
-            self._check_stop()
-            cohort = session.hold(clients[start : start + size])
-            rows = slice(start, start + size)
-            if planned is None:
-                waited_s = silence.waited_s - before_s
-                skipped += cohort.skip(silence.skipped(cohort.clients, waited_s, self.schedule.deadline_s))
-            try:
-                replies = self._personalize(session, cohort)
-                if replies is not None:
-                    for name, tensor in measured.tensors().items():
-                        tensor[rows] = getattr(replies, name)
-                    present[rows] = replies.present
-                for name, values in cohort.records.items():
-                    kept = records.setdefault(name, torch.zeros(len(clients), *values.shape[1:], dtype=torch.float64))
-                    kept[rows] = values
-            finally:
-                cohort.close()
-            self.observer.evaluating(self.round, min(start + size, len(clients)), len(clients))
-        if steps is None:
-            self.unmeasured = attempt.losses
-        if skipped:
-            _log.warning("the evaluation after round %d skips %s", self.round, pluralize(skipped, "silent client"))
-        answered = int(present.sum())
-        if answered:
-            # Per client: the bytes for personalization, without the metrics, which only an evaluation needs.
-            self.personalization_payload = (
-                attempt.payload_up // answered - measured.client_bytes(),
-                attempt.payload_down // (len(clients) - skipped),
-            )
-        return Evaluation(
-            round=self.round,
-            clients=tuple(clients),
-            seen=torch.tensor([self.manifest.entry(client).seen for client in clients]),
-            present=present,
-            predictors=self.predictors,
-            **measured.tensors(),
-            records=records,
-        )
-
-    def personalize(self, clients: Sequence[str]) -> dict[str, str]:
-        """Hold the ``personalize`` conversation with some clients; return those lost, and why."""
-        attempt = Attempt(self.round, 0)
-        session = self._measuring(attempt)
-        try:
-            for start in range(0, len(clients), self.schedule.evaluation_cohort):
-                self._personalize(session, session.hold(clients[start : start + self.schedule.evaluation_cohort]))
-        finally:
-            session.close()
-        return attempt.losses
-
-    def _personalize(self, session: RoundAttempt, cohort: RemoteCohort) -> Replies[Metrics] | None:
-        """Hold the conversation; return None if it had no result, and each client's loss says why."""
-        try:
-            return self.server.personalize(cohort)
-        except TooFewReplies:
-            return None
-        except DataError as error:  # the method has no models for these clients
-            if error is session.failure:
-                raise
-            cohort.lose_all(str(error))
-            return None
-        except Exception as error:
-            cohort.lose_all(self._failure(session, error))
-            return None
-
-    def _failure(self, session: RoundAttempt, error: Exception) -> str:
-        """Return a line that describes a failure of the server half on the answers; its traceback is logged.
-
-        Raises
-        ------
-        Exception
-            The error itself if clients' answers did not cause it: a FedloomError, an error of the carrier, or a bug in
-            a run whose clients are all in this process and which is not a replay.
-        """
-        own_clients = self.carrier.traffic.up is None and self.replay is None
-        if isinstance(error, FedloomError) or error is session.failure or (own_clients and is_bug(error)):
-            raise error
-        _log.error("the server half of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
-        what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
-        return f"{what} ({place(error)}), whose traceback is in the log of the aggregator"
-
-    def _judge(self, client: str, answer: Message) -> str | None:
-        """Return why the values of a client's answer are implausible; None if they are plausible."""
-        if isinstance(answer, Metrics):
-            validation, test = self._held_out[client]
-            return implausible(answer, validation=validation, test=test)
-        return absurd(answer, self.server.update_bounds(self._sizes[client]), learning_rates(self.server.settings))
-
-    def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
-        """Return the versions that each client starts from now, and would start from at kept checkpoints."""
-        kept = set(self.checkpoints.rounds())
-        if self._durable is not None:  # it may not be on the disk yet
-            kept.add(self._durable[0])
-        self.journal.needed = kept
-
-        def versions(client: str) -> Versions:
-            needed = (self.journal.version(client, round) for round in kept)
-            start = self.journal.version(client, self.round)
-            return Versions(start, frozenset(v for v in needed if v is not None), self.journal.life)
-
-        return tuple(versions(client) for client in clients)
-
-    def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> RoundAttempt:
-        """Return conversations outside training: clients that answer are measured, however few."""
-        rules = replace(self._rules, min_replies=1)
-        return RoundAttempt(
-            attempt, purpose, self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
-        )
-
     def _training(self, attempt: Attempt, planned: Attempt | None, lost: Collection[str]) -> RoundAttempt:
         """Return one attempt at a round, with the training clients that are connected; ``lost`` by earlier attempts."""
         roster, rules, groups = self.manifest.roster, self._rules, None
@@ -471,8 +197,6 @@ class Loop:
             rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
             groups = partial(self.carrier.silence.groups, least=rules.min_replies, lost=lost)
         return RoundAttempt(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned, groups)
-
-    # --- one round ----------------------------------------------------------------------------------------------------
 
     def _train_round(self) -> None:
         """Run the next round, in as many attempts as allowed."""
@@ -485,30 +209,8 @@ class Loop:
             attempt, lacks_replies = Attempt(t, number), False
             self._settle(attempt)
             self.monitor.enter("training", doing=t, attempt=number)
-            started = time.perf_counter()
-            up, down = self.carrier.traffic.up, self.carrier.traffic.down
-            refused = dict(self.carrier.refusals.counts)
-            session = self._training(attempt, planned, lost)
-            before = dict(self.server.state)
-            try:
-                statistics = self.server.train_round(session)
-                self._check_finite(before, {"client_steps": statistics["client_steps"]} | statistics)
-                attempt.statistics = statistics
-            except (TooFewReplies, FloatingPointError) as error:
-                attempt.outcome, lacks_replies = str(error), isinstance(error, TooFewReplies)
-                self.server.state = before
-            except Exception as error:
-                self.server.state = before
-                attempt.outcome = self._failure(session, error)
-            finally:
-                session.close()
-            attempt.seconds = time.perf_counter() - started
-            attempt.phases["server"] = max(0.0, attempt.seconds - sum(attempt.phases.values()))
-            if up is not None and down is not None:
-                attempt.wire_up = (self.carrier.traffic.up or 0) - up
-                attempt.wire_down = (self.carrier.traffic.down or 0) - down
-            counts = dict(self.carrier.refusals.counts).items()  # a copy: counts may change meanwhile
-            attempt.refused = {reason: n - refused.get(reason, 0) for reason, n in counts if n > refused.get(reason, 0)}
+            with self._costs(attempt):
+                lacks_replies = self._try(attempt, self._training(attempt, planned, lost))
             self.journal.append(attempt)
             self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
             if attempt.outcome == DONE:
@@ -533,6 +235,43 @@ class Loop:
             return False
         self.carrier.silence.refuse(attempt.losses, attempt.answered)
         return self.roster.waits_for_others(attempt.round)
+
+    def _try(self, attempt: Attempt, session: RoundAttempt) -> bool:
+        """Train one round; if it fails, restore the server's state and say why in the attempt's outcome.
+
+        Return True if too few clients answered.
+        """
+        before = dict(self.server.state)
+        try:
+            statistics = self.server.train_round(session)
+            self._check_finite(before, {"client_steps": statistics["client_steps"]} | statistics)
+            attempt.statistics = statistics
+            return False
+        except (TooFewReplies, FloatingPointError) as error:
+            attempt.outcome = str(error)
+            self.server.state = before
+            return isinstance(error, TooFewReplies)
+        except Exception as error:
+            self.server.state = before
+            attempt.outcome = self._failure(session, error)
+            return False
+        finally:
+            session.close()
+
+    @contextmanager
+    def _costs(self, attempt: Attempt) -> Iterator[None]:
+        """Note in an attempt what the block costs: seconds, bytes on the wire, refused parts."""
+        started, traffic = time.perf_counter(), self.carrier.traffic
+        up, down = traffic.up, traffic.down
+        refused = dict(self.carrier.refusals.counts)
+        yield
+        attempt.seconds = time.perf_counter() - started
+        attempt.phases["server"] = max(0.0, attempt.seconds - sum(attempt.phases.values()))
+        traffic = self.carrier.traffic
+        if up is not None and down is not None:
+            attempt.wire_up, attempt.wire_down = (traffic.up or 0) - up, (traffic.down or 0) - down
+        counts = dict(self.carrier.refusals.counts).items()  # a copy: counts may change meanwhile
+        attempt.refused = {reason: n - refused.get(reason, 0) for reason, n in counts if n > refused.get(reason, 0)}
 
     def _evaluation_due(self) -> bool:
         s = self.schedule
@@ -596,10 +335,8 @@ class Loop:
     def _check_finite(self, before: Mapping[str, Tensor], statistics: Statistics) -> None:
         """Look at what a round made of the server's state, which was ``before``, and at what it reports.
 
-        Raises
-        ------
-        FloatingPointError
-            If a tensor that it put into the state is not finite, or one of the statistics; with the keys to lower.
+        Raise FloatingPointError if a tensor that it put into the state is not finite, or one of the statistics; with
+        the keys to lower.
         """
         lower = to_lower(learning_rates(self.server.settings, also=("max_norm",)))
         for name, value in statistics.items():
@@ -610,13 +347,6 @@ class Loop:
                 raise FloatingPointError(
                     f"training diverged: {name} of the server's state is not finite after this round{lower}"
                 )
-
-    def _check_stop(self) -> None:
-        if self.stop.is_set():
-            of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
-            raise InterruptedRun(f"stopped after round {self.round}{of}; go on with {argument('resume')}")
-
-    # --- costs, from the journal --------------------------------------------------------------------------------------
 
     def communication(self) -> Communication:
         """Return the bytes of all training rounds so far."""

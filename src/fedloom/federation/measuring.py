@@ -45,15 +45,9 @@ VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (Measure
 def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, int], deadline_s: float) -> Normalization:
     """Ask clients for their moments, and return the normalization over those with plausible answers.
 
-    Parameters
-    ----------
-    examples
-        Number of training examples that each client announced.
+    ``examples`` are the numbers of training examples that the clients announced.
 
-    Raises
-    ------
-    QuorumError
-        If no client answers plausibly.
+    Raise QuorumError if no client answers plausibly.
     """
     clients, numbers = tuple(examples), own.input_shape[0]
     asked = torch.tensor([float(numbers)], dtype=torch.float64)
@@ -79,10 +73,11 @@ def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, in
             why = answer.reason if isinstance(answer, Lost) else "no examples have such sums"
             log.warning("client %s is left out of the normalization: %s", client, why)
     if not sensible:
-        reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["what they say makes no sense"]
+        reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["their sums are impossible"]
         raise QuorumError(
-            f"data.own.normalization: found measured, and none of {len(clients)} clients told its sums: {reasons[0]}",
+            f"data.own.normalization is measured, but none of {len(clients)} clients sent its sums: {reasons[0]}",
             hint=f"go on with {argument('resume')}, or give mean and std",
+            key="data.own.normalization",
         )
     return pooled(own.kind, numbers, sensible)
 

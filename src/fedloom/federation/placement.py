@@ -13,19 +13,9 @@ def deal(
     A client whose data exist in only one place is served there; the other rows even out the shares. The result depends
     only on the arguments, not on the order in which workers joined.
 
-    Parameters
-    ----------
-    clients
-        Client id of each row; an id may repeat.
-    workers
-        Clients that each worker may serve; use sets, because membership is tested once per row and worker.
-    loads
-        Rows that each worker is already busy with (default: none).
-
-    Returns
-    -------
-    dict
-        Worker -> positions in ``clients``, ascending. A row that no worker may serve is in no share.
+    ``workers`` maps each worker to the clients that it may serve (sets, because membership is tested once per row and
+    worker), and ``loads`` to the rows that it is busy with. The result maps workers to positions in ``clients``,
+    ascending; a row that no worker may serve is in no share.
     """
     names = sorted(workers)
     load = {name: 0 if loads is None else loads.get(name, 0) for name in names}

@@ -33,14 +33,8 @@ Keep = Callable[[Mapping[str, Any]], None]
 class Releases:
     """Writer of ``releases.jsonl`` for the lifetime of one aggregator.
 
-    Parameters
-    ----------
-    folder
-        The run's folder.
-    promised
-        The private answers and their noise; None if no answers are private.
-    keep
-        For a published run: called with each line before it takes effect.
+    ``promised`` are the private answers and their noise; None if no answers are private. For a published run, ``keep``
+    is called with each line before it takes effect.
     """
 
     def __init__(self, folder: RunFolder, promised: Privacy | None, keep: Keep | None = None) -> None:
@@ -62,10 +56,7 @@ class Releases:
     def tell(self, key: ConversationKey, exchange: int, clients: Sequence[str]) -> None:
         """Record that these clients are about to answer; the line is on the disk when this returns.
 
-        Raises
-        ------
-        StorageError
-            If it cannot be written; the clients must not be asked then.
+        Raise StorageError if it cannot be written; the clients must not be asked then.
         """
         at = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": exchange}
         about = {"purpose": key.purpose, "noise_multiplier": self.noise_multiplier}
@@ -82,7 +73,7 @@ class Releases:
 
 
 @dataclass(frozen=True)
-class Told:
+class ReleaseCounts:
     """Number of private answers of each client that was ever in the run, by noise multiplier.
 
     ``is_known`` is False if some answers had no noise, or were not counted.
@@ -92,19 +83,13 @@ class Told:
     is_known: bool
 
 
-def told(folder: RunFolder, *, repeatable: bool) -> Told:
+def count_releases(folder: RunFolder, *, repeatable: bool) -> ReleaseCounts:
     """Return the private answers of each client.
 
-    Parameters
-    ----------
-    repeatable
-        True if the noise is derived from the seed: repeating a request then gives the same answer, which reveals
-        nothing more.
+    It is ``repeatable`` if the noise is derived from the seed: repeating a request then gives the same answer, which
+    reveals nothing more.
 
-    Raises
-    ------
-    DataError
-        If ``releases.jsonl`` is damaged.
+    Raise DataError if ``releases.jsonl`` is damaged.
     """
     times: defaultdict[str, Counter[float]] = defaultdict(Counter)
     asked: set[tuple[Any, ...]] = set()
@@ -116,7 +101,7 @@ def told(folder: RunFolder, *, repeatable: bool) -> Told:
             asked.add(what)
             for client in line["clients"]:
                 times[client][line["noise_multiplier"]] += 1
-    return Told(times, is_known)
+    return ReleaseCounts(times, is_known)
 
 
 def _lines(folder: RunFolder) -> Iterator[dict[str, Any]]:
@@ -125,4 +110,4 @@ def _lines(folder: RunFolder) -> Iterator[dict[str, Any]]:
             case {"purpose": str(), "noise_multiplier": int() | float() as z, "clients": list()} if z >= 0:
                 yield line
             case _:
-                raise DataError(f"{folder.path / RELEASES}: found a line that is not what FedLoom writes", hint=RESTORE)
+                raise DataError(f"{folder.path / RELEASES} has a line that FedLoom did not write.", hint=RESTORE)

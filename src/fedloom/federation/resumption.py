@@ -40,16 +40,13 @@ class Resumption:
     def find(cls, folder: RunFolder, checkpoints: Checkpoints) -> Resumption | None:
         """Return the last durable round; None if a run was stopped before the first. Changes nothing.
 
-        Raises
-        ------
-        DataError
-            If the checkpoint, the journal or the metrics are damaged or incomplete, or the run has finished and has no
-            checkpoint.
+        Raise DataError if the checkpoint, the journal or the metrics are damaged or incomplete, or the run has finished
+        and has no checkpoint.
         """
         if not checkpoints.rounds():
             if folder.has("summary.json"):
                 raise DataError(
-                    f"{folder.path / 'checkpoints'}: found none, of a run that has come to its end",
+                    f"{folder.path / 'checkpoints'} is empty, although the run has finished.",
                     hint=f"restore them, or {NEW_RUN}",
                 )
             return None
@@ -66,8 +63,8 @@ class Resumption:
         journal = Journal.read(folder, checkpoint.round, checkpoints.rounds(), evaluated)
         if not journal.whole == journal.counted_rounds == checkpoint.round:
             raise DataError(
-                f"{folder.path / JOURNAL}: found no round {journal.whole + 1}, needed: all up to round "
-                f"{checkpoint.round}, of which the last checkpoint is",
+                f"{folder.path / JOURNAL} lacks round {journal.whole + 1}; the last checkpoint, of round "
+                f"{checkpoint.round}, needs all rounds up to it.",
                 hint=f"remove the checkpoints after round {journal.whole} to go on from the one before",
             )
         _check_followed(folder, journal)
@@ -83,10 +80,7 @@ class Resumption:
 def _check_followed(folder: RunFolder, journal: Journal) -> None:
     """Check the digests of all lines in the other line files, and that no line known to the journal is missing.
 
-    Raises
-    ------
-    DataError
-        If a line is damaged, or lines that existed when the journal was written are missing.
+    Raise DataError if a line is damaged, or lines that existed when the journal was written are missing.
     """
     for name in (METRICS, RELEASES):
         wanted = journal.follows.get(name)

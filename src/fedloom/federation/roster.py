@@ -39,18 +39,8 @@ def no_pause() -> None:
 class Member:
     """Announcement of a client with data of its own.
 
-    Attributes
-    ----------
-    id
-        Id, chosen by its owner.
-    train, validation, test
-        Number of examples in each split.
-    labelled
-        True if the examples have labels.
-    observer
-        True if it is measured and gets models, but never trains.
-    class_counts
-        Training examples of each class; empty where unknown.
+    Its id is chosen by its owner. ``train``, ``validation`` and ``test`` are numbers of examples. An ``observer`` is
+    measured and gets models, but never trains. ``class_counts`` are training examples of each class; empty: unknown.
     """
 
     id: str
@@ -71,10 +61,7 @@ class Member:
     def read(cls, told: Mapping[str, Any]) -> Member:
         """Return the member in a line of a journal.
 
-        Raises
-        ------
-        DataError
-            If the line has no valid member.
+        Raise DataError if the line has no valid member.
         """
         try:
             return cls(**{**told, "class_counts": tuple(told["class_counts"])})
@@ -238,10 +225,7 @@ class AvailableClients:
     def count(self, silent: Collection[str] = ()) -> tuple[int, int]:
         """Return how many training clients are connected and not silent, and the number of changes so far.
 
-        Raises
-        ------
-        InterruptedRun
-            If no more clients will come.
+        Raise InterruptedRun if no more clients will come.
         """
         with self._changed:
             if self._over:
@@ -268,18 +252,12 @@ class OpenRoster(_ChangingRoster):
     ----------
     manifest
         Description of every client's data; its clients are ignored.
-    presence
-        Connected clients.
     min_clients
         Number of connected training clients below which rounds wait.
     heartbeat_timeout_s
         Time after which an absent client leaves the roster.
-    stop
-        Set to end the run.
     say
         Receives a message when rounds wait, and when they continue.
-    monitor
-        Receives the waiting phase.
     silence
         Clients that miss deadlines or refuse to take part: rounds do not count on them.
     min_replies
@@ -321,10 +299,7 @@ class OpenRoster(_ChangingRoster):
     def settle(self, round: int, *, evaluating: bool, hold: Hold = no_pause) -> Change:
         """Update the roster once enough training clients are connected, and return the change.
 
-        Raises
-        ------
-        InterruptedRun
-            If the run is stopped while it waits.
+        Raise InterruptedRun if the run is stopped while it waits.
         """
         changes = self._wait_for_clients(round, evaluating, hold)
         now = time.monotonic()
@@ -357,7 +332,7 @@ class OpenRoster(_ChangingRoster):
                     self._say(f"going on with {pluralize(training, 'client')}")
                 return changes
             if not waited:
-                when = f"after round {round}" if evaluating else f"before round {round}"
+                when = f"{'after' if evaluating else 'before'} round {round}"
                 why = (
                     f"waiting {when}: {pluralize(willing, 'client')} to train with, federation.min_clients is "
                     f"{self._min_clients}{_besides(len(silent), training - willing)}"

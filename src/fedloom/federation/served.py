@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ServerAlgorithm
 from fedloom.errors import DataError, ExperimentError
-from fedloom.federation.validation import absurd, mismatch, non_finite, specs
+from fedloom.federation.validation import mismatch, non_finite, out_of_range, specs
 from fedloom.messages import Message, Metrics, Replies, Shapes, answer_shapes, stack
 from fedloom.models.hypernetwork import TILE
 from fedloom.runs.checkpoint import Checkpoint, check_fits
@@ -37,16 +37,8 @@ class NobodyLeft(Exception):
 class About:
     """Information about a run that a client needs to request its model.
 
-    Attributes
-    ----------
-    run
-        Name of the run.
-    algorithm, version
-        The method, which the client must have.
-    experiment
-        The shared part of the experiment, JSON.
-    problem
-        JSON: dataset, kind, input_shape, class_names, normalization, clients.
+    The client must have this version of the algorithm. ``experiment`` is the shared part of the experiment, in JSON,
+    and ``problem`` has the keys dataset, kind, input_shape, class_names, normalization and clients.
     """
 
     run: str
@@ -87,16 +79,13 @@ class ServedRound:
         """Return in one line why an answer of one client cannot be used; None if it can."""
         shapes = {awaited: self.shapes[awaited]}
         wrong = mismatch(type(message), specs(message), shapes, self.dtype) or non_finite(message)
-        return wrong or absurd(message, {})
+        return wrong or out_of_range(message, {})
 
 
 def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, checkpoint: Checkpoint) -> ServedRound:
     """Make a checkpoint ready to serve.
 
-    Parameters
-    ----------
-    fresh
-        A server half of the run, with any state; it is not changed.
+    ``fresh`` is a server half of the run, with any state; it is not changed.
 
     Raises
     ------
@@ -147,16 +136,9 @@ class _Opening:
 class Tile:
     """Clients that have answered the opening, as the server half's cohort (``algorithms.base.Cohort``).
 
-    Parameters
-    ----------
-    clients
-        Their ids.
-    answers
-        Their answers to the opening, one row each.
-    say
-        Sends each client its row of a message, given the class of the awaited answer; None after the last message.
-    hear
-        Waits for the answers to the last message; None for a client that is gone.
+    ``answers`` are those to the opening, one row each. ``say`` sends each client its row of a message, given the class
+    of the awaited answer (None after the last message). ``hear`` waits for the answers to it; None for a client that is
+    gone.
     """
 
     def __init__(
@@ -176,10 +158,7 @@ class Tile:
     ) -> Replies[Any]:
         """Deliver a message; the last one, which gives each client its model, has no answer.
 
-        Raises
-        ------
-        NobodyLeft
-            If no client is left.
+        Raise NobodyLeft if no client is left.
         """
         if meanwhile is not None:
             meanwhile()

@@ -163,13 +163,8 @@ class Silence:
         those of an owner whose clients have all been silent in their last exchange, are in a group only if the others
         are fewer than ``least``: a cohort that is smaller is better than one in which they take the place of others.
 
-        Parameters
-        ----------
-        least
-            Clients that must answer.
-        lost
-            Clients that earlier attempts at this round have lost. Their owners come last, as if they were silent, and
-            clients that have answered before come first.
+        ``least`` clients must answer. Clients ``lost`` by earlier attempts at this round have owners that come last, as
+        if they were silent; clients that have answered before come first.
         """
         with self._lock:
             refusing = self._refusing_now()
@@ -194,13 +189,7 @@ class Silence:
         return 1 if lost and (client in lost or client not in self._heard) else 0
 
     def skipped(self, clients: Sequence[str], waited_s: float, deadline_s: float) -> dict[str, str]:
-        """Return the clients that an evaluation skips, each with the reason.
-
-        Parameters
-        ----------
-        waited_s
-            Seconds that the evaluation has waited for silent clients so far.
-        """
+        """Return the clients that an evaluation skips, and why, after ``waited_s`` seconds for silent clients."""
         with self._lock:
             found = dict.fromkeys((client for client in clients if client in self._silent), NO_SIGN)
             if waited_s >= PATIENCE * deadline_s:

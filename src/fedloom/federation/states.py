@@ -70,26 +70,6 @@ class States(Protocol):
         """Remove a client's superseded versions, and leftovers of killed workers."""
 
 
-class NoStates:
-    """Empty storage for clients that never train, and so keep no state."""
-
-    def load(self, client: str, version: Version) -> None:
-        """Return None: there are no states."""
-
-    def save(self, client: str, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse: no state may be kept outside training.
-
-        Raises
-        ------
-        RuntimeError
-            Always.
-        """
-        raise RuntimeError(f"client {client} does not train: nothing can be kept")
-
-    def forget(self, client: str, versions: Versions) -> None:
-        """Do nothing: there are no states."""
-
-
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)\.safetensors")
 
 
@@ -102,12 +82,7 @@ class StoredStates:
     def load(self, client: str, version: Version) -> dict[str, Tensor] | None:
         """Return a state; None if it does not exist.
 
-        Raises
-        ------
-        DataError
-            If it is damaged.
-        StorageError
-            If the store cannot be read.
+        Raise DataError if it is damaged. Raise StorageError if the store cannot be read.
         """
         from fedloom.runs import tensor_file  # imports torch, which reading a journal does not need
 
@@ -119,7 +94,7 @@ class StoredStates:
         try:
             tensors, about = tensor_file.decode_tensors(content)
             if about != _about(client):
-                raise ValueError(f"found {about}, expected {_about(client)}")
+                raise ValueError(f"it is of {about}, not of {_about(client)}")
         except ValueError as error:
             raise DataError(
                 f"{name}: not a client state: {error}",  # sent to the aggregator, unlike the location
@@ -133,10 +108,7 @@ class StoredStates:
         It does not wait for the disk, which would take longer than the training of many clients: a power failure may
         lose a state, which is detected later.
 
-        Raises
-        ------
-        StorageError
-            If it cannot be written.
+        Raise StorageError if it cannot be written.
         """
         from fedloom.runs import tensor_file
 

@@ -2,19 +2,19 @@
 
 Both carriers share these checks: in process a whole message is checked (:func:`fault`); over the wire the announced
 specs are checked before memory is allocated (:func:`mismatch`), and the values when they have arrived. The cohort
-refuses values that a quantity cannot have (:func:`absurd`), whatever the carrier.
+refuses values that a quantity cannot have (:func:`out_of_range`), whatever the carrier.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel
 
-from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Quantity, Shapes
+from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, MessageField, Quantity, Shapes
 
 _ALSO_ALLOWED: Mapping[Quantity, frozenset[torch.dtype]] = {
     # Counts and metrics are sums over examples, in float64 whatever the model's dtype.
@@ -56,35 +56,37 @@ def mismatch(
 
     Parameters
     ----------
-    cls
-        Class of the message.
-    found
-        Its fields as found; row fields have shape ``[rows, ...]``.
+    cls, found
+        Class of the message, and its fields as found; row fields have shape ``[rows, ...]``.
     shapes
         Allowed answers.
     dtype
         Type of the run's floating-point numbers.
-    rows
-        Number of rows in the message.
     """
     if cls not in shapes:
-        allowed = ", ".join(sorted(allowed.__name__ for allowed in shapes))
-        return f"{cls.__name__} is not an answer to this exchange (allowed: {allowed})"
+        return f"{cls.__name__} is not an answer to this exchange, {_either(other.__name__ for other in shapes)} is"
     expected = cls.fields()
     if [spec.name for spec in found] != [field.name for field in expected]:
         return f"{cls.__name__} has fields {[s.name for s in found]}, expected {[f.name for f in expected]}"
-    for spec, field in zip(found, expected, strict=True):
-        where = f"{cls.__name__}.{field.name}"
-        if spec.quantity != field.quantity or spec.per_client != field.per_client:
-            return f"{where} is a {spec.quantity}, expected a {field.quantity}, {_kind(field.per_client)}"
-        allowed_dtypes = {dtype} | _ALSO_ALLOWED.get(field.quantity, frozenset())
-        if spec.dtype not in allowed_dtypes:
-            return f"{where} has dtype {spec.dtype}, expected {' or '.join(sorted(map(str, allowed_dtypes)))}"
-        trailing = tuple(shapes[cls][field.name])
-        shape = (rows, *trailing) if field.per_client else trailing
-        if spec.shape != shape:
-            return f"{where} has shape {_shape(spec.shape)}, expected {_shape(shape)}"
-    return None
+    wrong = (_field_mismatch(s, f, shapes[cls][f.name], dtype, rows) for s, f in zip(found, expected, strict=True))
+    return next((f"{cls.__name__}.{why}" for why in wrong if why is not None), None)
+
+
+def _field_mismatch(
+    spec: TensorSpec, field: MessageField, trailing: Sequence[int], dtype: torch.dtype, rows: int
+) -> str | None:
+    if spec.quantity != field.quantity or spec.per_client != field.per_client:
+        kind = "one row per client" if field.per_client else "broadcast"
+        return f"{field.name} is a {spec.quantity}, expected a {field.quantity}, {kind}"
+    dtypes = {dtype} | _ALSO_ALLOWED.get(field.quantity, frozenset())
+    if spec.dtype not in dtypes:
+        return f"{field.name} has dtype {spec.dtype}, expected {_either(map(str, dtypes))}"
+    shape = (rows, *trailing) if field.per_client else tuple(trailing)
+    return None if spec.shape == shape else f"{field.name} has shape {list(spec.shape)}, expected {list(shape)}"
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(sorted(names))
 
 
 def non_finite(message: Message) -> str | None:
@@ -114,7 +116,7 @@ def to_lower(rates: Mapping[str, float]) -> str:
     return f"; lower {lower}" if lower else ""
 
 
-def absurd(message: Message, limits: Mapping[str, float], rates: Mapping[str, float] | None = None) -> str | None:
+def out_of_range(message: Message, limits: Mapping[str, float], rates: Mapping[str, float] | None = None) -> str | None:
     """Return a sentence naming the first field of a finite answer with a value that its quantity cannot have, or None.
 
     Counts are whole numbers from 0 to ``COUNT_LIMIT``. The magnitude of losses and unnamed quantities is at most
@@ -127,27 +129,35 @@ def absurd(message: Message, limits: Mapping[str, float], rates: Mapping[str, fl
         tensor: torch.Tensor = getattr(message, field.name)
         if field.quantity is Quantity.METRICS or not tensor.is_floating_point() or not tensor.numel():
             continue
-        low, high = (value.item() for value in tensor.aminmax())
+        where, bound = f"{type(message).__name__}.{field.name} ({field.quantity})", limits.get(field.name)
         if field.quantity is Quantity.COUNT:
-            most = limits.get(field.name, COUNT_LIMIT)
-            sensible = low >= 0 and high <= most and bool((tensor == tensor.round()).all())
-            allowed = f"whole numbers from 0 to {most:g}"
+            wrong = _wrong_count(tensor, COUNT_LIMIT if bound is None else bound)
         else:
             limit = LOSS_LIMIT if field.quantity in (Quantity.LOSS, Quantity.OTHER) else VALUE_LIMIT
-            sensible, allowed = -limit <= low and high <= limit, f"at most {limit:g} either way"
-        if not sensible:
-            where = f"{type(message).__name__}.{field.name} ({field.quantity}) has values from {low:g} to {high:g}"
-            if field.quantity is Quantity.COUNT or rates is None:
-                return f"{where}, allowed: {allowed}"
-            steps = getattr(message, "steps", None)
-            when = "" if steps is None else f" in {steps.sum().item():g} local steps"
-            return f"training diverged{when}: {where}, beyond ±{limit:g}{to_lower(rates)}"
-        if field.quantity is not Quantity.COUNT and field.name in limits:
-            norm, largest = float(tensor.norm()), limits[field.name]
-            if not norm <= largest:
-                where = f"{type(message).__name__}.{field.name} ({field.quantity})"
-                return f"{where} has norm {norm:g}, allowed: {largest:g}"
+            if (wrong := _beyond(tensor, limit)) is not None and rates is not None:
+                return f"{_diverged(message)}: {where} {wrong}{to_lower(rates)}"
+            if wrong is None and bound is not None and not (norm := float(tensor.norm())) <= bound:
+                wrong = f"has norm {norm:g}, more than {bound:g}"
+        if wrong is not None:
+            return f"{where} {wrong}"
     return None
+
+
+def _wrong_count(tensor: torch.Tensor, most: float) -> str | None:
+    low, high = (value.item() for value in tensor.aminmax())
+    if low >= 0 and high <= most and bool((tensor == tensor.round()).all()):
+        return None
+    return f"must hold whole numbers from 0 to {most:g}, and has values from {low:g} to {high:g}"
+
+
+def _beyond(tensor: torch.Tensor, limit: float) -> str | None:
+    low, high = (value.item() for value in tensor.aminmax())
+    return None if -limit <= low and high <= limit else f"has values from {low:g} to {high:g}, beyond ±{limit:g}"
+
+
+def _diverged(message: Message) -> str:
+    steps = getattr(message, "steps", None)
+    return "training diverged" + ("" if steps is None else f" in {steps.sum().item():g} local steps")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -159,21 +169,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def fault(message: Message, shapes: Shapes, dtype: torch.dtype) -> str | None:
     """Return in one line why a one-row answer cannot be used; None if it can.
 
-    Parameters
-    ----------
-    message
-        The answer of one client: row fields have shape ``[1, ...]``.
-    shapes
-        Allowed answers: message class -> field -> trailing shape.
-    dtype
-        Type of the run's floating-point numbers. Counts and metrics may always be float64.
+    Row fields have shape ``[1, ...]``; ``shapes`` maps allowed classes to fields to trailing shapes. ``dtype`` is that
+    of the run's floating-point numbers; counts and metrics may always be float64.
     """
     return mismatch(type(message), specs(message), shapes, dtype) or non_finite(message)
-
-
-def _kind(per_client: bool) -> str:
-    return "one row per client" if per_client else "broadcast"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"

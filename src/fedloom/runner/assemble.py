@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import platform
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +23,18 @@ from fedloom.evaluation.measure import metrics
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.experiment.sections import EarlyStopping
 from fedloom.federation.carrier import Carrier
-from fedloom.federation.client_side import ClientSide
-from fedloom.federation.control import Control
+from fedloom.federation.client_side import ClientConfig, ClientSide
+from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.inprocess import InProcess
-from fedloom.federation.loop import Loop, LoopConfig, Observer, vocabulary
-from fedloom.federation.monitor import Monitor
+from fedloom.federation.loop import Loop, vocabulary
+from fedloom.federation.loop_config import Halves, LoopConfig, LoopHooks
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Keep, Releases
 from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
+from fedloom.runner.observer import RunObserver
 from fedloom.runner.results import extra_metrics
 from fedloom.runs.checkpoint import Best
 from fedloom.runs.files import RELEASES
@@ -79,10 +79,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
 
     ``trained_on`` is the manifest that the run was trained with, if it is another.
 
-    Raises
-    ------
-    ExperimentError
-        If the model does not fit the data, or the method does not fit the model.
+    Raise ExperimentError if the model does not fit the data, or the method does not fit the model.
     """
     trained_on = manifest if trained_on is None else trained_on
     model = experiment.model.build(manifest.input_shape, manifest.classes, manifest.kind)
@@ -106,10 +103,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
 def for_newcomers(parts: RunContext, clients: int | None = None) -> RunContext:
     """Return the parts for clients from outside the run, whose ids do not refer to the run's roster.
 
-    Parameters
-    ----------
-    clients
-        Number of clients of the run, if the manifest does not state it.
+    ``clients`` is the number of clients of the run, if the manifest does not state it.
     """
     known = parts.task.clients if clients is None else clients
     return dataclasses.replace(parts, task=dataclasses.replace(parts.task, clients=known, same_clients=False))
@@ -118,12 +112,8 @@ def for_newcomers(parts: RunContext, clients: int | None = None) -> RunContext:
 def make_partition(experiment: Experiment) -> FederatedDataset:
     """Return the experiment's partition; create it if it does not exist, and verify it.
 
-    Raises
-    ------
-    DataError
-        If the data set, or a part of the partition, is missing or damaged.
-    ExperimentError
-        If the data cannot satisfy the settings.
+    Raise DataError if the data set, or a part of the partition, is missing or damaged. Raise ExperimentError if the
+    data cannot satisfy the settings.
     """
     dataset = make_data(_dealt(experiment), experiment.seed)
     _check_roster(experiment, dataset.manifest)
@@ -149,19 +139,11 @@ def make_data(data: Data, seed: int) -> FederatedDataset:
 def open_partition(experiment: Experiment, where: str, *, verify: bool) -> FederatedDataset:
     """Open an existing partition and check that it matches the experiment.
 
-    Parameters
-    ----------
-    where
-        Its folder or URL.
-    verify
-        Check the shards of a folder now, not when a client is first served. Shards of a store are checked then.
+    ``where`` is its folder or URL. ``verify``: check the shards of a folder now, not when a client is first served;
+    shards of a store are checked then.
 
-    Raises
-    ------
-    DataError
-        If the partition is missing or damaged.
-    ExperimentError
-        If the partition does not match the experiment, or the data cannot satisfy its settings.
+    Raise DataError if the partition is missing or damaged. Raise ExperimentError if the partition does not match the
+    experiment, or the data cannot satisfy its settings.
     """
     data = _dealt(experiment)
     dataset = FederatedDataset.open(where)
@@ -199,19 +181,11 @@ def open_own(
 ) -> OwnDataset:
     """Open clients with data of their own, ordered by id.
 
-    Parameters
-    ----------
-    data, observe
-        Folders of packed clients: ``data`` for those that train, ``observe`` for those that are only evaluated.
-    normalization
-        Normalization of a run that started with other clients; None: compute it from these clients.
+    Clients in the folders ``data`` train, those in ``observe`` are only evaluated. ``normalization`` is that of a run
+    that started with other clients; None: compute it from these clients.
 
-    Raises
-    ------
-    DataError
-        If a folder is missing or damaged, or does not match the experiment.
-    ExperimentError
-        If the experiment has no ``data.own``, or needs more clients than there are.
+    Raise DataError if a folder is missing or damaged, or does not match the experiment. Raise ExperimentError if the
+    experiment has no ``data.own``, or needs more clients than there are.
     """
     if not isinstance(experiment.data, OwnData):
         raise ExperimentError(
@@ -231,12 +205,8 @@ def open_own(
 def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
     """Raise unless the clients' data match the experiment and the method can train on them.
 
-    Raises
-    ------
-    DataError
-        If a client's data do not match; names the folder, what was found and what is needed.
-    ExperimentError
-        If the method cannot train with a client.
+    Raise DataError if a client's data do not match; names the folder, what was found and what is needed. Raise
+    ExperimentError if the method cannot train with a client.
     """
     clients.check(own)
     if experiment.model.build(own.input_shape, len(own.classes), own.kind).needs_labels:
@@ -261,7 +231,7 @@ def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> Non
             unfit.append((entry.id, wrong))
     if unfit:
         (first, wrong), others = unfit[0], f" and {pluralize(len(unfit) - 1, 'other')}" if len(unfit) > 1 else ""
-        raise ExperimentError(f"algorithm.name: found {method.name}, which cannot train {first}{others}: {wrong}")
+        raise ExperimentError(f"{method.name} cannot train {first}{others}: {wrong}", key="algorithm.name")
 
 
 def _dealt(experiment: Experiment) -> Data:
@@ -279,25 +249,27 @@ def _check_roster(experiment: Experiment, manifest: Manifest) -> None:
     federation = experiment.federation
     if federation.rounds and federation.clients_per_round > len(manifest.roster):
         raise ExperimentError(
-            f"federation.clients_per_round: found {federation.clients_per_round}; allowed: at most "
+            f"federation.clients_per_round is {federation.clients_per_round}; set it to at most "
             f"{len(manifest.roster)}, the seen clients of {manifest.dataset} "
-            f"({pluralize(len(manifest.clients), 'client')})"
+            f"({pluralize(len(manifest.clients), 'client')}).",
+            key="federation.clients_per_round",
+            found=federation.clients_per_round,
         )
 
 
 def use_device(name: str, threads: int) -> torch.device:
     """Set this process up for deterministic computation.
 
-    Raises
-    ------
-    ExperimentError
-        If the device is not available.
+    Raise ExperimentError if the device is not available.
     """
     torch.set_num_threads(threads)
     if name == "cuda":
         if not torch.cuda.is_available():
             raise ExperimentError(
-                "runtime.device: found cuda, but this machine has no usable CUDA device; allowed here: cpu"
+                "runtime.device is cuda, but this machine has no usable CUDA device; set it to cpu.",
+                key="runtime.device",
+                found=name,
+                allowed=["cpu"],
             )
         # cuBLAS reads this on first use; without it, its sums may differ from call to call.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -326,10 +298,7 @@ def client_side(
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
 
-    Raises
-    ------
-    ExperimentError
-        If the method keeps client states and ``states`` is None.
+    Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
     half = parts.client_half()
     if half.stateful and states is None:
@@ -339,22 +308,21 @@ def client_side(
             "that every worker allowed to serve the client reaches.",
             key="states",
         )
-    batch_size = parts.experiment.evaluation.batch_size
+    e = parts.experiment
 
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
-        return metrics(predictors, clients.clients, half.predictors, batch_size=batch_size)
+        return metrics(predictors, clients.clients, half.predictors, batch_size=e.evaluation.batch_size)
 
+    config = ClientConfig(
+        e.seed, device, e.runtime.clients_at_once, start_afresh=e.federation.lost_state == "afresh", secret=secret
+    )
     return ClientSide(
         half,
         vocabulary(parts.algorithm),
         dataset.client,
-        parts.experiment.seed,
         conclude or evaluate,
-        device,
-        parts.experiment.runtime.clients_at_once,
-        StoredStates(open_store(states)) if half.stateful and states is not None else None,
-        start_afresh=parts.experiment.federation.lost_state == "afresh",
-        secret=secret,
+        config,
+        states=StoredStates(open_store(states)) if half.stateful and states is not None else None,
         after_steps=parts.after_steps(),
     )
 
@@ -376,10 +344,7 @@ def in_process(
 def states_of(folder: RunFolder) -> str:
     """Return the folder or URL of a run's client states: its folder, or where it is published.
 
-    Raises
-    ------
-    DataError
-        If ``published.json`` has no URL.
+    Raise DataError if ``published.json`` has no URL.
     """
     if folder.states.is_dir() or (published := folder.json_or_none("published.json")) is None:
         return str(folder.states)
@@ -404,74 +369,62 @@ def loop(
     parts: RunContext,
     carrier: Carrier,
     folder: RunFolder,
-    observer: Observer,
-    stop: threading.Event,
-    replay: Replay | None = None,
+    hooks: LoopHooks,
     *,
-    keep_descriptors: bool = True,
-    after: Callable[[int], None] | None = None,
+    replay: Replay | None = None,
     roster: Roster | None = None,
     upto: int | None = None,
     measure_last: bool = True,
-    monitor: Monitor | None = None,
-    control: Control | None = None,
     keep_release: Keep | None = None,
 ) -> Loop:
     """Return the round loop of an experiment; it writes descriptors to ``descriptors.json`` in the run's folder.
 
     Parameters
     ----------
-    keep_descriptors
-        False to read a run without writing to its folder.
-    after
-        Called with each round that has become durable, while later rounds are trained.
     roster
         Participants; None: the manifest's clients throughout.
     upto, measure_last
         For a replay: the round to stop at (None: as the experiment says), and whether to evaluate it.
-    monitor
-        Receives the loop's activity.
-    control
-        Lets an operator pause the rounds; None: no pauses.
     keep_release
         For a published run: stores a client's private release before it is sent.
     """
-    e = parts.experiment
-    promised = parts.algorithm.privacy(parts.settings)
-    counts = keep_descriptors and (promised is not None or folder.has(RELEASES))
-    schedule = LoopConfig(
-        rounds=e.federation.rounds if upto is None else upto,
-        clients_per_round=e.federation.clients_per_round,
-        deadline_s=e.federation.deadline_s,
-        min_replies=e.federation.min_replies,
-        attempts=e.federation.attempts,
-        checkpoint_every_s=e.federation.checkpoint_every_s,
-        evaluate_every=e.evaluation.every,
-        evaluation_cohort=e.evaluation.cohort,
-        label_mask=e.evaluation.label_mask,
-        seed=e.seed,
-        enough=_early_stopping(e.federation.until) if upto is None else None,
-        measure_last=measure_last,
-        own_steps=e.evaluation.own_steps or (),
-    )
     roster = FixedRoster(parts.manifest) if roster is None else roster
-    return Loop(
-        schedule,
-        roster,
-        parts.algorithm,
-        parts.server_half(),
-        parts.client_half(),
-        carrier,
-        folder,
-        observer,
-        stop,
-        extra_metrics(e, roster, folder, keep=keep_descriptors),
-        replay,
-        after,
-        "" if roster.fixed else e.shared_json(),
-        monitor,
-        control,
-        Releases(folder, promised, keep_release) if counts else None,
+    promised = parts.algorithm.privacy(parts.settings)
+    counts = promised is not None or folder.has(RELEASES)
+    config = _loop_config(parts.experiment, is_open=not roster.fixed)
+    if upto is not None:
+        config = dataclasses.replace(config, rounds=upto, enough=None, measure_last=measure_last)
+    extra = extra_metrics(parts.experiment, roster, folder, keep=True)
+    releases = Releases(folder, promised, keep_release) if counts else None
+    return Loop(config, _halves(parts), roster, carrier, folder, hooks, extra, replay=replay, releases=releases)
+
+
+def evaluator(parts: RunContext, carrier: Carrier, folder: RunFolder) -> Evaluator:
+    """Return what measures the clients of a run, or gives them models, without writing to its folder."""
+    config = _loop_config(parts.experiment, is_open=False)
+    return Evaluator(config, _halves(parts), FixedRoster(parts.manifest), carrier, folder, LoopHooks(RunObserver()))
+
+
+def _halves(parts: RunContext) -> Halves:
+    return Halves(parts.algorithm, parts.server_half(), parts.client_half())
+
+
+def _loop_config(e: Experiment, *, is_open: bool) -> LoopConfig:
+    federation, evaluation = e.federation, e.evaluation
+    return LoopConfig(
+        rounds=federation.rounds,
+        clients_per_round=federation.clients_per_round,
+        deadline_s=federation.deadline_s,
+        min_replies=federation.min_replies,
+        attempts=federation.attempts,
+        checkpoint_every_s=federation.checkpoint_every_s,
+        evaluate_every=evaluation.every,
+        evaluation_cohort=evaluation.cohort,
+        label_mask=evaluation.label_mask,
+        seed=e.seed,
+        enough=_early_stopping(federation.until),
+        own_steps=evaluation.own_steps or (),
+        experiment=e.shared_json() if is_open else "",
     )
 
 

@@ -60,17 +60,9 @@ class _Handler(WSGIRequestHandler):
 class BoundedServer(ThreadingMixIn, WSGIServer):
     """HTTP server with a thread per connection and at most ``CONNECTIONS`` connections.
 
-    Parameters
-    ----------
-    host, port
-        Address to listen on; port 0 picks a free port.
-    application
-        WSGI application.
+    Port 0 picks a free port.
 
-    Raises
-    ------
-    OSError
-        If the port is taken or the address is not one of this machine's.
+    Raise OSError if the port is taken or the address is not one of this machine's.
     """
 
     daemon_threads = True

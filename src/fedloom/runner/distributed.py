@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from fedloom.errors import InterruptedRun, QuorumError, argument
+from fedloom.errors import FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.federation.control import Control
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.measuring import VOCABULARY
@@ -18,6 +18,7 @@ from fedloom.federation.roster import AvailableClients
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.metrics import certificate_end, federation_families, metrics_served
+from fedloom.runner.options import RunOptions
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
@@ -37,34 +38,11 @@ class Serving:
     address: str
 
 
-@contextmanager
-def serving(
-    parts: RunContext,
-    listen: str,
-    protection: Protection,
-    audit: Audit,
-    incarnation: str,
-    grace_s: float,
-    say: Callable[[str], None],
-    *,
-    lingers: bool,
-    resumed: bool,
-    presence: AvailableClients | None = None,
-    monitor: Monitor | None = None,
-    control: Control | None = None,
-    models: Personalization | None = None,
-    health: str | None = None,
-    metrics: str | None = None,
-    stay: Callable[[], None] | None = None,
-) -> Iterator[Serving]:
-    """Run an aggregator until the block has ended and watchers and workers have learned how the run ended.
+@dataclass(frozen=True)
+class ServingSettings:
+    """Settings of an aggregator process.
 
-    For an interrupted run, watchers see the connection break, since the run has not ended.
-
-    Workers learn that the run is over only after the block has ended well. If it fails, even after the last
-    round, a restarted aggregator retries, and it needs the workers to evaluate once more.
-
-    Parameters
+    Attributes
     ----------
     listen
         ``host:port``.
@@ -73,31 +51,55 @@ def serving(
     incarnation
         Id of this process's incarnation.
     grace_s
-        Seconds to wait for watchers.
-    say
-        Shows the user a line, e.g. that clients have no worker.
+        Seconds to wait for watchers at the end.
     lingers, resumed
         Whether to wait for external workers that lost their connection, and whether the run is a resumed one.
+    health, metrics
+        ``host:port`` for health probes, and for Prometheus.
+    """
+
+    listen: str
+    protection: Protection
+    audit: Audit
+    incarnation: str
+    grace_s: float
+    lingers: bool = False
+    resumed: bool = False
+    health: str | None = None
+    metrics: str | None = None
+
+
+@contextmanager
+def serving(
+    parts: RunContext,
+    settings: ServingSettings,
+    say: Callable[[str], None],
+    *,
+    presence: AvailableClients | None = None,
+    monitor: Monitor | None = None,
+    control: Control | None = None,
+    models: Personalization | None = None,
+    stay: Callable[[], None] | None = None,
+) -> Iterator[Serving]:
+    """Run an aggregator until the block has ended and watchers and workers have learned how the run ended.
+
+    For an interrupted run, watchers see the connection break, since the run has not ended. Workers learn that the run
+    is over only after the block has ended well. If it fails, even after the last round, a restarted aggregator
+    retries, and it needs the workers to evaluate once more.
+
+    Parameters
+    ----------
+    say
+        Shows the user a line, e.g. that clients have no worker.
     presence
         Record of connected clients, for an open federation.
-    monitor
-        Receives activity outside the rounds as well.
-    control
-        Operations that an operator may request.
     models
-        Serves models of the last durable round.
-    health
-        ``host:port`` for health probes.
-    metrics
-        ``host:port`` for Prometheus.
+        Service of models of the last durable round.
     stay
         Blocks after the block has ended well, until the process is told to exit. Meanwhile watchers see that the run
         has finished, and workers stay connected. None: exit at once.
 
-    Raises
-    ------
-    ExperimentError
-        If the port is taken or the address cannot be bound.
+    Raise ExperimentError if the port is taken or the address cannot be bound.
     """
     e, monitor = parts.experiment, monitor or Monitor()
     monitor.know(parts.manifest.clients)
@@ -105,7 +107,7 @@ def serving(
     notices = ProgressPublisher(e.name, e.federation.rounds or 0, len(parts.manifest.clients))
     run = ServedRun(
         name=e.name,
-        incarnation=incarnation,
+        incarnation=settings.incarnation,
         experiment=assemble.welcome(parts),
         algorithm=parts.algorithm.name,
         version=parts.algorithm.version,
@@ -118,40 +120,41 @@ def serving(
     )
     server = Aggregator(
         run,
-        protection=protection,
-        audit=audit,
+        protection=settings.protection,
+        audit=settings.audit,
         monitor=monitor,
         notices=notices,
         control=control,
         models=models,
         say=say,
-        health=health,
+        health=settings.health,
     )
-    address = server.start(listen)
+    address = server.start(settings.listen)
+
+    def families() -> Iterator[Any]:
+        load = None if models is None else models.load
+        return federation_families(server.activity(), load, certificate_end(settings.protection))
+
+    def ended(phase: Literal["finished", "failed"], message: str = "") -> None:
+        notices.tell(phase, message)
+        monitor.enter(phase, message)
+
     try:
-
-        def told() -> Iterator[Any]:
-            load = None if models is None else models.load
-            return federation_families(server.activity(), load, certificate_end(protection))
-
-        with metrics_served(metrics, told):
+        with metrics_served(settings.metrics, families):
             yield Serving(server, notices, address)
             if stay is not None:
-                notices.tell("finished")
-                monitor.enter("finished")
+                ended("finished")
                 stay()
             server.dismiss(finished=True)
-            notices.tell("finished")
-            monitor.enter("finished")
-            notices.read_within(grace_s)
-            if lingers:
-                server.linger(resumed)
+            ended("finished")
+            notices.read_within(settings.grace_s)
+            if settings.lingers:
+                server.linger(settings.resumed)
     except (InterruptedRun, KeyboardInterrupt):
         raise
     except BaseException as error:
-        notices.tell("failed", str(error) or type(error).__name__)
-        monitor.enter("failed", str(error) or type(error).__name__)
-        notices.read_within(grace_s)
+        ended("failed", str(error) or type(error).__name__)
+        notices.read_within(settings.grace_s)
         raise
     finally:
         server.stop()
@@ -159,26 +162,13 @@ def serving(
 
 @contextmanager
 def with_workers(
-    at: Serving,
-    parts: RunContext,
-    workers: partial[Workers] | None,
-    stop_request: StopRequest,
-    wait_s: float,
-    orphan_after_s: float | None,
+    at: Serving, parts: RunContext, workers: partial[Workers] | None, stop_request: StopRequest, options: RunOptions
 ) -> Iterator[None]:
     """Set up workers for training: the run's own, or external ones.
 
     The run's own workers leave at the end of the block. External ones stay until :func:`serving` ends, unless the
-    block failed.
-
-    Parameters
-    ----------
-    workers
-        Starts the run's own workers; lacks the address and ``on_failure``. None: workers connect from elsewhere.
-    wait_s
-        Seconds until external workers must serve every client. The run's own are waited for while they live.
-    orphan_after_s
-        Seconds without a watcher after which the run stops; None: never.
+    block failed. ``workers`` starts the run's own, given the address and ``on_failure``; None: they connect from
+    elsewhere. ``options`` say how long these are waited for, and when a run that nobody watches stops.
 
     Raises
     ------
@@ -200,25 +190,20 @@ def with_workers(
     own = None if workers is None else workers(address=at.address, on_failure=abort)
     finished = False
     try:
-        with stop_request.when_unwatched(lambda: at.notices.unwatched_s, orphan_after_s):
+        with stop_request.when_unwatched(lambda: at.notices.unwatched_s, options.orphan_after_s):
             at.notices.tell("waiting", "waiting for workers")
-            count = parts.experiment.runtime.workers if own is not None else 1
             if parts.manifest.clients:  # in an open federation, the roster waits
                 # Our own workers may take as long as they live: one that is lost for good aborts the wait.
-                within_s = wait_s if own is None else threading.TIMEOUT_MAX
+                within_s = options.wait_s if own is None else threading.TIMEOUT_MAX
+                count = 1 if own is None else parts.experiment.runtime.workers
                 at.server.wait_for([entry.id for entry in parts.manifest.clients], within_s, workers=count)
             stop_request.training = True
             at.notices.tell("training")
             yield
         finished = True
     except BaseException as error:
-        # The loop only sees that everything was lost; the worker's failure is the cause.
-        if own is not None and own.failure is not None:
-            raise own.failure from error
-        if stop_request.reason is not None and isinstance(error, InterruptedRun | QuorumError):
-            raise stop_request.reason from error
-        if stop_request.event.is_set() and isinstance(error, QuorumError):
-            raise InterruptedRun(f"stopped while waiting for workers; go on with {argument('resume')}") from error
+        if (cause := _cause(error, own, stop_request)) is not None:
+            raise cause from error
         raise
     finally:
         if own is not None:
@@ -227,3 +212,14 @@ def with_workers(
             at.server.dismiss(finished)
         if own is not None:
             own.stop()
+
+
+def _cause(error: BaseException, own: Workers | None, stop_request: StopRequest) -> FedloomError | None:
+    """Return why training really ended, where the loop only sees that everything was lost; None: as it says."""
+    if own is not None and own.failure is not None:
+        return own.failure
+    if stop_request.reason is not None and isinstance(error, InterruptedRun | QuorumError):
+        return stop_request.reason
+    if stop_request.event.is_set() and isinstance(error, QuorumError):
+        return InterruptedRun(f"stopped while waiting for workers; go on with {argument('resume')}")
+    return None

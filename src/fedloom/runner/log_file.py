@@ -18,10 +18,7 @@ from fedloom.storage.folder import open_to_append, storing
 def logged_to(path: Path) -> Iterator[None]:
     """Write FedLoom's log to a file of JSON lines as well.
 
-    Raises
-    ------
-    StorageError
-        If the file cannot be written.
+    Raise StorageError if the file cannot be written.
     """
     with log_kept() as keep:
         keep(path)
@@ -32,17 +29,9 @@ def logged_to(path: Path) -> Iterator[None]:
 def log_kept(*, alone: bool = False) -> Iterator[Callable[[Path], None]]:
     """Buffer FedLoom's log until the block names its file; then write it there as JSON lines.
 
-    An aggregator listens before it has a folder; its log includes the clients that join meanwhile.
-
-    Parameters
-    ----------
-    alone
-        Write lines to the file only, once there is one, unless the log is shown as JSON lines.
-
-    Yields
-    ------
-    Callable
-        ``keep(path)``; raises StorageError if the file cannot be written to.
+    An aggregator listens before it has a folder; its log includes the clients that join meanwhile. The block gets
+    ``keep(path)``, which raises StorageError if the file cannot be written to. With ``alone``, lines go to the file
+    only, once there is one, unless the log is shown as JSON lines.
     """
     logger = logging.getLogger("fedloom")
     propagated = logger.propagate

@@ -24,17 +24,11 @@ from fedloom.trust.options import Protection
 def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -> Iterator[None]:
     """Serve metrics over HTTP, in a separate thread, for the duration of the block.
 
-    Parameters
-    ----------
-    address
-        ``host:port``; None: do not serve.
-    families
-        Called from any thread on each scrape; if it raises, the answer is 500.
+    ``address`` is ``host:port``; None: do not serve. ``families`` is called from any thread on each scrape; if it
+    raises, the answer is 500.
 
-    Raises
-    ------
-    ExperimentError
-        If the address is invalid or cannot be bound, the port is taken, or prometheus-client is not installed.
+    Raise ExperimentError if the address is invalid or cannot be bound, the port is taken, or prometheus-client is not
+    installed.
     """
     if address is None:
         yield
@@ -90,52 +84,49 @@ def certificate_end(protection: Protection) -> float | None:
 def federation_families(
     now: Activity, models: ServingLoad | None = None, certificate_end: float | None = None
 ) -> Iterator[Any]:
-    """Yield an activity as metric families; unknown values are left out.
+    """Yield an activity, and the load of a model service, as metric families; unknown values are left out.
 
-    Parameters
-    ----------
-    models
-        Load of the model service, if there is one.
-    certificate_end
-        Expiry of the aggregator's certificate, in seconds since 1970; None without one.
+    ``certificate_end`` is the expiry of the aggregator's certificate, in seconds since 1970; None without one.
     """
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
     about = {"run": now.run, "method": now.method, "version": fedloom.__version__}
-    yield InfoMetricFamily("fedloom_federation", "What is run.", value=about)
+    yield InfoMetricFamily("fedloom_federation", "Run, method and version.", value=about)
     phases = {name: float(name == now.phase) for name in get_args(LivePhase)}
-    yield _labelled(GaugeMetricFamily, "phase", "1 for what is done now, 0 for the rest.", "phase", phases)
-    yield from _gauge("paused", "Whether somebody has asked for a pause.", float(now.paused_by is not None))
-    yield from _gauge("round", "The last round that is done.", now.round)
-    yield from _gauge("rounds_planned", "How many there are to be.", now.rounds)
-    yield from _gauge("durable_round", "The last round that a checkpoint holds.", now.durable_round)
-    yield from _gauge("durable_timestamp_seconds", "Since when it does.", now.durable_at)
+    yield _labelled(GaugeMetricFamily, "phase", "Current phase: 1, others: 0.", "phase", phases)
+    yield from _gauge("paused", "1 if a pause is requested.", float(now.paused_by is not None))
+    yield from _gauge("round", "Last completed round.", now.round)
+    yield from _gauge("rounds_planned", "Planned number of rounds.", now.rounds)
+    yield from _gauge("durable_round", "Last round with a checkpoint.", now.durable_round)
+    yield from _gauge("durable_timestamp_seconds", "Time of the last checkpoint.", now.durable_at)
 
     c = now.clients
     clients = {"roster": c.roster, "observing": c.observing, "connected": c.connected, "absent": c.absent}
     yield _labelled(GaugeMetricFamily, "clients", "Clients by state; one may be in several.", "state", clients)
-    yield from _gauge("cohort_clients", "Clients that the last round asked.", c.cohort)
-    yield from _gauge("cohort_answered_clients", "Those of them that answered to its end.", c.answered)
+    yield from _gauge("cohort_clients", "Clients asked in the last round.", c.cohort)
+    yield from _gauge("cohort_answered_clients", "Clients that answered the last round to its end.", c.answered)
     yield from _gauge("awaited_clients", "Clients whose answers are awaited.", now.awaited)
-    yield from _gauge("late_clients", "Those of them that take longer than others do.", now.late)
-    yield from _gauge("workers", "Workers that are connected.", len(now.workers))
+    yield from _gauge("late_clients", "Awaited clients that take longer than usual.", now.late)
+    yield from _gauge("workers", "Connected workers.", len(now.workers))
 
     t = now.totals
-    yield from _counter("rounds", "Rounds done.", t.rounds)
-    yield from _counter("failed_attempts", "Attempts at rounds that came to nothing.", t.failed_attempts)
+    yield from _counter("rounds", "Completed rounds.", t.rounds)
+    yield from _counter("failed_attempts", "Failed attempts at rounds.", t.failed_attempts)
     yield from _counter("client_steps", "Local SGD steps of clients in rounds.", t.client_steps)
     yield from _counter("round_seconds", "Wall time of attempts at rounds.", t.seconds)
     yield from _counter("received_bytes", "Bytes from workers.", t.bytes_up)
     yield from _counter("sent_bytes", "Bytes to workers.", t.bytes_down)
-    said = "Wall time of attempts by the message that was sent; server: the rest."
+    said = "Wall time of attempts by message; server: the rest."
     yield _labelled(CounterMetricFamily, "exchange_seconds", said, "message", t.exchanges)
-    yield _labelled(CounterMetricFamily, "phase_seconds", "Wall time by what was done.", "phase", t.phases)
-    yield _labelled(CounterMetricFamily, "refusals", "What was refused or dropped.", "reason", t.refusals)
+    yield _labelled(CounterMetricFamily, "phase_seconds", "Wall time by phase.", "phase", t.phases)
+    yield _labelled(CounterMetricFamily, "refusals", "Refused or dropped parts.", "reason", t.refusals)
 
     yield from _gauge("train_loss", "Training loss of the last round.", now.train_loss)
     if (measured := now.measured) is not None:
-        yield from _gauge("measured_round", "The round of the last evaluation.", measured.round)
-        accuracy = GaugeMetricFamily("fedloom_accuracy", "Of the last evaluation.", labels=["group", "statistic"])
+        yield from _gauge("measured_round", "Round of the last evaluation.", measured.round)
+        accuracy = GaugeMetricFamily(
+            "fedloom_accuracy", "Accuracy in the last evaluation.", labels=["group", "statistic"]
+        )
         for group, found in sorted(measured.groups.items()):
             for statistic in ("mean", "worst_decile", "pooled"):
                 value = getattr(found, f"accuracy_{statistic}")
@@ -143,30 +134,24 @@ def federation_families(
                     accuracy.add_metric([group, statistic], value)
         yield accuracy
         losses = {group: found.loss_mean for group, found in measured.groups.items()}
-        yield _labelled(GaugeMetricFamily, "loss", "Mean test loss of the last evaluation.", "group", losses)
+        yield _labelled(GaugeMetricFamily, "loss", "Mean test loss in the last evaluation.", "group", losses)
     if models is not None:
         yield from serving_families(models)
-    yield from _gauge("certificate_end_timestamp_seconds", "When our certificate ends.", certificate_end)
+    yield from _gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)
 
 
 def serving_families(load: ServingLoad, certificate_end: float | None = None) -> Iterator[Any]:
-    """Yield the load of the model service as metric families.
-
-    Parameters
-    ----------
-    certificate_end
-        Expiry of the server's certificate, in seconds since 1970; None if reported already, or without one.
-    """
+    """Yield the load of the model service as metric families; None: the certificate's end is not reported."""
     from prometheus_client.core import GaugeMetricFamily
 
-    yield from _gauge("served_round", "The round whose models are handed out.", load.round)
+    yield from _gauge("served_round", "Round whose models are served.", load.round)
     yield from _counter("models_handed_out", "Models handed out.", load.handed_out)
-    yield from _counter("models_refused", "Requests for models that were refused.", load.refused)
-    yield from _gauge("models_waiting_clients", "Clients that wait for a tile.", load.waiting)
-    yield from _gauge("models_conversations", "Conversations that are open.", load.conversations)
-    said = "Of the last models, from a client's last answer to when its model is sent."
+    yield from _counter("models_refused", "Refused requests for models.", load.refused)
+    yield from _gauge("models_waiting_clients", "Clients waiting to be computed.", load.waiting)
+    yield from _gauge("models_conversations", "Open conversations.", load.conversations)
+    said = "Time from a client's last answer to its model, over the last models."
     yield _labelled(GaugeMetricFamily, "models_latency_seconds", said, "quantile", load.latency_s)
-    yield from _gauge("certificate_end_timestamp_seconds", "When our certificate ends.", certificate_end)
+    yield from _gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)
 
 
 def _gauge(name: str, said: str, value: float | None) -> Iterator[Any]:

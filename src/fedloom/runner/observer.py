@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
-    from fedloom.federation.loop import Observer
     from fedloom.runs.journal import Attempt
 
 
@@ -23,16 +22,9 @@ class RunObserver:
         """
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
-        """Handle the aggregator's start at an address, ``host:port``.
+        """Handle the start of an aggregator at an address, ``host:port``, to which workers connect.
 
-        Parameters
-        ----------
-        address
-            Where workers connect.
-        partition
-            Folder or URL of the partition that the workers serve.
-        states
-            Folder or URL of the clients' states; None if workers do not need it.
+        They serve the partition in this folder or at this URL, and need that of the ``states``, unless it is None.
         """
 
     def resumed(self, round: int) -> None:
@@ -58,30 +50,3 @@ class RunObserver:
 
     def ended(self) -> None:
         """Handle the end of a run that has called :meth:`started`, whether it succeeded or failed."""
-
-
-class Observers:
-    """Observer that forwards every call to several others."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
-
-    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Forward the end of a round."""
-        for observer in self._observers:
-            observer.round_done(attempt, rounds)
-
-    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """Forward a failed attempt."""
-        for observer in self._observers:
-            observer.attempt_failed(attempt, attempts)
-
-    def evaluating(self, round: int, done: int, clients: int) -> None:
-        """Forward evaluation progress."""
-        for observer in self._observers:
-            observer.evaluating(round, done, clients)
-
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """Forward a new line of ``metrics.jsonl``."""
-        for observer in self._observers:
-            observer.evaluated(line)

@@ -28,16 +28,14 @@ from fedloom.evaluation.measure import metrics, nothing_measured
 from fedloom.evaluation.summary import Evaluation
 from fedloom.experiment import Experiment, OwnData, Runtime
 from fedloom.federation.carrier import ConversationKey, Lost
-from fedloom.federation.client_side import ClientSide
+from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.served import About, served_round
-from fedloom.federation.states import NoStates
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictor, Predictors, predictor_of
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.ledger import PrivacyAccountant
-from fedloom.runner.observer import RunObserver
 from fedloom.runner.personal_model import PersonalModel, PrivacyGuarantee, card_of
 from fedloom.runner.serve import DurableRounds
 from fedloom.runner.trained import CheckpointEvaluation, check_checkpoint, found_of, restore
@@ -426,10 +424,8 @@ class PersonalizationClient:
             parts.client_half(),
             vocabulary(parts.algorithm),
             data.client,
-            parts.experiment.seed,
             self._conclude,
-            states=NoStates(),
-            secret=os.urandom(32),
+            ClientConfig(parts.experiment.seed, secret=os.urandom(32)),
         )
         self._side.raises_bugs = True
 
@@ -636,7 +632,7 @@ def _from_run(where: str, asked: PersonalizationRequest) -> PersonalModel:
             return nothing_measured(1, len(loop.predictors), parts.task.classes)
 
         carrier = assemble.in_process(on_cpu(parts), data, folder, keep, secret=os.urandom(32))
-        loop = assemble.loop(on_cpu(parts), carrier, folder, RunObserver(), threading.Event(), keep_descriptors=False)
+        loop = assemble.evaluator(on_cpu(parts), carrier, folder)
         served_round(about, parts.algorithm, loop.server, found)  # raises if the method has nothing for new clients
         loop.server.load(found.state)
         loop.round = found.round

@@ -22,8 +22,9 @@ from fedloom.evaluation.summary import (
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.inprocess import InProcess
-from fedloom.federation.loop import Extra, Loop
-from fedloom.federation.releases import told
+from fedloom.federation.loop import Loop
+from fedloom.federation.loop_config import Extra
+from fedloom.federation.releases import count_releases
 from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, answer_shapes
 from fedloom.reporting.inputs import checked
@@ -162,7 +163,7 @@ def _privacy(parts: RunContext, run: Loop) -> dict[str, Any]:
     if promised is None:
         return {}
     simulated = not isinstance(parts.experiment.data, OwnData) or isinstance(run.carrier, InProcess)
-    found = told(run.folder, repeatable=simulated)
+    found = count_releases(run.folder, repeatable=simulated)
     least = min(map(_multiplier, found.times.values()), default=math.inf) if found.is_known else 0.0
     answers = [cls.__name__ for cls in answer_shapes(parts.algorithm.messages, run.server.sizes)]
 

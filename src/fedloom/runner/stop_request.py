@@ -18,13 +18,6 @@ STOP_GRACE_S = 15.0
 class StopRequest:
     """Request to stop a run after the current round; after a grace period, or a second request, at once.
 
-    Parameters
-    ----------
-    observer
-        Receives requests by a signal or an operator.
-    monitor
-        Receives every request.
-
     Attributes
     ----------
     event

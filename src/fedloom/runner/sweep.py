@@ -13,9 +13,10 @@ from fedloom.experiment import Experiment, Point
 from fedloom.models.module import MEMORY
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
+from fedloom.runner.parallel import Job, JobEvents, run_parallel
 from fedloom.runner.resume import check_folder, finished
-from fedloom.runner.run_experiment import check_roster, run_experiment
-from fedloom.runner.side_by_side import Job, run_side_by_side
+from fedloom.runner.run_data import check_roster
+from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
 from fedloom.words import pluralize
@@ -62,23 +63,11 @@ def run_sweep(
     parallel: int = 1,
     ended: Callable[[Path], None] | None = None,
 ) -> None:
-    """Run every point that is not finished yet; a failed run does not stop the others.
+    """Run every point that is not finished yet as :func:`run_points`; a failed run does not stop the others.
 
-    Parameters
-    ----------
-    folder, options, parallel
-        As in :func:`run_points`.
-    ended
-        Called with ``folder`` once all points have run, unless all of them failed.
+    ``ended`` is called with the folder once all points have run, unless all of them failed.
 
-    Raises
-    ------
-    ExperimentError
-        If a folder is in use; raised before anything runs.
-    FedloomError
-        If runs failed, after all have been tried; of the class of the first failure.
-    InterruptedRun
-        If the sweep was stopped.
+    Raise FedloomError if runs failed, after all have been tried; of the class of the first failure.
     """
     failures = run_points(points, folder, options, observer, parallel=parallel)
     if ended is not None and len(failures) < len(points):
@@ -110,14 +99,29 @@ def run_points(
         same, and no failure ends the sweep. If 1, a run that ends in :class:`QuorumError`, e.g. because it diverged,
         counts as a result; any other failure ends the sweep.
 
-    Raises
-    ------
-    ExperimentError
-        If a folder is in use, or a method cannot train with a point's clients; raised before anything runs.
-    InterruptedRun
-        If the sweep was stopped.
+    Raise ExperimentError if a folder is in use, or a method cannot train with a point's clients; raised before anything
+    runs. Raise InterruptedRun if the sweep was stopped.
     """
     observer = observer or SweepObserver()
+    _check_sweep(points, folder, options, parallel)
+    left = []
+    for number, point in enumerate(points, start=1):
+        if complete(RunFolder(folder / point.name), point.experiment, options.report):
+            observer.finished_before(number, len(points), point)
+        else:
+            left.append((number, point))
+    for _, point in left:
+        try:
+            check_roster(point.experiment, options)
+        except ExperimentError as error:
+            raise ExperimentError(f"at {point.name}: {error}") from error
+    if parallel == 1:
+        return _one_by_one(left, len(points), folder, options, observer)
+    return _in_parallel(left, len(points), folder, options, observer, parallel)
+
+
+def _check_sweep(points: Sequence[Point], folder: Path, options: RunOptions, parallel: int) -> None:
+    """Check the folders and the processes of a sweep before anything runs."""
     if parallel < 1:
         raise ExperimentError(
             f"{argument('parallel')} must be 1 or more (got {parallel}).", key="parallel", found=parallel
@@ -135,25 +139,12 @@ def run_points(
         )
     if not options.resume and folder.is_dir() and any(folder.iterdir()):
         raise ExperimentError(
-            f"{folder}: found a sweep there already",
+            f"{folder} holds a sweep already.",
             hint=f"go on with {argument('resume')}, or choose another folder ({argument('out')})",
+            key="out",
         )
-    for point in points:  # check all folders before anything runs
+    for point in points:
         check_folder(RunFolder(folder / point.name), point.experiment, options.resume)
-    left = []
-    for number, point in enumerate(points, start=1):
-        if complete(RunFolder(folder / point.name), point.experiment, options.report):
-            observer.finished_before(number, len(points), point)
-        else:
-            left.append((number, point))
-    for _, point in left:
-        try:
-            check_roster(point.experiment, options)
-        except ExperimentError as error:
-            raise ExperimentError(f"at {point.name}: {error}") from error
-    if parallel == 1:
-        return _one_by_one(left, len(points), folder, options, observer)
-    return _side_by_side(left, len(points), folder, options, observer, parallel)
 
 
 def _one_by_one(
@@ -172,7 +163,7 @@ def _one_by_one(
     return failures
 
 
-def _side_by_side(
+def _in_parallel(
     left: Sequence[tuple[int, Point]],
     count: int,
     folder: Path,
@@ -200,7 +191,7 @@ def _side_by_side(
         observer.notice(number, count, point, text)
 
     jobs = [Job(point.name, point.experiment, _of_point(options, folder, point)) for _, point in left]
-    run_side_by_side(jobs, parallel, began, over, notice, signals=options.signals)
+    run_parallel(jobs, parallel, JobEvents(began, notice, over), signals=options.signals)
     return {point.name: failures[point.name] for _, point in left if point.name in failures}
 
 

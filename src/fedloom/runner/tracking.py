@@ -17,6 +17,7 @@ from fedloom.runner.observer import RunObserver
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
+    from fedloom.federation.loop_config import Observer
     from fedloom.runs.journal import Attempt
 
 GROUP = "fedloom.observers"
@@ -30,50 +31,54 @@ Tracker: TypeAlias = Callable[[Path], RunObserver]
 def find_trackers(names: Iterable[str]) -> dict[str, Tracker]:
     """Return trackers by name.
 
-    Raises
-    ------
-    ExperimentError
-        If there is no tracker of a name, or its dependencies are not installed.
+    Raise ExperimentError if there is no tracker of a name, or its dependencies are not installed.
     """
     known = {point.name: point for point in entries(GROUP)}
     found: dict[str, Tracker] = {}
     for name in names:
         if name not in known:
-            raise ExperimentError(f"tracking: found {name!r}; allowed: {', '.join(known)}")
+            raise ExperimentError(
+                f"tracking names {name!r}, which is not installed; name some of {', '.join(known)}.",
+                key="tracking",
+                found=name,
+                allowed=list(known),
+            )
         try:
             found[name] = known[name].load()
         except ImportError as error:
             missing = (error.name or str(error)).partition(".")[0]
             hint = f"pip install 'fedloom[{name}]'" if known[name].value.startswith("fedloom.") else None
             raise ExperimentError(
-                f"tracking: found {name}, which needs the package {missing}, which is not installed", hint=hint
+                f"tracking names {name}, which needs the package {missing}, which is not installed.",
+                hint=hint,
+                key="tracking",
             ) from error
         except Exception as error:
             raise ExperimentError(
-                f"tracking: {name} = {known[name].value} cannot be loaded: {type(error).__name__}: {error}"
+                f"tracking names {name} = {known[name].value} which cannot be loaded: {type(error).__name__}: {error}",
+                key="tracking",
             ) from error
     return found
 
 
 class TrackerObserver(RunObserver):
-    """Observer that forwards to another observer and to trackers, and drops trackers that fail.
+    """Observer that forwards to another observer, to watchers, and to trackers, and drops trackers that fail.
 
-    Parameters
-    ----------
-    observer
-        Called first, and told of trackers that fail.
-    trackers
-        Factories by name. Trackers are created, and told of the start, once the run has a folder.
-    folder
-        Folder of the run.
+    The observer is called first, and told of trackers that fail. Trackers are created by their factories, and told of
+    the start, once the run has a folder.
     """
 
     def __init__(self, observer: RunObserver, trackers: Mapping[str, Tracker], folder: Path) -> None:
         self._observer = observer
+        self._watchers: list[Observer] = []
         self._waiting = dict(trackers)
         self._trackers: dict[str, RunObserver] = {}
         self._folder = folder
         self._begun: tuple[Experiment, int, str] | None = None
+
+    def add(self, watcher: Observer) -> None:
+        """Forward the progress of rounds and evaluations to one more observer."""
+        self._watchers.append(watcher)
 
     def started(self, experiment: Experiment, clients: int, where: str) -> None:
         """Notify the observer; trackers are notified later."""
@@ -99,30 +104,32 @@ class TrackerObserver(RunObserver):
         self._tell(lambda tracker: tracker.resumed(round))
 
     def round_done(self, attempt: Attempt, rounds: int | None) -> None:
-        """Notify the observer and the trackers."""
-        self._observer.round_done(attempt, rounds)
-        self._tell(lambda tracker: tracker.round_done(attempt, rounds))
+        """Notify everyone."""
+        self._forward(lambda observer: observer.round_done(attempt, rounds))
 
     def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
-        """Notify the observer and the trackers."""
-        self._observer.attempt_failed(attempt, attempts)
-        self._tell(lambda tracker: tracker.attempt_failed(attempt, attempts))
+        """Notify everyone."""
+        self._forward(lambda observer: observer.attempt_failed(attempt, attempts))
 
     def evaluating(self, round: int, done: int, clients: int) -> None:
-        """Notify the observer and the trackers."""
-        self._observer.evaluating(round, done, clients)
-        self._tell(lambda tracker: tracker.evaluating(round, done, clients))
+        """Notify everyone."""
+        self._forward(lambda observer: observer.evaluating(round, done, clients))
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Notify the observer and the trackers; trackers get copies."""
-        self._observer.evaluated(line)
-        self._tell(lambda tracker: tracker.evaluated(copy.deepcopy(line)))
+        """Notify everyone, with a copy each."""
+        self._forward(lambda observer: observer.evaluated(copy.deepcopy(line)))
 
     def ended(self) -> None:
         """Notify the observer, and the trackers that have been told of the start."""
         self._waiting.clear()
         self._tell(lambda tracker: tracker.ended())
         self._observer.ended()
+
+    def _forward(self, call: Callable[[Observer], None]) -> None:
+        call(self._observer)
+        self._tell(call)
+        for watcher in self._watchers:
+            call(watcher)
 
     def _tell(self, call: Callable[[RunObserver], None]) -> None:
         for name, make in list(self._waiting.items()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,10 @@ from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.summary import Evaluation, groups
 from fedloom.experiment import Data, Experiment, OwnData
-from fedloom.federation.loop import Loop
+from fedloom.federation.evaluator import Evaluator
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
-from fedloom.runner.observer import RunObserver
+from fedloom.runner.results import extra_metrics
 from fedloom.runs.checkpoint import check_fits
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
@@ -53,9 +52,10 @@ def evaluate(
     data
         Folders of packed clients, for a run whose clients have data of their own; those that trained are seen.
     """
-    parts, loop, dataset = restore(run, checkpoint, partition, data)
-    evaluation = loop.evaluate()
-    return found_of(run, partition, parts, dataset, evaluation, loop.extra(evaluation))
+    parts, evaluator, dataset = restore(run, checkpoint, partition, data)
+    evaluation = evaluator.evaluate()
+    extra = extra_metrics(parts.experiment, evaluator.roster, evaluator.folder, keep=False)
+    return found_of(run, partition, parts, dataset, evaluation, extra(evaluation))
 
 
 def found_of(
@@ -115,8 +115,8 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
 
 def restore(
     run: Path, checkpoint: str = "last", partition: str | Path | None = None, data: Sequence[Path] = ()
-) -> tuple[RunContext, Loop, FederatedDataset]:
-    """Return a run's parts, its loop at a checkpoint with clients in this process, and their data.
+) -> tuple[RunContext, Evaluator, FederatedDataset]:
+    """Return a run's parts, an evaluator at a checkpoint with clients in this process, and their data.
 
     Raise ExperimentError if ``checkpoint`` is not ``last``, ``best`` or a number; DataError if the folder is not a run
     or has no such checkpoint, or the partition has another kind of data, is incomplete, or is damaged.
@@ -142,21 +142,14 @@ def restore(
         )
     assemble.use_device("cpu", e.runtime.threads)
     parts = assemble.make_parts(e, dataset.manifest, trained_on)
-    loop = assemble.loop(
-        parts,
-        assemble.in_process(parts, dataset, folder),
-        folder,
-        RunObserver(),
-        threading.Event(),
-        keep_descriptors=False,
-    )
-    loaded = loop.checkpoints.load(which)
-    check_fits(loaded, loop.server.state, parts.algorithm.name, parts.algorithm.version)
-    loop.server.load(loaded.state)
-    loop.round = loaded.round
+    found = assemble.evaluator(parts, assemble.in_process(parts, dataset, folder), folder)
+    loaded = found.checkpoints.load(which)
+    check_fits(loaded, found.server.state, parts.algorithm.name, parts.algorithm.version)
+    found.server.load(loaded.state)
+    found.round = loaded.round
     if parts.task.same_clients:  # clients of another partition are different clients, even under the same id
-        loop.journal = Journal.read(folder, loop.round)
-    return parts, loop, dataset
+        found.journal = Journal.read(folder, found.round)
+    return parts, found, dataset
 
 
 def check_checkpoint(checkpoint: str) -> str | int:

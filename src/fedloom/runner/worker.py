@@ -36,25 +36,20 @@ class WorkerOptions:
     Attributes
     ----------
     partition
-        Folder or URL of the partition; None: serve the clients of ``data`` and ``observe``.
+        Folder or URL of the partition; None: serve the packed clients in the folders ``data``, which train, and
+        ``observe``, which are only evaluated.
     clients, part
-        As in :func:`select_clients`.
-    device
-        Device to compute on.
+        Clients to serve, as in :func:`select_clients`.
     threads
         Torch threads; must equal the aggregator's.
     clients_at_once
         Number of clients vectorized together on a GPU.
     reconnect_s
         Seconds to keep reconnecting to a lost aggregator; inf: forever.
-    bandwidth
-        Bandwidth limit of this worker; None: no limit.
     states
         Folder or URL of the clients' states, for methods that keep any.
-    data, observe
-        Folders of packed clients: ``data`` for those that train, ``observe`` for those that are only evaluated.
     class_counts
-        Send the aggregator the number of training examples of each class for the packed clients.
+        Tell the aggregator how many training examples of each class the packed clients have.
     verify
         Check shards before serving: those of a folder, or of clients that no other worker serves.
     trust
@@ -80,23 +75,10 @@ class WorkerOptions:
 class Worker:
     """Worker that serves clients to an aggregator. The constructor checks everything that needs no connection.
 
-    Parameters
-    ----------
-    aggregator
-        ``host:port``.
-    name
-        Name of this worker; unique in the run.
-    options
-        Options of the worker.
+    The ``aggregator`` is ``host:port``; the ``name`` is unique in the run.
 
-    Raises
-    ------
-    ExperimentError
-        If an option is invalid.
-    RefusedError
-        If the worker's certificate is not currently valid.
-    DataError
-        If the clients' data are missing or damaged.
+    Raise ExperimentError if an option is invalid; RefusedError if the worker's certificate is not currently valid;
+    DataError if the clients' data are missing or damaged.
     """
 
     def __init__(self, aggregator: str, name: str, options: WorkerOptions) -> None:
@@ -125,14 +107,8 @@ class Worker:
     def serve(self, stop: threading.Event) -> bool:
         """Serve until the run is over or ``stop`` is set; return whether the run is over.
 
-        Raises
-        ------
-        DataError
-            If the clients' data do not match the aggregator's run.
-        RefusedError
-            If the aggregator refuses the worker.
-        AbandonedError
-            If the aggregator is unreachable for too long.
+        Raise DataError if the clients' data do not match the aggregator's run; RefusedError if the aggregator refuses
+        the worker; AbandonedError if the aggregator is unreachable for too long.
         """
         gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
         return serve(
@@ -163,10 +139,7 @@ class Worker:
 def _told(text: str) -> dict[str, Any]:
     """Return the aggregator's description of its run.
 
-    Raises
-    ------
-    RefusedError
-        If it cannot be parsed.
+    Raise RefusedError if it cannot be parsed.
     """
     try:
         told = parsed_json(text, DEEPEST)
@@ -181,10 +154,7 @@ def _told(text: str) -> dict[str, Any]:
 class PartitionProvider:
     """Clients of a partition that the aggregator also has.
 
-    Raises
-    ------
-    DataError
-        If the partition, or a shard of it, is missing or damaged.
+    Raise DataError if the partition, or a shard of it, is missing or damaged.
     """
 
     def __init__(self, where: str, options: WorkerOptions) -> None:
@@ -201,10 +171,7 @@ class PartitionProvider:
     def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
         """Return the clients' data if the aggregator has the same partition.
 
-        Raises
-        ------
-        DataError
-            If the aggregator has another partition, or none.
+        Raise DataError if the aggregator has another partition, or none.
         """
         found = self._dataset.manifest.fingerprint
         if "partition" not in told:
@@ -217,7 +184,7 @@ class PartitionProvider:
             )
         if told["partition"] != found:
             raise DataError(
-                f"{self._where}: found partition {found[:12]}, the aggregator's is {told['partition'][:12]}",
+                f"{self._where} is partition {found[:12]}, and the aggregator's is {told['partition'][:12]}.",
                 hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
             )
         return self._dataset
@@ -226,10 +193,7 @@ class PartitionProvider:
 class OwnDataProvider:
     """Clients with data of their own.
 
-    Raises
-    ------
-    DataError
-        If a folder or its shard is missing or damaged.
+    Raise DataError if a folder or its shard is missing or damaged.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -253,10 +217,7 @@ class OwnDataProvider:
     def measuring(self, shared: Experiment) -> MeasuringSession:
         """Return a session that answers while the aggregator measures the clients' inputs.
 
-        Raises
-        ------
-        DataError
-            If the data do not match the experiment, or it requires a partition.
+        Raise DataError if the data do not match the experiment, or it requires a partition.
         """
         self._check(shared)
         return MeasuringSession({client: self._packed.cards[client] for client in self.clients})
@@ -274,10 +235,7 @@ class OwnDataProvider:
     def dataset(self, shared: Experiment, told: Mapping[str, Any]) -> FederatedDataset:
         """Return the clients' data if they match the experiment.
 
-        Raises
-        ------
-        DataError
-            If they do not, or the experiment requires a partition.
+        Raise DataError if they do not, or the experiment requires a partition.
         """
         own = self._check(shared)
         normalization = Normalization(*(tuple(told["normalization"][key]) for key in ("mean", "std")))
@@ -295,12 +253,8 @@ def member_of(packed: OwnClients, client: str, *, class_counts: bool) -> Member:
 def serves(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
     """Return the clients that a worker serves.
 
-    Raises
-    ------
-    ExperimentError
-        If both a partition and packed clients are given, or neither.
-    DataError
-        If the data are missing or damaged.
+    Raise ExperimentError if both a partition and packed clients are given, or neither. Raise DataError if the data are
+    missing or damaged.
     """
     brought = bool(options.data or options.observe)
     if brought == (options.partition is not None):
@@ -312,21 +266,11 @@ def serves(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
 
 
 def select_clients(everyone: Sequence[str], clients: str | None, part: str | None = None) -> list[str]:
-    """Return the ids of the clients that a worker serves.
+    """Return the ids of the clients that a worker serves: ``clients``, which are separated by commas, or a part.
 
-    Parameters
-    ----------
-    everyone
-        Ids of all clients, in the partition's order.
-    clients
-        Comma-separated ids.
-    part
-        ``I/N``: the I-th (from 0) of N consecutive blocks whose sizes differ by at most one.
+    ``part`` is ``I/N``: the I-th (from 0) of N consecutive blocks of ``everyone`` whose sizes differ by at most one.
 
-    Raises
-    ------
-    ExperimentError
-        If both are given, ``part`` is invalid, or ``clients`` is empty.
+    Raise ExperimentError if both are given, ``part`` is invalid, or ``clients`` is empty.
     """
     if clients is not None:
         if part is not None:

@@ -36,18 +36,12 @@ class Workers:
 
     Parameters
     ----------
-    runtime
-        Number of workers, and their resources.
     serves
         Options that tell ``fedloom worker`` which clients to serve.
     states
         Folder or URL of the clients' states.
-    logs
-        Folder for their logs.
     token
         Authenticates the workers; passed in their environment, which other users of the machine cannot read.
-    address
-        Address of the aggregator.
     factory
         Factory of the clients' model, if that is the user's own module; these workers may call it.
     on_failure

@@ -36,6 +36,15 @@ class Job:
     options: RunOptions
 
 
+@dataclass(frozen=True)
+class JobEvents:
+    """Callbacks given a run's name: it began, it has a message for the user, it is over (with an error or None)."""
+
+    began: Callable[[str], None]
+    notice: Callable[[str, str], None]
+    over: Callable[[str, FedloomError | None], None]
+
+
 @dataclass
 class _Running:
     job: Job
@@ -45,69 +54,83 @@ class _Running:
     told: Path
 
 
-def run_side_by_side(
-    jobs: Sequence[Job],
-    parallel: int,
-    began: Callable[[str], None],
-    over: Callable[[str, FedloomError | None], None],
-    notice: Callable[[str, str], None],
-    *,
-    signals: bool,
-) -> None:
+def run_parallel(jobs: Sequence[Job], parallel: int, events: JobEvents, *, signals: bool) -> None:
     """Execute runs as ``fedloom run`` processes, at most ``parallel`` at a time.
 
-    A process stops when its standard input closes, which happens even if this process is killed.
+    A process stops when its standard input closes, which happens even if this process is killed. With ``signals``,
+    SIGINT or SIGTERM stops all runs after their current round, and a second signal at once.
 
-    Parameters
-    ----------
-    began, over
-        Called with the name of a run when it begins, and when it is over together with its error, or None.
-    notice
-        Called before ``over`` with the name of a run and a message for the user, e.g. that a tracker failed.
-    signals
-        Stop all runs after their current round on SIGINT or SIGTERM; a second signal stops them at once.
-
-    Raises
-    ------
-    InterruptedRun
-        If the runs were stopped; those in progress can be resumed.
+    Raise InterruptedRun if the runs were stopped; those in progress can be resumed.
     """
     stop = StopRequest()
-    waiting = list(reversed(jobs))
-    running: list[_Running] = []
-    done, told = 0, False
     with tempfile.TemporaryDirectory(prefix="fedloom-sweep-") as temporary:
+        pool = _Pool(jobs, parallel, events, Path(temporary))
         try:
             with stop.signals() if signals else nullcontext():
-                while running or (waiting and not stop.event.is_set()):
-                    while waiting and len(running) < parallel and not stop.event.is_set():
-                        job = waiting.pop()
-                        place = min(set(range(parallel)) - {one.place for one in running})
-                        running.append(_start(job, place, parallel, Path(temporary)))
-                        began(job.name)
+                while pool.running or (pool.waiting and not stop.event.is_set()):
+                    if not stop.event.is_set():
+                        pool.start()
                     time.sleep(POLL_INTERVAL_S)
-                    if stop.event.is_set() and not told:
-                        told = True
-                        for one in running:
-                            _leave(one)
-                    for one in [one for one in running if one.process.poll() is not None]:
-                        running.remove(one)
-                        error, notices = _outcome(one)
-                        for text in notices:
-                            notice(one.job.name, text)
-                        done += error is None
-                        if not (stop.event.is_set() and isinstance(error, InterruptedRun)):
-                            over(one.job.name, error)
+                    if stop.event.is_set():
+                        pool.ask_to_stop()
+                    pool.reap(stopped=stop.event.is_set())
         finally:
-            _end(running)
+            pool.end()
     if stop.event.is_set():
         raise InterruptedRun(
-            f"asked to stop: {done} of {pluralize(len(jobs), 'run')} done; the others can go on with "
+            f"asked to stop: {pool.done} of {pluralize(len(jobs), 'run')} done; the others can go on with "
             f"{argument('resume')}"
         )
 
 
-def shares(parallel: int) -> list[set[int]]:
+class _Pool:
+    """Processes of runs, and the runs that wait for one."""
+
+    def __init__(self, jobs: Sequence[Job], parallel: int, events: JobEvents, folder: Path) -> None:
+        self.waiting = list(reversed(jobs))
+        self.running: list[_Running] = []
+        self.done = 0
+        self._parallel, self._events, self._folder = parallel, events, folder
+
+    def start(self) -> None:
+        """Start runs while there is room."""
+        while self.waiting and len(self.running) < self._parallel:
+            job = self.waiting.pop()
+            place = min(set(range(self._parallel)) - {one.place for one in self.running})
+            self.running.append(_start(job, place, self._parallel, self._folder))
+            self._events.began(job.name)
+
+    def ask_to_stop(self) -> None:
+        """Let the running ones end after their current round."""
+        for one in self.running:
+            _leave(one)
+
+    def reap(self, *, stopped: bool) -> None:
+        """Report the runs that have ended, but for those that were interrupted after a stop."""
+        for one in [one for one in self.running if one.process.poll() is not None]:
+            self.running.remove(one)
+            error, notices = _outcome(one)
+            for text in notices:
+                self._events.notice(one.job.name, text)
+            self.done += error is None
+            if not (stopped and isinstance(error, InterruptedRun)):
+                self._events.over(one.job.name, error)
+
+    def end(self) -> None:
+        """Terminate the running processes at once; their runs can be resumed from the last checkpoint."""
+        for one in self.running:
+            _leave(one)
+            one.process.send_signal(signal.SIGTERM)
+        for one in self.running:
+            try:
+                one.process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                one.process.kill()
+                one.process.wait()
+            one.said.close()
+
+
+def core_shares(parallel: int) -> list[set[int]]:
     """Return the cores for each of ``parallel`` processes; the shares are disjoint while there are enough cores.
 
     The sets are empty if the operating system does not support CPU affinity.
@@ -135,7 +158,7 @@ def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
         start_new_session=True,  # Ctrl-C reaches this process only
         env=environment(os.environ, told, getattr(job.experiment.model, "factory", None)),
     )
-    if share := shares(parallel)[place]:
+    if share := core_shares(parallel)[place]:
         with suppress(ProcessLookupError):  # it has already ended and reports why
             os.sched_setaffinity(process.pid, share)
     return _Running(job, place, process, said, told)
@@ -169,17 +192,3 @@ def _outcome(one: _Running) -> tuple[FedloomError | None, list[str]]:
         f"its process {told.ended(code, words)}", hint=f"go on with {argument('resume')}"
     )
     return failure, told.notices
-
-
-def _end(running: Sequence[_Running]) -> None:
-    """Terminate the running processes at once; their runs can be resumed from the last checkpoint."""
-    for one in running:
-        _leave(one)
-        one.process.send_signal(signal.SIGTERM)
-    for one in running:
-        try:
-            one.process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            one.process.kill()
-            one.process.wait()
-        one.said.close()

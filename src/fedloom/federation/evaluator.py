@@ -1,0 +1,248 @@
+"""Conversations with the clients of a run at one round, outside training: evaluation and personalization."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedloom import tracing
+from fedloom.data.federated import Manifest
+from fedloom.errors import DataError, FedloomError, InterruptedRun, argument
+from fedloom.evaluation.measure import implausible, nothing_measured
+from fedloom.evaluation.measure import shapes as measured_shapes
+from fedloom.evaluation.summary import Evaluation
+from fedloom.federation.bugs import is_bug, place
+from fedloom.federation.carrier import Carrier
+from fedloom.federation.client_side import EVALUATE, after_steps_purpose
+from fedloom.federation.cohort import RemoteCohort, RoundAttempt, RoundConfig, TooFewReplies
+from fedloom.federation.loop_config import Halves, LoopConfig, LoopHooks
+from fedloom.federation.releases import Releases
+from fedloom.federation.roster import Roster
+from fedloom.federation.states import Versions
+from fedloom.federation.validation import learning_rates, out_of_range
+from fedloom.messages import Message, Metrics, Replies, answer_shapes
+from fedloom.runs.checkpoint import Best, Checkpoints
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Attempt, Journal, Replay
+from fedloom.words import REASON_CHARACTERS, pluralize, printable
+
+_log = logging.getLogger(__name__)
+
+
+class Evaluator:
+    """Measures the clients of a federation at one round, without changing any state.
+
+    ``round``, ``server`` and ``journal`` say which: by default the beginning of a run. The cohorts and losses of the
+    journal ``replay`` are repeated, and private answers are recorded in ``releases``.
+    """
+
+    def __init__(
+        self,
+        schedule: LoopConfig,
+        halves: Halves,
+        roster: Roster,
+        carrier: Carrier,
+        folder: RunFolder,
+        hooks: LoopHooks,
+        *,
+        replay: Replay | None = None,
+        releases: Releases | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self.algorithm, self.server = halves.algorithm, halves.server
+        self.roster = roster
+        self.carrier = carrier
+        self.folder = folder
+        self.observer, self.stop, self.monitor = hooks.observer, hooks.stop, hooks.monitor
+        self.replay = replay
+        self.predictors = halves.client.predictors
+        # In a power failure, a checkpoint must not survive without the lines that document it.
+        self.checkpoints = Checkpoints(
+            folder.checkpoints,
+            before=lambda: folder.sync("journal.jsonl", "metrics.jsonl"),
+            done=self.monitor.durable,
+            after=hooks.after,
+        )
+        self.journal = Journal(folder)
+        self.monitor.counting(lambda client: self.journal.last_round(client))
+        self.round = 0
+        self._know()
+        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exchange")
+        self.personalization_payload = (0, 0)
+        self.unmeasured: dict[str, str] = {}  # clients that the last evaluation lost -> why
+        shapes = {
+            **answer_shapes(self.algorithm.messages, self.server.sizes),
+            Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
+        }
+        self._rules = RoundConfig(
+            schedule.seed,
+            schedule.clients_per_round,
+            schedule.deadline_s,
+            schedule.min_replies,
+            shapes,
+            self.stop,
+            self._judge,
+            self._states if halves.client.stateful else None,
+            releases,
+        )
+        self._durable: tuple[int, Best | None] | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the current roster."""
+        return self.roster.manifest
+
+    def _know(self) -> None:
+        """Look up the sizes of the roster's clients."""
+        self._sizes = {entry.id: entry.train for entry in self.manifest.clients}
+        self._held_out = {entry.id: (entry.validation, entry.test) for entry in self.manifest.clients}
+        self.monitor.know(self.manifest.clients)
+
+    def evaluate(self) -> Evaluation:
+        """Personalize every client, seen and unseen, and have it measure the result."""
+        return self._evaluate(Attempt(self.round, 0))
+
+    def personalize(self, clients: Sequence[str]) -> dict[str, str]:
+        """Hold the ``personalize`` conversation with some clients; return those lost, and why."""
+        attempt = Attempt(self.round, 0)
+        with closing(self._measuring(attempt)) as session:
+            for start in range(0, len(clients), self.schedule.evaluation_cohort):
+                self._personalize(session, session.hold(clients[start : start + self.schedule.evaluation_cohort]))
+        return attempt.losses
+
+    def _evaluate(self, attempt: Attempt, steps: int | None = None) -> Evaluation:
+        """Measure every client, or, given a number of local steps, the unseen ones after these steps."""
+        with tracing.span("evaluation", round=self.round, algorithm=self.algorithm.name):
+            planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
+            clients = self._to_measure(planned, steps)
+            session = self._measuring(attempt, planned, EVALUATE if steps is None else after_steps_purpose(steps))
+            results = _Measurements(len(clients), len(self.predictors), self.manifest.classes)
+            size, silence, skipped = self.schedule.evaluation_cohort, self.carrier.silence, 0
+            before_s = silence.waited_s
+            for start in range(0, len(clients), size):
+                self._check_stop()
+                with closing(session.hold(clients[start : start + size])) as cohort:
+                    if planned is None:
+                        waited_s = silence.waited_s - before_s
+                        skipped += cohort.skip(silence.skipped(cohort.clients, waited_s, self.schedule.deadline_s))
+                    results.add(slice(start, start + size), self._personalize(session, cohort), cohort)
+                self.observer.evaluating(self.round, min(start + size, len(clients)), len(clients))
+        if steps is None:
+            self.unmeasured = attempt.losses
+        if skipped:
+            _log.warning("the evaluation after round %d skips %s", self.round, pluralize(skipped, "silent client"))
+        if answered := int(results.present.sum()):
+            # Per client: the bytes for personalization, without the metrics, which only an evaluation needs.
+            self.personalization_payload = (
+                attempt.payload_up // answered - results.metrics.client_bytes(),
+                attempt.payload_down // (len(clients) - skipped),
+            )
+        return Evaluation(
+            round=self.round,
+            clients=tuple(clients),
+            seen=torch.tensor([self.manifest.entry(client).seen for client in clients]),
+            present=results.present,
+            predictors=self.predictors,
+            **results.metrics.tensors(),
+            records=results.records,
+        )
+
+    def _to_measure(self, planned: Attempt | None, steps: int | None) -> list[str]:
+        """Return the clients to measure: all that are here, or the unseen ones, or those of a journal's evaluation."""
+        if steps is not None:
+            return [client for client in self.roster.here() if not self.manifest.entry(client).seen]
+        if planned is not None and not self.roster.fixed:
+            return [client for conversation in planned.conversations for client in conversation.clients]
+        return list(self.roster.here())
+
+    def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> RoundAttempt:
+        """Return conversations outside training: clients that answer are measured, however few."""
+        rules = replace(self._rules, min_replies=1)
+        return RoundAttempt(
+            attempt, purpose, self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
+        )
+
+    def _personalize(self, session: RoundAttempt, cohort: RemoteCohort) -> Replies[Metrics] | None:
+        """Hold the conversation; return None if it had no result, and each client's loss says why."""
+        try:
+            return self.server.personalize(cohort)
+        except TooFewReplies:
+            return None
+        except DataError as error:  # the method has no models for these clients
+            if error is session.failure:
+                raise
+            cohort.lose_all(str(error))
+            return None
+        except Exception as error:
+            cohort.lose_all(self._failure(session, error))
+            return None
+
+    def _failure(self, session: RoundAttempt, error: Exception) -> str:
+        """Return a line that describes a failure of the server half on the answers; its traceback is logged.
+
+        Raises
+        ------
+        Exception
+            The error itself if clients' answers did not cause it: a FedloomError, an error of the carrier, or a bug in
+            a run whose clients are all in this process and which is not a replay.
+        """
+        own_clients = self.carrier.traffic.up is None and self.replay is None
+        if isinstance(error, FedloomError) or error is session.failure or (own_clients and is_bug(error)):
+            raise error
+        _log.error("the server half of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
+        what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
+        return f"{what} ({place(error)}), whose traceback is in the log of the aggregator"
+
+    def _judge(self, client: str, answer: Message) -> str | None:
+        """Return why the values of a client's answer are implausible; None if they are plausible."""
+        if isinstance(answer, Metrics):
+            validation, test = self._held_out[client]
+            return implausible(answer, validation=validation, test=test)
+        return out_of_range(
+            answer, self.server.update_bounds(self._sizes[client]), learning_rates(self.server.settings)
+        )
+
+    def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
+        """Return the versions that each client starts from now, and would start from at kept checkpoints."""
+        kept = set(self.checkpoints.rounds())
+        if self._durable is not None:  # it may not be on the disk yet
+            kept.add(self._durable[0])
+        self.journal.needed = kept
+
+        def versions(client: str) -> Versions:
+            needed = (self.journal.version(client, round) for round in kept)
+            start = self.journal.version(client, self.round)
+            return Versions(start, frozenset(v for v in needed if v is not None), self.journal.life)
+
+        return tuple(versions(client) for client in clients)
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
+            raise InterruptedRun(f"stopped after round {self.round}{of}; go on with {argument('resume')}")
+
+
+class _Measurements:
+    """Metrics of the clients of an evaluation, filled cohort by cohort."""
+
+    def __init__(self, clients: int, predictors: int, classes: int) -> None:
+        self.metrics = nothing_measured(clients, predictors, classes)
+        self.present = torch.zeros(clients, dtype=torch.bool)
+        self.records: dict[str, Tensor] = {}
+
+    def add(self, rows: slice, replies: Replies[Metrics] | None, cohort: RemoteCohort) -> None:
+        """Add the replies of a cohort (None: it had no result), and the rows that its server half recorded."""
+        if replies is not None:
+            for name, tensor in self.metrics.tensors().items():
+                tensor[rows] = getattr(replies, name)
+            self.present[rows] = replies.present
+        for name, values in cohort.records.items():
+            if name not in self.records:
+                self.records[name] = torch.zeros(len(self.present), *values.shape[1:], dtype=torch.float64)
+            self.records[name][rows] = values

@@ -1,0 +1,100 @@
+"""Settings and callbacks of the round loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm
+from fedloom.evaluation.summary import Evaluation
+from fedloom.federation.control import Control
+from fedloom.federation.monitor import Monitor
+from fedloom.runs.checkpoint import Best
+from fedloom.runs.journal import Attempt
+
+Extra = Callable[[Evaluation], dict[str, dict[str, Any]]]
+"""Sub-objects that a method adds to metrics.jsonl and summary.json, from what its server half recorded."""
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """Settings of the loop, from the experiment.
+
+    Attributes
+    ----------
+    enough
+        Returns whether the rounds may end after this one, given the best so far; called after each evaluation.
+    measure_last
+        Evaluate the last round.
+    own_steps
+        Numbers of local steps after which the unseen clients are also measured when training has ended.
+    experiment
+        In an open federation: the shared part of the experiment, which may have changed since the run began.
+    """
+
+    rounds: int | None
+    clients_per_round: int
+    deadline_s: float
+    min_replies: int
+    attempts: int
+    checkpoint_every_s: float
+    evaluate_every: int
+    evaluation_cohort: int
+    label_mask: bool
+    seed: int
+    enough: Callable[[int, Best], bool] | None = None
+    measure_last: bool = True
+    own_steps: tuple[int, ...] = ()
+    experiment: str = ""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """Method of a run: its server half is new; of its client half only the properties are used."""
+
+    algorithm: Algorithm
+    server: ServerAlgorithm
+    client: ClientAlgorithm
+
+
+class Observer(Protocol):
+    """Callbacks for run progress."""
+
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        """Report a completed round; ``rounds`` is the number to run, None for no limit."""
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
+        """Report a failed attempt."""
+
+    def evaluating(self, round: int, done: int, clients: int) -> None:
+        """Report how many clients an evaluation has measured so far."""
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Report a line written to metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class LoopHooks:
+    """Connections of a loop to the process around it.
+
+    Attributes
+    ----------
+    observer
+        Receives progress.
+    stop
+        Set it (from a signal handler) to end the run after the current exchange, with a checkpoint.
+    after
+        Called with each round that has become durable, in the thread that writes checkpoints.
+    monitor
+        Receives the state of the loop.
+    control
+        Requests of an operator; without it, the run cannot be paused.
+    """
+
+    observer: Observer
+    stop: threading.Event = field(default_factory=threading.Event)
+    after: Callable[[int], None] | None = None
+    monitor: Monitor = field(default_factory=Monitor)
+    control: Control | None = None

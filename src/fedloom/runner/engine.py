@@ -1,0 +1,322 @@
+"""Engine of a run: the checks, parts and steps that closed, open, replayed and finished runs share.
+
+A kind of run is one function over this engine (:mod:`~fedloom.runner.closed_run`, :mod:`~fedloom.runner.open_run`,
+:mod:`~fedloom.runner.replay`, :mod:`~fedloom.runner.finished_run`). Nothing is written before
+:meth:`Engine.make_folder`, so that a run that cannot begin leaves no trace.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import DataError, ExperimentError
+from fedloom.evaluation.summary import Evaluation
+from fedloom.experiment import Experiment
+from fedloom.federation.carrier import Carrier
+from fedloom.federation.control import NAME as CONTROL
+from fedloom.federation.control import Control
+from fedloom.federation.loop import Loop
+from fedloom.federation.loop_config import LoopHooks
+from fedloom.federation.monitor import Monitor
+from fedloom.federation.roster import AvailableClients, Roster
+from fedloom.logs import lines_about
+from fedloom.runner import assemble, results
+from fedloom.runner.assemble import RunContext
+from fedloom.runner.distributed import Serving, ServingSettings, serving
+from fedloom.runner.log_file import log_kept
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.open_federation import check_replay, is_known, known_normalization, open_manifest, own_of
+from fedloom.runner.options import RunOptions
+from fedloom.runner.publication import Publication, remove
+from fedloom.runner.resume import check_folder, check_partition, check_states, finished
+from fedloom.runner.run_data import run_dataset
+from fedloom.runner.serve import DurableRounds
+from fedloom.runner.stop_request import StopRequest
+from fedloom.runner.tracking import TrackerObserver, find_trackers
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import Replay
+from fedloom.transport.notices import ProgressPublisher
+from fedloom.transport.personalization import Personalization, ServingLimits
+from fedloom.trust.audit import Audit
+from fedloom.trust.options import Protection, ServerOptions
+from fedloom.trust.tokens import make_token
+
+log = logging.getLogger("fedloom.run")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Result of a run.
+
+    Attributes
+    ----------
+    folder
+        Folder with all results (docs/evaluation.md).
+    summary
+        Content of ``summary.json``.
+    report
+        Path or URL of the report; None if there is none.
+    """
+
+    folder: Path
+    summary: dict[str, Any]
+    report: str | None
+
+
+class Engine:
+    """Engine of one run. The constructor makes all checks that need no folder, and raises their errors.
+
+    Attributes
+    ----------
+    is_open
+        True for an aggregator of clients with data of their own, which come and go.
+    listens
+        True if workers connect from elsewhere; otherwise the run starts its own, or none.
+    dataset
+        Data of the clients; None in an open federation.
+    parts
+        Objects that follow from the experiment and the clients.
+    finished
+        Summary of the run if it has completed its rounds before, once the engine is :meth:`opened`.
+    replay
+        Journal to repeat.
+    """
+
+    def __init__(self, experiment: Experiment, options: RunOptions, observer: RunObserver) -> None:
+        self.started_at = time.perf_counter()
+        self.experiment = e = experiment
+        self.options = options
+        self.folder = RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
+        trackers = find_trackers(dict.fromkeys((*e.tracking, *options.track)))
+        self.observer = TrackerObserver(observer, trackers, self.folder.path)
+        self.own = own_of(e)
+        self.listens = options.listen is not None
+        self.is_open = self.own is not None and self.listens
+        self._resumes = check_folder(self.folder, e, options.resume, is_open=self.is_open)
+        # Our own workers authenticate with a token that nobody else has; external workers as the options say.
+        self.token = make_token()
+        self._protection = Protection(options.protection if self.listens else ServerOptions(token=self.token))
+        self._audit = Audit()
+        assemble.use_device("cpu" if self.listens else e.runtime.device, e.runtime.threads)
+        self.replay = None if options.replay is None else _replay(options.replay)
+        if self.replay is not None:
+            check_replay(self.replay, self.own, listen=options.listen)
+            if e.federation.rounds and not self.replay.is_open:
+                self.replay.attempt(e.federation.rounds)  # raise now, not at its end, if the journal is too short
+        self.dataset = None if self.is_open else run_dataset(e, options)
+        self.parts = self._parts()
+        self.stateful = self.parts.client_half().stateful
+        self.publication = Publication(self.folder, e, options)
+        self._check(self.folder)
+        self.publication.connect()
+        self._incarnation = uuid.uuid4().hex
+        self.monitor = Monitor(e.name, e.algorithm.name, e.federation.rounds, self._incarnation)
+        self.stop_request = StopRequest(self.observer, self.monitor)
+        self._control = Control(self.monitor, self.stop_request.operator) if self.listens else None
+        self._held = ExitStack()
+        self._keep_log: Callable[[Path], None]
+        self._earlier_s = 0.0  # training time of the processes before
+        self.finished: dict[str, Any] | None = None
+
+    def _parts(self) -> RunContext:
+        """Return the parts; in an open federation for no clients yet, with the normalization if it is known."""
+        if self.dataset is not None:
+            return assemble.make_parts(self.experiment, self.dataset.manifest)
+        assert self.own is not None
+        known = known_normalization(self.own, self.folder)
+        return assemble.make_parts(self.experiment, open_manifest(self.experiment, self.own, known))
+
+    def _check(self, found: RunFolder, where: str | None = None) -> None:
+        """Raise unless the run in a folder, published at ``where``, can be resumed here."""
+        if check_folder(found, self.experiment, self.options.resume, where, is_open=self.is_open):
+            if self.dataset is not None:
+                check_partition(found, self.dataset)
+            if self.stateful:
+                check_states(found, self.publication.url)
+
+    @property
+    def place(self) -> str:
+        """Place of the run that users are told: the folder of an aggregator's pod is gone before anyone can read it."""
+        url = self.publication.url
+        return url if url is not None and self.listens else str(self.folder.path)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Bring a published run here, and tell observers of the start and the end of this one."""
+        with self._held:
+            self._keep_log = self._held.enter_context(log_kept(alone=True))
+            if self._is_held_first:
+                self._hold()
+            self._resumes = self.publication.restore(self._incarnation, self._check) or self._resumes
+            self.finished = finished(self.folder, self.experiment) if self._resumes else None
+            if self.is_open:
+                self.parts = self._parts()  # the published run may have the normalization
+            self._held.enter_context(lines_about(self.monitor.about))
+            self.observer.started(self.experiment, len(self.parts.manifest.clients), self.place)
+            self._held.callback(self.observer.ended)
+            if self.options.resume and not self._resumes:
+                self.observer.notice(f"nothing to resume at {self.place}: starting at round 0")
+            yield
+
+    @property
+    def _is_held_first(self) -> bool:
+        """True if the published run is brought to the folder, which must be this process's then."""
+        return self.publication.url is not None and self.options.resume
+
+    def _hold(self) -> None:
+        self._held.enter_context(self.folder.held())
+
+    def hold_folder(self) -> None:
+        """Keep other processes from the run's folder."""
+        if not self._is_held_first:
+            self._hold()
+
+    def make_folder(self) -> None:
+        """Create the run's folder, once nothing but the work itself can fail."""
+        self.hold_folder()
+        folder, e, options = self.folder, self.experiment, self.options
+        folder.make(e.located().resolved_yaml())
+        self._keep_log(folder.logs / "aggregator.jsonl")
+        if not self.is_open or is_known(self.parts.manifest):
+            folder.write("partition.json", self.parts.manifest.to_json())
+        folder.write_json("environment.json", assemble.fingerprint(e))
+        if self.listens and self._protection.access is not None:
+            self._audit.keep(options.audit or folder.logs / "audit.jsonl")
+        self.publication.note()
+        if self._control is None:  # no operator could resume it, and starting it here implies resuming
+            remove(folder, CONTROL)
+            return
+        self._control.keep(folder)
+        if (pause := self._control.paused) is not None:
+            self.observer.notice(f"paused by {pause.by}: `fedloom federation resume` has the rounds go on")
+
+    @contextmanager
+    def served(self, presence: AvailableClients | None = None) -> Iterator[Serving]:
+        """Run the aggregator during the block, and tell workers and watchers how the run goes and ends."""
+        options = self.options
+        settings = ServingSettings(
+            listen=options.listen or "127.0.0.1:0",
+            protection=self._protection,
+            audit=self._audit,
+            incarnation=self._incarnation,
+            grace_s=options.finished_grace_s,
+            lingers=self.listens,
+            resumed=self._resumes,
+            health=options.health,
+            metrics=options.metrics,
+        )
+        with serving(
+            self.parts,
+            settings,
+            self.observer.notice,
+            presence=presence,
+            monitor=self.monitor,
+            control=self._control,
+            models=model_service(self.folder, self.experiment, self._audit) if self.listens else None,
+            stay=self.stop_request.wait if options.stay else None,
+        ) as at:
+            self.observer.add(at.notices)
+            yield at
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Publish the logs if the block fails, and stop it on a signal."""
+        with self.publication.logs_kept(), self.stop_request.signals() if self.options.signals else nullcontext():
+            yield
+
+    def loop(
+        self,
+        parts: RunContext,
+        carrier: Carrier,
+        roster: Roster | None = None,
+        upto: int | None = None,
+        *,
+        measure_last: bool = True,
+    ) -> Loop:
+        """Return the round loop over a carrier, with the engine's hooks (:func:`assemble.loop`)."""
+        hooks = LoopHooks(
+            self.observer,
+            self.stop_request.event,
+            after=self.publication.publish,
+            monitor=self.monitor,
+            control=self._control,
+        )
+        return assemble.loop(
+            parts,
+            carrier,
+            self.folder,
+            hooks,
+            replay=self.replay,
+            roster=roster,
+            upto=upto,
+            measure_last=measure_last,
+            keep_release=self.publication.keep_release,
+        )
+
+    def resume(self, loop: Loop, notices: ProgressPublisher | None = None) -> None:
+        """Return to the last durable round, if the run is resumed."""
+        if not self._resumes:
+            return
+        loop.resume()
+        self._earlier_s = loop.training_seconds()
+        self.observer.resumed(loop.round)
+        if notices is not None:
+            notices.tell("training", f"resuming after round {loop.round}", round=loop.round)
+
+    def train(self, loop: Loop) -> Evaluation:
+        """Run the rounds to their end and return the last evaluation."""
+        gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
+        log.info("ready to train after %.2f s", time.perf_counter() - self.started_at)
+        try:
+            return loop.run()
+        finally:
+            gc.unfreeze()  # the process may run more experiments and must free this one's objects
+
+    def conclude(self, parts: RunContext, loop: Loop, final: Evaluation) -> RunResult:
+        """Write and publish the results of a run whose rounds have ended."""
+        self.publication.gather_releases()
+        remove(self.folder, "report.html")  # a report must match the summary beside it
+        if not loop.roster.fixed:
+            self.folder.write("partition.json", loop.manifest.to_json())
+        seconds = self._earlier_s + time.perf_counter() - self.started_at
+        summary = results.conclude(parts, loop, final, seconds)
+        reported = self.options.report and write_report_if_possible(self.folder, self.observer)
+        self.folder.tidy()
+        self.publication.finish()
+        return self.result(summary, reported=reported)
+
+    def result(self, summary: dict[str, Any], *, reported: bool) -> RunResult:
+        """Return the result of the run."""
+        return RunResult(self.folder.path, summary, f"{self.place}/report.html" if reported else None)
+
+
+def model_service(folder: RunFolder, e: Experiment, audit: Audit) -> Personalization:
+    """Return a service for models of the last durable round; it loads nothing before the first request."""
+    limits = ServingLimits(threads=e.runtime.threads)
+    return Personalization(DurableRounds(folder, patient=True), limits, audit, lazy=True)
+
+
+def write_report_if_possible(folder: RunFolder, observer: RunObserver) -> bool:
+    """Write the report; return whether there is one."""
+    from fedloom.reporting.report import write_report
+
+    try:
+        write_report(folder.path)
+    except ExperimentError as error:  # a dependency is missing; the run is complete without a report
+        observer.notice(f"no report: {error}")
+        return False
+    return True
+
+
+def _replay(run: Path) -> Replay:
+    if not (run / "journal.jsonl").is_file():
+        raise DataError(f"{run}: not a run's folder (no journal.jsonl)")
+    return Replay(RunFolder(run))

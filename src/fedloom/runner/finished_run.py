@@ -1,0 +1,37 @@
+"""Resumption of a run that has completed its rounds: what is missing of its results is made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedloom.runner.engine import Engine, RunResult, write_report_if_possible
+from fedloom.runs.checkpoint import Checkpoints
+
+
+def run_finished(engine: Engine, summary: dict[str, Any]) -> RunResult:
+    """Complete the report and the publication of a finished run; an aggregator tells workers of its end."""
+    engine.hold_folder()
+    _show(engine)
+    if not engine.listens:
+        return _complete(engine, summary)
+    with engine.served() as at:
+        # Workers may have missed the end.
+        at.notices.tell("training", "finished before", round=engine.experiment.federation.rounds)
+        return _complete(engine, summary)
+
+
+def _show(engine: Engine) -> None:
+    """Have status and metrics show the run as they did at its end."""
+    made = Checkpoints(engine.folder.checkpoints)
+    for durable in made.rounds()[-1:]:
+        last = engine.folder.last_evaluation()
+        engine.monitor.resume(durable, None if last is None else last[0], made.written_at(durable))
+
+
+def _complete(engine: Engine, summary: dict[str, Any]) -> RunResult:
+    engine.observer.notice(f"finished before, after round {engine.experiment.federation.rounds}")
+    reported = (engine.folder.path / "report.html").exists()
+    if engine.options.report and not (reported and engine.publication.is_whole):  # publishing includes the figures
+        reported = write_report_if_possible(engine.folder, engine.observer)
+    engine.publication.complete()
+    return engine.result(summary, reported=reported)

@@ -1,0 +1,89 @@
+"""Run of an open federation, in which clients with data of their own come and go, as the aggregator sees them."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+
+from fedloom.data.manifest import Manifest, Normalization
+from fedloom.errors import QuorumError
+from fedloom.federation.measuring import measured_normalization
+from fedloom.federation.roster import POLL_S, AvailableClients, OpenRoster
+from fedloom.runner import assemble
+from fedloom.runner.assemble import RunContext
+from fedloom.runner.distributed import with_workers
+from fedloom.runner.engine import Engine, RunResult
+from fedloom.runner.open_federation import is_known, open_manifest
+from fedloom.transport.address import dialable
+from fedloom.transport.aggregator import Aggregator
+
+
+def run_open(engine: Engine) -> RunResult:
+    """Train the clients that are connected, round after round."""
+    presence = AvailableClients()
+    with engine.served(presence) as at:
+        engine.make_folder()
+        engine.observer.notice(f"waiting for: fedloom worker --aggregator {dialable(at.address)} --data DIR")
+        with engine.guarded(), with_workers(at, engine.parts, None, engine.stop_request, engine.options):
+            parts = _with_normalization(engine, at.server, presence)
+            roster = _roster(engine, at.server, presence, parts.manifest)
+            loop = engine.loop(parts, at.server, roster)
+            engine.resume(loop, at.notices)
+            final = engine.train(loop)
+        return engine.conclude(parts, loop, final)
+
+
+def _roster(engine: Engine, server: Aggregator, presence: AvailableClients, manifest: Manifest) -> OpenRoster:
+    federation = engine.experiment.federation
+    limits = federation.min_clients, federation.heartbeat_timeout_s
+    stop, say = engine.stop_request.event, engine.observer.notice
+    return OpenRoster(manifest, presence, *limits, stop, say, engine.monitor, server.silence, federation.min_replies)
+
+
+def _with_normalization(engine: Engine, server: Aggregator, presence: AvailableClients) -> RunContext:
+    """Return the parts once the normalization is known.
+
+    If it is unknown, measure it on the connected clients as soon as there are enough, send it to the workers, and
+    save it in the run's manifest.
+
+    Raise QuorumError if no client sends the moments of its inputs. Raise InterruptedRun if the run is stopped while
+    waiting.
+    """
+    if is_known(engine.parts.manifest):
+        return engine.parts
+    assert engine.own is not None
+    found = _measured(engine, server, presence)
+    parts = assemble.make_parts(engine.experiment, open_manifest(engine.experiment, engine.own, found))
+    engine.folder.write("partition.json", parts.manifest.to_json())
+    server.start_new_session(uuid.uuid4().hex, assemble.welcome(parts))
+    return parts
+
+
+def _measured(engine: Engine, server: Aggregator, presence: AvailableClients) -> Normalization:
+    """Measure the normalization on the clients that are there.
+
+    Where all of them are silent, wait for others; where they answer, and none tells its sums, wait for others until
+    one that is absent would leave the roster.
+    """
+    assert engine.own is not None
+    federation = engine.experiment.federation
+    roster = _roster(engine, server, presence, engine.parts.manifest)
+    refused: set[str] = set()
+    over_at = math.inf
+    while True:
+        roster.settle(0, evaluating=True)
+        apart = refused | server.silence.silent
+        clients = {entry.id: entry.train for entry in roster.manifest.clients if entry.seen and entry.id not in apart}
+        if clients:
+            try:
+                return measured_normalization(server, engine.own, clients, federation.deadline_s)
+            except QuorumError as error:
+                failure = error
+            if answered := clients.keys() - server.silence.silent:
+                refused |= answered
+                over_at = time.monotonic() + federation.heartbeat_timeout_s
+        elif time.monotonic() < over_at:
+            presence.wait(POLL_S)
+        else:
+            raise failure

@@ -1,0 +1,137 @@
+"""Place where a run is published, with checks before it begins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from fedloom.errors import ExperimentError, FedloomError, argument
+from fedloom.experiment import Experiment
+from fedloom.runner.options import RunOptions
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.publisher import Publisher
+from fedloom.storage import Store, is_url, open_store
+from fedloom.storage.folder import storing
+
+log = logging.getLogger("fedloom.run")
+
+RECORD = "published.json"
+"""File of a run's folder that says where it is published."""
+
+
+class Publication:
+    """Publication of a run; without a ``url``, the run stays in its folder and nothing is published.
+
+    Raise ExperimentError if the place to publish at is not a store.
+    """
+
+    def __init__(self, folder: RunFolder, e: Experiment, options: RunOptions) -> None:
+        self._folder = folder
+        self._resume = options.resume
+        self.url = _url(folder, e, options)
+        self._store: Store | None = None
+        self._published: Publisher | None = None
+
+    def connect(self) -> None:
+        """Check access to the store.
+
+        Raise ExperimentError if it holds a run already, and this is not a resume. Raise StorageError or RefusedError if
+        the store cannot be used.
+        """
+        if self.url is None:
+            return
+        self._store = open_store(self.url)
+        self._store.check()
+        if not self._resume and any(self._store.entries("published/")):
+            raise ExperimentError(
+                f"{self.url} holds a run already.",
+                hint=f"go on with {argument('resume')}, or choose another place ({argument('publish')})",
+                key="publish",
+                found=self.url,
+            )
+
+    def restore(self, incarnation: str, check: Callable[..., None]) -> bool:
+        """Begin to publish; on resume, bring the published run here if it is ahead, and return whether there is one."""
+        if self._store is None:
+            return False
+        self._published = Publisher(self._folder, self._store, incarnation)
+        return self._resume and self._published.restore(partial(check, where=self.url))
+
+    @property
+    def publish(self) -> Callable[[int], None] | None:
+        """Function that publishes a durable round."""
+        return None if self._published is None else self._published.publish
+
+    @property
+    def keep_release(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """Function that stores a private release before it is sent."""
+        return None if self._published is None else self._published.keep_release
+
+    @property
+    def is_whole(self) -> bool:
+        """True unless a finished run has files that are yet to be published."""
+        return self._published is None or self._published.finished
+
+    def note(self, *, finished: bool = False) -> None:
+        """Write to the run's folder where it is published, if anywhere; it may have been elsewhere before."""
+        if self.url is None:
+            remove(self._folder, RECORD)
+        else:
+            self._folder.write_json(RECORD, {"url": self.url, **({"finished": True} if finished else {})})
+
+    def gather_releases(self) -> None:
+        """Fetch releases from the store: the previous aggregator may have asked clients after this one took over."""
+        if self._published is not None:
+            self._published.gather_releases()
+
+    def finish(self) -> None:
+        """Publish the results of a finished run."""
+        if self._published is not None:
+            self._published.finish()
+            self.note(finished=True)
+
+    def complete(self) -> None:
+        """Publish what an earlier process has left unpublished of a finished run."""
+        if self._published is not None:
+            if not self.is_whole:
+                self.note()
+                self._published.finish()
+            self.note(finished=True)
+
+    @contextmanager
+    def logs_kept(self) -> Iterator[None]:
+        """Publish the logs of a run that fails; its user may have no other way to read them."""
+        try:
+            yield
+        except FedloomError as error:
+            log.error("%s", error)
+            if self._published is not None:
+                try:
+                    self._published.log_files()
+                except FedloomError as another:
+                    log.warning("the logs could not be published: %s", another)
+            raise
+
+
+def remove(folder: RunFolder, name: str) -> None:
+    """Remove a file of a run's folder, if it exists."""
+    path = folder.path / name
+    with storing(path, "removed"):
+        path.unlink(missing_ok=True)
+
+
+def _url(folder: RunFolder, e: Experiment, options: RunOptions) -> str | None:
+    if options.publish is not None:
+        if not is_url(options.publish):
+            raise ExperimentError(
+                f"{argument('publish')} must be a store, such as s3://BUCKET/PREFIX (got {options.publish}).",
+                key="publish",
+                found=options.publish,
+            )
+        return options.publish.rstrip("/")
+    if e.storage is not None and is_url(e.storage):
+        return f"{e.storage.rstrip('/')}/runs/{options.name or folder.path.resolve().name}"
+    return None
