@@ -83,7 +83,8 @@ class Run:
         """
         if not self.finished:
             raise DataError(
-                f"{self.where} is not finished, so it has no summary.json; see history.", hint="go on with resume=True"
+                f"{self.where} has no summary.json, because the run is not finished; see history.",
+                hint="go on with resume=True",
             )
         return self._run.json("summary.json")
 
@@ -135,7 +136,10 @@ class Run:
         drawn = self._drawn()
         if name not in drawn:
             raise ExperimentError(
-                f"name must be one of {', '.join(drawn)} (got {name!r}).", key="name", found=name, allowed=list(drawn)
+                f"There is no figure {name!r}; name must be one of {', '.join(drawn)}.",
+                key="name",
+                found=name,
+                allowed=list(drawn),
             )
         figure = drawn[name]
         figure.patch.set_facecolor("white")  # on a page it is transparent
