@@ -13,13 +13,16 @@ from facts import tells
 from run_processes import final
 
 import fedloom as python
-from fedloom.data.sources.vowel import CLASS_NAMES, FEATURES, read
+from fedloom.data.datasets import find_dataset
+from fedloom.data.datasets.vowel import FEATURES, read_vowel
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, from_shared_json, load, loads
 from fedloom.runner import trained
 from fedloom.runner.client_models import personalize
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
+
+CLASS_NAMES = find_dataset("vowel").class_names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -51,7 +54,7 @@ def experiment(tmp_path: Path) -> Path:
 @pytest.fixture
 def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
     """Five speakers, each packed from a CSV file of its own."""
-    official = read({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
+    official = read_vowel({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
     pools = (official.train, official.test)
     x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
     for speaker in range(5):

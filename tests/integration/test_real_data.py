@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedloom.data import sources
+from fedloom.data import datasets
+from fedloom.data.datasets import RawDataset
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.folders import data_root
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.partition import partition
 from fedloom.data.reserve import Reserve
 from fedloom.data.schemes import ClassesScheme, DirichletScheme
-from fedloom.data.sources import RawDataset
 from fedloom.errors import DataError
 
 pytestmark = pytest.mark.data
@@ -37,7 +37,7 @@ def root(fashion_mnist_root: Path, tmp_path: Path) -> Path:
 
 
 def test_the_published_numbers(root: Path) -> None:
-    official = sources.load(sources.find("fashion-mnist"), root)
+    official = datasets.load_dataset(datasets.find_dataset("fashion-mnist"), root)
     assert official.train.inputs.shape == (60000, 1, 28, 28)
     assert np.bincount(official.train.labels).tolist() == [6000] * 10
     assert np.bincount(official.test.labels).tolist() == [1000] * 10
@@ -47,12 +47,12 @@ def test_the_published_numbers(root: Path) -> None:
 
 def had(name: str, root: Path | None = None, copy_from: Path | None = None) -> RawDataset:
     """A real data set, in the data root of this machine; skips where it cannot be had."""
-    source = sources.find(name)
+    source = datasets.find_dataset(name)
     try:
-        sources.fetch(source, root, copy_from=copy_from)
+        datasets.fetch_dataset(source, root, copy_from=copy_from)
     except DataError as error:
         pytest.skip(f"{source.title} cannot be had here: {error}")
-    return sources.load(source, root)
+    return datasets.load_dataset(source, root)
 
 
 def test_mnist() -> None:
@@ -63,10 +63,10 @@ def test_mnist() -> None:
 
 
 def test_cifar10_where_it_is_already() -> None:
-    source = sources.find("cifar10")
+    source = datasets.find_dataset("cifar10")
     if not source.folder(data_root()).exists():
         pytest.skip("CIFAR-10 is not here, and too large to fetch in a test (139 MB): fedloom data fetch cifar10")
-    official = sources.load(source)
+    official = datasets.load_dataset(source)
     pixels = official.train.inputs
     assert pixels.shape == (50000, 3, 32, 32)
     assert np.bincount(official.train.labels).tolist() == [5000] * 10
@@ -101,7 +101,7 @@ def test_shakespeares_roles_in_time_and_memory() -> None:
     assert len(names) == 1093
     assert len({name.split("/")[0] for name in names}) == 37
     owner = names.index("romeo_and_juliet/JULIET")
-    letters = sources.find("shakespeare").class_names
+    letters = datasets.find_dataset("shakespeare").class_names
     mine = official.train.inputs[official.train.owners == owner]
     first = "".join(letters[c] for c in mine[0])
     assert first == "How now, who calls? Madam, I am here. What is your will? And stint thou too, I p"

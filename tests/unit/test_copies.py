@@ -22,6 +22,8 @@ import fedloom
 from fedloom.cli.main import app
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.copies import equal_inputs, leading, near
+from fedloom.data.datasets import Pool, RawDataset
+from fedloom.data.datasets.base import Owners
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest
 from fedloom.data.reserve import Reserve
@@ -35,8 +37,6 @@ from fedloom.data.schemes import (
     NaturalScheme,
     Scheme,
 )
-from fedloom.data.sources import Pool, RawDataset
-from fedloom.data.sources.base import Owners
 from fedloom.errors import DataError, ExperimentError
 
 SPLITS = ("train", "validation", "test")

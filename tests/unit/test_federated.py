@@ -15,14 +15,14 @@ import safetensors.torch
 import torch
 
 from fedloom import digests
+from fedloom.data import datasets
 from fedloom.data import partition as partitioning
-from fedloom.data import sources
+from fedloom.data.datasets import Dataset, Owners, Pool, RawDataset
+from fedloom.data.datasets.base import DataFile
 from fedloom.data.federated import FederatedDataset, Manifest, normalize
 from fedloom.data.manifest import Kind, Normalization
 from fedloom.data.partition import partition
 from fedloom.data.schemes import ClassesScheme, NaturalScheme
-from fedloom.data.sources import Owners, Pool, RawDataset, Source
-from fedloom.data.sources.base import SourceFile
 from fedloom.errors import DataError, ExitCode, ExperimentError
 
 SCHEME = ClassesScheme(clients=6, classes_per_client=2)
@@ -59,7 +59,7 @@ def rewrite(folder: Path, client: str, tensors: dict[str, torch.Tensor]) -> None
 def test_clients_get_what_the_manifest_says(folder: Path, tiny_root: Path) -> None:
     dataset = FederatedDataset.open(folder)
     manifest = dataset.manifest
-    whole = sources.load(sources.find("tiny"), tiny_root)
+    whole = datasets.load_dataset(datasets.find_dataset("tiny"), tiny_root)
     assert (manifest.dataset, manifest.classes, manifest.input_shape, manifest.kind) == ("tiny", 5, (1, 6, 6), "pixels")
     assert len(manifest.roster) == 4
     assert len(manifest.unseen) == 2
@@ -134,19 +134,18 @@ def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[K
         content = b"what these examples stand in"
         (tmp_path / "given").mkdir()
         (tmp_path / "given" / "data").write_bytes(content)
-        source = Source(
+        source = Dataset(
             name="other",
             title="Other",
             class_names=("a", "b", "c"),
             input_shape=MAKERS[kind][1],
             licence="none",
-            files=(SourceFile("data", len(content), hashlib.sha256(content).hexdigest()),),
-            fetchers=(),
+            files=(DataFile("data", len(content), hashlib.sha256(content).hexdigest()),),
             read=lambda contents: whole,
             kind=kind,
         )
-        monkeypatch.setitem(sources.SOURCES, "other", source)
-        sources.fetch(source, tmp_path / "root", copy_from=tmp_path / "given")
+        monkeypatch.setitem(datasets.DATASETS, "other", source)
+        datasets.fetch_dataset(source, tmp_path / "root", copy_from=tmp_path / "given")
         return tmp_path / "root"
 
     return make

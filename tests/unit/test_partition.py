@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from fedloom.data import datasets
 from fedloom.data import partition as partitioning
-from fedloom.data import sources
 from fedloom.data.apportion import largest_remainders, partition_classes, quotas, stratified
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.datasets import Pool, RawDataset
 from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import Normalization
 from fedloom.data.partition import measure_normalization
@@ -32,7 +33,6 @@ from fedloom.data.schemes import (
     Scheme,
     unseen_count,
 )
-from fedloom.data.sources import Pool, RawDataset
 from fedloom.errors import ExitCode, ExperimentError
 
 SPLITS = ("train", "validation", "test")
@@ -451,7 +451,7 @@ def test_a_keyed_generator_is_the_same_everywhere() -> None:
 )
 def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words: list[str]) -> None:
     with pytest.raises(ExperimentError) as error:
-        settings_of(scheme).check(sources.find("mnist"))
+        settings_of(scheme).check(datasets.find_dataset("mnist"))
     assert error.value.exit_code == ExitCode.EXPERIMENT
     assert all(word in str(error.value) for word in words)
 
@@ -468,7 +468,7 @@ def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words:
 )
 def test_fractions_out_of_range_are_refused(unseen: float, validation: float, key: str) -> None:
     with pytest.raises(ExperimentError, match=key):
-        PartitionSettings(IidScheme(clients=2), 1, unseen, validation).check(sources.find("mnist"))
+        PartitionSettings(IidScheme(clients=2), 1, unseen, validation).check(datasets.find_dataset("mnist"))
 
 
 @pytest.mark.parametrize(
@@ -537,5 +537,7 @@ def test_settings_that_contradict_themselves_are_refused(settings_: dict[str, ob
 
 
 def test_an_unknown_source_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ExperimentError, match="found 'imagenet'; allowed: fashion-mnist, mnist"):
-        sources.find("imagenet")
+    with pytest.raises(ExperimentError) as error:
+        datasets.find_dataset("imagenet")
+    assert (error.value.key, error.value.found) == ("data.dataset", "imagenet")
+    assert error.value.allowed == list(datasets.DATASETS)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from fedloom.data import sources
+from fedloom.data import datasets
 from fedloom.data.apportion import partition_classes
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.datasets import Pool, RawDataset
 from fedloom.data.schemes import DominantScheme, FixedScheme, ImbalancedScheme, MixScheme, Scheme
-from fedloom.data.sources import Pool, RawDataset
 from fedloom.errors import ExperimentError
 
 SEEDS = st.integers(0, 2**63)
@@ -87,7 +87,7 @@ def test_a_class_that_would_not_dominate_is_refused(rho: float) -> None:
     with pytest.raises(
         ExperimentError, match=r"data\.partition\.rho: found .*; allowed: 0\.1 to 1, because below 1/10"
     ):
-        DominantScheme(clients=4, rho=rho).check(sources.find("mnist").classes)
+        DominantScheme(clients=4, rho=rho).check(datasets.find_dataset("mnist").classes)
 
 
 # imbalanced
@@ -327,7 +327,7 @@ def test_validation_leaves_something_to_train_on() -> None:
 )
 def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words: list[str]) -> None:
     with pytest.raises(ExperimentError) as error:
-        PartitionSettings(scheme, 1, 0.1, 0.1).check(sources.find("mnist"))
+        PartitionSettings(scheme, 1, 0.1, 0.1).check(datasets.find_dataset("mnist"))
     for word in words:
         assert word in str(error.value)
 

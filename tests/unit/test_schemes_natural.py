@@ -13,8 +13,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.datasets import Owners, Pool, RawDataset
 from fedloom.data.schemes import IidScheme, NaturalScheme
-from fedloom.data.sources import Owners, Pool, RawDataset
 from fedloom.errors import ExperimentError
 
 SPLITS = ("train", "validation", "test")

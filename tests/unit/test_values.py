@@ -22,13 +22,13 @@ from facts import tells
 from torch import nn
 
 import fedloom
+from fedloom.data.datasets.base import FetchFailed
+from fedloom.data.datasets.locations import uncompressed
 from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import Own, OwnClients
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.sources.base import FetchFailed
-from fedloom.data.sources.fetchers import uncompressed
 from fedloom.data.values import number, numbers
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of

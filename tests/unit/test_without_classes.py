@@ -15,7 +15,7 @@ import yaml
 from federations import Silent
 
 from fedloom import experiment as experiments
-from fedloom.data import sources
+from fedloom.data import datasets
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.means import client_means
 from fedloom.data.partition import partition
@@ -176,4 +176,4 @@ def test_models_are_for_data_with_classes_or_for_data_without() -> None:
 
 def test_there_is_nothing_to_fetch(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="gaussian has no files"):
-        sources.fetch(sources.find("gaussian"), tmp_path)
+        datasets.fetch_dataset(datasets.find_dataset("gaussian"), tmp_path)

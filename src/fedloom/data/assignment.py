@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.apportion import Mixes, quotas
+from fedloom.data.datasets import Dataset, RawDataset
 from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS, MeasuredOn
 from fedloom.data.natural import assign_owners
@@ -35,7 +36,6 @@ from fedloom.data.schemes import (
     Scheme,
     unseen_count,
 )
-from fedloom.data.sources import RawDataset, Source
 from fedloom.errors import ExperimentError
 from fedloom.words import pluralize
 
@@ -53,7 +53,7 @@ class PartitionSettings:
     validation_fraction: float
     normalization: MeasuredOn = "seen"
 
-    def check(self, source: Source) -> None:
+    def check(self, source: Dataset) -> None:
         """Reject settings that cannot work with a source, without reading its data.
 
         Raises

@@ -23,6 +23,7 @@ from pydantic import Field
 
 from fedloom.data.apportion import stratified
 from fedloom.data.copies import equal_inputs
+from fedloom.data.datasets.base import DataFile, Dataset, Owners, Pool, RawDataset
 from fedloom.data.folders import data_root, locked, naming_owner, published
 from fedloom.data.keyed import make_rng
 from fedloom.data.listing import files_below
@@ -31,7 +32,6 @@ from fedloom.data.pack.columns import read_frame, read_parquet
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
-from fedloom.data.sources.base import Owners, Pool, RawDataset, Source, SourceFile
 from fedloom.errors import DataError, ExperimentError
 from fedloom.home import expanded
 from fedloom.settings import Settings
@@ -131,7 +131,7 @@ class Card:
             raise DataError(f"{path}: damaged ({error!r})", hint=f"remove {path.parent}: it is made again") from error
 
 
-def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Source:
+def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Dataset:
     """Return a local data set as a source; read it unless it has been read before.
 
     Parameters
@@ -231,7 +231,7 @@ def _named_by(content: bytes) -> str:
     return f"-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Source:
+def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
     """The source that a kept data set is."""
     card = Card.read(home / name / CARD)
 
@@ -243,14 +243,13 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Source:
         owners = None if card.owners is None else Owners(card.owners, divided=card.divided)
         return RawDataset(train, test, owners, equal_inputs(np.concatenate([train.inputs, test.inputs])))
 
-    return Source(
+    return Dataset(
         name=name,
         title=name,
         class_names=card.classes,
         input_shape=card.input_shape,
         licence="its owner's",
-        files=(SourceFile(EXAMPLES, card.size, card.sha256),),
-        fetchers=(),
+        files=(DataFile(EXAMPLES, card.size, card.sha256),),
         read=read,
         kind=card.kind,
         at=home / name,

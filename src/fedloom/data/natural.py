@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from fedloom.data.apportion import stratified
 from fedloom.data.copies import firsts_of
+from fedloom.data.datasets import RawDataset
 from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS
 from fedloom.data.reserve import Reserved, reserved_owners
 from fedloom.data.schemes import NaturalScheme
-from fedloom.data.sources import RawDataset
 from fedloom.errors import ExperimentError
 from fedloom.words import pluralize
 

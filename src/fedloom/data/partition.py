@@ -13,8 +13,9 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from fedloom.data import sources
+from fedloom.data import datasets
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.datasets import Dataset, Pool, RawDataset
 from fedloom.data.folders import data_root, locked, published
 from fedloom.data.manifest import (
     FIX,
@@ -31,7 +32,6 @@ from fedloom.data.manifest import (
 )
 from fedloom.data.means import draw_means
 from fedloom.data.schemes import MeansScheme, Scheme
-from fedloom.data.sources import Pool, RawDataset, Source
 from fedloom.errors import DataError
 from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
 
@@ -48,7 +48,7 @@ CHUNK = 4096
 
 
 def partition(
-    dataset: str | Source,
+    dataset: str | Dataset,
     scheme: Scheme,
     *,
     seed: int,
@@ -82,10 +82,10 @@ def partition(
     DataError
         If the data set is missing or damaged.
     """
-    source = sources.find(dataset) if isinstance(dataset, str) else dataset
+    source = datasets.find_dataset(dataset) if isinstance(dataset, str) else dataset
     settings = PartitionSettings(scheme, seed, float(held_out_fraction), float(validation_fraction), normalization)
     settings.check(source)
-    checksums = sources.checksums(source, root)
+    checksums = datasets.checksums(source, root)
     folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
     if fix or not folder.exists():
         _make(folder, source, checksums, settings, root, fix)
@@ -117,7 +117,7 @@ def notes_of(folder: Path) -> tuple[str, ...]:
 
 def _make(
     folder: Path,
-    source: Source,
+    source: Dataset,
     checksums: Mapping[str, str],
     settings: PartitionSettings,
     root: Path | str | None,
@@ -131,7 +131,7 @@ def _make(
         if isinstance(scheme, MeansScheme):
             source, official, assignment = draw_means(source, scheme, settings)
         else:
-            official = sources.load(source, root)
+            official = datasets.load_dataset(source, root)
             for name, pool in (("train", official.train), ("test", official.test)):
                 check_pool(source, name, pool)
             assignment = assign_examples(official, source.classes, settings, source.name)
@@ -147,7 +147,7 @@ def find_partition(manifest: Manifest, root: Path | str | None = None) -> Path |
     return None
 
 
-def check_pool(source: Source, name: str, pool: Pool) -> None:
+def check_pool(source: Dataset, name: str, pool: Pool) -> None:
     """Reject examples that do not match the description of their source.
 
     Parameters
@@ -194,7 +194,7 @@ def take(
 
 def write(
     folder: Path,
-    source: Source,
+    source: Dataset,
     checksums: Mapping[str, str],
     official: RawDataset,
     settings: PartitionSettings,
@@ -306,7 +306,7 @@ def _feature_moments(official: RawDataset, pool: NDArray[np.int64]) -> list[tupl
     return moments
 
 
-def _key(source: Source, checksums: Mapping[str, str], settings: PartitionSettings) -> str:
+def _key(source: Dataset, checksums: Mapping[str, str], settings: PartitionSettings) -> str:
     """Return a hash of everything that determines the content of a partition, 12 hex digits."""
     inputs = {
         "version": VERSION,

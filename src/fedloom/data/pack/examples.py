@@ -29,7 +29,7 @@ from fedloom.words import composed, pluralize, shortened
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 
 Tell: TypeAlias = Callable[[str, float, float | None], None]
-"""Progress callback: the current step, amount done, and total (None if unknown)."""
+"""FetchProgress callback: the current step, amount done, and total (None if unknown)."""
 
 SHOWN = 5
 """Maximum places named for each kind of error."""
@@ -52,7 +52,7 @@ class Examples:
     where
         Returns the place of the i-th example in the source, for error messages.
     overlap
-        As in :class:`~fedloom.data.sources.base.Owners`: number of characters that windows of a text share.
+        As in :class:`~fedloom.data.datasets.base.Owners`: number of characters that windows of a text share.
     notes
         Changes to the examples that their owner should know.
     owners
