@@ -29,7 +29,7 @@ from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import Own, OwnClients
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.values import number, numbers
+from fedloom.data.values import as_numbers, number
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of
 from fedloom.models.codes import check_codes
@@ -505,7 +505,7 @@ def test_a_factory_is_checked_for_codes_where_the_data_are_features(monkeypatch:
 def test_numbers_of_other_types_are_refused() -> None:
     for values_, kind in ((np.array(["1"]), "<U1"), (np.array([1j]), "complex128"), (np.array([None]), "object")):
         with pytest.raises(ValueError, match=kind):
-            numbers(values_)
+            as_numbers(values_)
 
 
 WANTED = Wanted("values", "features", (2,), ("a", "caf\u00e9"), Normalization((0.0, 0.0), (1.0, 1.0)))

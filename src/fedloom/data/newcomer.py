@@ -20,7 +20,7 @@ from fedloom.data.own import AGAIN, check_features, is_same, read_card, read_own
 from fedloom.data.pack.arrays import numbered, with_channels
 from fedloom.data.pack.examples import ValidationErrors
 from fedloom.data.problem import Problem
-from fedloom.data.values import Rounding, as_array, numbers
+from fedloom.data.values import Rounding, as_array, as_numbers
 from fedloom.errors import DataError
 from fedloom.words import composed
 
@@ -226,7 +226,7 @@ def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
         If a value is no number, is not finite in 32 bits, or loses too much precision.
     """
     try:
-        values = numbers((x.double() if x.is_floating_point() else x).numpy())
+        values = as_numbers((x.double() if x.is_floating_point() else x).numpy())
     except ValueError as error:
         raise DataError(f"x: {error}; features are numbers") from None
     kept = x.float()

@@ -83,7 +83,7 @@ def as_array(value: Any, what: str) -> NDArray[Any]:
     return found
 
 
-def numbers(values: NDArray[Any]) -> NDArray[np.float64]:
+def as_numbers(values: NDArray[Any]) -> NDArray[np.float64]:
     """Return numbers as 64-bit floats; True is 1 and False 0.
 
     Raises

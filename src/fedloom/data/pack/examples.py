@@ -226,6 +226,14 @@ def names_of(
     return [plain.get(name, name) if name else None for name in names] if plain else names
 
 
+def owner_names(owners: Iterable[object], where: Callable[[int], str], mistakes: ValidationErrors) -> tuple[str, ...]:
+    """Return owners as text; record those that are missing."""
+    names = names_of(owners, where, mistakes, "client")
+    missing = [i for i, name in enumerate(names) if not name]
+    mistakes.add_many("client missing", len(missing), (where(i) for i in missing))
+    return tuple(name or "" for name in names)
+
+
 def _name_of(label: object) -> tuple[str | None, str | None]:
     """Return the name for a label, and the error if it is not a valid name."""
     try:
