@@ -17,7 +17,7 @@ from fedloom.data.datasets import RawDataset
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.folders import data_root
 from fedloom.data.overlap import apart_by_reserve, overlap
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.data.reserve import Reserve
 from fedloom.data.schemes import ClassesScheme, DirichletScheme
 from fedloom.errors import DataError
@@ -118,7 +118,7 @@ def test_vowel_in_its_package_is_the_fixture(tmp_path: Path) -> None:
 
 
 def test_the_protocol_of_the_papers(root: Path) -> None:
-    folder = partition(
+    folder = partition_dataset(
         "fashion-mnist",
         ClassesScheme(clients=100, classes_per_client=2),
         seed=1,
@@ -140,7 +140,7 @@ def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Pat
     def made(seed: int, reserve: Reserve | None, clients: int) -> FederatedDataset:
         scheme = ClassesScheme(clients=clients, classes_per_client=2, reserve=reserve)
         how = {"held_out_fraction": 0.1, "validation_fraction": 1 / 6}
-        return FederatedDataset.open(partition("fashion-mnist", scheme, seed=seed, root=root, **how))
+        return FederatedDataset.open(partition_dataset("fashion-mnist", scheme, seed=seed, root=root, **how))
 
     kept = Reserve(count=600)
     plain, trained = made(1, None, 100), made(1, kept, 100)
@@ -158,7 +158,7 @@ def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Pat
 
 def test_a_thousand_clients_are_dealt_in_seconds(root: Path) -> None:
     start = time.monotonic()
-    folder = partition(
+    folder = partition_dataset(
         "fashion-mnist",
         DirichletScheme(clients=1000, alpha=0.1),
         seed=1,
@@ -173,10 +173,10 @@ def test_a_thousand_clients_are_dealt_in_seconds(root: Path) -> None:
 
 PARTITION = """
 import sys
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import IidScheme
 fractions = {"held_out_fraction": 0.1, "validation_fraction": 0.1}
-print(partition("fashion-mnist", IidScheme(clients=20), seed=3, root=sys.argv[1], **fractions))
+print(partition_dataset("fashion-mnist", IidScheme(clients=20), seed=3, root=sys.argv[1], **fractions))
 assert "torch" not in sys.modules
 """
 

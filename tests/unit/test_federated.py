@@ -21,7 +21,7 @@ from fedloom.data.datasets import Dataset, Owners, Pool, RawDataset
 from fedloom.data.datasets.base import DataFile
 from fedloom.data.federated import FederatedDataset, Manifest, normalize
 from fedloom.data.manifest import Kind, Normalization
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import ClassesScheme, NaturalScheme
 from fedloom.errors import DataError, ExitCode, ExperimentError
 
@@ -36,7 +36,7 @@ def make(root: Path, **changes: Any) -> Path:
         "validation_fraction": 0.25,
         "root": root,
     } | changes
-    return partition("tiny", **inputs)
+    return partition_dataset("tiny", **inputs)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[K
 
 
 def make_other(root: Path) -> Path:
-    return partition(
+    return partition_dataset(
         "other", NaturalScheme(), seed=1, held_out_fraction=1 / 3, validation_fraction=0.25, root=root, fix=True
     )
 
@@ -356,7 +356,7 @@ def test_a_damaged_manifest_is_named(damage: Callable[[dict[str, Any]], None], w
     content = json.loads(path.read_text())
     del content["digest"]
     damage(content)
-    path.write_text(digests.sealed_compact(json.dumps(content)))
+    path.write_text(digests.with_compact_digest(json.dumps(content)))
     with pytest.raises(DataError) as error:
         FederatedDataset.open(folder)
     for word in [*words, str(path), "is damaged", "fedloom partition EXPERIMENT"]:

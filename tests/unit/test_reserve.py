@@ -20,7 +20,7 @@ from fedloom.data.assignment import Assignment, PartitionSettings, assign_exampl
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest, read_manifest
 from fedloom.data.overlap import apart_by_reserve, overlap
-from fedloom.data.partition import find_partition, partition
+from fedloom.data.partition import find_partition, partition_dataset
 from fedloom.data.reserve import Reserve, reserved_classes
 from fedloom.data.schemes import Scheme
 from fedloom.errors import ExperimentError
@@ -122,7 +122,7 @@ def vowels(root: Path, seed: int, **keys: Any) -> FederatedDataset:
         data.mkdir(parents=True)
         shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
     scheme = scheme_of({"scheme": "natural", **keys})
-    folder = partition("vowel", scheme, seed=seed, held_out_fraction=0.2, validation_fraction=1 / 6, root=root)
+    folder = partition_dataset("vowel", scheme, seed=seed, held_out_fraction=0.2, validation_fraction=1 / 6, root=root)
     return FederatedDataset.open(folder)
 
 

@@ -18,7 +18,7 @@ from fedloom import experiment as experiments
 from fedloom.data import datasets
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.means import client_means
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import IidScheme, MeansScheme
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
@@ -34,7 +34,7 @@ from fedloom.runs.folder import RunFolder
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:
     scheme = MeansScheme.model_validate({"clients": 6, "dimension": 3, **keys})
-    folder = partition("gaussian", scheme, seed=seed, held_out_fraction=0.3, validation_fraction=0.2, root=root)
+    folder = partition_dataset("gaussian", scheme, seed=seed, held_out_fraction=0.3, validation_fraction=0.2, root=root)
     return FederatedDataset.open(folder)
 
 

@@ -149,7 +149,7 @@ def partition(
     settings = experiments.load(experiment, set_ or ())
     from fedloom.data.federated import FederatedDataset  # imports torch, so only after the file is checked
     from fedloom.data.folders import published
-    from fedloom.data.partition import partition as make_partition
+    from fedloom.data.partition import partition_dataset
     from fedloom.data.remote import is_published, publish
 
     store = open_store(out) if out is not None and is_url(out) else None
@@ -177,7 +177,7 @@ def partition(
             typer.echo(f"{len(found.roster)} seen and {len(found.unseen)} unseen clients in {out}, already")
             return
         datasets.fetch_dataset(datasets.find_dataset(data.dataset), data.root)
-    folder = make_partition(
+    folder = partition_dataset(
         data.opened(),
         data.partition,
         seed=settings.seed,

@@ -19,6 +19,7 @@ from fedloom.data.manifest import (
     Kind,
     Manifest,
     Normalization,
+    examples_fault,
     read_manifest,
     read_shard,
     shard_path,
@@ -203,29 +204,15 @@ class FederatedDataset:
 
     def _split(self, entry: ClientEntry, name: str, tensors: dict[str, Tensor], path: Path) -> Split:
         x, y = tensors.get(f"{name}_x"), tensors.get(f"{name}_y")
-        manifest = self.manifest
-        shape = (entry.size(name), *manifest.input_shape)
-        dtype = torch.float32 if manifest.kind == "features" else torch.uint8
-        if x is None or tuple(x.shape) != shape or x.dtype != dtype:
-            found = "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise DataError(f"{name}_x in {path}: expected {dtype} {shape}, found {found}", hint=self.hint)
-        if manifest.kind == "features" and not bool(x.isfinite().all()):
-            raise DataError(
-                f"{name}_x in {path}: expected finite features, found {x[~x.isfinite()][0]}", hint=self.hint
-            )
-        if manifest.kind == "tokens" and len(x) and int(x.max()) >= manifest.classes:
-            raise DataError(
-                f"{name}_x in {path}: expected tokens in 0 ... {manifest.classes - 1}, found {int(x.max())}",
-                hint=self.hint,
-            )
-        if y is not None:
-            if y.dtype != torch.int64:
-                raise DataError(f"{name}_y in {path}: expected torch.int64, found {y.dtype}", hint=self.hint)
-            if tuple(y.shape) != shape[:1] or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < manifest.classes):
-                raise DataError(
-                    f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {manifest.classes - 1}", hint=self.hint
-                )
-        return Split(normalize(x, manifest.kind, manifest.normalization), y)
+        about, fault = self.manifest, None
+        if x is None or len(x) != entry.size(name):
+            fault = f"there are {0 if x is None else len(x)} examples; the manifest says {entry.size(name)}"
+        else:
+            labels = None if y is None else y.numpy()
+            fault = examples_fault(x.numpy(), labels, about.input_shape, about.kind, about.classes)
+        if x is None or fault is not None:
+            raise DataError(f"{name} examples in {path}: {fault}", hint=self.hint)
+        return Split(normalize(x, about.kind, about.normalization), y)
 
 
 class OwnDataset(FederatedDataset):

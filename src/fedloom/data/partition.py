@@ -26,11 +26,13 @@ from fedloom.data.manifest import (
     Manifest,
     MeasuredOn,
     Normalization,
+    examples_fault,
     read_manifest,
     read_shard,
     shard_path,
 )
 from fedloom.data.means import draw_means
+from fedloom.data.moments import CHUNK, pixel_sums
 from fedloom.data.schemes import MeansScheme, Scheme
 from fedloom.errors import DataError
 from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
@@ -43,11 +45,8 @@ ASSIGNMENT = 2
 NOTES, NOTES_VERSION = "notes.json", 1
 """File beside the manifest, present if there are notes: its version, and sentences."""
 
-CHUNK = 4096
-"""Examples read at once in a pass over a pool, which may be a view far larger than memory."""
 
-
-def partition(
+def partition_dataset(
     dataset: str | Dataset,
     scheme: Scheme,
     *,
@@ -161,22 +160,9 @@ def check_pool(source: Dataset, name: str, pool: Pool) -> None:
         If inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are not below C,
         or if labels are outside 0 ... C - 1.
     """
-    where = f"{name} examples of {source.name}"
-    dtype = np.dtype(np.float32 if source.kind == "features" else np.uint8)
-    if pool.inputs.shape[1:] != source.input_shape or pool.inputs.dtype != dtype:
-        raise DataError(
-            f"{where}: expected {dtype} inputs of shape {source.input_shape} ({source.kind}), "
-            f"found {pool.inputs.dtype} of shape {pool.inputs.shape[1:]}"
-        )
-    if len(pool) and not 0 <= int(pool.labels.min()) <= int(pool.labels.max()) < source.classes:
-        raise DataError(
-            f"{where}: expected labels in 0 ... {source.classes - 1}, "
-            f"found {int(pool.labels.min())} ... {int(pool.labels.max())}"
-        )
-    if source.kind == "features" and not np.isfinite(pool.inputs).all():
-        raise DataError(f"{where}: expected finite features, found {pool.inputs[~np.isfinite(pool.inputs)][0]}")
-    if source.kind == "tokens" and len(pool) and int(pool.inputs.max()) >= source.classes:
-        raise DataError(f"{where}: expected tokens in 0 ... {source.classes - 1}, found {int(pool.inputs.max())}")
+    fault = examples_fault(pool.inputs, pool.labels, source.input_shape, source.kind, source.classes)
+    if fault is not None:
+        raise DataError(f"{name} examples of {source.name}: {fault}")
 
 
 def take(
@@ -274,36 +260,18 @@ def measure_normalization(official: RawDataset, kind: Kind, pool: NDArray[np.int
     """
     if kind == "tokens":
         return Normalization((), ())
-    moments = _pixel_moments(official, pool) if kind == "pixels" else _feature_moments(official, pool)
+    if kind == "pixels":
+        sums = pixel_sums(take(official, pool[start : start + CHUNK])[0] for start in range(0, len(pool), CHUNK))
+        moments = [(first / n / 255, (n * second - first * first) ** 0.5 / n / 255) for n, first, second in sums]
+    else:
+        columns = take(official, pool)[0].astype(np.float64).T
+        means = [math.fsum(column) / len(column) for column in columns]
+        moments = [
+            (mean, math.sqrt(math.fsum((column - mean) ** 2) / len(column)))
+            for mean, column in zip(means, columns, strict=True)
+        ]
     # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
     return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
-
-
-def _pixel_moments(official: RawDataset, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
-    """Return mean and standard deviation of each channel, from counts of the 256 values."""
-    channels = official.train.inputs.shape[1]
-    counts = np.zeros((channels, 256), dtype=np.int64)
-    for start in range(0, len(pool), CHUNK):
-        images, _ = take(official, pool[start : start + CHUNK])
-        for channel in range(channels):
-            counts[channel] += np.bincount(images[:, channel].reshape(-1), minlength=256)
-    moments = []
-    for of_channel in counts.tolist():
-        total = sum(of_channel)
-        first = sum(value * count for value, count in enumerate(of_channel))
-        second = sum(value * value * count for value, count in enumerate(of_channel))
-        moments.append((first / total / 255, (total * second - first * first) ** 0.5 / total / 255))
-    return moments
-
-
-def _feature_moments(official: RawDataset, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
-    """Return mean and standard deviation of each feature, from correctly rounded sums."""
-    features = take(official, pool)[0].astype(np.float64)
-    moments = []
-    for column in features.T:
-        mean = math.fsum(column) / len(column)
-        moments.append((mean, math.sqrt(math.fsum((column - mean) ** 2) / len(column))))
-    return moments
 
 
 def _key(source: Dataset, checksums: Mapping[str, str], settings: PartitionSettings) -> str:

@@ -179,7 +179,7 @@ class Remote:
                 hint=f"remove {self._store.url}/{MANIFEST}, and publish the partition again",
             ) from None
         again = f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again"
-        check_shard(content, entry, f"{self._store.url}/{name}", again)
+        check_shard(content, entry.sha256, f"{self._store.url}/{name}", again)
         # No fsync: a shard truncated by a power cut does not match its hash, and is fetched again.
         write_atomically(path, content, durably=False, private=True)
         return content

@@ -155,7 +155,7 @@ def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     from fedloom.data.manifest import read_manifest
-    from fedloom.data.partition import partition as make_partition
+    from fedloom.data.partition import partition_dataset
     from fedloom.data.schemes import Scheme
 
     settings = json.loads(data)
@@ -163,7 +163,7 @@ def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as root:
         (Path(root) / "datasets").symlink_to((files / "datasets").resolve())
-        make_partition(settings.pop("dataset"), scheme, root=root, **settings).replace(out)
+        partition_dataset(settings.pop("dataset"), scheme, root=root, **settings).replace(out)
     manifest = read_manifest(out)
     return {
         "fingerprint": manifest.fingerprint,

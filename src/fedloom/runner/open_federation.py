@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fedloom import experiment as experiments
 from fedloom.data.manifest import Manifest, Normalization
-from fedloom.data.own import Given, Own, normalization, own_manifest
+from fedloom.data.own import Given, Own, own_manifest, own_normalization
 from fedloom.errors import NEW_RUN, DataError, ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.activity import Monitor
@@ -38,7 +38,7 @@ def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
         If the run's manifest is damaged.
     """
     if isinstance(own.normalization, Given) or own.kind == "tokens":
-        return normalization(own, ())
+        return own_normalization(own, ())
     before = folder.read("partition.json")
     return (
         None if before is None else Manifest.from_json(before, where=str(folder.path / "partition.json")).normalization

@@ -161,7 +161,9 @@ def table_builder(
         raise DataError(f"{source}: there is no column for features beside {listed(header)}")
     batches = Batches(kind, shape, classes, mistakes, lambda j: f"column {header[inputs[j]]}")
     notes = (f"{why}: {listed(ignored)}",) if ignored else ()
-    return TableBuilder(request, header, row_name, batches, tuple(inputs), *chosen.values(), notes)
+    return TableBuilder(
+        request, header, row_name, batches, tuple(inputs), chosen["label"], chosen["split"], chosen["client"], notes
+    )
 
 
 def _index(header: Sequence[str], rest: Sequence[int], index: Sequence[str], source: str) -> list[int]:
