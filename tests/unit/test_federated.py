@@ -190,11 +190,11 @@ def test_owners_features_and_tokens_reach_the_client(
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        ("features", lambda pool: replace(pool, inputs=np.float64(pool.inputs)), "expected float32 inputs"),
-        ("features", lambda pool: replace(pool, inputs=pool.inputs[:, :1]), r"\(2,\) \(features\), found .*\(1,\)"),
-        ("features", lambda pool: replace(pool, inputs=pool.inputs * np.float32(np.inf)), "finite features, found"),
-        ("features", lambda pool: replace(pool, labels=pool.labels + 1), r"labels in 0 \.\.\. 2, found 1 \.\.\. 3"),
-        ("tokens", lambda pool: replace(pool, inputs=pool.inputs + np.uint8(1)), r"tokens in 0 \.\.\. 2, found 3"),
+        ("features", lambda pool: replace(pool, inputs=np.float64(pool.inputs)), "float64 .*float32"),
+        ("features", lambda pool: replace(pool, inputs=pool.inputs[:, :1]), r"\[1\]; .*\[2\]"),
+        ("features", lambda pool: replace(pool, inputs=pool.inputs * np.float32(np.inf)), "feature is inf.* finite"),
+        ("features", lambda pool: replace(pool, labels=pool.labels + 1), "labels are 1 to 3; .*0 to 2"),
+        ("tokens", lambda pool: replace(pool, inputs=pool.inputs + np.uint8(1)), "token is 3; .*0 to 2"),
     ],
 )  # fmt: skip
 def test_examples_that_are_not_what_their_source_says_are_refused(
@@ -210,10 +210,10 @@ def test_examples_that_are_not_what_their_source_says_are_refused(
 @pytest.mark.parametrize(
     ("kind", "damage", "words"),
     [
-        ("features", lambda t: t.update(test_x=t["test_x"].double()), "test_x in .*expected torch.float32 .*found t"),
-        ("features", lambda t: t["test_x"].fill_(float("nan")), "test_x in .*: expected finite features, found nan"),
-        ("tokens", lambda t: t.update(test_x=t["test_x"].float()), "test_x in .*expected torch.uint8"),
-        ("tokens", lambda t: t["test_x"].fill_(7), r"test_x in .*: expected tokens in 0 \.\.\. 2, found 7"),
+        ("features", lambda t: t.update(test_x=t["test_x"].double()), "test examples in .*float64 .*float32"),
+        ("features", lambda t: t["test_x"].fill_(float("nan")), "test examples in .*: a feature is nan"),
+        ("tokens", lambda t: t.update(test_x=t["test_x"].float()), "test examples in .*uint8"),
+        ("tokens", lambda t: t["test_x"].fill_(7), "test examples in .*: a token is 7; .*0 to 2"),
     ],
 )  # fmt: skip
 def test_a_shard_of_another_kind_is_refused(
@@ -314,7 +314,7 @@ def test_a_damaged_shard_is_an_error_and_can_be_mended(
 def test_a_missing_manifest_is_an_error_and_can_be_mended(folder: Path, tiny_root: Path) -> None:
     intact = (folder / "partition.json").read_bytes()
     (folder / "partition.json").unlink()
-    with pytest.raises(DataError, match=r"expected its manifest in .*partition\.json\n.*fedloom partition"):
+    with pytest.raises(DataError, match=r"manifest .*partition\.json\n.*fedloom partition"):
         FederatedDataset.open(folder)
     make(tiny_root, fix=True)
     assert (folder / "partition.json").read_bytes() == intact
@@ -333,13 +333,13 @@ def change_client(**values: Any) -> Callable[[dict[str, Any]], None]:
     [
         (change(version=1), ["version is 1, expected 3"]),
         (change(kind="sounds"), ["kind: ", "'pixels', 'features' or 'tokens'"]),
-        (change(kind="features"), ["input_shape is [1, 6, 6], expected [features] for features"]),
-        (change(kind="tokens", input_shape=[6]), ["no mean and no std for tokens"]),
-        (change(kind="features", input_shape=[6]), ["one mean and one std for each of 6 features"]),
+        (change(kind="features"), ["input_shape is [1, 6, 6]", "[features]"]),
+        (change(kind="tokens", input_shape=[6]), ["tokens need 0"]),
+        (change(kind="features", input_shape=[6]), ["features need 6"]),
         (change(input_shape=[1, 0, 6]), ["input_shape is [1, 0, 6]"]),
         (change(classes="five"), ["classes: "]),
         (change(class_names=["a"]), ["1 class_names, expected 5"]),
-        (change(normalization={"mean": [0.1, 0.2], "std": [1.0, 1.0]}), ["1 channel"]),
+        (change(normalization={"mean": [0.1, 0.2], "std": [1.0, 1.0]}), ["2 means", "need 1"]),
         (change(normalization={"mean": [0.1], "std": [0.0]}), ["above 0"]),
         (change(clients=[]), ["no clients"]),
         (change_client(id="client-0000"), ["occurs twice"]),
@@ -412,12 +412,12 @@ def test_an_unlabelled_client_has_no_class_mix(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda t: t.pop("train_x"), "train_x in .*: expected torch.uint8 .*, found none"),
-        (lambda t: t.update(test_x=t["test_x"].float()), "test_x in .*found torch.float32"),
-        (lambda t: t.update(test_x=t["test_x"][1:].clone()), "test_x in .*expected torch.uint8"),
-        (lambda t: t.update(train_y=t["train_y"] + 5), r"train_y in .*labels in 0 \.\.\. 4"),
-        (lambda t: t.update(train_y=t["train_y"] - 5), r"train_y in .*labels in 0 \.\.\. 4"),
-        (lambda t: t.update(train_y=t["train_y"][1:].clone()), "train_y in"),
+        (lambda t: t.pop("train_x"), "train examples in .*: there are 0 .*24"),
+        (lambda t: t.update(test_x=t["test_x"].float()), "test examples in .*float32"),
+        (lambda t: t.update(test_x=t["test_x"][1:].clone()), "test examples in .*there are"),
+        (lambda t: t.update(train_y=t["train_y"] + 5), "train examples in .*labels are .*0 to 4"),
+        (lambda t: t.update(train_y=t["train_y"] - 5), "train examples in .*labels are .*0 to 4"),
+        (lambda t: t.update(train_y=t["train_y"][1:].clone()), "train examples in .*labels"),
     ],
 )
 def test_a_shard_that_contradicts_the_manifest_is_refused(

@@ -481,7 +481,7 @@ def test_options_that_are_not_allowed(tmp_path: Path) -> None:
         ({"test_fraction": 1.0}, "out", source, ("test_fraction", "between 0 and 1", 1)),
         ({"validation_fraction": 0.0}, "out", source, ("validation_fraction", 0)),
         ({}, "there", source, ("out", "new folder", "there")),
-        ({}, "out", tmp_path / "t.doc", ("SOURCE", "t.doc", ".csv", ".npz")),
+        ({}, "out", tmp_path / "t.doc", ("t.doc", ".csv", ".npz")),
     ):
         with pytest.raises(ExperimentError) as caught:
             pack(source_given, tmp_path / out, PackSettings(**{"id": "a", "request": Request(TABLE), **changes}))
@@ -555,7 +555,7 @@ def test_clients_that_do_not_fit_together_or_the_experiment(tmp_path: Path) -> N
         assert tells(str(caught.value), *facts)
     with pytest.raises(DataError) as caught:
         OwnClients.open([tmp_path / "all"]).check(TABLE.model_copy(update={"input_shape": (4,)}))
-    assert tells(str(caught.value), "input_shape", "[3]", "data.own.input_shape", "[4]")
+    assert tells(str(caught.value), "input_shape", "[3]", "data.own", "[4]")
 
 
 def test_columns_of_other_names_or_in_another_order_are_refused(tmp_path: Path) -> None:

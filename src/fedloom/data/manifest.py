@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -279,13 +280,15 @@ def text_fault(error: digests.Damaged | ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc'])) or 'the whole text'}: {first['msg']:.200}"
 
 
-def read_stored(path: Path, missing: str, hint: str) -> bytes:
+def read_stored(path: Path, missing: str, hint: str, *, shared: bool = True) -> bytes:
     """Return the content of a file of a data set.
 
     Parameters
     ----------
     missing
         Message if it is missing.
+    shared
+        The file is in the data root, which several users may share.
 
     Raises
     ------
@@ -293,12 +296,14 @@ def read_stored(path: Path, missing: str, hint: str) -> bytes:
         If it is missing, or cannot be read.
     """
     try:
-        with naming_owner(path):
+        with naming_owner(path) if shared else nullcontext():
             return read_file(path)
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{missing}: expected {path}", hint=hint) from None
     except OSError as error:
-        raise as_storage_error(error) from error
+        if shared:
+            raise as_storage_error(error) from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
 
 
 def read_manifest(folder: Path) -> Manifest:

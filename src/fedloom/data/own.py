@@ -157,7 +157,7 @@ def read_card(folder: Path) -> ClientCard:
         If there is none, or it is damaged or of another version.
     """
     path = folder / CARD
-    text = read_stored(path, "no packed client is here", AGAIN)
+    text = read_stored(path, "no packed client is here", AGAIN, shared=False)
     try:
         card = _CARD.validate_json(digests.without_digest(CARD, text))
     except (digests.Damaged, ValidationError) as error:
@@ -232,7 +232,7 @@ class OwnClients:
         ordered = dict(sorted(found.items()))
         first_folder, first, _ = next(iter(ordered.values()))
         for folder, card, _ in ordered.values():
-            check_same_data(folder, card, first, f"of {first_folder}")
+            check_same_data(folder, card, first, str(first_folder))
         return cls(
             {name: folder for name, (folder, _, _) in ordered.items()},
             {name: card for name, (_, card, _) in ordered.items()},
@@ -248,7 +248,7 @@ class OwnClients:
             Names the folder, the key, the value found and the value needed.
         """
         for name, card in self.cards.items():
-            check_same_data(self.folders[name], card, own, "in data.own")
+            check_same_data(self.folders[name], card, own, "data.own")
             check_features(self.folders[name], card, own.features)
 
     def check_labels(self) -> None:
@@ -284,12 +284,12 @@ class OwnClients:
         return own_normalization(own, training)
 
 
-def check_same_data(folder: Path, card: ClientCard, needed: Any, whose: str) -> None:
+def check_same_data(folder: Path, card: ClientCard, needed: Any, where: str) -> None:
     """Raise DataError if a client's kind, input shape or classes differ from those needed."""
     for what in ("kind", "input_shape", "classes"):
         found, wanted = getattr(card, what), getattr(needed, what)
         if not is_same(found, wanted):
-            raise DataError(f"{folder}: {what} is {_shown(found)}, and {whose} {_shown(wanted)}", hint=AGAIN)
+            raise DataError(f"{folder}: {what} is {_shown(found)}; in {where} it is {_shown(wanted)}", hint=AGAIN)
 
 
 def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | None) -> None:
@@ -348,7 +348,7 @@ def read_own_shard(folder: Path, card: ClientCard) -> bytes:
         If the shard is missing or damaged.
     """
     path = folder / SHARD
-    content = read_stored(path, f"the shard of client {card.id} is missing", AGAIN)
+    content = read_stored(path, f"the shard of client {card.id} is missing", AGAIN, shared=False)
     check_shard(content, card.sha256, str(path), AGAIN)
     return content
 
