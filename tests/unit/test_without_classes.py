@@ -156,7 +156,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     ("keys", "found"),
     [
         ({"algorithm": {"name": "pefll"}}, "data.dataset: found gaussian"),
-        ({"data": {"dataset": "gaussian", "partition": {"scheme": "iid", "clients": 4}}}, "allowed: means"),
+        ({"data": {"dataset": "gaussian", "partition": {"scheme": "iid", "clients": 4}}}, "use means"),
         ({"data": {"dataset": "mnist", "partition": {"scheme": "means", "clients": 5}}}, "draws its own examples"),
     ],
 )
@@ -170,7 +170,7 @@ def test_models_are_for_data_with_classes_or_for_data_without() -> None:
         LogisticSettings().build((2,), 0, "features")
     with pytest.raises(ExperimentError, match=r"found 'quadratic' .*10 classes; allowed: logistic, mlp"):
         QuadraticSettings().build((2,), 10, "features")
-    with pytest.raises(ExperimentError, match="found iid"):
+    with pytest.raises(ExperimentError, match="iid needs classes"):
         IidScheme(clients=3).check(0)
 
 

@@ -54,21 +54,15 @@ class PartitionSettings:
     normalization: MeasuredOn = "seen"
 
     def check(self, source: Dataset) -> None:
-        """Reject settings that cannot work with a source, without reading its data.
-
-        Raises
-        ------
-        ExperimentError
-            Names the key, the value found and the values allowed.
-        """
-        if not 0 <= self.held_out_fraction < 1:
-            raise ExperimentError(
-                f"data.held_out_fraction: found {self.held_out_fraction}; allowed: 0 or more, below 1"
-            )
-        if not 0 < self.validation_fraction < 1:
-            raise ExperimentError(
-                f"data.validation_fraction: found {self.validation_fraction}; allowed: between 0 and 1"
-            )
+        """Raise ExperimentError, which names the key, if settings cannot work with a data set; no data are read."""
+        for key, found, fits, range_ in (
+            ("held_out_fraction", self.held_out_fraction, 0 <= self.held_out_fraction < 1, "0 or more, and below 1"),
+            ("validation_fraction", self.validation_fraction, 0 < self.validation_fraction < 1, "between 0 and 1"),
+        ):
+            if not fits:
+                raise ExperimentError(
+                    f"data.{key}: {found} is out of range; set it to a number {range_}", key=f"data.{key}", found=found
+                )
         self.scheme.check(source.classes)
         self.scheme.check_inputs(source.kind, source.input_shape)
 
@@ -263,20 +257,22 @@ def _refuse_shortfall(
             pool += f", and none of class {', '.join(map(str, absent))}, which these clients' mixes ask for"
             remedy = "a scheme without these classes in its mixes, such as natural, or data that have all classes"
         raise ExperimentError(
-            f"data.partition.clients: found {scheme.clients}; {empty.sum()} of them would have no {split} example "
-            f"({pool}); allowed: {remedy}"
+            f"data.partition.clients: of {scheme.clients} clients {empty.sum()} would have no {split} example ({pool}); use "
+            f"{remedy}",
+            key="data.partition.clients",
+            found=scheme.clients,
         )
     if isinstance(scheme, ClassesScheme) and split == "train":
         lacking = int(((counts == 0) & (mixes > 0)).any(1).sum())
         if lacking:
             raise ExperimentError(
-                f"data.partition.classes_per_client: found {scheme.classes_per_client}; {lacking} of {scheme.clients} "
-                "clients would have no training example of one of their classes; allowed: fewer classes per client, "
-                "fewer clients, or less unequal shares"
+                f"data.partition.classes_per_client: with {scheme.classes_per_client}, {lacking} of {scheme.clients} "
+                "clients would have no training example of one of their classes; use fewer classes per client, fewer "
+                "clients, or less unequal shares"
             )
     if isinstance(scheme, ImbalancedScheme) and split == "train" and not np.array_equal(counts.sum(1), size):
         raise ExperimentError(
-            f"data.partition.large_size: found {scheme.large_size} (small_size {scheme.small_size}); of "
-            f"{available.sum():,} training examples nearly all would be used, and the mixes cannot be met in whole "
-            "examples; allowed: smaller clients, or fewer"
+            f"data.partition.large_size: {scheme.large_size} (small_size {scheme.small_size}) would use nearly all of "
+            f"{available.sum():,} training examples, and the mixes cannot be met in whole examples; use smaller or "
+            "fewer clients"
         )

@@ -255,10 +255,10 @@ def _reader(dataset: str, path: Path) -> Reader:
     readers = READERS[dataset]
     what = "a folder of images" if dataset == "folder" else f"a file that ends in {', '.join(readers)}"
     if not path.exists():
-        raise ExperimentError(f"data.source.path is {path.absolute()}, which is not there; it must be {what}")
+        raise ExperimentError(f"data.source.path: {path.absolute()} is not there; give {what}")
     ending = path.suffix.lower() if path.is_file() else ""
     if path.is_dir() is not (dataset == "folder") or ending not in (readers if path.is_file() else ("",)):
-        raise ExperimentError(f"data.source.path is {path}; with dataset {dataset} it must be {what}")
+        raise ExperimentError(f"data.source.path: {path} is not what dataset {dataset} reads; give {what}")
     return readers[ending]
 
 
@@ -303,7 +303,7 @@ def of_arrays(
     Raises
     ------
     DataError
-        If the arrays are invalid; names the owner, the array, the value found and the values allowed.
+        If the arrays are invalid; names the owner and the array.
     """
     return keep_in_memory(examples_of(parts, classes), "the arrays", root)
 

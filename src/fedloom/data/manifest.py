@@ -182,7 +182,7 @@ class Manifest:
         if client not in self._entries:
             first, last = self.clients[0].id, self.clients[-1].id
             allowed = first if first == last else f"one of its {len(self.clients)} clients, {first} to {last}"
-            raise DataError(f"client {client!r} is not in the partition of {self.dataset}; allowed: {allowed}")
+            raise DataError(f"client {client!r} is not in the partition of {self.dataset}; choose {allowed}")
         return self._entries[client]
 
     def named(self, client: str) -> ClientEntry:

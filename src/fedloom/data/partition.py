@@ -77,7 +77,7 @@ def partition_dataset(
     Raises
     ------
     ExperimentError
-        If the settings cannot be satisfied; names the key, the value found and the values allowed.
+        If the settings cannot be satisfied; names the key.
     DataError
         If the data set is missing or damaged.
     """

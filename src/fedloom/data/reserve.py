@@ -44,7 +44,7 @@ class Reserve(BaseModel):
     @model_validator(mode="after")
     def _one_size(self) -> Reserve:
         if (self.share is None) == (self.count is None):
-            raise ValueError(f"exactly one of share and count: found share={self.share}, count={self.count}")
+            raise ValueError(f"give share or count, not both (share is {self.share}, count is {self.count})")
         return self
 
     def size(self, whole: int, what: str) -> int:
@@ -65,8 +65,9 @@ class Reserve(BaseModel):
             return math.floor(self.share * whole + 0.5)
         if self.count >= whole:
             raise ExperimentError(
-                f"data.partition.reserve.count: found {self.count}; there are {whole:,} {what}; allowed: fewer, "
-                "so that some are left"
+                f"data.partition.reserve.count: {self.count} leaves none of the {whole:,} {what}; keep back fewer",
+                key="data.partition.reserve.count",
+                found=self.count,
             )
         return self.count
 

@@ -92,7 +92,7 @@ def examples_of(
     Raises
     ------
     DataError
-        If the arrays are invalid; names the owner, the array, the value found and the values allowed.
+        If the arrays are invalid; names the owner and the array.
     """
     mistakes = ValidationErrors("the arrays")
     names = None if classes is None else _given_classes(classes)

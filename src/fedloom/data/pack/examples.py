@@ -264,7 +264,7 @@ def positions(
     consecutive = are_numbers(classes) and tuple(classes) == tuple(map(str, range(len(classes))))
     allowed = f"0 to {len(classes) - 1}" if consecutive and classes else listed(classes)
     mistakes.add_many(
-        f"unknown label; allowed: {allowed}", len(unknown), (f"{where(i)}: {_quoted(labels[i])}" for i in unknown)
+        f"unknown label; labels are {allowed}", len(unknown), (f"{where(i)}: {_quoted(labels[i])}" for i in unknown)
     )
     return y, tuple(classes)
 
@@ -305,7 +305,7 @@ def split_positions(
     """Return the position in ``SPLITS`` for each split name of a source, ``[n]``."""
     place = np.array([SPLIT_NAMES.get((name or "").strip().lower(), -1) for name in names], dtype=np.int64)
     wrong = np.flatnonzero(place < 0).tolist()
-    allowed = f"unknown split; allowed: {', '.join(SPLIT_NAMES)}"
+    allowed = f"unknown split; splits are {', '.join(SPLIT_NAMES)}"
     mistakes.add_many(allowed, len(wrong), (f"{where(i)}: {names[i]!r}" for i in wrong))
     return place
 
@@ -330,7 +330,7 @@ def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]
     needed = int(np.prod(own.input_shape))
     if found != needed:
         raise DataError(
-            f"{source}: found {found:,} {what}; allowed by data.own.input_shape {list(own.input_shape)}: {needed:,}"
+            f"{source}: there are {found:,} {what}; data.own.input_shape {list(own.input_shape)} needs {needed:,}"
         )
     return own.input_shape
 

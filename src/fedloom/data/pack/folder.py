@@ -24,7 +24,7 @@ from fedloom.data.pack.columns import read_parquet
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
-from fedloom.data.pack.texts import read_text
+from fedloom.data.pack.texts import read_characters
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, sync
 from fedloom.words import pluralize
@@ -37,7 +37,7 @@ FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".pq": ("parquet", read_parquet),
     ".npz": ("npz", read_arrays),
     ".safetensors": ("safetensors", read_arrays),
-    ".txt": ("text", read_text),
+    ".txt": ("text", read_characters),
 }
 """Format and reader by file extension; a folder holds images."""
 
