@@ -272,7 +272,7 @@ def test_a_partition_is_made_once(folder: Path, tiny_root: Path) -> None:
 
 
 def test_nothing_is_left_of_a_partition_that_failed(tiny_root: Path) -> None:
-    with pytest.raises(ExperimentError, match="clients: found 500"):
+    with pytest.raises(ExperimentError, match="clients: of 500"):
         make(tiny_root, scheme=ClassesScheme(clients=500, classes_per_client=2))
     assert [path for path in (tiny_root / "partitions").iterdir() if path.suffix != ".lock"] == []
 

@@ -177,7 +177,7 @@ def test_sizes_are_met_exactly_or_refused(
         (
             ([300] * 4, [60] * 4),
             {"large_size": 600, "small_size": 10, "dominant_share": 0.7},
-            ["needs", "needs 4", "of it, and there are 250", "more even mixes"],
+            ["needs", "needs 4", "there are 250", "more even mixes"],
         ),
         (
             ([300] * 4, [60] * 4),
@@ -273,12 +273,11 @@ def test_fixed_counts_are_met_exactly_or_refused(
         # papers/003 asks for more than MNIST has of its scarcest class, once validation is put aside.
         (
             MNIST, 10, 900, 300,
-            ["class 5", "5 clients", "900 train", "150 validation", "300 test", "6,750", "6,313",
-             "validation_from: train", "62"],
+            ["6,750", "class 5", "6,313", "5 clients", 900, 150, 300, "validation_from: train", "62"],
         ),
         (
             CIFAR10, 20, 450, 150,
-            ["10 clients", "6,750", "6,000", "validation_from: train"],
+            ["6,750", "6,000", "10 clients", "validation_from: train"],
         ),
         (CIFAR10, 20, 600, 150, ["8,500", "6,000"]),
     ],

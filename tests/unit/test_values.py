@@ -448,7 +448,7 @@ def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
     dataset = OwnDataset(clients, own_manifest(own, clients.entries, 1, clients.measured(own)))
     with pytest.raises(DataError) as error:
         dataset.client("a")
-    assert tells(str(error.value), "train", "labels", "int64", "float32")
+    assert tells(str(error.value), "train examples", "float32", "int64")
 
 
 # --- codes of categories ----------------------------------------------------------------------------------------------

@@ -257,8 +257,8 @@ def _refuse_shortfall(
             pool += f", and none of class {', '.join(map(str, absent))}, which these clients' mixes ask for"
             remedy = "a scheme without these classes in its mixes, such as natural, or data that have all classes"
         raise ExperimentError(
-            f"data.partition.clients: of {scheme.clients} clients {empty.sum()} would have no {split} example ({pool}); use "
-            f"{remedy}",
+            f"data.partition.clients: of {scheme.clients} clients {empty.sum()} have no {split} example ({pool}); "
+            f"use {remedy}",
             key="data.partition.clients",
             found=scheme.clients,
         )

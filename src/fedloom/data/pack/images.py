@@ -155,7 +155,7 @@ class _Taken:
         """
         size = self._wanted_size(image)
         if image.size != size and not self.resize:
-            fault = f"another size (height x width) than {size[1]} x {size[0]}; resize the image, or use {argument('resize')}"
+            fault = f"another size (height x width) than {size[1]} x {size[0]}; resize it, or use {argument('resize')}"
             raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
         grey = image.mode in GREY if self.shape is None else self.shape[0] == 1
         mode = "L" if grey else "RGB"
