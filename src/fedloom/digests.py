@@ -70,10 +70,7 @@ def said_by(line: bytes) -> str | None:
 def check_line(line: bytes, before: str) -> str:
     """Check a complete line against its content and its predecessor, and return its digest.
 
-    Raises
-    ------
-    Damaged
-        If the line has no digest, or a wrong one.
+    Raise Damaged if the line has no digest, or a wrong one.
     """
     said = said_by(line)
     if said is None:
@@ -108,10 +105,7 @@ def without_digest(name: str, content: bytes) -> bytes:
 
     YAML whose first line is not a comment has been edited, and is returned unchanged.
 
-    Raises
-    ------
-    Damaged
-        If the content is not what was written.
+    Raise Damaged if the content is not what was written.
     """
     if name.endswith(".yaml"):
         return _without_comment(content)
@@ -135,10 +129,7 @@ def with_compact_digest(text: str) -> str:
 def without_compact_digest(content: bytes) -> bytes:
     """Check the digest of such an object and return the object without it.
 
-    Raises
-    ------
-    Damaged
-        If the content is not what was written.
+    Raise Damaged if the content is not what was written.
     """
     found = _OF_COMPACT.search(content)
     if found is None:

@@ -105,18 +105,15 @@ def assign_examples(
 ) -> Assignment:
     """Assign the examples of a source to clients.
 
+    Raise ExperimentError if the scheme cannot be satisfied, or a client would get no train, validation or test example,
+    or none of a class that its scheme assigns to it.
+
     Parameters
     ----------
     classes
         C.
     dataset
         Name of the source in errors.
-
-    Raises
-    ------
-    ExperimentError
-        If the scheme cannot be satisfied, or a client would get no train, validation or test example, or none of a
-        class that its scheme assigns to it.
     """
     scheme = settings.scheme
     assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"

@@ -69,13 +69,7 @@ class ClientData:
 
     @property
     def present(self) -> Tensor:
-        """Labels that occur in the train split, ``[C]`` bool.
-
-        Raises
-        ------
-        DataError
-            If the train split has no labels.
-        """
+        """Labels that occur in the train split, ``[C]`` bool; DataError if it has none."""
         if self.train.y is None:
             raise DataError(
                 f"client {self.id} has no training labels, so the classes it has are not known",
@@ -115,6 +109,9 @@ class FederatedDataset:
     def open(cls, where: Path | str, cache: Path | None = None) -> FederatedDataset:
         """Open a partition; read its manifest but no shard.
 
+        Raise DataError if the manifest is missing or damaged; StorageError or RefusedError or ExperimentError if
+        ``where`` is a URL and the store fails, the store denies access, or the URL is invalid.
+
         Parameters
         ----------
         where
@@ -123,13 +120,6 @@ class FederatedDataset:
         cache
             Folder for fetched files. Any number of processes may share it, and it outlives them. Default: a temporary
             folder that is removed with the data set.
-
-        Raises
-        ------
-        DataError
-            If the manifest is missing or damaged.
-        StorageError, RefusedError, ExperimentError
-            If ``where`` is a URL and the store fails, the store denies access, or the URL is invalid.
         """
         if not is_url(where):
             return cls(Path(where), read_manifest(Path(where)))
@@ -144,15 +134,12 @@ class FederatedDataset:
     def verify(self, clients: Iterable[str] | None = None) -> None:
         """Check shards against their hashes and keep none in memory; shards of a published partition are fetched.
 
+        Raise DataError if there is no such client, or a shard is missing or damaged.
+
         Parameters
         ----------
         clients
             Ids of the clients to check; default: all.
-
-        Raises
-        ------
-        DataError
-            If there is no such client, or a shard is missing or damaged.
         """
         entries = self.manifest.clients if clients is None else [self.manifest.entry(client) for client in clients]
         for entry in entries:
@@ -164,10 +151,7 @@ class FederatedDataset:
     def client(self, client: str) -> ClientData:
         """Return one client's data, checked against the manifest and normalized; the result is cached.
 
-        Raises
-        ------
-        DataError
-            If there is no such client, or its shard is missing or does not match the manifest.
+        Raise DataError if there is no such client, or its shard is missing or does not match the manifest.
         """
         if client not in self._loaded:
             self._loaded[client] = self._load(self.manifest.entry(client))
@@ -179,15 +163,12 @@ class FederatedDataset:
     def tensors(self, client: str) -> dict[str, Tensor]:
         """Return the raw content of a client's shard; nothing is cached.
 
+        Raise DataError if there is no such client, or its shard is missing or damaged.
+
         Parameters
         ----------
         client
             Its id, or its owner's name.
-
-        Raises
-        ------
-        DataError
-            If there is no such client, or its shard is missing or damaged.
         """
         entry = self.manifest.named(client)
         content = self._shard(entry)

@@ -127,19 +127,15 @@ _CARD = TypeAdapter(DatasetCard)
 def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Dataset:
     """Return a local data set as a source; read it unless it has been read before.
 
+    Raise ExperimentError if the path does not exist or holds something else, or a package needed to read it is not
+    installed; DataError if the content is invalid; lists all errors, with a count of each kind. Nothing is kept then.
+
     Parameters
     ----------
     dataset
         One of :data:`LOCAL`.
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
-
-    Raises
-    ------
-    ExperimentError
-        If the path does not exist or holds something else, or a package needed to read it is not installed.
-    DataError
-        If the content is invalid; lists all errors, with a count of each kind. Nothing is kept then.
     """
     path = expanded(files.path)
     if (path / CARD).is_file():  # read before, and given by its kept folder
@@ -177,15 +173,12 @@ def tell_notes(notes: Sequence[str]) -> None:
 def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
     """Store a data set in the data root and return its name there.
 
+    Raise DataError if there are no labelled examples, or none for training or testing.
+
     Parameters
     ----------
     where
         Name of the data set in errors.
-
-    Raises
-    ------
-    DataError
-        If there are no labelled examples, or none for training or testing.
     """
     n = len(examples.x)
     if not n or examples.y is None:
@@ -292,6 +285,8 @@ def of_arrays(
 ) -> Path:
     """Store arrays as a data set and return its folder, which ``data.source.path`` may name.
 
+    Raise DataError if the arrays are invalid; names the owner and the array.
+
     Parameters
     ----------
     parts
@@ -299,11 +294,6 @@ def of_arrays(
         ``train_y``, ``test_x``, ``test_y``, and optionally ``validation_x`` and ``validation_y``.
     classes
         Class names in label order; None: those found.
-
-    Raises
-    ------
-    DataError
-        If the arrays are invalid; names the owner and the array.
     """
     return keep_in_memory(examples_of(parts, classes), "the arrays", root)
 
@@ -311,15 +301,12 @@ def of_arrays(
 def of_frame(frame: DataFrame, label: str, client: str | None, root: Path | str | None) -> Path:
     """Store the rows of a DataFrame as a data set and return its folder, which ``data.source.path`` may name.
 
+    Raise DataError if the frame is invalid; lists all errors, with a count of each kind.
+
     Parameters
     ----------
     label, client
         Columns with the classes and with the owner of each row (None: no owners).
-
-    Raises
-    ------
-    DataError
-        If the frame is invalid; lists all errors, with a count of each kind.
     """
     request = Request(None, True, label, None, False, client, keys="")
     return keep_in_memory(read_frame(frame, request, ValidationErrors("the frame")), "the frame", root)

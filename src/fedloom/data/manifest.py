@@ -170,13 +170,7 @@ class Manifest:
         return {client.owner: client for client in self.clients if client.owner is not None}
 
     def entry(self, client: str) -> ClientEntry:
-        """Return the entry of a client.
-
-        Raises
-        ------
-        DataError
-            If there is no such client.
-        """
+        """Return the entry of a client; raise DataError if there is no such client."""
         if client not in self._entries and not self.clients:
             raise DataError(f"client {client!r} is not in the roster, which is empty")
         if client not in self._entries:
@@ -188,10 +182,7 @@ class Manifest:
     def named(self, client: str) -> ClientEntry:
         """Return the entry of a client, given its id or its owner's name.
 
-        Raises
-        ------
-        DataError
-            If there is no such client.
+        Raise DataError if there is no such client.
         """
         if client in self._owned:
             return self._owned[client]
@@ -229,15 +220,12 @@ class Manifest:
     def from_json(cls, text: str | bytes, where: str = "the manifest") -> Manifest:
         """Return the manifest in a JSON text.
 
+        Raise DataError if the text is not a manifest of this version, or contradicts itself.
+
         Parameters
         ----------
         where
             Name of the text in errors.
-
-        Raises
-        ------
-        DataError
-            If the text is not a manifest of this version, or contradicts itself.
         """
         content = text.encode() if isinstance(text, str) else text
         try:
@@ -283,17 +271,14 @@ def text_fault(error: digests.Damaged | ValidationError) -> str:
 def read_stored(path: Path, missing: str, hint: str, *, shared: bool = True) -> bytes:
     """Return the content of a file of a data set.
 
+    Raise DataError or StorageError if it is missing, or cannot be read.
+
     Parameters
     ----------
     missing
         Message if it is missing.
     shared
         The file is in the data root, which several users may share.
-
-    Raises
-    ------
-    DataError, StorageError
-        If it is missing, or cannot be read.
     """
     try:
         with naming_owner(path) if shared else nullcontext():
@@ -320,10 +305,7 @@ def shard_path(folder: Path, client: str) -> Path:
 def read_shard(folder: Path, entry: ClientEntry) -> bytes:
     """Return the bytes of a client's shard, checked against their hash.
 
-    Raises
-    ------
-    DataError
-        If the shard is missing or damaged.
+    Raise DataError if the shard is missing or damaged.
     """
     path = shard_path(folder, entry.id)
     content = read_stored(path, f"the shard of client {entry.id} is missing", FIX)
@@ -334,10 +316,7 @@ def read_shard(folder: Path, entry: ClientEntry) -> bytes:
 def check_shard(content: bytes, sha256: str, where: str, hint: str) -> None:
     """Check the bytes of a client's shard against their hash.
 
-    Raises
-    ------
-    DataError
-        If they differ; names the shard and gives the hint.
+    Raise DataError if they differ; names the shard and gives the hint.
     """
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:

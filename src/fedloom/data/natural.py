@@ -54,10 +54,7 @@ def assign_owners(
 ) -> Owned:
     """Split every owner's examples, and draw the owners that become clients.
 
-    Raises
-    ------
-    ExperimentError
-        If the data set has no owners, or fewer of them qualify than requested.
+    Raise ExperimentError if the data set has no owners, or fewer of them qualify than requested.
     """
     if official.owners is None or official.train.owners is None or official.test.owners is None:
         raise ExperimentError(

@@ -109,10 +109,7 @@ class Newcomer(FederatedDataset):
     def from_arrays(cls, client: str, x: Any, y: Any, wanted: Wanted) -> Newcomer:
         """Accept tensors, arrays, or anything numpy converts to arrays; labels may be class names.
 
-        Raises
-        ------
-        DataError
-            If the data do not meet the requirements.
+        Raise DataError if the data do not meet the requirements.
         """
         columns = None if (names := getattr(x, "columns", None)) is None else tuple(map(str, names))
         if columns is not None and wanted.features is not None and not is_same(columns, wanted.features):
@@ -130,10 +127,7 @@ class Newcomer(FederatedDataset):
 
         Its classes may be a subset of the run's: labels are matched by class name.
 
-        Raises
-        ------
-        DataError
-            If the folder is missing, damaged, or does not meet the requirements.
+        Raise DataError if the folder is missing, damaged, or does not meet the requirements.
         """
         card = read_card(folder)
         for what, found, needed in (
@@ -172,10 +166,7 @@ class Newcomer(FederatedDataset):
 def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
     """Return inputs in the form that the run's shards have.
 
-    Raises
-    ------
-    DataError
-        If the kind, shape, number or range differs.
+    Raise DataError if the kind, shape, number or range differs.
     """
     shape = list(wanted.input_shape)
     if list(x.shape[1:]) != shape or x.dim() == 0:
@@ -189,13 +180,7 @@ def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
 
 
 def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
-    """Return labels as int64.
-
-    Raises
-    ------
-    DataError
-        If they are not one class per example.
-    """
+    """Return labels as int64; raise DataError if they are not one class per example."""
     if not classes:
         raise DataError("y has labels, and the run's data have no classes; leave y out.", key="y")
     if list(y.shape) != [examples]:

@@ -149,13 +149,7 @@ _CARD = TypeAdapter(ClientCard)
 
 
 def read_card(folder: Path) -> ClientCard:
-    """Return the card of a packed folder.
-
-    Raises
-    ------
-    DataError
-        If there is none, or it is damaged or of another version.
-    """
+    """Return the card of a packed folder; raise DataError if there is none, or it is damaged or of another version."""
     path = folder / CARD
     text = read_stored(path, "no packed client is here", AGAIN, shared=False)
     try:
@@ -207,15 +201,12 @@ class OwnClients:
     def open(cls, data: Sequence[Path], observe: Sequence[Path] = ()) -> OwnClients:
         """Read the cards of packed folders, but no shard.
 
+        Raise DataError if a folder is missing or damaged, a client occurs twice, or the clients' kinds of data differ.
+
         Parameters
         ----------
         data, observe
             Packed folders, or folders that contain some: of clients that train, and of clients that are only evaluated.
-
-        Raises
-        ------
-        DataError
-            If a folder is missing or damaged, a client occurs twice, or the clients' kinds of data differ.
         """
         found: dict[str, tuple[Path, ClientCard, bool]] = {}
         for given, observer in [*((path, False) for path in data), *((path, True) for path in observe)]:
@@ -275,10 +266,7 @@ class OwnClients:
     def measured(self, own: Own) -> Normalization:
         """Return the normalization that an experiment asks for, measured on the training clients if required.
 
-        Raises
-        ------
-        DataError
-            If it must be measured and no client trains.
+        Raise DataError if it must be measured and no client trains.
         """
         training = [card.moments for name, card in self.cards.items() if name not in self.observers]
         return own_normalization(own, training)
@@ -303,15 +291,12 @@ def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | Non
 def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
     """Return the normalization that an experiment asks for.
 
+    Raise DataError if it must be measured and no client trains.
+
     Parameters
     ----------
     moments
         Moments of the clients that train.
-
-    Raises
-    ------
-    DataError
-        If it must be measured and no client trains.
     """
     if isinstance(own.normalization, Given):
         return Normalization(own.normalization.mean, own.normalization.std)
@@ -342,10 +327,7 @@ def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Nor
 def read_own_shard(folder: Path, card: ClientCard) -> bytes:
     """Return the bytes of a packed client's shard, checked against their hash.
 
-    Raises
-    ------
-    DataError
-        If the shard is missing or damaged.
+    Raise DataError if the shard is missing or damaged.
     """
     path = folder / SHARD
     content = read_stored(path, f"the shard of client {card.id} is missing", AGAIN, shared=False)

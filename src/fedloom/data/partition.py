@@ -62,6 +62,9 @@ def partition_dataset(
     The folder, ``<root>/partitions/<dataset>-<key>``, is named by a hash of everything that determines its content,
     and is created atomically. Its bytes depend on nothing else.
 
+    Raise ExperimentError if the settings cannot be satisfied; names the key; DataError if the data set is missing or
+    damaged.
+
     Parameters
     ----------
     dataset
@@ -73,13 +76,6 @@ def partition_dataset(
     fix
         Check an existing folder against its hashes, and recreate it if it is damaged. Otherwise an existing folder is
         returned unchecked, and damage is an error when it is read.
-
-    Raises
-    ------
-    ExperimentError
-        If the settings cannot be satisfied; names the key.
-    DataError
-        If the data set is missing or damaged.
     """
     source = datasets.find_dataset(dataset) if isinstance(dataset, str) else dataset
     settings = PartitionSettings(scheme, seed, float(held_out_fraction), float(validation_fraction), normalization)
@@ -96,10 +92,7 @@ def partition_dataset(
 def notes_of(folder: Path) -> tuple[str, ...]:
     """Return the notes on a partition: owners or examples left out, and repeated inputs.
 
-    Raises
-    ------
-    DataError
-        If the file is damaged, or of another version.
+    Raise DataError if the file is damaged, or of another version.
     """
     path = folder / NOTES
     if not path.exists():
@@ -149,16 +142,13 @@ def find_partition(manifest: Manifest, root: Path | str | None = None) -> Path |
 def check_pool(source: Dataset, name: str, pool: Pool) -> None:
     """Reject examples that do not match the description of their source.
 
+    Raise DataError if inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are
+    not below C, or if labels are outside 0 ... C - 1.
+
     Parameters
     ----------
     name
         Name of the pool: ``train`` or ``test``.
-
-    Raises
-    ------
-    DataError
-        If inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are not below C,
-        or if labels are outside 0 ... C - 1.
     """
     fault = examples_fault(pool.inputs, pool.labels, source.input_shape, source.kind, source.classes)
     if fault is not None:

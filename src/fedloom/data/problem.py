@@ -37,13 +37,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, text: str) -> Problem:
-        """Parse a problem.
-
-        Raises
-        ------
-        DataError
-            If the text is too long, not JSON, nested too deeply, or inconsistent.
-        """
+        """Parse a problem; raise DataError if the text is too long, not JSON, nested too deeply, or inconsistent."""
         if len(text) > LONGEST:
             raise DataError(
                 f"the problem that the server tells has {len(text):,} characters; at most {LONGEST:,} are read"

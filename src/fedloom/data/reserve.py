@@ -50,15 +50,12 @@ class Reserve(BaseModel):
     def size(self, whole: int, what: str) -> int:
         """Return how many of ``whole`` items are reserved.
 
+        Raise ExperimentError if a count leaves none.
+
         Parameters
         ----------
         what
             Name of the items, for messages.
-
-        Raises
-        ------
-        ExperimentError
-            If a count leaves none.
         """
         if self.count is None:
             assert self.share is not None
@@ -96,16 +93,13 @@ def reserved_classes(
 ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], Reserved]:
     """Return the positions of each class available to clients, for train and for test, and the reserve.
 
+    Raise ExperimentError if no example of a class would be left.
+
     Parameters
     ----------
     group
         ``[n]``: the group of equal inputs that each example belongs to (:mod:`fedloom.data.copies`); a group is
         reserved as a whole or not at all. None: no input is repeated.
-
-    Raises
-    ------
-    ExperimentError
-        If no example of a class would be left.
     """
     if group is None:
         group = np.arange(1 + max(int(members.max(initial=-1)) for members in (*train, *test)))
@@ -127,10 +121,7 @@ def reserved_classes(
 def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.bool_], Reserved]:
     """Return which owners may become clients, ``[len(names)]`` bool, and the reserve.
 
-    Raises
-    ------
-    ExperimentError
-        If no owner would be left.
+    Raise ExperimentError if no owner would be left.
     """
     chosen = np.zeros(len(names), dtype=np.bool_)
     order = shuffled(make_rng(_SEED, "reserve", "owners"), len(names))

@@ -79,13 +79,7 @@ DATASETS = _registry()
 
 
 def find_dataset(name: str) -> Dataset:
-    """Return a data set by its name.
-
-    Raises
-    ------
-    ExperimentError
-        If there is no data set of that name.
-    """
+    """Return a data set by its name; raise ExperimentError if there is no data set of that name."""
     if name not in DATASETS:
         raise ExperimentError(
             f"data.dataset {name!r} is unknown; choose one of {', '.join(DATASETS)}.",

@@ -24,10 +24,7 @@ def records(content: bytes, name: str, label_bytes: int) -> tuple[NDArray[np.uin
     A record is its label bytes, then 1024 red, 1024 green and 1024 blue bytes, row by row ("Binary version" on the data
     set's page).
 
-    Raises
-    ------
-    DataError
-        If the file is not a whole number of records, or is empty.
+    Raise DataError if the file is not a whole number of records, or is empty.
     """
     size = label_bytes + PIXELS
     if not content or len(content) % size:
@@ -39,10 +36,7 @@ def records(content: bytes, name: str, label_bytes: int) -> tuple[NDArray[np.uin
 def pool_of_files(contents: Mapping[str, bytes], names: Sequence[str], label_bytes: int, classes: int) -> Pool:
     """Return the examples of binary files in order; the last label byte is the class.
 
-    Raises
-    ------
-    DataError
-        If a file does not consist of whole records, or a label is out of range.
+    Raise DataError if a file does not consist of whole records, or a label is out of range.
     """
     inputs, labels = [], []
     for name in names:

@@ -46,6 +46,9 @@ def fetch_dataset(
     Files from ``copy_from`` always replace existing ones, unless their content is wrong. Files that users create
     themselves (:class:`~fedloom.data.datasets.base.OwnFiles`) are parsed before they are stored.
 
+    Raise DataError if the data set has no files; if no location has them (names each with the reason, and the remedy);
+    or if files that the user supplied are wrong.
+
     Parameters
     ----------
     dataset
@@ -56,12 +59,6 @@ def fetch_dataset(
         A folder of the user's with the files, raw or ``.gz``; nothing else is tried then.
     on_progress
         Progress callback.
-
-    Raises
-    ------
-    DataError
-        If the data set has no files; if no location has them (names each with the reason, and the remedy); or if files
-        that the user supplied are wrong.
     """
     report = on_progress or (lambda progress: None)
     if dataset.synthetic:
@@ -85,10 +82,7 @@ def fetch_dataset(
 def load_dataset(dataset: Dataset, root: Path | str | None = None) -> RawDataset:
     """Return the content of a data set's files, read from disk and verified against their checksums.
 
-    Raises
-    ------
-    DataError
-        If the files are missing or damaged.
+    Raise DataError if the files are missing or damaged.
     """
     return dataset.read(_Contents(_stored(dataset, data_root(root))))
 
@@ -98,10 +92,7 @@ def checksums(dataset: Dataset, root: Path | str | None = None) -> dict[str, str
 
     Checksums of files that the user supplied were recorded at fetch time.
 
-    Raises
-    ------
-    DataError
-        If there are no official files, and none of the user's are stored.
+    Raise DataError if there are no official files, and none of the user's are stored.
     """
     return {name: stored.file.sha256 for name, stored in _stored(dataset, data_root(root)).items()}
 

@@ -28,10 +28,7 @@ WHOLE = ("all_data",)
 def leaf_files(folder: Path) -> tuple[str, ...]:
     """Return LEAF's files in a folder: those of ``train/`` and ``test/``, else those of ``all_data/``, if any.
 
-    Raises
-    ------
-    DataError
-        If only one of ``train/`` and ``test/`` has files.
+    Raise DataError if only one of ``train/`` and ``test/`` has files.
     """
     for parts in (DIVIDED, WHOLE):
         found = {part: sorted(path.name for path in (folder / part).glob("[!.]*.json")) for part in parts}
@@ -49,6 +46,9 @@ OWN_FILES = OwnFiles("LEAF's train/*.json and test/*.json, or its all_data/*.jso
 def read_leaf(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -> RawDataset:
     """Return the content of LEAF's files, with one file in memory at a time; its users are the owners.
 
+    Raise DataError if a file is not LEAF's JSON or is truncated; if a user has no examples, occurs twice or only in
+    test; or if examples differ from the stated number or are invalid. Names the file and, where relevant, the user.
+
     Parameters
     ----------
     contents
@@ -57,12 +57,6 @@ def read_leaf(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -
         Checks and converts the examples of one user.
     overlap
         See :class:`~fedloom.data.datasets.base.Owners`.
-
-    Raises
-    ------
-    DataError
-        If a file is not LEAF's JSON or is truncated; if a user has no examples, occurs twice or only in test; or if
-        examples differ from the stated number or are invalid. Names the file and, where relevant, the user.
     """
     divided = any(name.startswith("train/") for name in contents)
     index: dict[str, int] = {}

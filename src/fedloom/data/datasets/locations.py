@@ -50,15 +50,12 @@ def location_title(location: str | Path) -> str:
 def contents_at(location: str | Path, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
     """Yield each named file, uncompressed; the caller verifies the checksums.
 
+    Raise FetchFailed if a file cannot be fetched.
+
     Parameters
     ----------
     location
         As described in this module; a path is a folder.
-
-    Raises
-    ------
-    FetchFailed
-        If a file cannot be fetched.
     """
     if isinstance(location, Path) or location.startswith("/"):
         yield from _copied(Path(location), names, report)
@@ -99,13 +96,7 @@ def _copied(folder: Path, names: Sequence[str], report: Report) -> Iterator[tupl
 
 
 def downloaded(url: str, report: Report) -> bytes:
-    """Return the content of a URL.
-
-    Raises
-    ------
-    FetchFailed
-        If it cannot be downloaded, or not completely.
-    """
+    """Return the content of a URL; raise FetchFailed if it cannot be downloaded, or not completely."""
     name = url.rpartition("/")[2]
     try:
         with _opened(url, CONNECT_S) as response:
@@ -167,10 +158,7 @@ def _members(file: IO[bytes], member: str, names: Sequence[str], report: Report)
 def uncompressed(content: bytes, name: str) -> bytes:
     """Decompress the content if it is gzip.
 
-    Raises
-    ------
-    FetchFailed
-        If the compressed content is damaged, or would unpack to fill the memory.
+    Raise FetchFailed if the compressed content is damaged, or would unpack to fill the memory.
     """
     if not content.startswith(GZIP):
         return content

@@ -23,10 +23,7 @@ CLASS, WRITER = 0, 2
 def read_qmnist(contents: Mapping[str, bytes]) -> RawDataset:
     """Return MNIST's examples with their writers; the test writers differ from the train writers.
 
-    Raises
-    ------
-    DataError
-        If the labels are not MNIST's.
+    Raise DataError if the labels are not MNIST's.
     """
     digits = read_mnist(contents)
     writers = {

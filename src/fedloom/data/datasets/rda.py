@@ -47,10 +47,7 @@ class _Item:
 def data_frame(content: bytes, variable: str) -> dict[str, Factor | NDArray[np.float64]]:
     """Return the columns of a data frame in an xz-compressed ``.rda`` file, by name.
 
-    Raises
-    ------
-    DataError
-        If it holds anything but data.
+    Raise DataError if it holds anything but data.
     """
     frame = _Reader(lzma.decompress(content)).item().value[variable]
     columns: dict[str, Factor | NDArray[np.float64]] = {}

@@ -35,10 +35,7 @@ CODES[[ord(character) for character in VOCABULARY]] = range(len(VOCABULARY))
 def character_codes(text: str, where: str) -> NDArray[np.uint8]:
     """Return the position of each character in the vocabulary, ``[length]``.
 
-    Raises
-    ------
-    DataError
-        If a character is not in the vocabulary; names it.
+    Raise DataError if a character is not in the vocabulary; names it.
     """
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     codes: NDArray[np.int16] = CODES[np.minimum(points, 127)]

@@ -81,6 +81,8 @@ def examples_of(
 ) -> Examples:
     """Return in-memory arrays as examples; all owners' arrays must have the same kind and shape.
 
+    Raise DataError if the arrays are invalid; names the owner and the array.
+
     Parameters
     ----------
     parts
@@ -88,11 +90,6 @@ def examples_of(
         optionally ``validation_x`` and ``validation_y``.
     classes
         Class names in label order; None: those found.
-
-    Raises
-    ------
-    DataError
-        If the arrays are invalid; names the owner and the array.
     """
     mistakes = ValidationErrors("the arrays")
     names = None if classes is None else _given_classes(classes)
@@ -228,17 +225,14 @@ def numbered(
 
     A label is a class name. Where the classes are given and their names are not integers, integer labels are positions.
 
+    Raise DataError if labels are neither text nor numbers, or mix both.
+
     Parameters
     ----------
     classes
         Classes of the experiment; None: the distinct labels.
     in_order
         The classes are in label order: integer labels are positions, whatever the names.
-
-    Raises
-    ------
-    DataError
-        If labels are neither text nor numbers, or mix both.
     """
     ys = [np.array(part.tolist()) if part.dtype.kind == "O" else part for part in ys]
     kinds = {part.dtype.kind for part in ys}
@@ -278,13 +272,7 @@ def _npz(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    """Reject an array whose size differs from its header, before memory is allocated for it.
-
-    Raises
-    ------
-    ValueError
-        Names the array in the npz file and the reason.
-    """
+    """Reject an array whose size differs from its header, before memory is allocated for it."""
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):

@@ -26,12 +26,8 @@ NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
 def read_parquet(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
     """Read a Parquet file with one column for each number of an input.
 
-    Raises
-    ------
-    ExperimentError
-        If pyarrow is not installed.
-    DataError
-        If the file is not Parquet, lacks a column, or has a feature column that is not numeric.
+    Raise ExperimentError if pyarrow is not installed; DataError if the file is not Parquet, lacks a column, or has a
+    feature column that is not numeric.
     """
     try:
         import pyarrow as arrow
@@ -78,10 +74,7 @@ def _of_arrow(column: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
 def read_frame(frame: DataFrame, request: Request, mistakes: ValidationErrors) -> Examples:
     """Read a DataFrame with one row per example; the result is grouped by owner, in order of the owners' names.
 
-    Raises
-    ------
-    DataError
-        If a column is missing, a name occurs twice, or columns have several levels.
+    Raise DataError if a column is missing, a name occurs twice, or columns have several levels.
     """
     if frame.columns.nlevels > 1:
         raise DataError(

@@ -320,13 +320,7 @@ def listed(words: Sequence[str], most: int = 12) -> str:
 
 
 def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]:
-    """Return the required shape of inputs, if the number of values fits it.
-
-    Raises
-    ------
-    DataError
-        If it does not.
-    """
+    """Return the required shape of inputs, if the number of values fits it; raise DataError if it does not."""
     needed = int(np.prod(own.input_shape))
     if found != needed:
         raise DataError(
@@ -338,15 +332,12 @@ def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]
 def check_unpacked(source: Path, unpacked: int) -> None:
     """Reject a small file that would unpack to fill the memory.
 
+    Raise DataError if the size is more than 1 GiB and more than 100 times the file.
+
     Parameters
     ----------
     unpacked
         Unpacked size in bytes, as the file declares it.
-
-    Raises
-    ------
-    DataError
-        If the size is more than 1 GiB and more than 100 times the file.
     """
     size = source.stat().st_size
     if unpacked > LARGE and unpacked > EXPANSION * size:

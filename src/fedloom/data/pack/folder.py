@@ -83,6 +83,9 @@ class Packed:
 def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda what, done, total: None) -> Packed:
     """Pack a client's examples; the same source and settings produce the same bytes.
 
+    Raise ExperimentError if an option is not allowed, or ``out`` exists; DataError if the source is invalid; lists all
+    errors, with a count of each kind. Nothing is written then.
+
     Parameters
     ----------
     source
@@ -91,13 +94,6 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         A new folder, readable only by its owner.
     tell
         Progress callback.
-
-    Raises
-    ------
-    ExperimentError
-        If an option is not allowed, or ``out`` exists.
-    DataError
-        If the source is invalid; lists all errors, with a count of each kind. Nothing is written then.
     """
     name = settings.id if settings.id is not None else source.resolve().name.removesuffix(source.suffix)
     if not CLIENT_ID.fullmatch(name):
@@ -171,13 +167,7 @@ def _reader(source: Path) -> tuple[str, Reader]:
 def _divided(
     examples: Examples, settings: PackSettings, name: str, mistakes: ValidationErrors
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """Return each example's position in ``SPLITS``, ``[n]``, and notes on the split.
-
-    Raises
-    ------
-    DataError
-        If a split is empty, or an input occurs in two of the splits that the source sets.
-    """
+    """Return each example's position in ``SPLITS``, ``[n]``, and notes on the split."""
     notes: list[str] = []
     if examples.overlap:
         split = _by_time(len(examples.x), settings, examples.overlap)

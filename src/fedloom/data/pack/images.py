@@ -28,13 +28,8 @@ def read_images(folder: Path, request: Request, mistakes: ValidationErrors, tell
     ``client``, the owners' folders are above those of the classes. Without ``data.own``, the images are greyscale if
     all of them are, else RGB, and have the size of the first.
 
-    Raises
-    ------
-    ExperimentError
-        If ``client`` is neither None nor ``folder``, Pillow is not installed, or the experiment asks for inputs other
-        than images.
-    DataError
-        If there is no image, an image is invalid, or a folder cannot be read.
+    Raise ExperimentError if ``client`` is neither None nor ``folder``, Pillow is not installed, or the experiment asks
+    for inputs other than images; DataError if there is no image, an image is invalid, or a folder cannot be read.
     """
     _check_request(folder, request)
     own = request.own
@@ -146,13 +141,7 @@ class _Taken:
     _grey: int = 0
 
     def add(self, image: Image, notes: tuple[str, ...]) -> None:
-        """Add an image, converted to the required mode and size.
-
-        Raises
-        ------
-        UnfitImage
-            If it has another size and ``resize`` is False.
-        """
+        """Add an image, converted to the required mode and size."""
         size = self._wanted_size(image)
         if image.size != size and not self.resize:
             fault = f"another size (height x width) than {size[1]} x {size[0]}; resize it, or use {argument('resize')}"
@@ -200,11 +189,6 @@ def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
 
     One called ``test`` or ``train`` may be a class among others; training and held-out examples beside each other are
     splits.
-
-    Raises
-    ------
-    DataError
-        If some are splits, and others are not.
     """
     names = folders_in(folder)
     if set(map(composed, names)) & set(map(composed, classes)):

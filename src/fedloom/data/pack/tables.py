@@ -122,15 +122,13 @@ def table_builder(
 ) -> TableBuilder:
     """Find the columns by their names.
 
+    Raise DataError if a column is missing, occurs twice or has no name, or the number of columns does not fit the input
+    shape.
+
     Parameters
     ----------
     index
         Columns that the source declares as a row index: they are no features unless requested.
-
-    Raises
-    ------
-    DataError
-        If a column is missing, occurs twice or has no name, or the number of columns does not fit the input shape.
     """
     own, source = request.own, mistakes.source
     names = [composed(name) for name in header]
