@@ -553,7 +553,7 @@ def test_a_method_without_models_for_newcomers_says_so_and_training_goes_on(
 
 def test_labels_where_none_are_wanted_are_refused(tmp_path: Path) -> None:
     on_vowels(tmp_path, METHODS["pefll without labels"]).run()
-    with pytest.raises(DataError, match="y has labels"):
+    with pytest.raises(DataError, match="y: found labels; allowed: none"):
         fedloom.personalize(str(tmp_path / "run"), *examples(1))
 
 
