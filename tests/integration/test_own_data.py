@@ -217,7 +217,7 @@ def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(exper
         ("data.own.kind=pixels", ("data.own.input_shape", "[9]", "[channels, height, width]")),
         ("data.own.input_shape=[0]", ("data.own.input_shape", "[0]", "at least 1")),
         ("data.own.classes=[]", ("data.own.classes", "at least one")),
-        ("data.own.classes=[a, b, a]", ("data.own.classes", "'a' twice")),
+        ("data.own.classes=[a, b, a]", ("data.own.classes", "'a'", "twice")),
         ("data.own.classes=[1, 2]", ("data.own.classes", "found 1", "text")),
         ("data.own.clases=[a]", ("data.own.clases", "unknown key", "classes")),
         ("data.own.features=[a]", ("data.own.features", "9 different names")),

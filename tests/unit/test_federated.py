@@ -333,10 +333,10 @@ def change_client(**values: Any) -> Callable[[dict[str, Any]], None]:
     [
         (change(version=1), ["version is 1, expected 3"]),
         (change(kind="sounds"), ["kind: ", "'pixels', 'features' or 'tokens'"]),
-        (change(kind="features"), ["input_shape is [1, 6, 6]", "[features]"]),
+        (change(kind="features"), ["input_shape: [1, 6, 6]", "[features]"]),
         (change(kind="tokens", input_shape=[6]), ["tokens need 0"]),
         (change(kind="features", input_shape=[6]), ["features need 6"]),
-        (change(input_shape=[1, 0, 6]), ["input_shape is [1, 0, 6]"]),
+        (change(input_shape=[1, 0, 6]), ["input_shape: [1, 0, 6]"]),
         (change(classes="five"), ["classes: "]),
         (change(class_names=["a"]), ["1 class_names, expected 5"]),
         (change(normalization={"mean": [0.1, 0.2], "std": [1.0, 1.0]}), ["2 means", "need 1"]),

@@ -346,7 +346,7 @@ def shape_fault(kind: Kind, shape: Sequence[int]) -> str | None:
     axes = AXES[kind]
     if len(shape) == len(axes) and min(shape) >= 1:
         return None
-    return f"input_shape is {list(shape)}; for {kind} it must be [{', '.join(axes)}], each at least 1"
+    return f"input_shape: {list(shape)} must be [{', '.join(axes)}] for {kind}, each at least 1"
 
 
 def inputs_fault(kind: Kind, shape: Sequence[int], normalization: Normalization) -> str | None:
@@ -356,11 +356,11 @@ def inputs_fault(kind: Kind, shape: Sequence[int], normalization: Normalization)
     mean, std = normalization.mean, normalization.std
     needed = 0 if kind == "tokens" else shape[0]
     if not len(mean) == len(std) == needed:
-        return f"normalization has {len(mean)} means and {len(std)} deviations; {kind} need {needed} of each"
+        return f"normalization: {len(mean)} means and {len(std)} deviations; {kind} need {needed} of each"
     if not all(map(math.isfinite, mean)):
-        return f"normalization.mean is {list(mean)}; the numbers must be finite"
+        return f"normalization: mean is {list(mean)}; the numbers must be finite"
     if not all(0 < each < math.inf for each in std):
-        return f"normalization.std is {list(std)}; the numbers must be finite and above 0"
+        return f"normalization: std is {list(std)}; the numbers must be finite and above 0"
     return None
 
 
