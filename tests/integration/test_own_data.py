@@ -185,7 +185,7 @@ def test_what_cannot_be_served_or_run_is_refused(packed: Path, experiment: Path,
     (tmp_path / "other.yaml").write_text(other)
     found, _, said = fedloom("run", tmp_path / "other.yaml", *data, "--out", tmp_path / "run")
     assert found == 3
-    assert tells(said, "s0", "classes", "hid, hId", "data.own.classes", "hId, hid", "fedloom data pack")
+    assert tells(said, "s0", "classes", "hid, hId", "data.own", "hId, hid", "fedloom data pack")
     assert not (tmp_path / "run").exists()
 
 

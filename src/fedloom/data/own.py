@@ -277,7 +277,7 @@ def check_same_data(folder: Path, card: ClientCard, needed: Any, where: str) -> 
     for what in ("kind", "input_shape", "classes"):
         found, wanted = getattr(card, what), getattr(needed, what)
         if not is_same(found, wanted):
-            raise DataError(f"{folder}: {what} is {_shown(found)}; in {where} it is {_shown(wanted)}", hint=AGAIN)
+            raise DataError(f"{folder}: {what} is {_shown(found)}; {where} needs {_shown(wanted)}", hint=AGAIN)
 
 
 def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | None) -> None:
