@@ -68,10 +68,10 @@ MODELS = {"lr": {"name": "logistic"}, "cnn": {"name": "module", "factory": "task
 
 def clients_of(task: str) -> dict[str, dict[str, Any]]:
     """Return the clients' examples by name: a multiple of ten to train on, and one more, which FedLoom holds out."""
-    from fedloom.data.sources import find, load
+    from fedloom.data.datasets import find_dataset, load_dataset
 
     random = np.random.default_rng(1)
-    official = load(find("mnist" if task == "lr-mnist" else "cifar10"))
+    official = load_dataset(find_dataset("mnist" if task == "lr-mnist" else "cifar10"))
     train, test = official.train, official.test
     if task == "cnn-cifar10":  # trains on all 50,000; held-out examples come from the test images
         order, other = random.permutation(50_000), random.permutation(10_000)

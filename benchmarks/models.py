@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedloom.data import sources
+from fedloom.data import datasets
 from fedloom.models.flat import FlatModel, FlatNetwork
 from fedloom.models.registry import MODELS, CNNSettings, Kind, ResNet20Settings, VGGSettings
 
@@ -124,7 +124,7 @@ def he(layout_entries: tuple[tuple[str, tuple[int, ...]], ...], generator: torch
 
 def start(steps: int, lr: float) -> None:
     """Print mean training losses of the first steps."""
-    official = sources.load(sources.find("fashion-mnist"), None)
+    official = datasets.load_dataset(datasets.find_dataset("fashion-mnist"), None)
     x = torch.tensor(official.train.inputs).float() / 255
     x, y = (x - x.mean()) / x.std(), torch.tensor(official.train.labels)
     for choice in (ResNet20Settings(), CNNSettings(), VGGSettings()):

@@ -37,8 +37,8 @@ import yaml
 from numpy.typing import NDArray
 from pages_open_federation import FOUND, of_one
 
-from fedloom.data import sources
-from fedloom.data.sources import RawDataset
+from fedloom.data import datasets
+from fedloom.data.datasets import RawDataset
 from fedloom.runs.folder import RunFolder
 from fedloom.trust.certificates import make_ca, make_certificate
 
@@ -258,8 +258,8 @@ class Demonstration:
         about = FEDERATIONS[self.name]
         (self.folder / "logs").mkdir(parents=True)
         self.fedloom("data", "fetch", about.source)
-        source = sources.find(about.source)
-        official = sources.load(source)
+        source = datasets.find_dataset(about.source)
+        official = datasets.load_dataset(source)
         self.experiment.write_text(yaml.safe_dump(experiment_of(self.name, source.class_names, self.rounds)))
         for member, ((x, y), form) in enumerate(zip(owners(official), about.formats, strict=True)):
             given = write_source(self.folder / "sources" / self.of(member), form, x, y, source.class_names)

@@ -18,9 +18,9 @@ import tiny_data
 import typer.main
 from s3_support import S3Server, serving, weed
 
-from fedloom.data import sources
+from fedloom.data import datasets
+from fedloom.data.datasets.base import Dataset
 from fedloom.data.folders import data_root
-from fedloom.data.sources.base import Source
 from fedloom.errors import DataError
 from fedloom.storage import Store, open_store
 
@@ -87,7 +87,7 @@ def fashion_mnist_root() -> Path:
     """A data root ($FEDLOOM_DATA or ~/.cache/fedloom) in which Fashion-MNIST is; skips where it cannot be had."""
     root = data_root()
     try:
-        sources.fetch(sources.find("fashion-mnist"), root)
+        datasets.fetch_dataset(datasets.find_dataset("fashion-mnist"), root)
     except DataError as error:
         pytest.skip(f"Fashion-MNIST cannot be had here: {error}")
     return root
@@ -100,14 +100,14 @@ def tiny_files() -> dict[str, bytes]:
 
 
 @pytest.fixture
-def tiny_source(tiny_files: dict[str, bytes]) -> Callable[..., Source]:
-    """Make a source of the tiny files with these fetchers."""
+def tiny_source(tiny_files: dict[str, bytes]) -> Callable[..., Dataset]:
+    """Make a source of the tiny files with these locations."""
     return partial(tiny_data.source, tiny_files)
 
 
 @pytest.fixture
 def tiny_root(
-    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> Path:
     """A data root in which the registered source ``tiny`` is on disk."""
     folder = tmp_path / "given"
@@ -115,8 +115,8 @@ def tiny_root(
     for name, content in tiny_files.items():
         (folder / f"{name}.gz").write_bytes(gzip.compress(content))
     source = tiny_source()
-    monkeypatch.setitem(sources.SOURCES, "tiny", source)
-    sources.fetch(source, tmp_path / "root", copy_from=folder)
+    monkeypatch.setitem(datasets.DATASETS, "tiny", source)
+    datasets.fetch_dataset(source, tmp_path / "root", copy_from=folder)
     return tmp_path / "root"
 
 

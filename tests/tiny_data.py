@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedloom.data.sources.base import Fetcher, Source, SourceFile
-from fedloom.data.sources.mnist import read
+from fedloom.data.datasets.base import DataFile, Dataset
+from fedloom.data.datasets.mnist import read_mnist
 
 
 def files() -> dict[str, bytes]:
@@ -23,19 +23,19 @@ def files() -> dict[str, bytes]:
     return made
 
 
-def source(contents: Mapping[str, bytes], *fetchers: Fetcher) -> Source:
-    """The source ``tiny`` of files with these contents, got by these fetchers."""
-    return Source(
+def source(contents: Mapping[str, bytes], *locations: str) -> Dataset:
+    """The source ``tiny`` of files with these contents, at these locations."""
+    return Dataset(
         name="tiny",
         title="Tiny",
         class_names=("a", "b", "c", "d", "e"),
         input_shape=(1, 6, 6),
         licence="none",
         files=tuple(
-            SourceFile(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
+            DataFile(name, len(content), hashlib.sha256(content).hexdigest()) for name, content in contents.items()
         ),
-        fetchers=fetchers,
-        read=read,
+        locations=locations,
+        read=read_mnist,
     )
 
 

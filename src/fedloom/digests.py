@@ -36,7 +36,7 @@ class Damaged(ValueError):
     """Content that does not match its digest."""
 
 
-def digest_of(*parts: bytes) -> str:
+def short_digest(*parts: bytes) -> str:
     """Return the digest of the concatenated parts: the first 64 bits of their SHA-256, in hex."""
     digest = hashlib.sha256()
     for part in parts:
@@ -49,7 +49,7 @@ def digest_of(*parts: bytes) -> str:
 
 def beginning(kind: str) -> str:
     """Return the digest that precedes the first line of a file of this kind."""
-    return digest_of(f"fedloom {VERSION} {kind}".encode())
+    return short_digest(f"fedloom {VERSION} {kind}".encode())
 
 
 def line_of(value: Mapping[str, Any], before: str) -> bytes:
@@ -58,7 +58,7 @@ def line_of(value: Mapping[str, Any], before: str) -> bytes:
     The line is ASCII, so nothing in it can be mistaken for a line end.
     """
     body = json.dumps(value, allow_nan=False).encode()[:-1] + (b", " if value else b"")
-    return b'%s"digest": "%s"}\n' % (body, digest_of(before.encode(), body).encode())
+    return b'%s"digest": "%s"}\n' % (body, short_digest(before.encode(), body).encode())
 
 
 def said_by(line: bytes) -> str | None:
@@ -70,15 +70,12 @@ def said_by(line: bytes) -> str | None:
 def check_line(line: bytes, before: str) -> str:
     """Check a complete line against its content and its predecessor, and return its digest.
 
-    Raises
-    ------
-    Damaged
-        If the line has no digest, or a wrong one.
+    Raise Damaged if the line has no digest, or a wrong one.
     """
     said = said_by(line)
     if said is None:
         raise Damaged("it has no digest: it was damaged, or written by another version of FedLoom")
-    if digest_of(before.encode(), line[:-TAIL]) != said:
+    if short_digest(before.encode(), line[:-TAIL]) != said:
         raise Damaged("its digest is not that of its content after the line before: one of them was changed or lost")
     return said
 
@@ -86,7 +83,7 @@ def check_line(line: bytes, before: str) -> str:
 # --- whole files ------------------------------------------------------------------------------------------------------
 
 
-def sealed(name: str, text: str) -> str:
+def with_digest(name: str, text: str) -> str:
     """Return the content of a file of this name with its digest, if its format has a place for one.
 
     Parameters
@@ -95,23 +92,20 @@ def sealed(name: str, text: str) -> str:
         A JSON object if the name ends in ``.json``, YAML if in ``.yaml``. Any other text is returned unchanged.
     """
     if name.endswith(".yaml"):
-        return _COMMENT.format(digest_of(text.encode())) + text
+        return _COMMENT.format(short_digest(text.encode())) + text
     if not name.endswith(".json"):
         return text
     body = text.rstrip().removesuffix("}").rstrip()
     body += "\n  " if body == "{" else ",\n  "
-    return f'{body}"digest": "{digest_of(body.encode())}"\n}}\n'
+    return f'{body}"digest": "{short_digest(body.encode())}"\n}}\n'
 
 
-def unsealed(name: str, content: bytes) -> bytes:
+def without_digest(name: str, content: bytes) -> bytes:
     """Check the digest of a file's content and return the content without it.
 
     YAML whose first line is not a comment has been edited, and is returned unchanged.
 
-    Raises
-    ------
-    Damaged
-        If the content is not what was written.
+    Raise Damaged if the content is not what was written.
     """
     if name.endswith(".yaml"):
         return _without_comment(content)
@@ -121,30 +115,27 @@ def unsealed(name: str, content: bytes) -> bytes:
     if found is None:
         raise Damaged("it has no digest: it was damaged, or written by another version of FedLoom")
     body = content[: found.start()]
-    if digest_of(body) != found[1].decode():
+    if short_digest(body) != found[1].decode():
         raise Damaged("its digest is not that of its content")
     return body.rstrip().removesuffix(b",") + b"\n}\n"
 
 
-def sealed_compact(text: str) -> str:
+def with_compact_digest(text: str) -> str:
     """Return a nonempty JSON object without spaces, with its digest as the last key."""
     body = text.removesuffix("}")
-    return f'{body},"digest":"{digest_of(body.encode())}"}}'
+    return f'{body},"digest":"{short_digest(body.encode())}"}}'
 
 
-def unsealed_compact(content: bytes) -> bytes:
+def without_compact_digest(content: bytes) -> bytes:
     """Check the digest of such an object and return the object without it.
 
-    Raises
-    ------
-    Damaged
-        If the content is not what was written.
+    Raise Damaged if the content is not what was written.
     """
     found = _OF_COMPACT.search(content)
     if found is None:
         raise Damaged("it has no digest")
     body = content[: found.start()]
-    if digest_of(body) != found[1].decode():
+    if short_digest(body) != found[1].decode():
         raise Damaged("its digest is not that of its content")
     return body + b"}"
 
@@ -156,6 +147,6 @@ def _without_comment(content: bytes) -> bytes:
     found = _OF_YAML.fullmatch((first + end).decode(errors="replace"))
     if found is None:
         raise Damaged("its first line is a comment, but not the one with the digest")
-    if digest_of(rest) != found[1]:
+    if short_digest(rest) != found[1]:
         raise Damaged("its digest is not that of the lines below it (remove the first line if you have edited them)")
     return rest

@@ -21,12 +21,15 @@ from test_federation_on_cluster import assert_equals_reference
 
 from fedloom.cluster.api import Api
 from fedloom.cluster.tunnel import Tunnel
+from fedloom.data.datasets import find_dataset
+from fedloom.data.datasets.vowel import read_vowel
 from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.sources.vowel import CLASS_NAMES, read
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.tokens import add_token
+
+CLASS_NAMES = find_dataset("vowel").class_names
 
 pytestmark = [
     pytest.mark.cluster,
@@ -126,7 +129,7 @@ def test_a_release_lives_through_what_happens_to_it(place: Place, case: Case, tm
 def packed(folder: Path) -> list[Path]:
     """Speakers of the vowels, each packed as a member of its own."""
     fixture = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
-    official = read({"Vowel.rda": fixture.read_bytes()})
+    official = read_vowel({"Vowel.rda": fixture.read_bytes()})
     pools = (official.train, official.test)
     x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
     kind = Request(Own(kind="features", input_shape=(9,), classes=CLASS_NAMES))

@@ -17,7 +17,7 @@ import s3_support
 
 from faults.all import FAULTS, prepare, try_named
 from faults.table import Fault, Tally, Tried, keep, summary, write
-from fedloom.data import sources
+from fedloom.data import datasets
 from fedloom.data.folders import data_root
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     given = parser.parse_args()
     tallies = {fault: Tally() for fault in chosen(given.kinds)}
     begun = dict.fromkeys(tallies, 0)
-    sources.fetch(sources.find("fashion-mnist"), data_root())
+    datasets.fetch_dataset(datasets.find_dataset("fashion-mnist"), data_root())
     command = f"make faults MINUTES={given.minutes:g}"
     command += f" KINDS={shlex.quote(given.kinds)}" * bool(given.kinds) + f" SEED={given.seed} JOBS={given.jobs}"
     command += f" TRIES={given.tries}" * bool(given.tries)

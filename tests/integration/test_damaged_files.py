@@ -21,7 +21,7 @@ import tiny_data
 import yaml
 
 from fedloom.cli.main import main
-from fedloom.data import sources
+from fedloom.data import datasets
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("damaged")]
 
@@ -142,9 +142,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, content in files.items():
         (folder / "given" / f"{name}.gz").write_bytes(gzip.compress(content))
     with pytest.MonkeyPatch.context() as known:
-        known.setitem(sources.SOURCES, "tiny", source)
+        known.setitem(datasets.DATASETS, "tiny", source)
         known.setenv("FEDLOOM_DATA", str(folder / "root"))
-        sources.fetch(source, folder / "root", copy_from=folder / "given")
+        datasets.fetch_dataset(source, folder / "root", copy_from=folder / "given")
         tree = {
             "name": "tiny",
             "seed": 1,

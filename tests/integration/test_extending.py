@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.data.sources.vowel import VOWEL
+from fedloom.data.datasets.vowel import read_vowel
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "docs" / "examples"
@@ -45,7 +45,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def people(tmp_path: Path) -> Path:
     """Real measurements of people in the example's own format: Vowel's."""
-    pools = VOWEL.read({"Vowel.rda": (REPOSITORY / "tests" / "fixtures" / "Vowel.rda").read_bytes()})
+    pools = read_vowel({"Vowel.rda": (REPOSITORY / "tests" / "fixtures" / "Vowel.rda").read_bytes()})
     folder = tmp_path / "brought"
     folder.mkdir()
     with (folder / "people.csv").open("w", newline="") as file:
@@ -95,17 +95,17 @@ def test_a_faulty_file_of_the_example_is_refused(environment: dict[str, str], pe
     (people / "people.csv").write_text(text)
     refused = fedloom(environment, "data", "fetch", "people", "--from", people, "--root", tmp_path / "data")
     assert refused.returncode == 3
-    assert re.search(r"people.csv, line \d+: .*umlaut.*allowed: vowel-0", refused.stderr)
+    assert re.search(r"people.csv, line \d+: .*umlaut.*vowel-0", refused.stderr)
     assert not (tmp_path / "data" / "datasets" / "people").exists()
 
 
 def test_a_package_that_cannot_be_loaded_is_named(environment: dict[str, str], tmp_path: Path) -> None:
     points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
-    points.write_text("[fedloom.sources]\nbroken = fedloom_extras.nowhere:THING\n")
+    points.write_text("[fedloom.datasets]\nbroken = fedloom_extras.nowhere:THING\n")
     refused = fedloom(environment, "data", "fetch", "people")
     assert refused.returncode == 2
     assert (
-        "fedloom.sources: broken = fedloom_extras.nowhere:THING (package fedloom-extras) cannot be loaded"
+        "fedloom.datasets: broken = fedloom_extras.nowhere:THING (package fedloom-extras) cannot be loaded"
         in refused.stderr
     )
     points.write_text("[fedloom.models]\nwrong = fedloom_extras.fedsgd:FEDSGD\n")

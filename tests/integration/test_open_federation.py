@@ -25,11 +25,12 @@ from s3_support import S3Server
 from transport_support import Hostile
 
 from fedloom.algorithms.base import find
+from fedloom.data.datasets import find_dataset
+from fedloom.data.datasets.vowel import read_vowel
 from fedloom.data.manifest import Normalization
 from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.sources.vowel import CLASS_NAMES, read
 from fedloom.experiment import OwnData, load
 from fedloom.federation.releases import count_releases
 from fedloom.runner.open_federation import open_manifest
@@ -41,6 +42,8 @@ from fedloom.runs.journal import DONE, EVALUATED, Attempt, Replay
 from fedloom.storage import open_store
 from fedloom.theory.privacy import gaussian_epsilon
 from fedloom.transport.wire import federation_pb2 as wire
+
+CLASS_NAMES = find_dataset("vowel").class_names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 GIVEN = f"{{mean: {[0.0] * 9}, std: {[1.0] * 9}}}"
@@ -62,7 +65,7 @@ runtime: {{workers: 0}}
 def members(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six speakers, packed: ``s0`` to ``s5``."""
     root = tmp_path_factory.mktemp("members")
-    official = read({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
+    official = read_vowel({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
     pools = (official.train, official.test)
     x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
     for speaker in range(6):

@@ -13,13 +13,16 @@ from facts import tells
 from run_processes import final
 
 import fedloom as python
-from fedloom.data.sources.vowel import CLASS_NAMES, FEATURES, read
+from fedloom.data.datasets import find_dataset
+from fedloom.data.datasets.vowel import FEATURES, read_vowel
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, from_shared_json, load, loads
 from fedloom.runner import trained
 from fedloom.runner.client_models import personalize
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
+
+CLASS_NAMES = find_dataset("vowel").class_names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -51,7 +54,7 @@ def experiment(tmp_path: Path) -> Path:
 @pytest.fixture
 def packed(tmp_path: Path, experiment: Path, fedloom: Run) -> Path:
     """Five speakers, each packed from a CSV file of its own."""
-    official = read({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
+    official = read_vowel({"Vowel.rda": (FIXTURES / "Vowel.rda").read_bytes()})
     pools = (official.train, official.test)
     x, y, owners = (np.concatenate([getattr(pool, name) for pool in pools]) for name in ("inputs", "labels", "owners"))
     for speaker in range(5):
@@ -182,7 +185,7 @@ def test_what_cannot_be_served_or_run_is_refused(packed: Path, experiment: Path,
     (tmp_path / "other.yaml").write_text(other)
     found, _, said = fedloom("run", tmp_path / "other.yaml", *data, "--out", tmp_path / "run")
     assert found == 3
-    assert tells(said, "s0", "classes", "hid, hId", "data.own.classes", "hId, hid", "fedloom data pack")
+    assert tells(said, "s0", "classes", "hid, hId", "data.own", "hId, hid", "fedloom data pack")
     assert not (tmp_path / "run").exists()
 
 
@@ -214,7 +217,7 @@ def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(exper
         ("data.own.kind=pixels", ("data.own.input_shape", "[9]", "[channels, height, width]")),
         ("data.own.input_shape=[0]", ("data.own.input_shape", "[0]", "at least 1")),
         ("data.own.classes=[]", ("data.own.classes", "at least one")),
-        ("data.own.classes=[a, b, a]", ("data.own.classes", "'a' twice")),
+        ("data.own.classes=[a, b, a]", ("data.own.classes", "'a'", "twice")),
         ("data.own.classes=[1, 2]", ("data.own.classes", "found 1", "text")),
         ("data.own.clases=[a]", ("data.own.clases", "unknown key", "classes")),
         ("data.own.features=[a]", ("data.own.features", "9 different names")),

@@ -18,8 +18,8 @@ import pytest
 from numpy.typing import NDArray
 
 from fedloom.data.assignment import PartitionSettings, assign_examples
+from fedloom.data.datasets import Pool, RawDataset
 from fedloom.data.schemes import ClassesScheme, DirichletScheme, MixScheme
-from fedloom.data.sources import Pool, RawDataset
 
 partitioners = pytest.importorskip("flwr_datasets.partitioner", reason="flwr-datasets is not installed")
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedloom.data import sources
+from fedloom.data import datasets
+from fedloom.data.datasets import RawDataset
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.folders import data_root
 from fedloom.data.overlap import apart_by_reserve, overlap
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.data.reserve import Reserve
 from fedloom.data.schemes import ClassesScheme, DirichletScheme
-from fedloom.data.sources import RawDataset
 from fedloom.errors import DataError
 
 pytestmark = pytest.mark.data
@@ -37,7 +37,7 @@ def root(fashion_mnist_root: Path, tmp_path: Path) -> Path:
 
 
 def test_the_published_numbers(root: Path) -> None:
-    official = sources.load(sources.find("fashion-mnist"), root)
+    official = datasets.load_dataset(datasets.find_dataset("fashion-mnist"), root)
     assert official.train.inputs.shape == (60000, 1, 28, 28)
     assert np.bincount(official.train.labels).tolist() == [6000] * 10
     assert np.bincount(official.test.labels).tolist() == [1000] * 10
@@ -47,12 +47,12 @@ def test_the_published_numbers(root: Path) -> None:
 
 def had(name: str, root: Path | None = None, copy_from: Path | None = None) -> RawDataset:
     """A real data set, in the data root of this machine; skips where it cannot be had."""
-    source = sources.find(name)
+    source = datasets.find_dataset(name)
     try:
-        sources.fetch(source, root, copy_from=copy_from)
+        datasets.fetch_dataset(source, root, copy_from=copy_from)
     except DataError as error:
         pytest.skip(f"{source.title} cannot be had here: {error}")
-    return sources.load(source, root)
+    return datasets.load_dataset(source, root)
 
 
 def test_mnist() -> None:
@@ -63,10 +63,10 @@ def test_mnist() -> None:
 
 
 def test_cifar10_where_it_is_already() -> None:
-    source = sources.find("cifar10")
+    source = datasets.find_dataset("cifar10")
     if not source.folder(data_root()).exists():
         pytest.skip("CIFAR-10 is not here, and too large to fetch in a test (139 MB): fedloom data fetch cifar10")
-    official = sources.load(source)
+    official = datasets.load_dataset(source)
     pixels = official.train.inputs
     assert pixels.shape == (50000, 3, 32, 32)
     assert np.bincount(official.train.labels).tolist() == [5000] * 10
@@ -101,7 +101,7 @@ def test_shakespeares_roles_in_time_and_memory() -> None:
     assert len(names) == 1093
     assert len({name.split("/")[0] for name in names}) == 37
     owner = names.index("romeo_and_juliet/JULIET")
-    letters = sources.find("shakespeare").class_names
+    letters = datasets.find_dataset("shakespeare").class_names
     mine = official.train.inputs[official.train.owners == owner]
     first = "".join(letters[c] for c in mine[0])
     assert first == "How now, who calls? Madam, I am here. What is your will? And stint thou too, I p"
@@ -118,7 +118,7 @@ def test_vowel_in_its_package_is_the_fixture(tmp_path: Path) -> None:
 
 
 def test_the_protocol_of_the_papers(root: Path) -> None:
-    folder = partition(
+    folder = partition_dataset(
         "fashion-mnist",
         ClassesScheme(clients=100, classes_per_client=2),
         seed=1,
@@ -140,7 +140,7 @@ def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Pat
     def made(seed: int, reserve: Reserve | None, clients: int) -> FederatedDataset:
         scheme = ClassesScheme(clients=clients, classes_per_client=2, reserve=reserve)
         how = {"held_out_fraction": 0.1, "validation_fraction": 1 / 6}
-        return FederatedDataset.open(partition("fashion-mnist", scheme, seed=seed, root=root, **how))
+        return FederatedDataset.open(partition_dataset("fashion-mnist", scheme, seed=seed, root=root, **how))
 
     kept = Reserve(count=600)
     plain, trained = made(1, None, 100), made(1, kept, 100)
@@ -158,7 +158,7 @@ def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Pat
 
 def test_a_thousand_clients_are_dealt_in_seconds(root: Path) -> None:
     start = time.monotonic()
-    folder = partition(
+    folder = partition_dataset(
         "fashion-mnist",
         DirichletScheme(clients=1000, alpha=0.1),
         seed=1,
@@ -173,10 +173,10 @@ def test_a_thousand_clients_are_dealt_in_seconds(root: Path) -> None:
 
 PARTITION = """
 import sys
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import IidScheme
 fractions = {"held_out_fraction": 0.1, "validation_fraction": 0.1}
-print(partition("fashion-mnist", IidScheme(clients=20), seed=3, root=sys.argv[1], **fractions))
+print(partition_dataset("fashion-mnist", IidScheme(clients=20), seed=3, root=sys.argv[1], **fractions))
 assert "torch" not in sys.modules
 """
 

@@ -91,7 +91,7 @@ def test_another_partition_is_refused(small_run: tuple[Path, Path], copy: Path) 
     document = json.loads((copy / "partition.json").read_text())
     document["clients"][0]["sha256"] = "0" * 64
     del document["digest"]
-    RunFolder(copy).write("partition.json", digests.sealed_compact(json.dumps(document)))
+    RunFolder(copy).write("partition.json", digests.with_compact_digest(json.dumps(document)))
     said = refused(DataError, ExitCode.DATA, small_run[0], out=copy, resume=True)
     assert "begun with partition" in said
 

@@ -89,7 +89,7 @@ def test_another_partition_that_is_published_there_touches_nothing(
     document = json.loads((mine / "partition.json").read_text())
     document["clients"][0]["sha256"] = "0" * 64
     del document["digest"]
-    RunFolder(mine).write("partition.json", digests.sealed_compact(json.dumps(document)))
+    RunFolder(mine).write("partition.json", digests.with_compact_digest(json.dumps(document)))
     before = files(mine)
     with pytest.raises(DataError, match="begun with partition"):
         command(experiment("fedavg"), out=mine, publish=f"{bucket}/other", resume=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from run_processes import WAIT_S, ended, fedloom, started
 
-from fedloom.data import sources
+from fedloom.data import datasets
 from fedloom.data.folders import data_root
 from fedloom.errors import DataError
 
@@ -100,7 +100,7 @@ def test_the_tutorial(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_the_first_experiment(tmp_path: Path) -> None:
     try:
-        sources.fetch(sources.find("vowel"), data_root())
+        datasets.fetch_dataset(datasets.find_dataset("vowel"), data_root())
     except DataError as error:
         pytest.skip(f"the vowels cannot be had here: {error}")
     with contextlib.ExitStack() as processes:

@@ -249,6 +249,6 @@ def put(path: Path, text: str) -> None:
         run.write_json(path.name, {key: value for key, value in json.loads(text).items() if key != "digest"})
     elif path.name == "partition.json":
         value = {key: value for key, value in json.loads(text).items() if key != "digest"}
-        run.write(path.name, digests.sealed_compact(json.dumps(value, sort_keys=True, separators=(",", ":"))))
+        run.write(path.name, digests.with_compact_digest(json.dumps(value, sort_keys=True, separators=(",", ":"))))
     else:
         run.write(path.name, text)

@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom.cli.main import app
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
-from fedloom.data.copies import equal_inputs, leading, near
+from fedloom.data.copies import choose_about, equal_inputs, leading
+from fedloom.data.datasets import Pool, RawDataset
+from fedloom.data.datasets.base import Owners
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest
 from fedloom.data.reserve import Reserve
@@ -35,8 +37,6 @@ from fedloom.data.schemes import (
     NaturalScheme,
     Scheme,
 )
-from fedloom.data.sources import Pool, RawDataset
-from fedloom.data.sources.base import Owners
 from fedloom.errors import DataError, ExperimentError
 
 SPLITS = ("train", "validation", "test")
@@ -152,14 +152,16 @@ def test_what_is_kept_back_has_no_input_of_the_rest(scheme: Scheme) -> None:
 def test_groups_are_chosen_whole_and_near_to_the_target(sizes: list[int], target: int, more: int) -> None:
     whole = np.array(sizes)
     target = min(target, int(whole.sum()))
-    chosen = near(whole, target)
+    chosen = choose_about(whole, target)
     if len(sizes) > 1 and 0 < target < whole.sum():
         assert chosen.any()
         assert not chosen.all()
     assert abs(int(whole[chosen].sum()) - target) <= max(sizes) + (target if len(sizes) == 1 else 0)
     singles = np.ones(len(sizes), dtype=np.int64)
     few = min(target, len(sizes))
-    assert near(singles, few).tolist() == leading(singles, few).tolist() == (np.arange(len(sizes)) < few).tolist()
+    assert (
+        choose_about(singles, few).tolist() == leading(singles, few).tolist() == (np.arange(len(sizes)) < few).tolist()
+    )
     assert not (leading(whole, target) & ~leading(whole, target + more)).any()
 
 

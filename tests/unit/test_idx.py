@@ -15,13 +15,13 @@ GOOD = struct.pack(">BBBB3I", 0, 0, 8, 3, 2, 3, 4) + bytes(range(24))
 
 
 def test_reads_shape_and_bytes_in_order() -> None:
-    images = idx.parse(GOOD, "images", 3)
+    images = idx.parse_bytes(GOOD, "images", 3)
     assert images.dtype == np.uint8
     assert np.array_equal(images, np.arange(24, dtype=np.uint8).reshape(2, 3, 4))
 
 
 def test_an_empty_set_is_an_array_without_rows() -> None:
-    assert idx.parse(struct.pack(">BBBB1I", 0, 0, 8, 1, 0), "labels", 1).shape == (0,)
+    assert idx.parse_bytes(struct.pack(">BBBB1I", 0, 0, 8, 1, 0), "labels", 1).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_an_empty_set_is_an_array_without_rows() -> None:
 )
 def test_what_is_wrong_is_named(content: bytes, words: list[str]) -> None:
     with pytest.raises(DataError) as error:
-        idx.parse(content, "train-images", 3)
+        idx.parse_bytes(content, "train-images", 3)
     assert error.value.exit_code == ExitCode.DATA
     assert "train-images" in str(error.value)
     for word in words:
@@ -52,7 +52,7 @@ def test_what_is_wrong_is_named(content: bytes, words: list[str]) -> None:
 @given(st.binary(max_size=64))
 def test_any_bytes_are_read_or_refused(content: bytes) -> None:
     try:
-        array = idx.parse(content, "file", 1)
+        array = idx.parse_bytes(content, "file", 1)
     except DataError:
         return
     assert 8 + len(array) == len(content)

@@ -94,7 +94,7 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
         ([(X, Y)], None, ("list", "dict")),
         ({"a": X}, None, ("client a", "ndarray", "(x, y)")),
         ({"a": (X, Y[:5])}, None, ("client a: y", "[5]", "[6]")),
-        ({"a": (X, Y), "b": (X[:, :2], Y)}, None, ("client b: x", "[2]", "[3]")),
+        ({"a": (X, Y), "b": (X[:, :2], Y)}, None, ("client b: x", "[6, 2]", "[n, 3]")),
         ({"a": (X, Y)}, ("p", "q"), ("unknown label", "0 to 1", "2 places", "client a: y[2]: 2")),
         ({"a": (X, Y - 1)}, ("p", "q", "r"), ("unknown label", "0 to 2", "2 places", "client a: y[0]: -1")),
         (

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from fedloom.data import datasets
 from fedloom.data import partition as partitioning
-from fedloom.data import sources
 from fedloom.data.apportion import largest_remainders, partition_classes, quotas, stratified
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.datasets import Pool, RawDataset
 from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import Normalization
 from fedloom.data.partition import measure_normalization
@@ -32,7 +33,6 @@ from fedloom.data.schemes import (
     Scheme,
     unseen_count,
 )
-from fedloom.data.sources import Pool, RawDataset
 from fedloom.errors import ExitCode, ExperimentError
 
 SPLITS = ("train", "validation", "test")
@@ -446,12 +446,12 @@ def test_a_keyed_generator_is_the_same_everywhere() -> None:
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [
-        (ClassesScheme(clients=4, classes_per_client=11), ["classes_per_client", "found 11", "1 to 10"]),
+        (ClassesScheme(clients=4, classes_per_client=11), ["classes_per_client: 11", "10"]),
     ],
 )
 def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words: list[str]) -> None:
     with pytest.raises(ExperimentError) as error:
-        settings_of(scheme).check(sources.find("mnist"))
+        settings_of(scheme).check(datasets.find_dataset("mnist"))
     assert error.value.exit_code == ExitCode.EXPERIMENT
     assert all(word in str(error.value) for word in words)
 
@@ -459,16 +459,16 @@ def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words:
 @pytest.mark.parametrize(
     ("unseen", "validation", "key"),
     [
-        (1.0, 0.1, "data.held_out_fraction: found 1.0"),
-        (-0.1, 0.1, "data.held_out_fraction: found -0.1"),
-        (0.1, 0.0, "data.validation_fraction: found 0.0"),
-        (0.1, 1.0, "data.validation_fraction: found 1.0"),
-        (float("nan"), 0.1, "data.held_out_fraction: found nan"),
+        (1.0, 0.1, "data.held_out_fraction: 1.0"),
+        (-0.1, 0.1, "data.held_out_fraction: -0.1"),
+        (0.1, 0.0, "data.validation_fraction: 0.0"),
+        (0.1, 1.0, "data.validation_fraction: 1.0"),
+        (float("nan"), 0.1, "data.held_out_fraction: nan"),
     ],
 )
 def test_fractions_out_of_range_are_refused(unseen: float, validation: float, key: str) -> None:
     with pytest.raises(ExperimentError, match=key):
-        PartitionSettings(IidScheme(clients=2), 1, unseen, validation).check(sources.find("mnist"))
+        PartitionSettings(IidScheme(clients=2), 1, unseen, validation).check(datasets.find_dataset("mnist"))
 
 
 @pytest.mark.parametrize(
@@ -478,20 +478,20 @@ def test_fractions_out_of_range_are_refused(unseen: float, validation: float, ke
             [6, 6],
             [9, 9],
             IidScheme(clients=20),
-            ["data.partition.clients: found 20", "no train example", "fewer clients"],
+            ["data.partition.clients: of 20", "no train example", "fewer clients"],
         ),
         (
             [60, 60],
             [90, 90],
             IidScheme(clients=30),
-            ["data.partition.clients: found 30", "no validation example", "validation_fraction"],
+            ["data.partition.clients: of 30", "no validation example", "validation_fraction"],
         ),
         ([600, 600], [3, 3], IidScheme(clients=20), ["no test example", "the test pool has 6"]),
         (
             [90, 90],
             [90, 90],
             ClassesScheme(clients=2, classes_per_client=2, shares=(0.999, 0.001)),
-            ["classes_per_client: found 2", "less unequal shares"],
+            ["classes_per_client: with 2", "less unequal shares"],
         ),
     ],
 )
@@ -509,16 +509,16 @@ def test_clients_that_would_go_without_are_refused(
     [
         (
             {"scheme": "classes", "clients": 4, "classes_per_client": 2, "shares": [1.0]},
-            ["found 1 numbers", "2 classes"],
+            ["1 numbers", "2 classes"],
         ),
         (
             {"scheme": "classes", "clients": 4, "classes_per_client": 2, "shares": [0.5, 0.6]},
-            ["sum to 1.1", "sum of 1"],
+            ["sum", "1.1", "must be 1"],
         ),
         ({"scheme": "classes", "clients": 4, "classes_per_client": 2, "shares": [1.5, -0.5]}, ["above 0"]),
         (
             {"scheme": "classes", "clients": 4, "classes_per_client": 3, "train_per_client": 2},
-            ["train_per_client: found 2"],
+            ["train_per_client: 2"],
         ),
         ({"scheme": "classes", "clients": 0, "classes_per_client": 2}, ["greater than or equal to 1"]),
         ({"scheme": "dirichlet", "clients": 4, "alpha": 0}, ["greater than or equal to 0.001"]),
@@ -537,5 +537,7 @@ def test_settings_that_contradict_themselves_are_refused(settings_: dict[str, ob
 
 
 def test_an_unknown_source_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ExperimentError, match="found 'imagenet'; allowed: fashion-mnist, mnist"):
-        sources.find("imagenet")
+    with pytest.raises(ExperimentError) as error:
+        datasets.find_dataset("imagenet")
+    assert (error.value.key, error.value.found) == ("data.dataset", "imagenet")
+    assert error.value.allowed == list(datasets.DATASETS)

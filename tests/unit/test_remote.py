@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fedloom.cli.main import app
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import shard_path
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.data.remote import Remote, publish
 from fedloom.data.schemes import ClassesScheme
 from fedloom.errors import DataError, ExperimentError, RefusedError, StorageError
@@ -28,7 +28,7 @@ from fedloom.storage.folder import FolderStore
 
 def dealt(root: Path, seed: int = 1) -> Path:
     scheme = ClassesScheme(clients=6, classes_per_client=2)
-    return partition("tiny", scheme, seed=seed, held_out_fraction=1 / 3, validation_fraction=0.25, root=root)
+    return partition_dataset("tiny", scheme, seed=seed, held_out_fraction=1 / 3, validation_fraction=0.25, root=root)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from fedloom.data.assignment import Assignment, PartitionSettings, assign_exampl
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest, read_manifest
 from fedloom.data.overlap import apart_by_reserve, overlap
-from fedloom.data.partition import find_partition, partition
+from fedloom.data.partition import find_partition, partition_dataset
 from fedloom.data.reserve import Reserve, reserved_classes
 from fedloom.data.schemes import Scheme
 from fedloom.errors import ExperimentError
@@ -96,8 +96,8 @@ def test_without_the_key_nothing_is_written_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reserve", "said"),
     [
-        ({}, r"exactly one of share and count: found share=None, count=None"),
-        ({"share": 0.1, "count": 3}, r"exactly one of share and count: found share=0.1, count=3"),
+        ({}, r"share or count, .*share is None, count is None"),
+        ({"share": 0.1, "count": 3}, r"share or count, .*share is 0.1, count is 3"),
         ({"share": 1.0}, r"less than 1"),
         ({"count": 0}, r"greater than or equal to 1"),
     ],
@@ -108,7 +108,7 @@ def test_a_reserve_that_says_no_size_is_refused(reserve: dict[str, Any], said: s
 
 
 def test_a_reserve_of_everything_is_refused() -> None:
-    with pytest.raises(ExperimentError, match=r"reserve\.count: found 40; there are 40 training examples of class 0"):
+    with pytest.raises(ExperimentError, match=r"reserve\.count: 40 .* 40 training examples of class 0"):
         dealt({"scheme": "iid", "clients": 4, "reserve": {"count": 40}}, 1)
 
 
@@ -122,7 +122,7 @@ def vowels(root: Path, seed: int, **keys: Any) -> FederatedDataset:
         data.mkdir(parents=True)
         shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
     scheme = scheme_of({"scheme": "natural", **keys})
-    folder = partition("vowel", scheme, seed=seed, held_out_fraction=0.2, validation_fraction=1 / 6, root=root)
+    folder = partition_dataset("vowel", scheme, seed=seed, held_out_fraction=0.2, validation_fraction=1 / 6, root=root)
     return FederatedDataset.open(folder)
 
 
@@ -141,7 +141,7 @@ def test_owners_are_kept_back_whole(tmp_path: Path) -> None:
     assert apart_by_reserve(trained[0].manifest, trained[1].manifest) is None
     larger = vowels(tmp_path, 3, reserve={"count": 6, "deal": True})
     assert apart_by_reserve(trained[0].manifest, larger.manifest) is None
-    with pytest.raises(ExperimentError, match=r"reserve\.count: found 15; there are 15 owners"):
+    with pytest.raises(ExperimentError, match=r"reserve\.count: 15 .* 15 owners"):
         vowels(tmp_path, 1, reserve={"count": 15})
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from fedloom.data import sources
+from fedloom.data import datasets
 from fedloom.data.apportion import partition_classes
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.datasets import Pool, RawDataset
 from fedloom.data.schemes import DominantScheme, FixedScheme, ImbalancedScheme, MixScheme, Scheme
-from fedloom.data.sources import Pool, RawDataset
 from fedloom.errors import ExperimentError
 
 SEEDS = st.integers(0, 2**63)
@@ -84,10 +84,8 @@ def test_rho_may_be_anything_from_even_to_one_class(rho: float, classes: int) ->
 
 @pytest.mark.parametrize("rho", [0.05, 0.0, -1.0])
 def test_a_class_that_would_not_dominate_is_refused(rho: float) -> None:
-    with pytest.raises(
-        ExperimentError, match=r"data\.partition\.rho: found .*; allowed: 0\.1 to 1, because below 1/10"
-    ):
-        DominantScheme(clients=4, rho=rho).check(sources.find("mnist").classes)
+    with pytest.raises(ExperimentError, match=r"data\.partition\.rho: .*1/10.* 0\.1 or more"):
+        DominantScheme(clients=4, rho=rho).check(datasets.find_dataset("mnist").classes)
 
 
 # imbalanced
@@ -175,16 +173,16 @@ def test_sizes_are_met_exactly_or_refused(
 @pytest.mark.parametrize(
     ("counts", "keys", "words"),
     [
-        (([60, 60], [30, 30]), {}, ["found 5000 (small_size 20)", "5,180 training examples, and there are 100"]),
+        (([60, 60], [30, 30]), {}, ["5000", "small_size 20", "5,180", "100"]),
         (
             ([300] * 4, [60] * 4),
             {"large_size": 600, "small_size": 10, "dominant_share": 0.7},
-            ["runs out", "would need 4", "of it, and there are 250", "more even mixes"],
+            ["needs", "needs 4", "there are 250", "more even mixes"],
         ),
         (
             ([300] * 4, [60] * 4),
             {"large_size": 600, "small_size": 10, "classes_per_client": 2},
-            ["runs out", "would need 3", "there are 250"],
+            ["needs", "needs 3", "there are 250"],
         ),
     ],
 )
@@ -192,7 +190,7 @@ def test_sizes_that_are_not_there_are_refused(
     counts: tuple[list[int], list[int]], keys: dict[str, Any], words: list[str]
 ) -> None:
     message = refusal(counts, ImbalancedScheme(clients=10, **keys))
-    for word in ["data.partition.large_size: found", "allowed: smaller", *words]:
+    for word in ["data.partition.large_size:", "smaller", *words]:
         assert word in message
 
 
@@ -260,7 +258,7 @@ def test_fixed_counts_are_met_exactly_or_refused(
     held = partition_classes(n, classes, k, seed)
     most = int(np.bincount(held.reshape(-1)).max())
     if most * (train + validation + test) > 80:
-        assert "runs out" in refusal(counts, scheme, seed=seed, validation=fraction)
+        assert "needs" in refusal(counts, scheme, seed=seed, validation=fraction)
         return
     dealt = deal(counts, scheme, seed, validation=fraction)
     for split, size in (("train", train), ("validation", validation), ("test", test)):
@@ -275,14 +273,13 @@ def test_fixed_counts_are_met_exactly_or_refused(
         # papers/003 asks for more than MNIST has of its scarcest class, once validation is put aside.
         (
             MNIST, 10, 900, 300,
-            ["class 5", "5 clients", "900 train", "150 validation", "300 test", "6,750", "6,313", "allowed: ",
-             "validation_from: train", "62"],
+            ["6,750", "class 5", "6,313", "5 clients", 900, 150, 300, "validation_from: train", "62"],
         ),
         (
             CIFAR10, 20, 450, 150,
-            ["10 clients", "6,750", "6,000", "allowed: ", "validation_from: train"],
+            ["6,750", "6,000", "10 clients", "validation_from: train"],
         ),
-        (CIFAR10, 20, 600, 150, ["8,500", "6,000", "allowed: "]),
+        (CIFAR10, 20, 600, 150, ["8,500", "6,000"]),
     ],
 )  # fmt: skip
 def test_a_class_that_runs_out_is_named(
@@ -290,19 +287,19 @@ def test_a_class_that_runs_out_is_named(
 ) -> None:
     scheme = FixedScheme(clients=clients, train_per_class=train, test_per_class=test, labels_per_client=5)
     message = refusal(counts, scheme)
-    assert tells(message, f"data.partition.train_per_class: found {train}", *words)
+    assert tells(message, f"data.partition.train_per_class: {train}", *words)
 
 
 def test_the_remedies_that_are_named_work() -> None:
     scheme = FixedScheme(clients=10, train_per_class=900, test_per_class=300, labels_per_client=5)
     dealt = deal(MNIST, scheme, validation=62 / 900)
     assert [len(hand) for hand in dealt.examples["validation"]] == [5 * 62] * 10
-    assert "found 900" in refusal(MNIST, scheme, validation=63 / 900)
+    assert "900" in refusal(MNIST, scheme, validation=63 / 900)
 
 
 def test_validation_leaves_something_to_train_on() -> None:
     scheme = FixedScheme(clients=2, train_per_class=1, test_per_class=1, labels_per_client=1, validation_from="train")
-    assert tells(refusal(CIFAR10, scheme), "train_per_class: found 1", "1 for validation")
+    assert tells(refusal(CIFAR10, scheme), "train_per_class: 1", "1 for validation")
 
 
 # settings
@@ -313,21 +310,21 @@ def test_validation_leaves_something_to_train_on() -> None:
     [
         (
             FixedScheme(clients=4, train_per_class=1, test_per_class=1, labels_per_client=11),
-            ["data.partition.labels_per_client: found 11; allowed: 1 to 10"],
+            ["data.partition.labels_per_client: 11"],
         ),
         (
             ImbalancedScheme(clients=4, classes_per_client=11),
-            ["data.partition.classes_per_client: found 11; allowed: 1 to 10"],
+            ["data.partition.classes_per_client: 11"],
         ),
         (
             ImbalancedScheme(clients=4, dominant_share=0.02),
-            ["data.partition.dominant_share: found 0.02; allowed: 0.1 to 1"],
+            ["data.partition.dominant_share: 0.02"],
         ),
     ],
 )
 def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words: list[str]) -> None:
     with pytest.raises(ExperimentError) as error:
-        PartitionSettings(scheme, 1, 0.1, 0.1).check(sources.find("mnist"))
+        PartitionSettings(scheme, 1, 0.1, 0.1).check(datasets.find_dataset("mnist"))
     for word in words:
         assert word in str(error.value)
 
@@ -337,15 +334,15 @@ def test_a_scheme_that_does_not_fit_the_source_is_refused(scheme: Scheme, words:
     [
         ({"scheme": "dominant", "clients": 4, "rho": 1.5}, ["less than or equal to 1"]),
         ({"scheme": "dominant", "clients": 4, "rho": float("nan")}, ["rho"]),
-        ({"scheme": "imbalanced", "clients": 4, "large_clients": 5}, ["large_clients: found 5", "at most clients (4)"]),
-        ({"scheme": "imbalanced", "clients": 4, "large_size": 10}, ["small_size: found 20", "large_size (10)"]),
+        ({"scheme": "imbalanced", "clients": 4, "large_clients": 5}, ["large_clients: 5", "clients (4)"]),
+        ({"scheme": "imbalanced", "clients": 4, "large_size": 10}, ["small_size: 20", "large_size (10)"]),
         (
             {"scheme": "imbalanced", "clients": 4, "dominant_share": 0.5, "classes_per_client": 2},
-            ["dominant_share: found 0.5 beside classes_per_client 2", "one of the two"],
+            ["dominant_share: 0.5 cannot be combined with classes_per_client 2", "one of the two"],
         ),
         (
             {"scheme": "imbalanced", "clients": 4, "classes_per_client": 4, "small_size": 3},
-            ["small_size: found 3", "at least classes_per_client (4)"],
+            ["small_size: 3", "classes_per_client (4)"],
         ),
         ({"scheme": "imbalanced", "clients": 4, "train_per_client": 3}, ["train_per_client", "not permitted"]),
         (

@@ -13,8 +13,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.datasets import Owners, Pool, RawDataset
 from fedloom.data.schemes import IidScheme, NaturalScheme
-from fedloom.data.sources import Owners, Pool, RawDataset
 from fedloom.errors import ExperimentError
 
 SPLITS = ("train", "validation", "test")
@@ -246,13 +246,13 @@ def test_which_owners_become_clients_is_drawn() -> None:
     [
         (
             NaturalScheme(clients=4, min_examples=20),
-            ["data.partition.clients: found 4; 2 of 5 owners qualify", "2 have fewer than 20 examples",
+            ["data.partition.clients: at 4, 2 of 5 owners qualify", "2 have fewer than 20 examples",
              "1 more would have no", "at most 2"],
         ),
         (
             NaturalScheme(min_examples=200),
-            ["data.partition.min_examples: found 200; 0 of 5 owners qualify", "5 have fewer than 200",
-             "allowed: a smaller min_examples"],
+            ["data.partition.min_examples: at 200, 0 of 5 owners qualify", "5 have fewer than 200",
+             "a smaller min_examples"],
         ),
     ],
 )  # fmt: skip
@@ -275,9 +275,7 @@ def test_text_too_short_for_the_gap_does_not_qualify() -> None:
 def test_data_without_owners_are_refused() -> None:
     bare = Pool(np.zeros((20, 1), dtype=np.float32), np.arange(20) % CLASSES)
     how = PartitionSettings(NaturalScheme(), 1, 0.1, 0.1)
-    with pytest.raises(
-        ExperimentError, match=r"data\.partition\.scheme: found natural, .* of bare are; allowed: classes,"
-    ):
+    with pytest.raises(ExperimentError, match=r"data\.partition\.scheme: natural .* of bare; .* classes,"):
         assign_examples(RawDataset(bare, bare), CLASSES, how, "bare")
 
 

@@ -429,20 +429,20 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        ({"x": torch.zeros(5, 8)}, r"x: found shape \[5, 8\]; allowed: \[n, 9\]"),
-        ({"x": torch.zeros(5, 9, dtype=torch.complex64)}, "x: .*complex64"),
+        ({"x": torch.zeros(5, 8)}, r"x .*\[5, 8\]; .*\[n, 9\]"),
+        ({"x": torch.zeros(5, 9, dtype=torch.complex64)}, "x.*complex64"),
         ({"x": torch.arange(45).reshape(5, 9) + 2**30}, r"x\[:, 0\]: "),
-        ({"x": torch.full((5, 9), float("nan"))}, "x: found nan"),
-        ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "found 10,000,000 examples; allowed: from 1 to 1,000,000"),
-        ({"x": torch.zeros(0, 9)}, "found 0 examples"),
+        ({"x": torch.full((5, 9), float("nan"))}, "x .* nan"),
+        ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "10,000,000 examples; .*1,000,000"),
+        ({"x": torch.zeros(0, 9)}, "x has 0 examples"),
         ({"x": "abc"}, "x: .*<U3"),
         ({"y": torch.full((5,), 11)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: 11"),
-        ({"y": torch.zeros(4)}, r"y: found shape \[4\]"),
+        ({"y": torch.zeros(4)}, r"y .*\[4\]"),
         ({"y": torch.full((5,), 0.7)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: '0.69"),
         ({"y": [[1], [2, 3]]}, "y: "),
         ({"y": ["had", "hid", "had", "umlaut", "hid"]}, r"y: 1 .*\n.*hid, hId.* y\[3\]: 'umlaut'"),
         ({"y": None}, "has no labels"),
-        ({"client": "a b"}, "client: found 'a b'"),
+        ({"client": "a b"}, "client 'a b'"),
         ({"checkpoint": 7}, "no checkpoint of round 7|found 7; allowed: 1"),
     ],
 )
@@ -462,10 +462,10 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
 @pytest.mark.parametrize(
     ("x", "said"),
     [
-        (torch.full((2, 1, 4, 4), 256), "x: found pixels from 256 to 256; allowed: from 0 to 255"),
-        (torch.full((2, 1, 4, 4), -1), "x: found pixels from -1 to -1; allowed: from 0 to 255"),
-        (torch.zeros(2, 1, 4, 4), "x: found torch.float32; allowed for pixels: whole numbers from 0 to 255"),
-        (torch.zeros(2, 4, 5, dtype=torch.uint8), "x: found shape [2, 1, 4, 5]; allowed: [n, 1, 4, 4]"),
+        (torch.full((2, 1, 4, 4), 256), "x has pixels from 256 to 256; they must be from 0 to 255"),
+        (torch.full((2, 1, 4, 4), -1), "x has pixels from -1 to -1; they must be from 0 to 255"),
+        (torch.zeros(2, 1, 4, 4), "x is torch.float32; pixels must be whole numbers from 0 to 255"),
+        (torch.zeros(2, 4, 5, dtype=torch.uint8), "x has the shape [2, 1, 4, 5]; it must be [n, 1, 4, 4]"),
     ],
 )
 def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: str) -> None:
@@ -477,8 +477,8 @@ def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: str) ->
 @pytest.mark.parametrize(
     ("features", "other", "said"),
     [
-        (9, "umlaut", "found class 'umlaut', which the run lacks; allowed: "),
-        (2, "hid", "input_shape is [2]; allowed: [9]"),
+        (9, "umlaut", "the run lacks the class 'umlaut'"),
+        (2, "hid", "input_shape is [2]; the run was trained with [9]"),
     ],
 )
 def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(

@@ -90,9 +90,9 @@ def test_partitions_without_a_shift_are_named_as_before() -> None:
 def test_a_manifest_has_a_group_for_each_client(tmp_path: Path) -> None:
     text = vowels(tmp_path, 1, scheme="iid", clients=3, shift={"kind": "labels"}).manifest.to_json()
     assert Manifest.from_json(text).to_json() == text
-    body = digests.unsealed_compact(text.encode()).decode()
+    body = digests.without_compact_digest(text.encode()).decode()
     with pytest.raises(DataError, match="2 shift_groups, expected 3"):
-        Manifest.from_json(digests.sealed_compact(body.replace('"shift_groups":[0,1,2]', '"shift_groups":[0,1]')))
+        Manifest.from_json(digests.with_compact_digest(body.replace('"shift_groups":[0,1,2]', '"shift_groups":[0,1]')))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +100,8 @@ def test_a_manifest_has_a_group_for_each_client(tmp_path: Path) -> None:
     [
         ({"kind": "colour"}, "'labels' or 'rotation'"),
         ({"kind": "labels", "groups": 1}, "greater than or equal to 2"),
-        ({"kind": "rotation"}, "groups: found None with kind rotation; allowed: 2 or 4"),
-        ({"kind": "rotation", "groups": 3}, "groups: found 3 with kind rotation; allowed: 2 or 4"),
+        ({"kind": "rotation"}, "groups: None .* 2 or 4"),
+        ({"kind": "rotation", "groups": 3}, "groups: 3 .* 2 or 4"),
     ],
 )
 def test_a_shift_that_cannot_be_is_refused(shift: dict[str, Any], said: str) -> None:
@@ -112,9 +112,9 @@ def test_a_shift_that_cannot_be_is_refused(shift: dict[str, Any], said: str) -> 
 @pytest.mark.parametrize(
     ("shift", "kind", "shape", "said"),
     [
-        ({"kind": "labels"}, "tokens", (80,), r"shift\.kind: found labels for tokens"),
-        ({"kind": "rotation", "groups": 2}, "features", (10,), r"shift\.kind: found rotation for inputs that are"),
-        ({"kind": "rotation", "groups": 4}, "pixels", (1, 4, 6), r"shift\.groups: found 4 for images of 4x6; allowed"),
+        ({"kind": "labels"}, "tokens", (80,), r"shift\.kind: labels of tokens"),
+        ({"kind": "rotation", "groups": 2}, "features", (10,), r"shift\.kind: rotation .* features"),
+        ({"kind": "rotation", "groups": 4}, "pixels", (1, 4, 6), r"shift\.groups: 4 .* 4x6"),
     ],
 )
 def test_inputs_that_cannot_be_shifted_are_refused(
@@ -126,5 +126,5 @@ def test_inputs_that_cannot_be_shifted_are_refused(
 
 
 def test_an_experiment_says_so_at_its_key(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match="found rotation for inputs that are features"):
+    with pytest.raises(ExperimentError, match=r"rotation .* features"):
         vowels(tmp_path, 1, scheme="iid", clients=3, shift={"kind": "rotation", "groups": 2})

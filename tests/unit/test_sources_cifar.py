@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from fedloom.data.sources.base import FetchFailed, Progress, Report
-from fedloom.data.sources.cifar10 import CIFAR10, PngPackage, decoded, pool, records
-from fedloom.data.sources.cifar100 import CIFAR100
+from fedloom.data.datasets import find_dataset
+from fedloom.data.datasets.base import FetchFailed, FetchProgress
+from fedloom.data.datasets.cifar import from_pictures, pool_of_files, records
 from fedloom.errors import DataError, ExitCode
+
+CIFAR10, CIFAR100 = find_dataset("cifar10"), find_dataset("cifar100")
 
 
 def record(labels: Sequence[int], red: int, green: int, blue: int) -> bytes:
@@ -55,28 +56,16 @@ def test_cifar100_takes_the_fine_label() -> None:
         (b"", ["0 bytes", "multiple of 3073"]),
         (record([1], 1, 1, 1)[:-1], ["3072 bytes", "multiple of 3073"]),
         (record([1, 1], 1, 1, 1), ["3074 bytes", "multiple of 3073"]),
-        (record([10], 1, 1, 1), ["label 10", "0 ... 9"]),
+        (record([10], 1, 1, 1), ["label 10", "0 to 9"]),
     ],
     ids=["empty", "cut", "cifar100", "label"],
 )
 def test_what_is_wrong_is_named(content: bytes, words: list[str]) -> None:
     with pytest.raises(DataError) as error:
-        pool({"test_batch.bin": content}, ["test_batch.bin"], 1, 10)
+        pool_of_files({"test_batch.bin": content}, ["test_batch.bin"], 1, 10)
     assert error.value.exit_code == ExitCode.DATA
     for word in ("test_batch.bin", *words):
         assert word in str(error.value)
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """A fetcher that has its files at hand."""
-
-    files: dict[str, bytes]
-    title: str = "a shelf"
-
-    def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
-        for name in names:
-            yield name, self.files[name]
 
 
 def test_pictures_and_lists_become_the_official_files_again() -> None:
@@ -94,13 +83,16 @@ def test_pictures_and_lists_become_the_official_files_again() -> None:
         files[name.replace(".bin", ".png")] = picture.getvalue()
         lists[name.split("_")[0].replace("data", "train")] += labels.tolist()
     files |= {f"{part}_lables.json": json.dumps(labels).encode() for part, labels in lists.items()}
-    told: list[Progress] = []
-    fetcher = PngPackage(Shelf(files))  # type: ignore[arg-type]
-    assert dict(fetcher.contents([file.name for file in CIFAR10.files], told.append)) == official
+    told: list[FetchProgress] = []
+    made = from_pictures(
+        lambda wanted: ((name, files[name]) for name in wanted), [file.name for file in CIFAR10.files], told.append
+    )
+    assert dict(made) == official
     assert told[-1].doing == "converting test_batch.bin"
 
 
 def test_a_picture_that_is_none() -> None:
     pytest.importorskip("PIL.Image")
-    with pytest.raises(FetchFailed, match=r"the picture of data_batch_1\.bin is damaged"):
-        decoded(b"no picture", "data_batch_1.bin")
+    files = {"train_lables.json": b"[]", "test_lables.json": b"[]", "data_batch_1.png": b"no picture"}
+    with pytest.raises(FetchFailed, match=r"data_batch_1\.bin is damaged"):
+        dict(from_pictures(lambda wanted: ((n, files[n]) for n in wanted), ["data_batch_1.bin"], lambda progress: None))

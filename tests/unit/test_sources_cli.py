@@ -15,7 +15,7 @@ import pytest
 from facts import tells
 
 from fedloom.cli.main import main
-from fedloom.data.sources import SOURCES, load
+from fedloom.data.datasets import DATASETS, load_dataset
 from fedloom.errors import DataError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -74,7 +74,7 @@ def test_leafs_files_with_an_empty_user_leave_nothing(fetch: Run, tmp_path: Path
     given = leaf_folders.write(tmp_path / "leaf", files | {name: json.dumps(document).encode()})
     code, out, err = fetch("femnist", "--from", given)
     assert (code, out) == (3, "")
-    assert f"{name}, user {user!r}: found no examples; expected at least 1" in err
+    assert f"{name}, user {user!r}: there are no examples" in err
     assert "Traceback" not in err
     assert [path.name for path in (tmp_path / "root" / "datasets").iterdir()] == [".femnist.lock"]
 
@@ -84,7 +84,7 @@ def test_leafs_files_with_an_empty_user_leave_nothing(fetch: Run, tmp_path: Path
     [
         (["femnist"], "FEMNIST has no official files to fetch"),
         (["femnist", "--from", "."], "FEMNIST is not in ."),
-        (["vowel", "--from", "."], "Vowel could not be had. Tried:"),
+        (["vowel", "--from", "."], "Vowel cannot be fetched"),
         (["shakespeare", "--from", "."], "(or LEAF's train/*.json and test/*.json, or its all_data/*.json)"),
     ],
 )
@@ -108,7 +108,7 @@ def test_the_command_of_the_answer_fetches_to_the_root_that_was_asked_for(
     monkeypatch.setenv("FEDLOOM_DATA", str(default))
     for root, option in ((default, ""), (other, f" --root '{other}'")):
         with pytest.raises(DataError) as missing:
-            load(SOURCES[name], root)
+            load_dataset(DATASETS[name], root)
         assert f"fedloom data fetch {name}{option}{more}" in str(missing.value)
 
 
@@ -126,7 +126,7 @@ def test_the_list_says_what_is_here(data: Run, tmp_path: Path, monkeypatch: pyte
         assert code == 0
         return {about["name"]: about for about in json.loads(out)}
 
-    assert list(listed()) == list(SOURCES)
+    assert list(listed()) == list(DATASETS)
     assert {about["bytes"] for about in listed().values()} == {None}
     data("fetch", "vowel", "--from", FIXTURES)
     files = leaf_folders.femnist()
@@ -144,5 +144,5 @@ def test_the_list_says_what_is_here(data: Run, tmp_path: Path, monkeypatch: pyte
     code, out, _ = data("list", "--root", tmp_path / "elsewhere")
     assert code == 0
     assert max(map(len, out.splitlines()[:-1])) <= 80
-    for name, source in SOURCES.items():
+    for name, source in DATASETS.items():
         assert any(line.startswith(f"{name} ") and source.title in line for line in out.splitlines())

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedloom.data import sources
-from fedloom.data.sources.shakespeare import encoded, roles, windows
+from fedloom.data import datasets
+from fedloom.data.datasets.shakespeare import character_codes, roles, windows
 from fedloom.errors import DataError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-SHAKESPEARE = sources.find("shakespeare")
+SHAKESPEARE = datasets.find_dataset("shakespeare")
 
 
 def test_the_roles_of_macbeths_first_scenes() -> None:
@@ -110,7 +110,7 @@ def test_a_text_that_is_no_play_has_no_roles() -> None:
 def test_every_window_lies_on_one_side_of_the_cut(length: int) -> None:
     text = np.arange(length, dtype=np.int64)  # a position is its own character, so that a window says where it is
     official = windows({"before": text[:90], "role": text, "after": text[:200]})
-    assert official.owners == sources.Owners(("before", "role", "after"), divided=True, overlap=80)
+    assert official.owners == datasets.Owners(("before", "role", "after"), divided=True, overlap=80)
     cut = int(0.8 * length)
     for pool, begin, end in ((official.train, 0, cut), (official.test, cut, length)):
         mine = pool.owners == 1
@@ -124,14 +124,14 @@ def test_the_vocabulary_begins_with_leafs() -> None:
     letters = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
     assert "".join(SHAKESPEARE.class_names[:80]) == letters
     assert SHAKESPEARE.classes == len(set(SHAKESPEARE.class_names)) == 84
-    assert encoded(letters + "/@_{", "text").tolist() == list(range(84))
+    assert character_codes(letters + "/@_{", "text").tolist() == list(range(84))
 
 
 def test_a_play_with_a_character_of_another_alphabet() -> None:
     content = PLAY.replace("Three", "Thr\u0113\u0113").encode()
     with pytest.raises(DataError, match=r"hamlet_gut\.txt is not plain ASCII: byte \d+ is 0xc4"):
         SHAKESPEARE.read({"hamlet_gut.txt": content})
-    with pytest.raises(DataError, match=r"hamlet_gut\.txt, CHO: found the character '#'"):
+    with pytest.raises(DataError, match=r"hamlet_gut\.txt, CHO: .*'#'"):
         SHAKESPEARE.read({"hamlet_gut.txt": PLAY.replace("Three", "Thr#").encode()})
 
 

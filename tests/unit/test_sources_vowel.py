@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedloom.data import sources
-from fedloom.data.sources.rda import Factor, data_frame
+from fedloom.data import datasets
+from fedloom.data.datasets.rda import Factor, data_frame
 from fedloom.errors import DataError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -29,9 +29,9 @@ def test_the_utterances_of_the_repository() -> None:
 
 
 def test_half_of_the_repetitions_of_each_vowel_by_each_speaker_trains() -> None:
-    source = sources.find("vowel")
+    source = datasets.find_dataset("vowel")
     official = source.read({"Vowel.rda": VOWEL})
-    assert official.owners == sources.Owners(tuple(f"speaker-{i}" for i in range(15)), divided=True)
+    assert official.owners == datasets.Owners(tuple(f"speaker-{i}" for i in range(15)), divided=True)
     for pool in (official.train, official.test):
         assert pool.inputs.shape == (495, 9)
         assert pool.inputs.dtype == np.float32
@@ -48,7 +48,7 @@ def test_half_of_the_repetitions_of_each_vowel_by_each_speaker_trains() -> None:
 def test_class_names_are_those_of_the_file() -> None:
     vowel = data_frame(VOWEL, "Vowel")["Class"]
     assert isinstance(vowel, Factor)
-    assert vowel.levels == sources.find("vowel").class_names
+    assert vowel.levels == datasets.find_dataset("vowel").class_names
 
 
 def test_what_is_no_data_is_refused() -> None:

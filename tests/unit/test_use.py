@@ -14,7 +14,7 @@ from vowel_runs import loop, on_vowels
 
 from fedloom import load
 from fedloom.cli.use import evaluate, personalize
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import DataError, ExperimentError, QuorumError, StorageError
 from fedloom.runner.trained import evaluate as measured
@@ -36,7 +36,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def others(tmp_path: Path) -> Path:
     """Clients whom the run has never seen."""
     scheme = MeansScheme.model_validate(MEANS)
-    return partition("gaussian", scheme, seed=9, held_out_fraction=0.0, validation_fraction=0.2, root=tmp_path / "data")
+    return partition_dataset(
+        "gaussian", scheme, seed=9, held_out_fraction=0.0, validation_fraction=0.2, root=tmp_path / "data"
+    )
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])

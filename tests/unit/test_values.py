@@ -22,14 +22,14 @@ from facts import tells
 from torch import nn
 
 import fedloom
+from fedloom.data.datasets.base import FetchFailed
+from fedloom.data.datasets.locations import uncompressed
 from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import Own, OwnClients
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.sources.base import FetchFailed
-from fedloom.data.sources.fetchers import uncompressed
-from fedloom.data.values import number, numbers
+from fedloom.data.values import as_numbers, number
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of
 from fedloom.models.codes import check_codes
@@ -448,7 +448,7 @@ def test_labels_of_a_shard_are_integers(tmp_path: Path) -> None:
     dataset = OwnDataset(clients, own_manifest(own, clients.entries, 1, clients.measured(own)))
     with pytest.raises(DataError) as error:
         dataset.client("a")
-    assert tells(str(error.value), "train_y", "int64", "float32")
+    assert tells(str(error.value), "train examples", "float32", "int64")
 
 
 # --- codes of categories ----------------------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ def test_a_factory_is_checked_for_codes_where_the_data_are_features(monkeypatch:
 def test_numbers_of_other_types_are_refused() -> None:
     for values_, kind in ((np.array(["1"]), "<U1"), (np.array([1j]), "complex128"), (np.array([None]), "object")):
         with pytest.raises(ValueError, match=kind):
-            numbers(values_)
+            as_numbers(values_)
 
 
 WANTED = Wanted("values", "features", (2,), ("a", "caf\u00e9"), Normalization((0.0, 0.0), (1.0, 1.0)))

@@ -14,10 +14,10 @@ import yaml
 from federations import Silent
 
 from fedloom import experiment as experiments
-from fedloom.data import sources
+from fedloom.data import datasets
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.means import client_means
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import IidScheme, MeansScheme
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.measure import measure
@@ -34,7 +34,7 @@ from fedloom.runs.folder import RunFolder
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:
     scheme = MeansScheme.model_validate({"clients": 6, "dimension": 3, **keys})
-    folder = partition("gaussian", scheme, seed=seed, held_out_fraction=0.3, validation_fraction=0.2, root=root)
+    folder = partition_dataset("gaussian", scheme, seed=seed, held_out_fraction=0.3, validation_fraction=0.2, root=root)
     return FederatedDataset.open(folder)
 
 
@@ -156,7 +156,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     ("keys", "found"),
     [
         ({"algorithm": {"name": "pefll"}}, "data.dataset: found gaussian"),
-        ({"data": {"dataset": "gaussian", "partition": {"scheme": "iid", "clients": 4}}}, "allowed: means"),
+        ({"data": {"dataset": "gaussian", "partition": {"scheme": "iid", "clients": 4}}}, "use means"),
         ({"data": {"dataset": "mnist", "partition": {"scheme": "means", "clients": 5}}}, "draws its own examples"),
     ],
 )
@@ -170,10 +170,10 @@ def test_models_are_for_data_with_classes_or_for_data_without() -> None:
         LogisticSettings().build((2,), 0, "features")
     with pytest.raises(ExperimentError, match=r"found 'quadratic' .*10 classes; allowed: logistic, mlp"):
         QuadraticSettings().build((2,), 10, "features")
-    with pytest.raises(ExperimentError, match="found iid"):
+    with pytest.raises(ExperimentError, match="iid needs classes"):
         IidScheme(clients=3).check(0)
 
 
 def test_there_is_nothing_to_fetch(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="gaussian has no files"):
-        sources.fetch(sources.find("gaussian"), tmp_path)
+        datasets.fetch_dataset(datasets.find_dataset("gaussian"), tmp_path)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedloom.data.sources import Owners, Pool, RawDataset, Source
-from fedloom.data.sources.base import OwnFiles
+from fedloom.data.datasets import Dataset, Owners, Pool, RawDataset
+from fedloom.data.datasets.base import OwnFiles
 from fedloom.errors import DataError
 
 CLASS_NAMES = tuple(f"vowel-{i}" for i in range(11))
@@ -27,11 +27,11 @@ def read(contents: Mapping[str, bytes]) -> RawDataset:
     for number, row in enumerate(table, start=2):
         person, label = row.pop("person"), row.pop("label")
         if label not in CLASS_NAMES:
-            raise DataError(f"people.csv, line {number}: found label {label!r}; allowed: {', '.join(CLASS_NAMES)}")
+            raise DataError(f"people.csv, line {number}: label {label!r} is none of {', '.join(CLASS_NAMES)}")
         try:
             inputs.append([float(value) for value in row.values()])
         except ValueError as error:
-            raise DataError(f"people.csv, line {number}: {error}; allowed: numbers") from error
+            raise DataError(f"people.csv, line {number}: {error}; give numbers") from error
         labels.append(CLASS_NAMES.index(label))
         owners.append(names.index(person))
         first.append(met[person] < rows[person] // 2)
@@ -46,14 +46,12 @@ def names(folder: Path) -> tuple[str, ...]:
     return ("people.csv",) if (folder / "people.csv").exists() else ()
 
 
-PEOPLE = Source(
+PEOPLE = Dataset(
     name="people",
     title="People",
     class_names=CLASS_NAMES,
     input_shape=(FEATURES,),
     licence="your own",
-    files=(),
-    fetchers=(),
     read=read,
     kind="features",
     own=OwnFiles("people.csv with the columns person, label and nine features", names),

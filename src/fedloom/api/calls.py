@@ -267,11 +267,13 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
         If there is no data set of that name, or it cannot be obtained; says what was tried and what to do.
     """
     from fedloom.api.progress import show_progress
-    from fedloom.data import sources
+    from fedloom.data import datasets
 
-    source = sources.find(name)
+    source = datasets.find_dataset(name)
     with show_progress(bytes_counted=True) as tell:
-        return sources.fetch(source, root, on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total))
+        return datasets.fetch_dataset(
+            source, root, on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total)
+        )
 
 
 def with_module(overrides: Mapping[str, Any]) -> dict[str, Any]:

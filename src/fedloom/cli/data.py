@@ -10,7 +10,7 @@ import typer
 from fedloom.api.progress import show_progress
 
 if TYPE_CHECKING:
-    from fedloom.data.sources import RawDataset, Source
+    from fedloom.data.datasets import Dataset, RawDataset
 
 ROOT = typer.Option(help="Folder for data; by default $FEDLOOM_DATA, else ~/.cache/fedloom.")
 
@@ -28,23 +28,23 @@ def fetch(
     ] = None,
 ) -> None:
     """Fetch a data set. It is verified and stored where experiments look for it."""
-    from fedloom.data import sources
+    from fedloom.data import datasets
 
-    source = sources.find(name)
+    source = datasets.find_dataset(name)
     with show_progress(bytes_counted=True) as tell:
-        folder = sources.fetch(
+        folder = datasets.fetch_dataset(
             source,
             root,
             copy_from=copy_from,
             on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total),
         )
         tell(f"{name}: reading it", 0, None)
-        official = sources.load(source, root)
+        official = datasets.load_dataset(source, root)
     typer.echo(f"{name} is in {folder}")
     typer.echo(description(source, official))
 
 
-def description(source: Source, official: RawDataset) -> str:
+def description(source: Dataset, official: RawDataset) -> str:
     """Return a description of a data set in two lines: its examples, classes and owners, and its licence."""
     shape = " x ".join(map(str, source.input_shape))
     owners = official.owners
@@ -69,11 +69,11 @@ def list_(
 
     from rich.filesize import decimal
 
-    from fedloom.data import sources
+    from fedloom.data import datasets
     from fedloom.data.folders import data_root
 
     home = data_root(root)
-    sizes = {name: sources.size(source, home) for name, source in sources.SOURCES.items()}
+    sizes = {name: datasets.size_on_disk(source, home) for name, source in datasets.DATASETS.items()}
     if as_json:
         about = [
             {
@@ -87,12 +87,12 @@ def list_(
                 "bytes": sizes[name],
                 "folder": None if sizes[name] is None else str(source.folder(home)),
             }
-            for name, source in sources.SOURCES.items()
+            for name, source in datasets.DATASETS.items()
         ]
         typer.echo(json.dumps(about, indent=2))
         return
     rows: list[tuple[str, ...]] = []
-    for name, source in sources.SOURCES.items():
+    for name, source in datasets.DATASETS.items():
         size = sizes[name]
         if size is not None:
             here = decimal(size)
@@ -149,7 +149,7 @@ def partition(
     settings = experiments.load(experiment, set_ or ())
     from fedloom.data.federated import FederatedDataset  # imports torch, so only after the file is checked
     from fedloom.data.folders import published
-    from fedloom.data.partition import partition as make_partition
+    from fedloom.data.partition import partition_dataset
     from fedloom.data.remote import is_published, publish
 
     store = open_store(out) if out is not None and is_url(out) else None
@@ -164,7 +164,7 @@ def partition(
             hint="pack a client's data: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
         )
     if fetch and data.source is None:
-        from fedloom.data import sources
+        from fedloom.data import datasets
 
         made_with = (
             data.partition.model_dump(mode="json"),
@@ -176,8 +176,8 @@ def partition(
         if store is not None and (found := is_published(store, data.dataset, *made_with)):
             typer.echo(f"{len(found.roster)} seen and {len(found.unseen)} unseen clients in {out}, already")
             return
-        sources.fetch(sources.find(data.dataset), data.root)
-    folder = make_partition(
+        datasets.fetch_dataset(datasets.find_dataset(data.dataset), data.root)
+    folder = partition_dataset(
         data.opened(),
         data.partition,
         seed=settings.seed,

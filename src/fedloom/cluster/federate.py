@@ -379,7 +379,7 @@ def _publish_experiment(run: Store, experiment: Experiment) -> None:
 def _experiment_at(run: Store) -> bytes:
     """Return the experiment of a run, as published for the aggregator or with the finished run."""
     try:
-        return digests.unsealed("experiment.yaml", run.read("experiment.yaml"))
+        return digests.without_digest("experiment.yaml", run.read("experiment.yaml"))
     except digests.Damaged as error:
         raise DataError(f"{run.url}/experiment.yaml: damaged, {error}", hint="use another run id or task") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import numpy as np
@@ -126,6 +127,11 @@ def largest_remainders(exact: NDArray[np.floating]) -> NDArray[np.int64]:
     missing = round(round(float(exact.sum()), 9)) - int(counts.sum())  # a half stays a half despite float errors
     counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
     return counts
+
+
+def held_out(fraction: float, count: int) -> int:
+    """Return how many of ``count`` examples are held out: the fraction, half rounded up, but at least one of any."""
+    return min(max(1, math.floor(fraction * count + 0.5)), count)
 
 
 def stratified(labels: NDArray[np.int64], size: int, generator: np.random.Generator) -> NDArray[np.bool_]:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.apportion import Mixes, quotas
+from fedloom.data.datasets import Dataset, RawDataset
 from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS, MeasuredOn
 from fedloom.data.natural import assign_owners
@@ -35,7 +36,6 @@ from fedloom.data.schemes import (
     Scheme,
     unseen_count,
 )
-from fedloom.data.sources import RawDataset, Source
 from fedloom.errors import ExperimentError
 from fedloom.words import pluralize
 
@@ -53,22 +53,16 @@ class PartitionSettings:
     validation_fraction: float
     normalization: MeasuredOn = "seen"
 
-    def check(self, source: Source) -> None:
-        """Reject settings that cannot work with a source, without reading its data.
-
-        Raises
-        ------
-        ExperimentError
-            Names the key, the value found and the values allowed.
-        """
-        if not 0 <= self.held_out_fraction < 1:
-            raise ExperimentError(
-                f"data.held_out_fraction: found {self.held_out_fraction}; allowed: 0 or more, below 1"
-            )
-        if not 0 < self.validation_fraction < 1:
-            raise ExperimentError(
-                f"data.validation_fraction: found {self.validation_fraction}; allowed: between 0 and 1"
-            )
+    def check(self, source: Dataset) -> None:
+        """Raise ExperimentError, which names the key, if settings cannot work with a data set; no data are read."""
+        for key, found, fits, range_ in (
+            ("held_out_fraction", self.held_out_fraction, 0 <= self.held_out_fraction < 1, "0 or more, and below 1"),
+            ("validation_fraction", self.validation_fraction, 0 < self.validation_fraction < 1, "between 0 and 1"),
+        ):
+            if not fits:
+                raise ExperimentError(
+                    f"data.{key}: {found} is out of range; set it to a number {range_}", key=f"data.{key}", found=found
+                )
         self.scheme.check(source.classes)
         self.scheme.check_inputs(source.kind, source.input_shape)
 
@@ -111,18 +105,15 @@ def assign_examples(
 ) -> Assignment:
     """Assign the examples of a source to clients.
 
+    Raise ExperimentError if the scheme cannot be satisfied, or a client would get no train, validation or test example,
+    or none of a class that its scheme assigns to it.
+
     Parameters
     ----------
     classes
         C.
     dataset
         Name of the source in errors.
-
-    Raises
-    ------
-    ExperimentError
-        If the scheme cannot be satisfied, or a client would get no train, validation or test example, or none of a
-        class that its scheme assigns to it.
     """
     scheme = settings.scheme
     assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"
@@ -263,20 +254,22 @@ def _refuse_shortfall(
             pool += f", and none of class {', '.join(map(str, absent))}, which these clients' mixes ask for"
             remedy = "a scheme without these classes in its mixes, such as natural, or data that have all classes"
         raise ExperimentError(
-            f"data.partition.clients: found {scheme.clients}; {empty.sum()} of them would have no {split} example "
-            f"({pool}); allowed: {remedy}"
+            f"data.partition.clients: of {scheme.clients} clients {empty.sum()} have no {split} example ({pool}); "
+            f"use {remedy}",
+            key="data.partition.clients",
+            found=scheme.clients,
         )
     if isinstance(scheme, ClassesScheme) and split == "train":
         lacking = int(((counts == 0) & (mixes > 0)).any(1).sum())
         if lacking:
             raise ExperimentError(
-                f"data.partition.classes_per_client: found {scheme.classes_per_client}; {lacking} of {scheme.clients} "
-                "clients would have no training example of one of their classes; allowed: fewer classes per client, "
-                "fewer clients, or less unequal shares"
+                f"data.partition.classes_per_client: with {scheme.classes_per_client}, {lacking} of {scheme.clients} "
+                "clients would have no training example of one of their classes; use fewer classes per client, fewer "
+                "clients, or less unequal shares"
             )
     if isinstance(scheme, ImbalancedScheme) and split == "train" and not np.array_equal(counts.sum(1), size):
         raise ExperimentError(
-            f"data.partition.large_size: found {scheme.large_size} (small_size {scheme.small_size}); of "
-            f"{available.sum():,} training examples nearly all would be used, and the mixes cannot be met in whole "
-            "examples; allowed: smaller clients, or fewer"
+            f"data.partition.large_size: {scheme.large_size} (small_size {scheme.small_size}) would use nearly all of "
+            f"{available.sum():,} training examples, and the mixes cannot be met in whole examples; use smaller or "
+            "fewer clients"
         )

@@ -7,13 +7,13 @@ input is repeated, they equal draws of single examples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.apportion import largest_remainders
+from fedloom.data.apportion import held_out, largest_remainders, stratified
 from fedloom.data.keyed import make_rng, shuffled
 
 Positions: TypeAlias = NDArray[np.int64]
@@ -33,7 +33,7 @@ def firsts_of(positions: Positions, group: Positions) -> Positions:
     return positions[np.sort(np.unique(group[positions], return_index=True)[1])]
 
 
-def near(sizes: Positions, target: int) -> NDArray[np.bool_]:
+def choose_about(sizes: Positions, target: int) -> NDArray[np.bool_]:
     """Choose groups, in the order given, whose sizes add up to about ``target``.
 
     A group is chosen if it brings the sum nearer to the target. If there are two or more groups, at least one is chosen
@@ -64,6 +64,30 @@ def near(sizes: Positions, target: int) -> NDArray[np.bool_]:
     if len(sizes) > 1 and chosen.all() and target < sizes.sum():
         chosen[-1] = False
     return chosen
+
+
+def draw_splits(
+    labels: Positions, group: Positions, fractions: Mapping[int, float], generator: Callable[[int], np.random.Generator]
+) -> Positions:
+    """Draw the split of each example, ``[n]``, class by class; groups stay whole, under the label of the first.
+
+    Parameters
+    ----------
+    labels
+        ``[n]``.
+    fractions
+        Fraction of what is left that is drawn for each split, in this order; the rest is in split 0.
+    generator
+        Returns the generator for a split.
+    """
+    firsts = np.unique(group)
+    split = np.zeros(len(group), dtype=np.int64)
+    for place, fraction in fractions.items():
+        drawn = stratified(labels[firsts], held_out(fraction, len(firsts)), generator(place))
+        split[firsts[drawn]] = place
+        firsts = firsts[~drawn]
+    found: Positions = split[group]
+    return found
 
 
 def leading(sizes: Positions, target: int) -> NDArray[np.bool_]:
@@ -98,7 +122,7 @@ def hold_out(
     for c, of_class in enumerate(firsts):
         order = of_class[shuffled(make_rng(seed, "validation", c), len(of_class))]
         rank[order] = np.arange(len(order))
-        out[order[near(sizes[order], int(wanted[c]))]] = True
+        out[order[choose_about(sizes[order], int(wanted[c]))]] = True
     kept, held = [], []
     for members in train:
         ordered = members[np.argsort(rank[group[members]], kind="stable")]

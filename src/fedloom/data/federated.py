@@ -19,6 +19,7 @@ from fedloom.data.manifest import (
     Kind,
     Manifest,
     Normalization,
+    examples_fault,
     read_manifest,
     read_shard,
     shard_path,
@@ -68,13 +69,7 @@ class ClientData:
 
     @property
     def present(self) -> Tensor:
-        """Labels that occur in the train split, ``[C]`` bool.
-
-        Raises
-        ------
-        DataError
-            If the train split has no labels.
-        """
+        """Labels that occur in the train split, ``[C]`` bool; DataError if it has none."""
         if self.train.y is None:
             raise DataError(
                 f"client {self.id} has no training labels, so the classes it has are not known",
@@ -114,6 +109,9 @@ class FederatedDataset:
     def open(cls, where: Path | str, cache: Path | None = None) -> FederatedDataset:
         """Open a partition; read its manifest but no shard.
 
+        Raise DataError if the manifest is missing or damaged; StorageError or RefusedError or ExperimentError if
+        ``where`` is a URL and the store fails, the store denies access, or the URL is invalid.
+
         Parameters
         ----------
         where
@@ -122,13 +120,6 @@ class FederatedDataset:
         cache
             Folder for fetched files. Any number of processes may share it, and it outlives them. Default: a temporary
             folder that is removed with the data set.
-
-        Raises
-        ------
-        DataError
-            If the manifest is missing or damaged.
-        StorageError, RefusedError, ExperimentError
-            If ``where`` is a URL and the store fails, the store denies access, or the URL is invalid.
         """
         if not is_url(where):
             return cls(Path(where), read_manifest(Path(where)))
@@ -143,15 +134,12 @@ class FederatedDataset:
     def verify(self, clients: Iterable[str] | None = None) -> None:
         """Check shards against their hashes and keep none in memory; shards of a published partition are fetched.
 
+        Raise DataError if there is no such client, or a shard is missing or damaged.
+
         Parameters
         ----------
         clients
             Ids of the clients to check; default: all.
-
-        Raises
-        ------
-        DataError
-            If there is no such client, or a shard is missing or damaged.
         """
         entries = self.manifest.clients if clients is None else [self.manifest.entry(client) for client in clients]
         for entry in entries:
@@ -163,10 +151,7 @@ class FederatedDataset:
     def client(self, client: str) -> ClientData:
         """Return one client's data, checked against the manifest and normalized; the result is cached.
 
-        Raises
-        ------
-        DataError
-            If there is no such client, or its shard is missing or does not match the manifest.
+        Raise DataError if there is no such client, or its shard is missing or does not match the manifest.
         """
         if client not in self._loaded:
             self._loaded[client] = self._load(self.manifest.entry(client))
@@ -178,15 +163,12 @@ class FederatedDataset:
     def tensors(self, client: str) -> dict[str, Tensor]:
         """Return the raw content of a client's shard; nothing is cached.
 
+        Raise DataError if there is no such client, or its shard is missing or damaged.
+
         Parameters
         ----------
         client
             Its id, or its owner's name.
-
-        Raises
-        ------
-        DataError
-            If there is no such client, or its shard is missing or damaged.
         """
         entry = self.manifest.named(client)
         content = self._shard(entry)
@@ -203,29 +185,15 @@ class FederatedDataset:
 
     def _split(self, entry: ClientEntry, name: str, tensors: dict[str, Tensor], path: Path) -> Split:
         x, y = tensors.get(f"{name}_x"), tensors.get(f"{name}_y")
-        manifest = self.manifest
-        shape = (entry.size(name), *manifest.input_shape)
-        dtype = torch.float32 if manifest.kind == "features" else torch.uint8
-        if x is None or tuple(x.shape) != shape or x.dtype != dtype:
-            found = "none" if x is None else f"{x.dtype} {tuple(x.shape)}"
-            raise DataError(f"{name}_x in {path}: expected {dtype} {shape}, found {found}", hint=self.hint)
-        if manifest.kind == "features" and not bool(x.isfinite().all()):
-            raise DataError(
-                f"{name}_x in {path}: expected finite features, found {x[~x.isfinite()][0]}", hint=self.hint
-            )
-        if manifest.kind == "tokens" and len(x) and int(x.max()) >= manifest.classes:
-            raise DataError(
-                f"{name}_x in {path}: expected tokens in 0 ... {manifest.classes - 1}, found {int(x.max())}",
-                hint=self.hint,
-            )
-        if y is not None:
-            if y.dtype != torch.int64:
-                raise DataError(f"{name}_y in {path}: expected torch.int64, found {y.dtype}", hint=self.hint)
-            if tuple(y.shape) != shape[:1] or (len(y) and not 0 <= int(y.min()) <= int(y.max()) < manifest.classes):
-                raise DataError(
-                    f"{name}_y in {path}: expected {shape[0]} labels in 0 ... {manifest.classes - 1}", hint=self.hint
-                )
-        return Split(normalize(x, manifest.kind, manifest.normalization), y)
+        about, fault = self.manifest, None
+        if x is None or len(x) != entry.size(name):
+            fault = f"there are {0 if x is None else len(x)} examples; the manifest says {entry.size(name)}"
+        else:
+            labels = None if y is None else y.numpy()
+            fault = examples_fault(x.numpy(), labels, about.input_shape, about.kind, about.classes)
+        if x is None or fault is not None:
+            raise DataError(f"{name} examples in {path}: {fault}", hint=self.hint)
+        return Split(normalize(x, about.kind, about.normalization), y)
 
 
 class OwnDataset(FederatedDataset):

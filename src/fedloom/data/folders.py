@@ -30,10 +30,7 @@ def locked(folder: Path) -> Iterator[None]:
     The lock is released when the process ends, even if it is killed. Several users may share the parent folders: anyone
     who can read the lock file can hold the lock.
 
-    Raises
-    ------
-    StorageError
-        If this user cannot create the lock; names the owner of the folder and the remedy.
+    Raise StorageError if this user cannot create the lock; names the owner of the folder and the remedy.
     """
     path = folder.parent / f".{folder.name}.lock"
     with naming_owner(path):

@@ -1,22 +1,27 @@
-"""IDX format of MNIST and related data sets: a magic number, the shape, then the elements."""
+"""IDX format of MNIST and related data sets.
+
+The header is two zero bytes, the element type, the number of dimensions, and each dimension as a big-endian 32-bit
+integer; the elements follow.
+"""
 
 from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import DataError
 
-UNSIGNED_BYTE = 0x08
-INT32 = 0x0C
 GZIP = b"\x1f\x8b"
 
 
-def parse(content: bytes, name: str, dimensions: int) -> NDArray[np.uint8]:
+def parse_bytes(content: bytes, name: str, dimensions: int) -> NDArray[np.uint8]:
     """Return the array in an IDX file of unsigned bytes, as a read-only view of ``content``.
+
+    Raise DataError if the file is compressed, not IDX, of another type or number of dimensions, too short or too long.
 
     Parameters
     ----------
@@ -26,44 +31,30 @@ def parse(content: bytes, name: str, dimensions: int) -> NDArray[np.uint8]:
         Name of the file in errors.
     dimensions
         Required number of dimensions: 3 for images, 1 for labels.
-
-    Raises
-    ------
-    DataError
-        If the file is compressed, not IDX, of another type or number of dimensions, too short or too long.
     """
-    shape, header = _shape(content, name, dimensions, UNSIGNED_BYTE, "unsigned bytes", 1)
-    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)
+    return _parsed(content, name, dimensions, 0x08, np.dtype(np.uint8), "unsigned bytes")
 
 
 def parse_int32(content: bytes, name: str, dimensions: int) -> NDArray[np.int64]:
-    """Return the array in an IDX file of 32-bit integers; parameters and errors as for :func:`parse`."""
-    shape, header = _shape(content, name, dimensions, INT32, "32-bit integers", 4)
-    return np.frombuffer(content, dtype=">i4", offset=header).reshape(shape).astype(np.int64)
+    """Return the array in an IDX file of 32-bit integers; parameters and errors as for :func:`parse_bytes`."""
+    return _parsed(content, name, dimensions, 0x0C, np.dtype(">i4"), "32-bit integers").astype(np.int64)
 
 
-def _shape(
-    content: bytes, name: str, dimensions: int, element: int, elements: str, width: int
-) -> tuple[tuple[int, ...], int]:
-    """Return the shape given in the header, and the size of the header.
-
-    The header is two zero bytes, the element type, the number of dimensions, and each dimension as a big-endian 32-bit
-    integer.
-    """
+def _parsed(content: bytes, name: str, dimensions: int, code: int, dtype: np.dtype[Any], what: str) -> NDArray[Any]:
     if content[:2] == GZIP:
         raise DataError(f"{name} is gzip-compressed; expected the uncompressed IDX file")
-    expected = bytes([0, 0, element, dimensions])
+    expected = bytes([0, 0, code, dimensions])
     if content[:4] != expected:
         raise DataError(
             f"{name} starts with the bytes {content[:4].hex(' ') or '(none: it is empty)'}; expected "
-            f"{expected.hex(' ')}, an IDX file of {elements} in {dimensions} dimension(s)"
+            f"{expected.hex(' ')}, an IDX file of {what} in {dimensions} dimension(s)"
         )
     header = 4 + 4 * dimensions
     if len(content) < header:
         raise DataError(f"{name} is truncated: {len(content)} bytes, expected a header of {header} bytes")
     shape = struct.unpack(f">{dimensions}I", content[4:header])
-    size = header + width * math.prod(shape)
+    size = header + dtype.itemsize * math.prod(shape)
     if len(content) != size:
         fault = "truncated" if len(content) < size else "too long"
         raise DataError(f"{name} is {fault}: {len(content)} bytes, expected {size} for its shape {shape}")
-    return shape, header
+    return np.frombuffer(content, dtype=dtype, offset=header).reshape(shape)

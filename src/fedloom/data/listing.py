@@ -39,11 +39,8 @@ def files_below(folder: Path) -> Iterator[Path]:
 
     Links to folders are followed. Hidden files and those of :data:`LEFT_BEHIND` are skipped.
 
-    Raises
-    ------
-    DataError
-        If a folder cannot be read, a link leads to a folder above it, or there are more than :data:`MOST_FOLDERS`
-        folders.
+    Raise DataError if a folder cannot be read, a link leads to a folder above it, or there are more than
+    :data:`MOST_FOLDERS` folders.
     """
     waiting: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
     walked = 0

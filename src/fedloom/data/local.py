@@ -14,28 +14,28 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
-from fedloom.data.apportion import stratified
-from fedloom.data.copies import equal_inputs
+from fedloom.data.copies import draw_splits, equal_inputs
+from fedloom.data.datasets.base import DataFile, Dataset, Owners, Pool, RawDataset
 from fedloom.data.folders import data_root, locked, naming_owner, published
 from fedloom.data.keyed import make_rng
 from fedloom.data.listing import files_below
+from fedloom.data.manifest import Kind, read_stored, text_fault
 from fedloom.data.pack.arrays import examples_of, read_arrays
 from fedloom.data.pack.columns import read_frame, read_parquet
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
-from fedloom.data.sources.base import Owners, Pool, RawDataset, Source, SourceFile
 from fedloom.errors import DataError, ExperimentError
 from fedloom.home import expanded
 from fedloom.settings import Settings
-from fedloom.storage.folder import fill, read_file, sync, write_atomically
+from fedloom.storage.folder import fill, sync, write_atomically
 from fedloom.words import parsed_json, pluralize
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ LOCAL = ("arrays", "folder", "table")
 """Values of ``data.dataset`` for local data sets."""
 
 CARD, EXAMPLES = "dataset.json", "examples.safetensors"
-VERSION = 1
 TEST_FRACTION = 0.2
 """Fraction of the examples used for testing, where neither the source nor a scheme sets a test split."""
 
@@ -93,10 +92,11 @@ log = logging.getLogger("fedloom.data")
 
 
 @dataclass(frozen=True)
-class Card:
-    """Description of a data set: everything except its examples."""
+class DatasetCard:
+    """Description of a stored data set: everything except its examples."""
 
-    kind: Any
+    version: Literal[1]
+    kind: Kind
     input_shape: tuple[int, ...]
     classes: tuple[str, ...]
     owners: tuple[str, ...] | None
@@ -106,33 +106,29 @@ class Card:
 
     def to_json(self) -> str:
         """Return the card as JSON."""
-        return json.dumps({"version": VERSION, **vars(self)}, sort_keys=True, ensure_ascii=False, indent=1) + "\n"
+        return json.dumps(vars(self), sort_keys=True, ensure_ascii=False, indent=1) + "\n"
 
     @classmethod
-    def read(cls, path: Path) -> Card:
-        """Read a card.
-
-        Raises
-        ------
-        DataError
-            If it is damaged or of another version.
-        """
+    def read(cls, path: Path) -> DatasetCard:
+        """Read a card; raise DataError if it is damaged or of another version."""
+        hint = f"remove {path.parent}: it is made again"
+        content = read_stored(path, "the card of a data set is missing", hint)
+        if not path.parent.name.endswith(_named_by(content)):
+            raise DataError(f"{path} is damaged: its folder is not named by its content", hint=hint)
         try:
-            content = read_file(path)
-            if not path.parent.name.endswith(_named_by(content)):
-                raise ValueError("its folder is not named by its content")
-            found = parsed_json(content)
-            if found.pop("version") != VERSION:
-                raise DataError(f"{path}: of another version; allowed: {VERSION}", hint=f"remove {path.parent}")
-            owners = found["owners"]
-            found |= {key: tuple(found[key]) for key in ("input_shape", "classes")}
-            return cls(**{**found, "owners": None if owners is None else tuple(owners)})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{path}: damaged ({error!r})", hint=f"remove {path.parent}: it is made again") from error
+            return _CARD.validate_json(content)
+        except ValidationError as error:
+            raise DataError(f"{path} is damaged: {text_fault(error)}", hint=hint) from error
 
 
-def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Source:
+_CARD = TypeAdapter(DatasetCard)
+
+
+def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Dataset:
     """Return a local data set as a source; read it unless it has been read before.
+
+    Raise ExperimentError if the path does not exist or holds something else, or a package needed to read it is not
+    installed; DataError if the content is invalid; lists all errors, with a count of each kind. Nothing is kept then.
 
     Parameters
     ----------
@@ -140,13 +136,6 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> So
         One of :data:`LOCAL`.
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
-
-    Raises
-    ------
-    ExperimentError
-        If the path does not exist or holds something else, or a package needed to read it is not installed.
-    DataError
-        If the content is invalid; lists all errors, with a count of each kind. Nothing is kept then.
     """
     path = expanded(files.path)
     if (path / CARD).is_file():  # read before, and given by its kept folder
@@ -184,36 +173,34 @@ def tell_notes(notes: Sequence[str]) -> None:
 def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
     """Store a data set in the data root and return its name there.
 
+    Raise DataError if there are no labelled examples, or none for training or testing.
+
     Parameters
     ----------
     where
         Name of the data set in errors.
-
-    Raises
-    ------
-    DataError
-        If there are no labelled examples, or none for training or testing.
     """
     n = len(examples.x)
     if not n or examples.y is None:
-        raise DataError(f"{where}: found {n} examples; allowed: some, with labels")
+        raise DataError(f"{where}: there are {n} examples; give some, with labels")
     test = _tested(examples)
     if test.all() or not test.any():
-        raise DataError(f"{where}: found {pluralize(n, 'example')}, none for {'training' if test.all() else 'testing'}")
+        what = "training" if test.all() else "testing"
+        raise DataError(f"{where}: there are {pluralize(n, 'example')}, and none for {what}")
     names = None if examples.owners is None else tuple(sorted(set(examples.owners)))
+    place = {name: i for i, name in enumerate(names or ())}
+    owners = np.array([place[owner] for owner in examples.owners or ()], dtype=np.int64)
     tensors: dict[str, NDArray[Any]] = {}
     for part, chosen in (("train", ~test), ("test", test)):
         tensors[f"{part}_x"] = np.ascontiguousarray(examples.x[chosen])
         tensors[f"{part}_y"] = examples.y[chosen]
-        if names is not None and examples.owners is not None:
-            place = {name: i for i, name in enumerate(names)}
-            owners = np.array([place[owner] for owner in examples.owners], dtype=np.int64)
+        if names is not None:
             tensors[f"{part}_owner"] = owners[chosen]
     content = safetensors.numpy.save(tensors)
     shape = tuple(int(size) for size in examples.x.shape[1:])
     given = examples.split is not None
     digest = hashlib.sha256(content).hexdigest()
-    card = Card(examples.kind, shape, examples.classes, names, given, len(content), digest)
+    card = DatasetCard(1, examples.kind, shape, examples.classes, names, given, len(content), digest)
     text = card.to_json()
     name = f"{dataset}{_named_by(text.encode())}"
     folder = data_root(root) / "datasets" / name
@@ -231,9 +218,9 @@ def _named_by(content: bytes) -> str:
     return f"-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Source:
+def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
     """The source that a kept data set is."""
-    card = Card.read(home / name / CARD)
+    card = DatasetCard.read(home / name / CARD)
 
     def read(contents: Mapping[str, bytes]) -> RawDataset:
         tensors = safetensors.numpy.load(contents[EXAMPLES])
@@ -243,14 +230,13 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Source:
         owners = None if card.owners is None else Owners(card.owners, divided=card.divided)
         return RawDataset(train, test, owners, equal_inputs(np.concatenate([train.inputs, test.inputs])))
 
-    return Source(
+    return Dataset(
         name=name,
         title=name,
         class_names=card.classes,
         input_shape=card.input_shape,
         licence="its owner's",
-        files=(SourceFile(EXAMPLES, card.size, card.sha256),),
-        fetchers=(),
+        files=(DataFile(EXAMPLES, card.size, card.sha256),),
         read=read,
         kind=card.kind,
         at=home / name,
@@ -262,10 +248,10 @@ def _reader(dataset: str, path: Path) -> Reader:
     readers = READERS[dataset]
     what = "a folder of images" if dataset == "folder" else f"a file that ends in {', '.join(readers)}"
     if not path.exists():
-        raise ExperimentError(f"data.source.path: found {path.absolute()}, which is not there; allowed: {what}")
+        raise ExperimentError(f"data.source.path: {path.absolute()} is not there; give {what}")
     ending = path.suffix.lower() if path.is_file() else ""
     if path.is_dir() is not (dataset == "folder") or ending not in (readers if path.is_file() else ("",)):
-        raise ExperimentError(f"data.source.path: found {path} with dataset {dataset}; allowed: {what}")
+        raise ExperimentError(f"data.source.path: {path} is not what dataset {dataset} reads; give {what}")
     return readers[ending]
 
 
@@ -287,12 +273,9 @@ def _tested(examples: Examples) -> NDArray[np.bool_]:
     assert examples.y is not None
     if examples.split is not None:
         return np.asarray(examples.split == 2)
-    group = equal_inputs(examples.x)
-    firsts = np.unique(group)
-    size = min(max(1, round(TEST_FRACTION * len(firsts))), len(firsts))
-    tested = np.zeros(len(group), dtype=np.bool_)
-    tested[firsts] = stratified(examples.y[firsts], size, make_rng(1, "local", "test"))
-    return tested[group]
+    rng = make_rng(1, "local", "test")
+    split = draw_splits(examples.y, equal_inputs(examples.x), {2: TEST_FRACTION}, lambda place: rng)
+    return np.asarray(split == 2)
 
 
 def of_arrays(
@@ -302,6 +285,8 @@ def of_arrays(
 ) -> Path:
     """Store arrays as a data set and return its folder, which ``data.source.path`` may name.
 
+    Raise DataError if the arrays are invalid; names the owner and the array.
+
     Parameters
     ----------
     parts
@@ -309,11 +294,6 @@ def of_arrays(
         ``train_y``, ``test_x``, ``test_y``, and optionally ``validation_x`` and ``validation_y``.
     classes
         Class names in label order; None: those found.
-
-    Raises
-    ------
-    DataError
-        If the arrays are invalid; names the owner, the array, the value found and the values allowed.
     """
     return keep_in_memory(examples_of(parts, classes), "the arrays", root)
 
@@ -321,15 +301,12 @@ def of_arrays(
 def of_frame(frame: DataFrame, label: str, client: str | None, root: Path | str | None) -> Path:
     """Store the rows of a DataFrame as a data set and return its folder, which ``data.source.path`` may name.
 
+    Raise DataError if the frame is invalid; lists all errors, with a count of each kind.
+
     Parameters
     ----------
     label, client
         Columns with the classes and with the owner of each row (None: no owners).
-
-    Raises
-    ------
-    DataError
-        If the frame is invalid; lists all errors, with a count of each kind.
     """
     request = Request(None, True, label, None, False, client, keys="")
     return keep_in_memory(read_frame(frame, request, ValidationErrors("the frame")), "the frame", root)

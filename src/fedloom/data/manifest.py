@@ -8,11 +8,14 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
 from fedloom import digests
@@ -167,28 +170,19 @@ class Manifest:
         return {client.owner: client for client in self.clients if client.owner is not None}
 
     def entry(self, client: str) -> ClientEntry:
-        """Return the entry of a client.
-
-        Raises
-        ------
-        DataError
-            If there is no such client.
-        """
+        """Return the entry of a client; raise DataError if there is no such client."""
         if client not in self._entries and not self.clients:
             raise DataError(f"client {client!r} is not in the roster, which is empty")
         if client not in self._entries:
             first, last = self.clients[0].id, self.clients[-1].id
             allowed = first if first == last else f"one of its {len(self.clients)} clients, {first} to {last}"
-            raise DataError(f"client {client!r} is not in the partition of {self.dataset}; allowed: {allowed}")
+            raise DataError(f"client {client!r} is not in the partition of {self.dataset}; choose {allowed}")
         return self._entries[client]
 
     def named(self, client: str) -> ClientEntry:
         """Return the entry of a client, given its id or its owner's name.
 
-        Raises
-        ------
-        DataError
-            If there is no such client.
+        Raise DataError if there is no such client.
         """
         if client in self._owned:
             return self._owned[client]
@@ -220,32 +214,29 @@ class Manifest:
             del known["shift_groups"]
         if self.measured_on == "seen":
             del known["measured_on"]
-        return digests.sealed_compact(json.dumps(known, sort_keys=True, separators=(",", ":"), allow_nan=False))
+        return digests.with_compact_digest(json.dumps(known, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "the manifest") -> Manifest:
         """Return the manifest in a JSON text.
 
+        Raise DataError if the text is not a manifest of this version, or contradicts itself.
+
         Parameters
         ----------
         where
             Name of the text in errors.
-
-        Raises
-        ------
-        DataError
-            If the text is not a manifest of this version, or contradicts itself.
         """
         content = text.encode() if isinstance(text, str) else text
         try:
-            manifest = _ADAPTER.validate_json(digests.unsealed_compact(content))
+            manifest = _ADAPTER.validate_json(digests.without_compact_digest(content))
         except (digests.Damaged, ValidationError) as error:
             version = _version(content)
             if version is not None and version != VERSION:
                 raise DataError(
                     f"{where} is of version {version}; this FedLoom reads version {VERSION}", hint=FIX
                 ) from error
-            raise DataError(f"{where} is damaged: {_why(error)}", hint=FIX) from error
+            raise DataError(f"{where} is damaged: {text_fault(error)}", hint=FIX) from error
         fault = _contradiction(manifest)
         try:
             manifest.fingerprint  # noqa: B018 - kept, and asked for by everyone
@@ -259,15 +250,6 @@ class Manifest:
 _ADAPTER = TypeAdapter(Manifest)
 
 
-def _why(error: digests.Damaged | ValidationError) -> str:
-    """Return the key and the error of an invalid text."""
-    if isinstance(error, digests.Damaged):
-        return str(error)
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"]) or "the whole text"
-    return f"{key}: {first['msg']}"
-
-
 def _version(text: str | bytes) -> int | None:
     """Return the version of what may be a manifest of another format; None if it has none."""
     try:
@@ -278,23 +260,41 @@ def _version(text: str | bytes) -> int | None:
     return version if isinstance(version, int) else None
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a partition on disk.
+def text_fault(error: digests.Damaged | ValidationError) -> str:
+    """Return the key and the error of an invalid JSON text."""
+    if isinstance(error, digests.Damaged):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the whole text'}: {first['msg']:.200}"
 
-    Raises
-    ------
-    DataError
-        If it is missing or damaged.
+
+def read_stored(path: Path, missing: str, hint: str, *, shared: bool = True) -> bytes:
+    """Return the content of a file of a data set.
+
+    Raise DataError or StorageError if it is missing, or cannot be read.
+
+    Parameters
+    ----------
+    missing
+        Message if it is missing.
+    shared
+        The file is in the data root, which several users may share.
     """
-    path = folder / "partition.json"
     try:
-        with naming_owner(path):
-            text = read_file(path)
+        with naming_owner(path) if shared else nullcontext():
+            return read_file(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"no partition here: expected its manifest in {path}", hint=FIX) from None
+        raise DataError(f"{missing}: expected {path}", hint=hint) from None
     except OSError as error:
-        raise as_storage_error(error) from error
-    return Manifest.from_json(text, where=str(path))
+        if shared:
+            raise as_storage_error(error) from error
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a partition on disk; raise DataError if it is missing or damaged."""
+    path = folder / "partition.json"
+    return Manifest.from_json(read_stored(path, "the manifest of a partition is missing", FIX), where=str(path))
 
 
 def shard_path(folder: Path, client: str) -> Path:
@@ -305,34 +305,22 @@ def shard_path(folder: Path, client: str) -> Path:
 def read_shard(folder: Path, entry: ClientEntry) -> bytes:
     """Return the bytes of a client's shard, checked against their hash.
 
-    Raises
-    ------
-    DataError
-        If the shard is missing or damaged.
+    Raise DataError if the shard is missing or damaged.
     """
     path = shard_path(folder, entry.id)
-    try:
-        with naming_owner(path):
-            content = read_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"the shard of client {entry.id} is missing: expected {path}", hint=FIX) from None
-    except OSError as error:
-        raise as_storage_error(error) from error
-    check_shard(content, entry, str(path), FIX)
+    content = read_stored(path, f"the shard of client {entry.id} is missing", FIX)
+    check_shard(content, entry.sha256, str(path), FIX)
     return content
 
 
-def check_shard(content: bytes, entry: ClientEntry, where: str, hint: str) -> None:
+def check_shard(content: bytes, sha256: str, where: str, hint: str) -> None:
     """Check the bytes of a client's shard against their hash.
 
-    Raises
-    ------
-    DataError
-        If they differ; names the shard and gives the hint.
+    Raise DataError if they differ; names the shard and gives the hint.
     """
     found = hashlib.sha256(content).hexdigest()
-    if found != entry.sha256:
-        raise DataError(f"the shard {where} is damaged: expected sha256 {entry.sha256}, found {found}", hint=hint)
+    if found != sha256:
+        raise DataError(f"the shard {where} is damaged: expected sha256 {sha256}, found {found}", hint=hint)
 
 
 def _contradiction(manifest: Manifest) -> str | None:
@@ -341,18 +329,9 @@ def _contradiction(manifest: Manifest) -> str | None:
         return f"version is {manifest.version}, expected {VERSION}"
     if len(manifest.class_names) != manifest.classes:
         return f"{len(manifest.class_names)} class_names, expected {manifest.classes} (classes)"
-    shape = manifest.input_shape
-    axes = AXES[manifest.kind]
-    if len(shape) != len(axes) or min(shape) < 1:
-        return f"input_shape is {list(shape)}, expected [{', '.join(axes)}] for {manifest.kind}"
-    numbers = 0 if manifest.kind == "tokens" else shape[0]
-    if not len(manifest.normalization.mean) == len(manifest.normalization.std) == numbers:
-        each = f"one mean and one std for each of {numbers} {axes[0]}" if numbers else "no mean and no std for tokens"
-        return f"normalization, expected {each}"
-    if not all(math.isfinite(mean) for mean in manifest.normalization.mean):
-        return f"normalization.mean is {list(manifest.normalization.mean)}, expected finite numbers"
-    if not all(0 < std < math.inf for std in manifest.normalization.std):
-        return f"normalization.std is {list(manifest.normalization.std)}, expected finite numbers above 0"
+    fault = inputs_fault(manifest.kind, manifest.input_shape, manifest.normalization)
+    if fault is not None:
+        return fault
     if not manifest.clients and manifest.dataset != "own":  # clients may join later
         return "it has no clients"
     if len({client.id for client in manifest.clients}) != len(manifest.clients):
@@ -360,6 +339,49 @@ def _contradiction(manifest: Manifest) -> str | None:
     if manifest.shift_groups is not None and len(manifest.shift_groups) != len(manifest.clients):
         return f"{len(manifest.shift_groups)} shift_groups, expected {len(manifest.clients)}, one for each client"
     return next((fault for each in manifest.clients if (fault := entry_contradiction(each, manifest.classes))), None)
+
+
+def shape_fault(kind: Kind, shape: Sequence[int]) -> str | None:
+    """Return why a shape of inputs does not fit their kind, or None."""
+    axes = AXES[kind]
+    if len(shape) == len(axes) and min(shape) >= 1:
+        return None
+    return f"input_shape: {list(shape)} must be [{', '.join(axes)}] for {kind}, each at least 1"
+
+
+def inputs_fault(kind: Kind, shape: Sequence[int], normalization: Normalization) -> str | None:
+    """Return a contradiction within a description of inputs, or None."""
+    if (fault := shape_fault(kind, shape)) is not None:
+        return fault
+    mean, std = normalization.mean, normalization.std
+    needed = 0 if kind == "tokens" else shape[0]
+    if not len(mean) == len(std) == needed:
+        return f"normalization: {len(mean)} means and {len(std)} deviations; {kind} need {needed} of each"
+    if not all(map(math.isfinite, mean)):
+        return f"normalization: mean is {list(mean)}; the numbers must be finite"
+    if not all(0 < each < math.inf for each in std):
+        return f"normalization: std is {list(std)}; the numbers must be finite and above 0"
+    return None
+
+
+def examples_fault(
+    x: NDArray[Any], y: NDArray[Any] | None, shape: tuple[int, ...], kind: Kind, classes: int
+) -> str | None:
+    """Return why examples are not of a kind, shape and number of classes, or None."""
+    dtype = np.dtype(np.float32 if kind == "features" else np.uint8)
+    if x.shape[1:] != shape or x.dtype != dtype:
+        return f"the inputs are {x.dtype} of shape {list(x.shape[1:])}; {kind} must be {dtype} of shape {list(shape)}"
+    if kind == "features" and not np.isfinite(x).all():
+        return f"a feature is {x[~np.isfinite(x)][0]}; features must be finite"
+    if kind == "tokens" and len(x) and int(x.max()) >= classes:
+        return f"a token is {int(x.max())}; tokens must be 0 to {classes - 1}"
+    if y is None:
+        return None
+    if y.dtype != np.int64 or y.shape != x.shape[:1]:
+        return f"the labels are {y.dtype} of shape {list(y.shape)}; they must be int64, [{len(x)}]"
+    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
+        return f"the labels are {int(y.min())} to {int(y.max())}; they must be 0 to {classes - 1}"
+    return None
 
 
 def entry_contradiction(client: ClientEntry, classes: int) -> str | None:

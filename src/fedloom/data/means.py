@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.assignment import Assignment, PartitionSettings, draw_seen
+from fedloom.data.datasets import Dataset, Pool, RawDataset
 from fedloom.data.keyed import make_rng
 from fedloom.data.schemes import MeansScheme
-from fedloom.data.sources import Pool, RawDataset, Source
 
 
 def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDArray[np.float64]:
@@ -26,8 +26,8 @@ def client_means(scheme: MeansScheme, seen: NDArray[np.bool_], seed: int) -> NDA
 
 
 def draw_means(
-    source: Source, scheme: MeansScheme, settings: PartitionSettings
-) -> tuple[Source, RawDataset, Assignment]:
+    source: Dataset, scheme: MeansScheme, settings: PartitionSettings
+) -> tuple[Dataset, RawDataset, Assignment]:
     """Draw examples and assign them; also return the source with the shape of the examples.
 
     A client's validation examples are the last ``validation_fraction`` of those not used for testing.

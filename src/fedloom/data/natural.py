@@ -8,20 +8,19 @@ windows, so that these share no text with training windows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.apportion import stratified
+from fedloom.data.apportion import held_out, stratified
 from fedloom.data.copies import firsts_of
+from fedloom.data.datasets import RawDataset
 from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS
 from fedloom.data.reserve import Reserved, reserved_owners
 from fedloom.data.schemes import NaturalScheme
-from fedloom.data.sources import RawDataset
 from fedloom.errors import ExperimentError
 from fedloom.words import pluralize
 
@@ -55,16 +54,15 @@ def assign_owners(
 ) -> Owned:
     """Split every owner's examples, and draw the owners that become clients.
 
-    Raises
-    ------
-    ExperimentError
-        If the data set has no owners, or fewer of them qualify than requested.
+    Raise ExperimentError if the data set has no owners, or fewer of them qualify than requested.
     """
     if official.owners is None or official.train.owners is None or official.test.owners is None:
         raise ExperimentError(
-            f"data.partition.scheme: found natural, but nothing is known of whose the examples of {dataset} are; "
-            "allowed: classes, dirichlet, dominant, imbalanced, fixed, iid",
+            f"data.partition.scheme: natural needs owners, and nobody is known to own the examples of {dataset}; "
+            "choose classes, dirichlet, dominant, imbalanced, fixed or iid",
             hint="with data of your own, data.source.client says whose an example is (docs/data.md)",
+            key="data.partition.scheme",
+            found="natural",
         )
     names, group = official.owners.names, official.group
     division = _Division(
@@ -78,33 +76,11 @@ def assign_owners(
         place=np.full(len(group), -1),
     )
     whose = np.concatenate([official.train.owners, official.test.owners])
-    notes = []
-    allowed, reserved = np.ones(len(names), dtype=np.bool_), None
-    available = np.ones(len(whose), dtype=np.bool_)
-    if scheme.reserve is not None:
-        allowed, reserved = reserved_owners(names, scheme.reserve)
-        if scheme.reserve.deal:
-            available = ~allowed[whose] | ~np.isin(group, group[~allowed[whose]])
-            if not available.all():
-                copies = pluralize(int((~available).sum()), "example")
-                notes.append(f"{copies} of the owners kept back are left out: owners not kept back have equal inputs")
+    allowed, available, reserved, notes = _apart_from_reserve(names, whose, group, scheme)
     holdings = np.split(np.argsort(whose, kind="stable"), np.cumsum(np.bincount(whose, minlength=len(names)))[:-1])
     divided = [division.divide(name, mine[available[mine]]) for name, mine in zip(names, holdings, strict=True)]
-    few = [bool(of) and sum(parts.sizes) < scheme.min_examples for of, parts in zip(allowed, divided, strict=True)]
-    empty = [bool(of) and min(parts.sizes) == 0 for of, parts in zip(allowed, divided, strict=True)]
-    qualified = [owner for owner in np.flatnonzero(allowed).tolist() if not few[owner] and not empty[owner]]
+    qualified, left_out = _qualified(names, allowed, divided, scheme)
     wanted = len(qualified) if scheme.clients is None else scheme.clients
-    if not qualified or wanted > len(qualified):
-        key, found = ("min_examples", scheme.min_examples) if scheme.clients is None else ("clients", scheme.clients)
-        bare = sum(is_empty and not is_few for is_empty, is_few in zip(empty, few, strict=True))
-        raise ExperimentError(
-            f"data.partition.{key}: found {found}; {len(qualified)} of {allowed.sum()} owners qualify: {sum(few)} have "
-            f"fewer than {scheme.min_examples} examples (min_examples), and {bare} more would have no train, "
-            f"validation or test example; allowed: {'at most ' + str(len(qualified)) + ', or ' if qualified else ''}"
-            "a smaller min_examples, or another test_fraction or data.validation_fraction"
-        )
-    if any(few) or any(empty):
-        notes.append(_left_out(names, few, empty, scheme.min_examples))
     drawn = sorted(shuffled(make_rng(seed, "owners"), len(qualified))[:wanted].tolist())
     chosen = [qualified[place] for place in drawn]
     caps = {"train": scheme.train_per_client, "validation": None, "test": scheme.test_per_client}
@@ -116,19 +92,57 @@ def assign_owners(
         },
         training_pools=[divided[owner].train for owner in chosen],
         reserved=reserved,
-        notes=tuple(notes),
+        notes=(*notes, *left_out),
     )
 
 
-def _left_out(names: Sequence[str], few: Sequence[bool], empty: Sequence[bool], min_examples: int) -> str:
-    """Return a note that names the owners that do not qualify, and why."""
-    lacking = [is_empty and not is_few for is_empty, is_few in zip(empty, few, strict=True)]
+def _apart_from_reserve(
+    names: Sequence[str], whose: NDArray[np.int64], group: NDArray[np.int64], scheme: NaturalScheme
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Reserved | None, tuple[str, ...]]:
+    """Return the owners that may become clients, the examples that may be assigned, the reserve, and notes."""
+    if scheme.reserve is None:
+        return np.ones(len(names), dtype=np.bool_), np.ones(len(whose), dtype=np.bool_), None, ()
+    allowed, reserved = reserved_owners(names, scheme.reserve)
+    if not scheme.reserve.deal:
+        return allowed, np.ones(len(whose), dtype=np.bool_), reserved, ()
+    available = ~allowed[whose] | ~np.isin(group, group[~allowed[whose]])
+    copies = int((~available).sum())
+    note = (
+        f"{pluralize(copies, 'example')} of the owners kept back are left out: owners not kept back have equal inputs"
+    )
+    return allowed, available, reserved, (note,) if copies else ()
+
+
+def _qualified(
+    names: Sequence[str], allowed: NDArray[np.bool_], divided: Sequence[_Parts], scheme: NaturalScheme
+) -> tuple[list[int], tuple[str, ...]]:
+    """Return the owners that can become clients, and a note that names the others, and why."""
+    owners = np.flatnonzero(allowed).tolist()
+    few = [owner for owner in owners if sum(divided[owner].sizes) < scheme.min_examples]
+    empty = [owner for owner in owners if min(divided[owner].sizes) == 0 and owner not in {*few}]
+    unfit = {*few, *empty}
+    qualified = [owner for owner in owners if owner not in unfit]
+    if not qualified or len(qualified) < (scheme.clients or 0):
+        key, found = ("min_examples", scheme.min_examples) if scheme.clients is None else ("clients", scheme.clients)
+        fewer = f"ask for at most {len(qualified)}, or " if qualified else "ask for "
+        raise ExperimentError(
+            f"data.partition.{key}: at {found}, {len(qualified)} of {len(owners)} owners qualify: {len(few)} have "
+            f"fewer than {scheme.min_examples} examples (min_examples), and {len(empty)} more would have no train, "
+            f"validation or test example; {fewer}a smaller min_examples, or another test_fraction or "
+            "data.validation_fraction",
+            key=f"data.partition.{key}",
+            found=found,
+        )
     why = []
-    for which, reason in ((few, f"fewer than {min_examples} examples (min_examples)"), (lacking, "an empty split")):
-        who = [name for name, is_one in zip(names, which, strict=True) if is_one]
-        if who:
-            why.append(f"{', '.join(who[:NAMED])}{', ...' if len(who) > NAMED else ''} ({len(who)} with {reason})")
-    return f"{sum(few) + sum(lacking)} of {pluralize(len(names), 'owner')} cannot become clients: {'; '.join(why)}"
+    for which, reason in (
+        (few, f"fewer than {scheme.min_examples} examples (min_examples)"),
+        (empty, "an empty split"),
+    ):
+        if which:
+            who = ", ".join(names[owner] for owner in which[:NAMED]) + (", ..." if len(which) > NAMED else "")
+            why.append(f"{who} ({len(which)} with {reason})")
+    note = f"{len(unfit)} of {pluralize(len(names), 'owner')} cannot become clients: {'; '.join(why)}"
+    return qualified, (note,) if why else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +213,7 @@ class _Division:
 
     def _last(self, positions: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the positions kept and those held out."""
-        cut = len(positions) - _held_out(fraction, len(positions))
+        cut = len(positions) - held_out(fraction, len(positions))
         return positions[: max(cut - self.overlap, 0)], positions[cut:]
 
     def _hold_out(
@@ -209,7 +223,7 @@ class _Division:
         own = SPLITS.index(split)
         candidates = place <= own  # not held out for a later split, which is drawn first
         free = np.flatnonzero(place < 0)
-        size = _held_out(fraction, int(candidates.sum())) - int((place == own).sum())
+        size = held_out(fraction, int(candidates.sum())) - int((place == own).sum())
         if len(free) and size > 0:
             size = min(size, len(free))
             place[free[self._drawn(firsts[free], size, name, "hold out", split)]] = own
@@ -224,8 +238,3 @@ class _Division:
 
     def _drawn(self, positions: NDArray[np.int64], size: int, *purpose: str) -> NDArray[np.bool_]:
         return stratified(self.labels[positions], size, make_rng(self.seed, "owner", *purpose))
-
-
-def _held_out(fraction: float, count: int) -> int:
-    """Return how many of ``count`` examples are held out: a fraction, but at least one if there is any."""
-    return min(max(1, math.floor(fraction * count + 0.5)), count)

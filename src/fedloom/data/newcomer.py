@@ -20,7 +20,7 @@ from fedloom.data.own import AGAIN, check_features, is_same, read_card, read_own
 from fedloom.data.pack.arrays import numbered, with_channels
 from fedloom.data.pack.examples import ValidationErrors
 from fedloom.data.problem import Problem
-from fedloom.data.values import Rounding, as_array, numbers
+from fedloom.data.values import Rounding, as_array, as_numbers
 from fedloom.errors import DataError
 from fedloom.words import composed
 
@@ -80,7 +80,9 @@ class Newcomer(FederatedDataset):
 
     def __init__(self, client: str, x: Tensor, y: Tensor | None, wanted: Wanted) -> None:
         if not CLIENT_ID.fullmatch(client):
-            raise DataError(f"client: found {client[:80]!r}; allowed: letters, digits, '.', '_' and '-', at most 128")
+            raise DataError(
+                f"client {client[:80]!r} must be up to 128 letters, digits, '.', '_' and '-'.", key="client"
+            )
         x, y = checked_inputs(x, wanted), None if y is None else checked_labels(y, len(x), len(wanted.class_names))
         counts = {split: (0,) * len(wanted.class_names) for split in SPLITS}
         manifest = Manifest(
@@ -107,10 +109,7 @@ class Newcomer(FederatedDataset):
     def from_arrays(cls, client: str, x: Any, y: Any, wanted: Wanted) -> Newcomer:
         """Accept tensors, arrays, or anything numpy converts to arrays; labels may be class names.
 
-        Raises
-        ------
-        DataError
-            If the data do not meet the requirements.
+        Raise DataError if the data do not meet the requirements.
         """
         columns = None if (names := getattr(x, "columns", None)) is None else tuple(map(str, names))
         if columns is not None and wanted.features is not None and not is_same(columns, wanted.features):
@@ -128,10 +127,7 @@ class Newcomer(FederatedDataset):
 
         Its classes may be a subset of the run's: labels are matched by class name.
 
-        Raises
-        ------
-        DataError
-            If the folder is missing, damaged, or does not meet the requirements.
+        Raise DataError if the folder is missing, damaged, or does not meet the requirements.
         """
         card = read_card(folder)
         for what, found, needed in (
@@ -139,13 +135,13 @@ class Newcomer(FederatedDataset):
             ("input_shape", list(card.input_shape), list(wanted.input_shape)),
         ):
             if found != needed:
-                raise DataError(f"{folder}: {what} is {found}; allowed: {needed}, as the run was trained with")
+                raise DataError(f"{folder}: {what} is {found}; the run was trained with {needed}")
         check_features(folder, card, wanted.features)
         place = {composed(name): i for i, name in enumerate(wanted.class_names)}
         foreign = [name for name in card.classes if composed(name) not in place] if card.labelled else []
         if foreign:
             raise DataError(
-                f"{folder}: found class {foreign[0]!r}, which the run lacks; allowed: {', '.join(wanted.class_names)}"
+                f"{folder}: the run lacks the class {foreign[0]!r}; its classes are {', '.join(wanted.class_names)}"
             )
         try:
             tensors = safetensors.torch.load(read_own_shard(folder, card))
@@ -170,46 +166,37 @@ class Newcomer(FederatedDataset):
 def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
     """Return inputs in the form that the run's shards have.
 
-    Raises
-    ------
-    DataError
-        If the kind, shape, number or range differs.
+    Raise DataError if the kind, shape, number or range differs.
     """
     shape = list(wanted.input_shape)
     if list(x.shape[1:]) != shape or x.dim() == 0:
-        raise DataError(f"x: found shape {list(x.shape)}; allowed: [n, {', '.join(map(str, shape))}]")
+        raise DataError(f"x has the shape {list(x.shape)}; it must be [n, {', '.join(map(str, shape))}].", key="x")
     if not 1 <= len(x) <= MOST_EXAMPLES:
-        raise DataError(f"x: found {len(x):,} examples; allowed: from 1 to {MOST_EXAMPLES:,}")
+        raise DataError(f"x has {len(x):,} examples; give 1 to {MOST_EXAMPLES:,}.", key="x")
     if wanted.kind == "features":
         return _features(x, wanted.normalization.std)
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        what = "whole numbers from 0 to 255" if wanted.kind == "pixels" else "whole numbers, the tokens"
-        raise DataError(f"x: found {x.dtype}; allowed for {wanted.kind}: {what}")
     most = 255 if wanted.kind == "pixels" else len(wanted.class_names) - 1
-    low, high = _range(x)
-    if low < 0 or high > most:
-        raise DataError(f"x: found {wanted.kind} from {low} to {high}; allowed: from 0 to {most}")
-    return x.to(torch.uint8)
+    return _whole(x, "x", wanted.kind, most).to(torch.uint8)
 
 
 def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
-    """Return labels as int64.
-
-    Raises
-    ------
-    DataError
-        If they are not one class per example.
-    """
-    if list(y.shape) != [examples]:
-        raise DataError(f"y: found shape {list(y.shape)}; allowed: [{examples}], a label for each example")
-    if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-        raise DataError(f"y: found {y.dtype}; allowed: whole numbers from 0 to {classes - 1}")
+    """Return labels as int64; raise DataError if they are not one class per example."""
     if not classes:
-        raise DataError("y: found labels; allowed: none, the run's data have no classes")
-    low, high = _range(y)
-    if low < 0 or high >= classes:
-        raise DataError(f"y: found labels from {low} to {high}; allowed: from 0 to {classes - 1}")
-    return y.long()
+        raise DataError("y has labels, and the run's data have no classes; leave y out.", key="y")
+    if list(y.shape) != [examples]:
+        raise DataError(f"y has the shape {list(y.shape)}; it must be [{examples}], a label for each example.", key="y")
+    return _whole(y, "y", "labels", classes - 1).long()
+
+
+def _whole(values: Tensor, name: str, what: str, most: int) -> Tensor:
+    """Return integers; refuse other numbers, and those outside of 0 to ``most``."""
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise DataError(f"{name} is {values.dtype}; {what} must be whole numbers from 0 to {most}.", key=name)
+    array = values.numpy()  # torch cannot compute these for unsigned types
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > most:
+        raise DataError(f"{name} has {what} from {low} to {high}; they must be from 0 to {most}.", key=name)
+    return values
 
 
 def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
@@ -219,19 +206,16 @@ def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
     ----------
     spread
         Standard deviations ``[f]`` of the training data.
-
-    Raises
-    ------
-    DataError
-        If a value is no number, is not finite in 32 bits, or loses too much precision.
     """
     try:
-        values = numbers((x.double() if x.is_floating_point() else x).numpy())
+        values = as_numbers((x.double() if x.is_floating_point() else x).numpy())
     except ValueError as error:
         raise DataError(f"x: {error}; features are numbers") from None
     kept = x.float()
     if not bool(kept.isfinite().all()):
-        raise DataError(f"x: found {kept[~kept.isfinite()][0]}; every feature must be a finite 32-bit float")
+        raise DataError(
+            f"x has the feature {kept[~kept.isfinite()][0]}; features must be finite 32-bit floats.", key="x"
+        )
     rounding = Rounding(len(spread))
     rounding.add(values, kept.numpy())
     if lost := rounding.lost(spread):
@@ -243,25 +227,13 @@ def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
 
 
 def _positions(y: NDArray[Any], wanted: Wanted) -> Tensor:
-    """Return labels as positions in the run's classes; they may be the names of these.
-
-    Raises
-    ------
-    DataError
-        If a label is neither a position nor a class name.
-    """
+    """Return labels as positions in the run's classes; they may be the names of these."""
     if y.ndim != 1 or not wanted.class_names:
         return _tensor(y, "y")  # refused for that
     mistakes = ValidationErrors("y", outcome="")
     found, _ = numbered([y], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", mistakes)
     mistakes.refuse()
     return torch.from_numpy(found)
-
-
-def _range(values: Tensor) -> tuple[int, int]:
-    """Return the smallest and the largest of integers; torch cannot compute these for unsigned types."""
-    array = values.numpy()
-    return int(array.min()), int(array.max())
 
 
 def _tensor(array: NDArray[Any], what: str) -> Tensor:

@@ -54,10 +54,7 @@ def apart_by_reserve(trained_on: Manifest, new: Manifest) -> Overlap | None:
 def overlap(trained_on: FederatedDataset, new: FederatedDataset) -> Overlap:
     """Compare every example of ``new``, input and label, with the train splits of the seen clients of ``trained_on``.
 
-    Raises
-    ------
-    DataError
-        If a shard is missing or damaged.
+    Raise DataError if a shard is missing or damaged.
     """
     known: set[bytes] = set()
     for client in trained_on.manifest.roster:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -16,19 +14,22 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model
 
 from fedloom import digests
 from fedloom.data.manifest import (
-    AXES,
-    CLIENT_ID,
     SPLITS,
     VERSION,
     ClientEntry,
     Kind,
     Manifest,
     Normalization,
+    check_shard,
     entry_contradiction,
+    inputs_fault,
+    read_stored,
+    shape_fault,
+    text_fault,
 )
+from fedloom.data.moments import Moments, pooled_normalization
 from fedloom.errors import DataError, argument
 from fedloom.settings import Settings
-from fedloom.storage.folder import read_file
 from fedloom.words import composed, named_twice, pluralize
 
 CARD = "client.json"
@@ -70,81 +71,24 @@ class Own(Settings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Own:
-        axes, shape = AXES[self.kind], self.input_shape
-        if len(shape) != len(axes) or min(shape) < 1:
-            raise ValueError(
-                f"input_shape: found {list(shape)}; allowed: [{', '.join(axes)}] for {self.kind}, each at least 1"
-            )
+        shape = self.input_shape
+        if (fault := shape_fault(self.kind, shape)) is not None:
+            raise ValueError(fault)
         if not self.classes:
-            raise ValueError("classes: found none; allowed: at least one name")
+            raise ValueError("classes: there are none; give at least one name")
         if (twice := named_twice(self.classes)) is not None:
-            raise ValueError(f"classes: found {twice!r} twice; allowed: each once")
+            raise ValueError(f"classes: {twice!r} is there twice; each class needs a name of its own")
         if self.kind == "tokens" and len(self.classes) > 256:
-            raise ValueError(f"classes: found {len(self.classes)}; allowed: at most 256, since a token is one byte")
-        if self.features is not None:
-            if self.kind != "features":
-                raise ValueError(f"features: found names with kind: {self.kind}; allowed: null, or kind: features")
-            if named_twice(self.features) is not None or len(self.features) != shape[0]:
-                raise ValueError(f"features: found {list(self.features)}; allowed: {shape[0]} different names")
+            raise ValueError(f"classes: there are {len(self.classes)}; a token is one byte, so at most 256 can be")
+        if self.features is not None and self.kind != "features":
+            raise ValueError(f"features: names need kind: features, and kind is {self.kind}")
+        if self.features is not None and len(set(map(composed, self.features))) != shape[0]:
+            raise ValueError(f"features: {list(self.features)} must be {shape[0]} different names")
         if isinstance(self.normalization, Given):
-            self._check_given(self.normalization)
+            given = Normalization(self.normalization.mean, self.normalization.std)
+            if (fault := inputs_fault(self.kind, shape, given)) is not None:
+                raise ValueError(fault)
         return self
-
-    def _check_given(self, given: Given) -> None:
-        if self.kind == "tokens":
-            raise ValueError("normalization: found mean and std; allowed: measured, which is nothing for tokens")
-        numbers = self.input_shape[0]
-        if len(given.mean) != numbers or len(given.std) != numbers:
-            raise ValueError(
-                f"normalization: found {len(given.mean)} numbers in mean and {len(given.std)} in std; allowed: "
-                f"{numbers} in each, one for each of the {AXES[self.kind][0]}"
-            )
-        if min(given.std) <= 0:
-            raise ValueError(f"normalization: found std {min(given.std):g}; allowed: numbers above 0")
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Moments of a client's training examples, for normalization.
-
-    Attributes
-    ----------
-    count
-        Number of values of each channel or feature.
-    sum, squares
-        Sum and sum of squares of each channel's values (0 ... 255, exact integers) or each feature's (correctly
-        rounded). Empty for tokens.
-    """
-
-    count: int
-    sum: tuple[int | float, ...]
-    squares: tuple[int | float, ...]
-
-
-def pooled(kind: Kind, numbers: int, moments: Iterable[Moments]) -> Normalization:
-    """Return mean and standard deviation over all clients' training examples together, computed in exact arithmetic.
-
-    Parameters
-    ----------
-    numbers
-        Number of channels or features.
-    moments
-        Moments of each client; at least one has an example.
-    """
-    if kind == "tokens":
-        return Normalization((), ())
-    each = list(moments)
-    count = sum(one.count for one in each)
-    scale = 255 if kind == "pixels" else 1
-    mean, std = [], []
-    for i in range(numbers):
-        first = sum((Fraction(one.sum[i]) for one in each), Fraction(0))
-        second = sum((Fraction(one.squares[i]) for one in each), Fraction(0))
-        mean.append(float(first / count / scale))
-        variance = max(Fraction(0), (second * count - first * first) / (count * count * scale * scale))
-        # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
-        std.append(math.sqrt(variance) or 1.0)
-    return Normalization(tuple(mean), tuple(std))
 
 
 @dataclass(frozen=True)
@@ -198,37 +142,21 @@ class ClientCard:
     def to_json(self) -> str:
         """Return the JSON of ``client.json``: one key per line, and its digest."""
         lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in asdict(self).items())
-        return digests.sealed(CARD, "{\n" + ",\n".join(lines) + "\n}\n")
+        return digests.with_digest(CARD, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 _CARD = TypeAdapter(ClientCard)
 
 
 def read_card(folder: Path) -> ClientCard:
-    """Return the card of a packed folder.
-
-    Raises
-    ------
-    DataError
-        If there is none, or it is damaged or of another version.
-    """
+    """Return the card of a packed folder; raise DataError if there is none, or it is damaged or of another version."""
     path = folder / CARD
+    text = read_stored(path, "no packed client is here", AGAIN, shared=False)
     try:
-        text = read_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"no packed client here: expected {path}", hint=AGAIN) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint=AGAIN) from error
-    try:
-        card = _CARD.validate_json(digests.unsealed(CARD, text))
-    except digests.Damaged as error:
-        raise DataError(f"{path} is damaged: {error}", hint=AGAIN) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the whole text"
-        raise DataError(f"{path} is damaged: {key}: {first['msg']}", hint=AGAIN) from error
-    fault = _contradiction(card)
-    if fault is not None:
+        card = _CARD.validate_json(digests.without_digest(CARD, text))
+    except (digests.Damaged, ValidationError) as error:
+        raise DataError(f"{path} is damaged: {text_fault(error)}", hint=AGAIN) from error
+    if (fault := _contradiction(card)) is not None:
         raise DataError(f"{path} is damaged: {fault}", hint=AGAIN)
     return card
 
@@ -236,14 +164,14 @@ def read_card(folder: Path) -> ClientCard:
 def _contradiction(card: ClientCard) -> str | None:
     if card.version != CARD_VERSION:
         return f"version is {card.version}, expected {CARD_VERSION}"
-    if not CLIENT_ID.fullmatch(card.id):
-        return f"id {card.id!r}, expected letters, digits, '.', '_' and '-'"
-    numbers = 0 if card.kind == "tokens" else card.input_shape[0] if card.input_shape else -1
+    if (fault := shape_fault(card.kind, card.input_shape)) is not None:
+        return fault
+    numbers, moments = 0 if card.kind == "tokens" else card.input_shape[0], card.moments
     if card.features is not None and len(card.features) != numbers:
         return f"features, expected {numbers} names"
-    if not len(card.moments.sum) == len(card.moments.squares) == numbers:
+    if not len(moments.sum) == len(moments.squares) == numbers:
         return f"moments, expected sum and squares of {numbers}"
-    if not all(math.isfinite(value) for value in (*card.moments.sum, *card.moments.squares)) or card.moments.count < 1:
+    if not all(map(math.isfinite, (*moments.sum, *moments.squares))) or moments.count < 1:
         return "moments, expected finite numbers and a count of at least 1"
     empty = next((split for split in SPLITS if card.entry().size(split) < 1), None)
     if empty is not None:
@@ -273,15 +201,12 @@ class OwnClients:
     def open(cls, data: Sequence[Path], observe: Sequence[Path] = ()) -> OwnClients:
         """Read the cards of packed folders, but no shard.
 
+        Raise DataError if a folder is missing or damaged, a client occurs twice, or the clients' kinds of data differ.
+
         Parameters
         ----------
         data, observe
             Packed folders, or folders that contain some: of clients that train, and of clients that are only evaluated.
-
-        Raises
-        ------
-        DataError
-            If a folder is missing or damaged, a client occurs twice, or the clients' kinds of data differ.
         """
         found: dict[str, tuple[Path, ClientCard, bool]] = {}
         for given, observer in [*((path, False) for path in data), *((path, True) for path in observe)]:
@@ -289,7 +214,7 @@ class OwnClients:
                 card = read_card(folder)
                 if card.id in found:
                     raise DataError(
-                        f"client {card.id!r} is in {found[card.id][0]} and in {folder}; allowed: each once",
+                        f"client {card.id!r} is in {found[card.id][0]} and in {folder}",
                         hint=f"pack one of them with another {argument('id')}",
                     )
                 found[card.id] = folder, card, observer
@@ -298,13 +223,7 @@ class OwnClients:
         ordered = dict(sorted(found.items()))
         first_folder, first, _ = next(iter(ordered.values()))
         for folder, card, _ in ordered.values():
-            for what in ("kind", "input_shape", "classes"):
-                if not is_same(getattr(card, what), getattr(first, what)):
-                    raise DataError(
-                        f"{folder}: {what} is {_shown(getattr(card, what))}, of {first_folder} "
-                        f"{_shown(getattr(first, what))}; allowed: one kind of data",
-                        hint=AGAIN,
-                    )
+            check_same_data(folder, card, first, str(first_folder))
         return cls(
             {name: folder for name, (folder, _, _) in ordered.items()},
             {name: card for name, (_, card, _) in ordered.items()},
@@ -320,14 +239,7 @@ class OwnClients:
             Names the folder, the key, the value found and the value needed.
         """
         for name, card in self.cards.items():
-            for what in ("kind", "input_shape", "classes"):
-                found, needed = getattr(card, what), getattr(own, what)
-                if not is_same(found, needed):
-                    raise DataError(
-                        f"{self.folders[name]}: {what} is {_shown(found)}; allowed by data.own.{what}: "
-                        f"{_shown(needed)}",
-                        hint=AGAIN,
-                    )
+            check_same_data(self.folders[name], card, own, "data.own")
             check_features(self.folders[name], card, own.features)
 
     def check_labels(self) -> None:
@@ -354,47 +266,43 @@ class OwnClients:
     def measured(self, own: Own) -> Normalization:
         """Return the normalization that an experiment asks for, measured on the training clients if required.
 
-        Raises
-        ------
-        DataError
-            If it must be measured and no client trains.
+        Raise DataError if it must be measured and no client trains.
         """
         training = [card.moments for name, card in self.cards.items() if name not in self.observers]
-        return normalization(own, training)
+        return own_normalization(own, training)
+
+
+def check_same_data(folder: Path, card: ClientCard, needed: Any, where: str) -> None:
+    """Raise DataError if a client's kind, input shape or classes differ from those needed."""
+    for what in ("kind", "input_shape", "classes"):
+        found, wanted = getattr(card, what), getattr(needed, what)
+        if not is_same(found, wanted):
+            raise DataError(f"{folder}: {what} is {_shown(found)}; {where} needs {_shown(wanted)}", hint=AGAIN)
 
 
 def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | None) -> None:
-    """Reject a table whose columns differ from those of the experiment, or are in another order.
-
-    Raises
-    ------
-    DataError
-        Names the folder, the columns found and those needed.
-    """
+    """Raise DataError if a table's columns differ from those of the experiment, or are in another order."""
     if needed is not None and card.features is not None and not is_same(card.features, needed):
         raise DataError(
-            f"{folder}: features is {_shown(card.features)}; allowed by data.own.features: {_shown(needed)}", hint=AGAIN
+            f"{folder}: features is {_shown(card.features)}, and in data.own.features {_shown(needed)}", hint=AGAIN
         )
 
 
-def normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
+def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
     """Return the normalization that an experiment asks for.
+
+    Raise DataError if it must be measured and no client trains.
 
     Parameters
     ----------
     moments
         Moments of the clients that train.
-
-    Raises
-    ------
-    DataError
-        If it must be measured and no client trains.
     """
     if isinstance(own.normalization, Given):
         return Normalization(own.normalization.mean, own.normalization.std)
     if own.kind != "tokens" and not moments:
-        raise DataError("data.own.normalization: found measured, and no client that trains; allowed: mean and std")
-    return pooled(own.kind, own.input_shape[0], moments)
+        raise DataError("data.own.normalization is measured, and no client trains; give mean and std")
+    return pooled_normalization(own.kind, own.input_shape[0], moments)
 
 
 def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Normalization) -> Manifest:
@@ -419,21 +327,11 @@ def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Nor
 def read_own_shard(folder: Path, card: ClientCard) -> bytes:
     """Return the bytes of a packed client's shard, checked against their hash.
 
-    Raises
-    ------
-    DataError
-        If the shard is missing or damaged.
+    Raise DataError if the shard is missing or damaged.
     """
     path = folder / SHARD
-    try:
-        content = read_file(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"the shard of client {card.id} is missing: expected {path}", hint=AGAIN) from None
-    except OSError as error:
-        raise DataError(f"the shard {path} cannot be read: {error.strerror or error}", hint=AGAIN) from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != card.sha256:
-        raise DataError(f"the shard {path} is damaged: expected sha256 {card.sha256}, found {found}", hint=AGAIN)
+    content = read_stored(path, f"the shard of client {card.id} is missing", AGAIN, shared=False)
+    check_shard(content, card.sha256, str(path), AGAIN)
     return content
 
 

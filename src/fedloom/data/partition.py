@@ -13,8 +13,9 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from fedloom.data import sources
+from fedloom.data import datasets
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
+from fedloom.data.datasets import Dataset, Pool, RawDataset
 from fedloom.data.folders import data_root, locked, published
 from fedloom.data.manifest import (
     FIX,
@@ -25,13 +26,14 @@ from fedloom.data.manifest import (
     Manifest,
     MeasuredOn,
     Normalization,
+    examples_fault,
     read_manifest,
     read_shard,
     shard_path,
 )
 from fedloom.data.means import draw_means
+from fedloom.data.moments import CHUNK, pixel_sums
 from fedloom.data.schemes import MeansScheme, Scheme
-from fedloom.data.sources import Pool, RawDataset, Source
 from fedloom.errors import DataError
 from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
 
@@ -43,12 +45,9 @@ ASSIGNMENT = 2
 NOTES, NOTES_VERSION = "notes.json", 1
 """File beside the manifest, present if there are notes: its version, and sentences."""
 
-CHUNK = 4096
-"""Examples read at once in a pass over a pool, which may be a view far larger than memory."""
 
-
-def partition(
-    dataset: str | Source,
+def partition_dataset(
+    dataset: str | Dataset,
     scheme: Scheme,
     *,
     seed: int,
@@ -63,6 +62,9 @@ def partition(
     The folder, ``<root>/partitions/<dataset>-<key>``, is named by a hash of everything that determines its content,
     and is created atomically. Its bytes depend on nothing else.
 
+    Raise ExperimentError if the settings cannot be satisfied; names the key; DataError if the data set is missing or
+    damaged.
+
     Parameters
     ----------
     dataset
@@ -74,18 +76,11 @@ def partition(
     fix
         Check an existing folder against its hashes, and recreate it if it is damaged. Otherwise an existing folder is
         returned unchecked, and damage is an error when it is read.
-
-    Raises
-    ------
-    ExperimentError
-        If the settings cannot be satisfied; names the key, the value found and the values allowed.
-    DataError
-        If the data set is missing or damaged.
     """
-    source = sources.find(dataset) if isinstance(dataset, str) else dataset
+    source = datasets.find_dataset(dataset) if isinstance(dataset, str) else dataset
     settings = PartitionSettings(scheme, seed, float(held_out_fraction), float(validation_fraction), normalization)
     settings.check(source)
-    checksums = sources.checksums(source, root)
+    checksums = datasets.checksums(source, root)
     folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
     if fix or not folder.exists():
         _make(folder, source, checksums, settings, root, fix)
@@ -97,10 +92,7 @@ def partition(
 def notes_of(folder: Path) -> tuple[str, ...]:
     """Return the notes on a partition: owners or examples left out, and repeated inputs.
 
-    Raises
-    ------
-    DataError
-        If the file is damaged, or of another version.
+    Raise DataError if the file is damaged, or of another version.
     """
     path = folder / NOTES
     if not path.exists():
@@ -117,7 +109,7 @@ def notes_of(folder: Path) -> tuple[str, ...]:
 
 def _make(
     folder: Path,
-    source: Source,
+    source: Dataset,
     checksums: Mapping[str, str],
     settings: PartitionSettings,
     root: Path | str | None,
@@ -131,7 +123,7 @@ def _make(
         if isinstance(scheme, MeansScheme):
             source, official, assignment = draw_means(source, scheme, settings)
         else:
-            official = sources.load(source, root)
+            official = datasets.load_dataset(source, root)
             for name, pool in (("train", official.train), ("test", official.test)):
                 check_pool(source, name, pool)
             assignment = assign_examples(official, source.classes, settings, source.name)
@@ -147,36 +139,20 @@ def find_partition(manifest: Manifest, root: Path | str | None = None) -> Path |
     return None
 
 
-def check_pool(source: Source, name: str, pool: Pool) -> None:
+def check_pool(source: Dataset, name: str, pool: Pool) -> None:
     """Reject examples that do not match the description of their source.
+
+    Raise DataError if inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are
+    not below C, or if labels are outside 0 ... C - 1.
 
     Parameters
     ----------
     name
         Name of the pool: ``train`` or ``test``.
-
-    Raises
-    ------
-    DataError
-        If inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are not below C,
-        or if labels are outside 0 ... C - 1.
     """
-    where = f"{name} examples of {source.name}"
-    dtype = np.dtype(np.float32 if source.kind == "features" else np.uint8)
-    if pool.inputs.shape[1:] != source.input_shape or pool.inputs.dtype != dtype:
-        raise DataError(
-            f"{where}: expected {dtype} inputs of shape {source.input_shape} ({source.kind}), "
-            f"found {pool.inputs.dtype} of shape {pool.inputs.shape[1:]}"
-        )
-    if len(pool) and not 0 <= int(pool.labels.min()) <= int(pool.labels.max()) < source.classes:
-        raise DataError(
-            f"{where}: expected labels in 0 ... {source.classes - 1}, "
-            f"found {int(pool.labels.min())} ... {int(pool.labels.max())}"
-        )
-    if source.kind == "features" and not np.isfinite(pool.inputs).all():
-        raise DataError(f"{where}: expected finite features, found {pool.inputs[~np.isfinite(pool.inputs)][0]}")
-    if source.kind == "tokens" and len(pool) and int(pool.inputs.max()) >= source.classes:
-        raise DataError(f"{where}: expected tokens in 0 ... {source.classes - 1}, found {int(pool.inputs.max())}")
+    fault = examples_fault(pool.inputs, pool.labels, source.input_shape, source.kind, source.classes)
+    if fault is not None:
+        raise DataError(f"{name} examples of {source.name}: {fault}")
 
 
 def take(
@@ -194,7 +170,7 @@ def take(
 
 def write(
     folder: Path,
-    source: Source,
+    source: Dataset,
     checksums: Mapping[str, str],
     official: RawDataset,
     settings: PartitionSettings,
@@ -274,39 +250,21 @@ def measure_normalization(official: RawDataset, kind: Kind, pool: NDArray[np.int
     """
     if kind == "tokens":
         return Normalization((), ())
-    moments = _pixel_moments(official, pool) if kind == "pixels" else _feature_moments(official, pool)
+    if kind == "pixels":
+        sums = pixel_sums(take(official, pool[start : start + CHUNK])[0] for start in range(0, len(pool), CHUNK))
+        moments = [(first / n / 255, (n * second - first * first) ** 0.5 / n / 255) for n, first, second in sums]
+    else:
+        columns = take(official, pool)[0].astype(np.float64).T
+        means = [math.fsum(column) / len(column) for column in columns]
+        moments = [
+            (mean, math.sqrt(math.fsum((column - mean) ** 2) / len(column)))
+            for mean, column in zip(means, columns, strict=True)
+        ]
     # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
     return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
 
 
-def _pixel_moments(official: RawDataset, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
-    """Return mean and standard deviation of each channel, from counts of the 256 values."""
-    channels = official.train.inputs.shape[1]
-    counts = np.zeros((channels, 256), dtype=np.int64)
-    for start in range(0, len(pool), CHUNK):
-        images, _ = take(official, pool[start : start + CHUNK])
-        for channel in range(channels):
-            counts[channel] += np.bincount(images[:, channel].reshape(-1), minlength=256)
-    moments = []
-    for of_channel in counts.tolist():
-        total = sum(of_channel)
-        first = sum(value * count for value, count in enumerate(of_channel))
-        second = sum(value * value * count for value, count in enumerate(of_channel))
-        moments.append((first / total / 255, (total * second - first * first) ** 0.5 / total / 255))
-    return moments
-
-
-def _feature_moments(official: RawDataset, pool: NDArray[np.int64]) -> list[tuple[float, float]]:
-    """Return mean and standard deviation of each feature, from correctly rounded sums."""
-    features = take(official, pool)[0].astype(np.float64)
-    moments = []
-    for column in features.T:
-        mean = math.fsum(column) / len(column)
-        moments.append((mean, math.sqrt(math.fsum((column - mean) ** 2) / len(column))))
-    return moments
-
-
-def _key(source: Source, checksums: Mapping[str, str], settings: PartitionSettings) -> str:
+def _key(source: Dataset, checksums: Mapping[str, str], settings: PartitionSettings) -> str:
     """Return a hash of everything that determines the content of a partition, 12 hex digits."""
     inputs = {
         "version": VERSION,

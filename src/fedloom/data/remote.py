@@ -28,19 +28,15 @@ def publish(folder: Path, store: Store) -> None:
     with a manifest is complete. An existing manifest is rewritten to refresh its age, by which unused partitions are
     found.
 
+    Raise DataError if the partition is missing or damaged, or the store has another; StorageError or RefusedError if
+    the store fails or denies access.
+
     Parameters
     ----------
     folder
         The partition on disk.
     store
         A store for this partition only, best named by the manifest's ``fingerprint``.
-
-    Raises
-    ------
-    DataError
-        If the partition is missing or damaged, or the store has another.
-    StorageError, RefusedError
-        If the store fails or denies access.
     """
     manifest = read_manifest(folder)
     try:
@@ -87,19 +83,15 @@ def is_published(
     A caller that finds it does not need the data set: a restarted aggregator must not depend on a download server. The
     age of the manifest is refreshed, as in :func:`publish`.
 
+    Raise DataError if the stored text is not a manifest; StorageError or RefusedError if the store fails or denies
+    access.
+
     Parameters
     ----------
     store
         A store for this partition only.
     dataset, scheme, seed, held_out_fraction, validation_fraction, normalization
         Settings that the partition must have been made with; ``scheme`` as JSON.
-
-    Raises
-    ------
-    DataError
-        If the stored text is not a manifest.
-    StorageError, RefusedError
-        If the store fails or denies access.
     """
     try:
         there = store.read(MANIFEST)
@@ -122,13 +114,7 @@ class Remote:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def manifest(self) -> Manifest:
-        """Fetch the manifest.
-
-        Raises
-        ------
-        DataError
-            If it is missing or damaged.
-        """
+        """Fetch the manifest; raise DataError if it is missing or damaged."""
         where = f"{self._store.url}/{MANIFEST}"
         try:
             return Manifest.from_json(self._store.read(MANIFEST), where=where)
@@ -157,12 +143,8 @@ class Remote:
     def shard(self, folder: Path, entry: ClientEntry) -> bytes:
         """Return the bytes of a client's shard, from the folder or else the store, checked against their hash.
 
-        Raises
-        ------
-        DataError
-            If the shard is missing or damaged in the store.
-        StorageError, RefusedError
-            If the store fails or denies access.
+        Raise DataError if the shard is missing or damaged in the store; StorageError or RefusedError if the store fails
+        or denies access.
         """
         path = shard_path(folder, entry.id)
         if path.exists():
@@ -179,7 +161,7 @@ class Remote:
                 hint=f"remove {self._store.url}/{MANIFEST}, and publish the partition again",
             ) from None
         again = f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again"
-        check_shard(content, entry, f"{self._store.url}/{name}", again)
+        check_shard(content, entry.sha256, f"{self._store.url}/{name}", again)
         # No fsync: a shard truncated by a power cut does not match its hash, and is fetched again.
         write_atomically(path, content, durably=False, private=True)
         return content

@@ -44,29 +44,27 @@ class Reserve(BaseModel):
     @model_validator(mode="after")
     def _one_size(self) -> Reserve:
         if (self.share is None) == (self.count is None):
-            raise ValueError(f"exactly one of share and count: found share={self.share}, count={self.count}")
+            raise ValueError(f"give share or count, not both (share is {self.share}, count is {self.count})")
         return self
 
     def size(self, whole: int, what: str) -> int:
         """Return how many of ``whole`` items are reserved.
 
+        Raise ExperimentError if a count leaves none.
+
         Parameters
         ----------
         what
             Name of the items, for messages.
-
-        Raises
-        ------
-        ExperimentError
-            If a count leaves none.
         """
         if self.count is None:
             assert self.share is not None
             return math.floor(self.share * whole + 0.5)
         if self.count >= whole:
             raise ExperimentError(
-                f"data.partition.reserve.count: found {self.count}; there are {whole:,} {what}; allowed: fewer, "
-                "so that some are left"
+                f"data.partition.reserve.count: {self.count} leaves none of the {whole:,} {what}; keep back fewer",
+                key="data.partition.reserve.count",
+                found=self.count,
             )
         return self.count
 
@@ -95,16 +93,13 @@ def reserved_classes(
 ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], Reserved]:
     """Return the positions of each class available to clients, for train and for test, and the reserve.
 
+    Raise ExperimentError if no example of a class would be left.
+
     Parameters
     ----------
     group
         ``[n]``: the group of equal inputs that each example belongs to (:mod:`fedloom.data.copies`); a group is
         reserved as a whole or not at all. None: no input is repeated.
-
-    Raises
-    ------
-    ExperimentError
-        If no example of a class would be left.
     """
     if group is None:
         group = np.arange(1 + max(int(members.max(initial=-1)) for members in (*train, *test)))
@@ -126,10 +121,7 @@ def reserved_classes(
 def reserved_owners(names: Sequence[str], reserve: Reserve) -> tuple[NDArray[np.bool_], Reserved]:
     """Return which owners may become clients, ``[len(names)]`` bool, and the reserve.
 
-    Raises
-    ------
-    ExperimentError
-        If no owner would be left.
+    Raise ExperimentError if no owner would be left.
     """
     chosen = np.zeros(len(names), dtype=np.bool_)
     order = shuffled(make_rng(_SEED, "reserve", "owners"), len(names))

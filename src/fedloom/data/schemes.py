@@ -16,14 +16,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fedloom.data.apportion import Mixes, feasible_sizes, partition_classes
 from fedloom.data.copies import fill_pools, hold_out
@@ -38,6 +31,7 @@ ByClass: TypeAlias = Sequence[NDArray[np.int64]]
 
 _CLIENTS = "Number of clients, seen and unseen."
 _TRAIN_CAP = "At most this many training examples per client; the class mix stays."
+FEWER = "fewer examples per class, or for fewer clients or labels_per_client"
 _TEST_CAP = "At most this many test examples per client; the class mix stays."
 
 
@@ -47,26 +41,14 @@ class _Scheme(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def check(self, classes: int) -> None:
-        """Reject settings that cannot be satisfied with ``classes`` classes; 0 means data without classes.
-
-        Raises
-        ------
-        ExperimentError
-            Names the key, the value found and the values allowed.
-        """
+        """Raise ExperimentError if ``classes`` classes cannot satisfy the settings; 0 means data without classes."""
         if classes == 0:
-            raise ExperimentError(
-                f"data.partition.scheme: found {getattr(self, 'scheme', None)} for data without classes; allowed: means"
+            raise _refusal(
+                "scheme", getattr(self, "scheme", None), "needs classes, and the data have none", "use means"
             )
 
     def check_inputs(self, kind: str, shape: Sequence[int]) -> None:
-        """Reject a kind or shape of inputs that does not fit the settings.
-
-        Raises
-        ------
-        ExperimentError
-            Names the key, the value found and the values allowed.
-        """
+        """Raise ExperimentError if a kind or shape of inputs does not fit the settings."""
 
 
 class _ReservingScheme(_Scheme):
@@ -122,15 +104,7 @@ class MixScheme(_ReservingScheme):
     def sizes(
         self, split: str, mixes: Mixes, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int
     ) -> NDArray[np.int64]:
-        """Return how many examples each client gets of a split, ``[n]``: as many as its mix allows.
-
-        Parameters
-        ----------
-        mixes
-            π, ``[n, C]``.
-        available
-            ``[C]``: examples of each class in the split's pool.
-        """
+        """Return how many examples each client gets of a split, ``[n]``: as many as its mix and the pool allow."""
         return feasible_sizes(mixes, available, self.cap(split))
 
     def pools(
@@ -139,15 +113,7 @@ class MixScheme(_ReservingScheme):
         """Return the disjoint pools that the three splits are drawn from.
 
         The test pool is the official test set; ``validation_fraction`` of each class of the official train set is held
-        out.
-
-        Parameters
-        ----------
-        train, test
-            Positions of the official examples of each class.
-        group
-            ``[n]``: the group of equal inputs that each example belongs to; groups stay whole
-            (:mod:`fedloom.data.copies`).
+        out. Groups of equal inputs, ``[n]``, stay whole (:mod:`fedloom.data.copies`).
         """
         kept, validation = hold_out(train, group, validation_fraction, seed)
         return {"train": kept, "validation": validation, "test": test}
@@ -179,17 +145,17 @@ class ClassesScheme(_CappedScheme):
         if self.shares is not None:
             if len(self.shares) != self.classes_per_client:
                 raise ValueError(
-                    f"shares: found {len(self.shares)} numbers; allowed: one for each of the "
-                    f"{self.classes_per_client} classes of a client (classes_per_client)"
+                    f"shares: there are {len(self.shares)} numbers; give one for each of a client's "
+                    f"{self.classes_per_client} classes (classes_per_client)"
                 )
             if not all(0 < share <= 1 for share in self.shares):
-                raise ValueError(f"shares: found {list(self.shares)}; allowed: numbers above 0 and at most 1")
+                raise ValueError(f"shares: {list(self.shares)} must be numbers above 0 and at most 1")
             if not math.isclose(math.fsum(self.shares), 1, abs_tol=1e-6):
-                raise ValueError(f"shares: found numbers that sum to {math.fsum(self.shares):g}; allowed: a sum of 1")
+                raise ValueError(f"shares: the sum of the numbers is {math.fsum(self.shares):g}; it must be 1")
         if self.train_per_client is not None and self.train_per_client < self.classes_per_client:
             raise ValueError(
-                f"train_per_client: found {self.train_per_client}; allowed: at least classes_per_client "
-                f"({self.classes_per_client}), so that a client has an example of each of its classes"
+                f"train_per_client: {self.train_per_client} is below classes_per_client ({self.classes_per_client}); a "
+                "client needs an example of each of its classes"
             )
         return self
 
@@ -281,18 +247,18 @@ class ImbalancedScheme(MixScheme):
     @model_validator(mode="after")
     def _fit_together(self) -> ImbalancedScheme:
         if self.large_clients > self.clients:
-            raise ValueError(f"large_clients: found {self.large_clients}; allowed: at most clients ({self.clients})")
+            raise ValueError(f"large_clients: {self.large_clients} is more than clients ({self.clients})")
         if self.small_size > self.large_size:
-            raise ValueError(f"small_size: found {self.small_size}; allowed: at most large_size ({self.large_size})")
+            raise ValueError(f"small_size: {self.small_size} is more than large_size ({self.large_size})")
         if self.dominant_share is not None and self.classes_per_client is not None:
             raise ValueError(
-                f"dominant_share: found {self.dominant_share:g} beside classes_per_client {self.classes_per_client}; "
-                "allowed: one of the two, the other null"
+                f"dominant_share: {self.dominant_share:g} cannot be combined with classes_per_client "
+                f"{self.classes_per_client}; set one of the two to null"
             )
         if self.classes_per_client is not None and self.small_size < self.classes_per_client:
             raise ValueError(
-                f"small_size: found {self.small_size}; allowed: at least classes_per_client "
-                f"({self.classes_per_client}), so that a client has an example of each of its classes"
+                f"small_size: {self.small_size} is below classes_per_client ({self.classes_per_client}), and a client "
+                "needs an example of each of its classes"
             )
         return self
 
@@ -322,27 +288,24 @@ class ImbalancedScheme(MixScheme):
     ) -> NDArray[np.int64]:
         """Return the configured sizes for the train split, and the largest possible sizes for the others.
 
-        Raises
-        ------
-        ExperimentError
-            If there are too few training examples, in total or of one class.
+        Raise ExperimentError if there are too few training examples, in total or of one class.
         """
         if split != "train":
             return super().sizes(split, mixes, available, seen, seed)
         size = np.where(self._large(seen, seed), self.large_size, self.small_size)
-        found = f"data.partition.large_size: found {self.large_size} (small_size {self.small_size})"
+        smaller = f"with small_size {self.small_size}, ask for smaller or fewer clients"
         if size.sum() > available.sum():
-            raise ExperimentError(
-                f"{found}; the {self.clients} clients would need {size.sum():,} training examples, and there are "
-                f"{available.sum():,}; allowed: smaller clients, or fewer"
+            fault = (
+                f"needs {size.sum():,} training examples for {self.clients} clients, and there are {available.sum():,}"
             )
+            raise _refusal("large_size", self.large_size, fault, smaller)
         needed = size @ mixes
         c = int((needed - available).argmax())
         if needed[c] > available[c] + 1e-6:
-            raise ExperimentError(
-                f"{found}; class {c} runs out: the clients would need {math.ceil(needed[c] - 1e-6):,} training "
-                f"examples of it, and there are {available[c]:,}; allowed: smaller or fewer clients, or more even mixes"
+            fault = (
+                f"needs {math.ceil(needed[c] - 1e-6):,} training examples of class {c}, and there are {available[c]:,}"
             )
+            raise _refusal("large_size", self.large_size, fault, f"{smaller}, or for more even mixes")
         return size
 
     def _large(self, seen: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
@@ -387,21 +350,14 @@ class FixedScheme(MixScheme):
         """Return pools, from the joined official sets, with exactly the examples that the holders of each class need.
 
         With p_c = h_c m, where h_c clients hold class c, the shared rule gives each client k m examples, m of each
-        label.
-
-        Raises
-        ------
-        ExperimentError
-            If a class runs out.
+        label. Raise ExperimentError if a class runs out.
         """
         validation = max(1, math.floor(self.train_per_class * validation_fraction + 0.5))
         kept = self.train_per_class - (validation if self.validation_from == "train" else 0)
         if kept < 1:
-            raise ExperimentError(
-                f"data.partition.train_per_class: found {self.train_per_class} with validation_from train; of a label, "
-                f"none would be left beside {validation} for validation; allowed: more, or a smaller "
-                "data.validation_fraction"
-            )
+            fault = f"leaves no training example of a label beside {validation} for validation (validation_from: train)"
+            remedy = "ask for more, or for a smaller data.validation_fraction"
+            raise _refusal("train_per_class", self.train_per_class, fault, remedy)
         per_client = np.array([kept, validation, self.test_per_class])
         held = partition_classes(self.clients, len(train), self.labels_per_client, seed)
         holders = np.bincount(held.reshape(-1), minlength=len(train))
@@ -413,12 +369,11 @@ class FixedScheme(MixScheme):
         for place, (split, pool) in enumerate(pools.items()):
             short = next((c for c, part in enumerate(pool) if len(part) < needed[c, place]), None)
             if short is not None:
-                raise ExperimentError(
-                    f"data.partition.train_per_class: found {self.train_per_class}. Equal inputs stay in one split, "
-                    f"and then class {short} has {len(pool[short]):,} {split} examples for its clients, who need "
-                    f"{needed[short, place]:,}. Ask for fewer examples per class, or for fewer clients or "
-                    "labels_per_client."
+                fault = (
+                    f"needs {needed[short, place]:,} {split} examples of class {short}, and there are "
+                    f"{len(pool[short]):,}, because equal inputs stay in one split"
                 )
+                raise _refusal("train_per_class", self.train_per_class, fault, f"ask for {FEWER}")
         return pools
 
     def _refuse_shortage(
@@ -429,17 +384,17 @@ class FixedScheme(MixScheme):
         if short[c] <= 0:
             return
         train, validation, test = per_client.tolist()
-        remedy = "fewer examples per class, or fewer clients or labels_per_client"
+        remedy = FEWER
         spare = int(available[c] // holders[c]) - train - test
         if spare >= 1 and self.validation_from == "rest":
             remedy = f"at most {spare} for validation (a smaller data.validation_fraction), or {remedy}"
         if spare >= 0 and self.validation_from == "rest":
             remedy = f"validation_from: train, or {remedy}"
-        raise ExperimentError(
-            f"data.partition.train_per_class: found {self.train_per_class}; class {c} runs out: {holders[c]} clients "
-            f"hold it, each with {train} training, {validation} validation and {test} test examples, together "
-            f"{holders[c] * per_client.sum():,}; there are {available[c]:,}; allowed: {remedy}"
+        fault = (
+            f"needs {holders[c] * per_client.sum():,} examples of class {c}, and there are {available[c]:,}: "
+            f"{holders[c]} clients hold it, each with {train} training, {validation} validation, {test} test examples"
         )
+        raise _refusal("train_per_class", self.train_per_class, fault, f"ask for {remedy}")
 
 
 class NaturalScheme(_ReservingScheme):
@@ -486,10 +441,9 @@ class MeansScheme(_Scheme):
     def check(self, classes: int) -> None:
         """Reject a data set that already has examples."""
         if classes:
-            raise ExperimentError(
-                "data.partition.scheme: found means, which draws its own examples; allowed: it with dataset gaussian, "
-                "or classes, dirichlet, dominant, imbalanced, fixed, natural, iid"
-            )
+            others = "classes, dirichlet, dominant, imbalanced, fixed, natural or iid"
+            fault = "draws its own examples, and the data set has some"
+            raise _refusal("scheme", "means", fault, f"use dataset gaussian with it, or {others}")
 
 
 Scheme: TypeAlias = Annotated[
@@ -527,14 +481,17 @@ def _dominant(clients: int, classes: int, share: float) -> Mixes:
 
 def _check_dominant(key: str, share: float, classes: int) -> None:
     if share < (1 - 1e-9) / classes:
-        raise ExperimentError(
-            f"data.partition.{key}: found {share:g}; allowed: {1 / classes:g} to 1, because below 1/{classes} "
-            "the class would have a smaller share than any other, not a dominant one"
-        )
+        fault = f"is below 1/{classes}, a smaller share than that of any other class"
+        raise _refusal(key, share, fault, f"set it to {1 / classes:g} or more, at most 1")
 
 
 def _check_classes(key: str, per_client: int, classes: int) -> None:
     if per_client > classes:
-        raise ExperimentError(
-            f"data.partition.{key}: found {per_client}; allowed: 1 to {classes}, the number of classes of the data set"
-        )
+        raise _refusal(key, per_client, "is more than the classes of the data set", f"set it to {classes} or less")
+
+
+def _refusal(key: str, found: object, fault: str, remedy: str) -> ExperimentError:
+    """Return an error about a key of the scheme."""
+    value = f"{found:g}" if isinstance(found, float) else f"{found}"
+    path = f"data.partition.{key}"
+    return ExperimentError(f"{path}: {value} {fault}; {remedy}", key=path, found=found)

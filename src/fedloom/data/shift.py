@@ -44,31 +44,20 @@ class Shift(BaseModel):
     @model_validator(mode="after")
     def _can_turn(self) -> Shift:
         if self.kind == "rotation" and self.groups not in (2, TURNS):
-            raise ValueError(f"groups: found {self.groups} with kind rotation; allowed: 2 or {TURNS}")
+            raise ValueError(f"groups: {self.groups} cannot be turned evenly; with kind rotation set 2 or {TURNS}")
         return self
 
     def check(self, kind: str, shape: Sequence[int]) -> None:
-        """Reject inputs that cannot be rotated, and labels that cannot be permuted.
-
-        Raises
-        ------
-        ExperimentError
-            Names the key, the value found and the values allowed.
-        """
+        """Raise ExperimentError if inputs cannot be rotated, or labels permuted; it names the key."""
+        fault = None
         if self.kind == "labels" and kind == "tokens":
-            raise ExperimentError(
-                "data.partition.shift.kind: found labels for tokens, whose labels are the tokens that follow; allowed: "
-                "with pixels or features"
-            )
-        if self.kind == "rotation" and kind != "pixels":
-            raise ExperimentError(
-                f"data.partition.shift.kind: found rotation for inputs that are {kind}; allowed: with images"
-            )
-        if self.kind == "rotation" and self.groups == TURNS and shape[-1] != shape[-2]:
-            raise ExperimentError(
-                f"data.partition.shift.groups: found {self.groups} for images of {shape[-2]}x{shape[-1]}; allowed: 2, "
-                "or with square images"
-            )
+            fault = "kind: labels of tokens are the tokens that follow, and cannot be permuted; use pixels or features"
+        elif self.kind == "rotation" and kind != "pixels":
+            fault = f"kind: rotation needs images, and the inputs are {kind}"
+        elif self.kind == "rotation" and self.groups == TURNS and shape[-1] != shape[-2]:
+            fault = f"groups: {self.groups} needs square images, and these are {shape[-2]}x{shape[-1]}; set 2"
+        if fault is not None:
+            raise ExperimentError(f"data.partition.shift.{fault}")
 
     def deal(self, clients: int, seed: int) -> tuple[int, ...]:
         """Return the group of each client; without groups, each client is its own group."""

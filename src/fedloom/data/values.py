@@ -56,15 +56,12 @@ def whole(text: str) -> bool:
 def as_array(value: Any, what: str) -> NDArray[Any]:
     """Return a tensor, or anything else that numpy takes for an array.
 
+    Raise DataError if it is none, or values of it are masked.
+
     Parameters
     ----------
     what
         What to call it in errors.
-
-    Raises
-    ------
-    DataError
-        If it is none, or values of it are masked.
     """
     if np.ma.is_masked(value):
         raise DataError(f"{what}: values of the masked array are missing; give an array without a mask")
@@ -83,13 +80,10 @@ def as_array(value: Any, what: str) -> NDArray[Any]:
     return found
 
 
-def numbers(values: NDArray[Any]) -> NDArray[np.float64]:
+def as_numbers(values: NDArray[Any]) -> NDArray[np.float64]:
     """Return numbers as 64-bit floats; True is 1 and False 0.
 
-    Raises
-    ------
-    ValueError
-        If they are not real numbers, or are integers beyond ±2^53, which a float cannot all represent.
+    Raise ValueError if they are not real numbers, or are integers beyond ±2^53, which a float cannot all represent.
     """
     if values.dtype.kind not in "iufb":
         raise ValueError(f"values of type {values.dtype} are not numbers")
@@ -153,10 +147,7 @@ def label_text(value: object) -> str | None:
 
     Text is in Unicode's composed form, so that two spellings that look alike are one name.
 
-    Raises
-    ------
-    ValueError
-        If it is neither text nor a number.
+    Raise ValueError if it is neither text nor a number.
     """
     if value is None:
         return None

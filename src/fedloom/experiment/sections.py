@@ -24,12 +24,12 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fedloom.algorithms.base import available, find
+from fedloom.data.datasets import DATASETS, Dataset
 from fedloom.data.folders import data_root
 from fedloom.data.local import LOCAL, LocalFiles, local_source
 from fedloom.data.manifest import MeasuredOn
 from fedloom.data.own import OWN, Own
 from fedloom.data.schemes import Scheme, unseen_count
-from fedloom.data.sources import SOURCES, Source
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import shown
 from fedloom.experiment.yaml_reader import as_yaml_document
@@ -47,7 +47,7 @@ class Section(Settings):
 
 def datasets() -> list[str]:
     """Return the values allowed for ``data.dataset``: the registered sources and the local data sets."""
-    return [*sorted(SOURCES), *LOCAL]
+    return [*sorted(DATASETS), *LOCAL]
 
 
 def _known_dataset(name: str) -> str:
@@ -102,7 +102,7 @@ class Data(Section):
         "unseen clients; pool: all, as publications do that use the data set's own figures.",
     )
 
-    def opened(self) -> Source:
+    def opened(self) -> Dataset:
         """Return the source; a local data set is read unless it has been read before.
 
         Raises
@@ -118,7 +118,7 @@ class Data(Section):
             return local_source(self.dataset, self.source, self.root)
         if self.source is not None:
             raise ExperimentError(f"data.source: found with {self.dataset}; allowed: with {', '.join(LOCAL)}")
-        return SOURCES[self.dataset]
+        return DATASETS[self.dataset]
 
     @property
     def folder(self) -> Path:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fedloom.data.manifest import Normalization
-from fedloom.data.own import ClientCard, Moments, Own, pooled
+from fedloom.data.moments import Moments, pooled_normalization
+from fedloom.data.own import ClientCard, Own
 from fedloom.errors import QuorumError, argument
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.states import Versions
@@ -79,7 +80,7 @@ def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, in
             hint=f"go on with {argument('resume')}, or give mean and std",
             key="data.own.normalization",
         )
-    return pooled(own.kind, numbers, sensible)
+    return pooled_normalization(own.kind, numbers, sensible)
 
 
 def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:

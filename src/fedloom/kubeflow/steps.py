@@ -110,17 +110,17 @@ def fetch(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str
     DataError
         If it cannot be fetched.
     """
-    from fedloom.data import sources
+    from fedloom.data import datasets
     from fedloom.data.folders import data_root
 
-    found, size = sources.find(dataset), 0
+    found, size = datasets.find_dataset(dataset), 0
     (out / "datasets").mkdir(parents=True)
     with tempfile.TemporaryDirectory() as folder:
         in_pod = "KFP_POD_NAME" in os.environ  # a pod keeps nothing for the next task, and may have no home
         home = data_root(root or (folder if in_pod else None))
         if not found.synthetic:
             files = _source_files(source, Path(folder) / "brought")
-            sources.fetch(found, home, copy_from=files, on_progress=_Lines(dataset))
+            datasets.fetch_dataset(found, home, copy_from=files, on_progress=_Lines(dataset))
         for stored in (one.folder(home) for one in (found, *found.needs) if not one.synthetic):
             shutil.copytree(stored, out / "datasets" / stored.name)
             size += sum(file.stat().st_size for file in stored.rglob("*") if file.is_file())
@@ -155,7 +155,7 @@ def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
     from pydantic import TypeAdapter
 
     from fedloom.data.manifest import read_manifest
-    from fedloom.data.partition import partition as make_partition
+    from fedloom.data.partition import partition_dataset
     from fedloom.data.schemes import Scheme
 
     settings = json.loads(data)
@@ -163,7 +163,7 @@ def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as root:
         (Path(root) / "datasets").symlink_to((files / "datasets").resolve())
-        make_partition(settings.pop("dataset"), scheme, root=root, **settings).replace(out)
+        partition_dataset(settings.pop("dataset"), scheme, root=root, **settings).replace(out)
     manifest = read_manifest(out)
     return {
         "fingerprint": manifest.fingerprint,

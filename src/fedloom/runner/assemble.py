@@ -17,7 +17,7 @@ import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Task, find
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import Own, OwnClients, own_manifest
-from fedloom.data.partition import partition
+from fedloom.data.partition import partition_dataset
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.measure import metrics
 from fedloom.experiment import Data, Experiment, OwnData
@@ -122,7 +122,7 @@ def make_partition(experiment: Experiment) -> FederatedDataset:
 
 def make_data(data: Data, seed: int) -> FederatedDataset:
     """Return the partition of a ``data`` section, created if needed and verified; raise as :func:`make_partition`."""
-    folder = partition(
+    folder = partition_dataset(
         data.opened(),
         data.partition,
         seed=seed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedloom.data.manifest import Manifest, Normalization
-from fedloom.data.own import Given, Own, normalization, own_manifest
+from fedloom.data.own import Given, Own, own_manifest, own_normalization
 from fedloom.errors import NEW_RUN, DataError, ExperimentError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.runs.folder import RunFolder
@@ -21,7 +21,7 @@ def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
     Raise DataError if the run's manifest is damaged.
     """
     if isinstance(own.normalization, Given) or own.kind == "tokens":
-        return normalization(own, ())
+        return own_normalization(own, ())
     before = folder.read("partition.json")
     return (
         None if before is None else Manifest.from_json(before, where=str(folder.path / "partition.json")).normalization

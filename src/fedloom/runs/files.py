@@ -157,10 +157,10 @@ class RunFiles:
         if name in ELSEWHERE:
             known = self._known()
             # The previous digest is kept, so that the file's digest is listed whenever the process is killed.
-            accepted = [digests.digest_of(text.encode()), *known.get(name, ())]
+            accepted = [digests.short_digest(text.encode()), *known.get(name, ())]
             self._know({**known, name: list(dict.fromkeys(accepted))[:2]})
         else:
-            text = digests.sealed(name, text)
+            text = digests.with_digest(name, text)
         write_atomically(self.path / name, text.encode())
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
@@ -183,8 +183,8 @@ class RunFiles:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
         try:
             if name not in ELSEWHERE:
-                content = digests.unsealed(name, content)
-            elif digests.digest_of(content) not in self._known().get(name, ()):
+                content = digests.without_digest(name, content)
+            elif digests.short_digest(content) not in self._known().get(name, ()):
                 raise digests.Damaged(f"its digest is not in {DIGESTS}")
             return content.decode("utf-8").replace("\r\n", "\n")
         except (digests.Damaged, UnicodeDecodeError) as error:

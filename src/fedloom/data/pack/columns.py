@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, check_unpacked
-from fedloom.data.pack.tables import ROWS, Table, begin
-from fedloom.data.values import found_classes, numbers
+from fedloom.data.pack.tables import ROWS, TableBuilder, table_builder
+from fedloom.data.values import as_numbers, found_classes
 from fedloom.errors import DataError, ExperimentError
 
 if TYPE_CHECKING:
@@ -26,12 +26,8 @@ NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
 def read_parquet(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
     """Read a Parquet file with one column for each number of an input.
 
-    Raises
-    ------
-    ExperimentError
-        If pyarrow is not installed.
-    DataError
-        If the file is not Parquet, lacks a column, or has a feature column that is not numeric.
+    Raise ExperimentError if pyarrow is not installed; DataError if the file is not Parquet, lacks a column, or has a
+    feature column that is not numeric.
     """
     try:
         import pyarrow as arrow
@@ -44,24 +40,22 @@ def read_parquet(path: Path, request: Request, mistakes: ValidationErrors, tell:
     try:
         with parquet.ParquetFile(path) as file:
             schema, total = file.schema_arrow, file.metadata.num_rows
-            table, notes = begin(list(schema.names), request, mistakes, "row", _index_of(schema))
+            table = table_builder(list(schema.names), request, mistakes, "row", _index_of(schema))
             check_unpacked(path, 8 * total * (len(table.inputs) + 1))
-            features = [table.header[i] for i in table.inputs]
-            for name in features:
-                kind = schema.field(name).type
-                if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind)):
-                    mistakes.add(NOT_NUMBERS, f"{name}: {kind}")
+            of_numbers = arrow.types.is_integer, arrow.types.is_floating, arrow.types.is_boolean
+            for name in table.features:
+                if not any(is_one(schema.field(name).type) for is_one in of_numbers):
+                    mistakes.add(NOT_NUMBERS, f"{name}: {schema.field(name).type}")
             mistakes.refuse()
-            named = [table.header[i] for i in (table.label, table.split, table.client) if i is not None]
-            for batch in file.iter_batches(batch_size=ROWS, columns=list(dict.fromkeys([*features, *named]))):
-                tell("reading rows", len(table.places), total)
-                rows = range(len(table.places) + 1, len(table.places) + batch.num_rows + 1)
-                columns = [_of_arrow(batch.column(name)) for name in features]
-                texts = {name: batch.column(name).to_pylist() for name in named}
-                _take(table, columns, texts, rows, mistakes)
+            for batch in file.iter_batches(batch_size=ROWS, columns=list(dict.fromkeys(table.features + table.named))):
+                first = len(table.places)
+                tell("reading rows", first, total)
+                columns = [_of_arrow(batch.column(name)) for name in table.features]
+                texts = {name: batch.column(name).to_pylist() for name in table.named}
+                _take(table, columns, texts, range(first + 1, first + batch.num_rows + 1))
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
-    return table.examples(request, notes)
+    return table.examples()
 
 
 def _index_of(schema: Any) -> tuple[str, ...]:
@@ -80,10 +74,7 @@ def _of_arrow(column: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
 def read_frame(frame: DataFrame, request: Request, mistakes: ValidationErrors) -> Examples:
     """Read a DataFrame with one row per example; the result is grouped by owner, in order of the owners' names.
 
-    Raises
-    ------
-    DataError
-        If a column is missing, a name occurs twice, or columns have several levels.
+    Raise DataError if a column is missing, a name occurs twice, or columns have several levels.
     """
     if frame.columns.nlevels > 1:
         raise DataError(
@@ -92,21 +83,19 @@ def read_frame(frame: DataFrame, request: Request, mistakes: ValidationErrors) -
         )
     header = [str(name) for name in frame.columns]
     frame = frame.set_axis(header, axis=1)
-    table, notes = begin(header, request, mistakes, "row")
-    features = [header[i] for i in table.inputs]
-    for name in features:
+    table = table_builder(header, request, mistakes, "row")
+    for name in table.features:
         if frame[name].dtype.kind not in NUMERIC:
             mistakes.add(NOT_NUMBERS, f"{name}: {frame[name].dtype}")
     mistakes.refuse()
-    named = [header[i] for i in (table.label, table.split, table.client) if i is not None]
     for start in range(0, len(frame), ROWS):
         rows = frame.iloc[start : start + ROWS]
-        texts = {name: rows[name].astype(object).where(rows[name].notna(), None).tolist() for name in named}
-        places = [repr(place) for place in rows.index.tolist()]
-        _take(table, [_of_pandas(rows[name]) for name in features], texts, places, mistakes)
-    examples = table.examples(request, notes)
+        columns = [_of_pandas(rows[name]) for name in table.features]
+        texts = {name: rows[name].astype(object).where(rows[name].notna(), None).tolist() for name in table.named}
+        _take(table, columns, texts, [repr(place) for place in rows.index.tolist()])
+    examples = table.examples()
     mistakes.refuse()
-    return _together(examples)
+    return _grouped_by_owner(examples)
 
 
 def _of_pandas(series: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
@@ -116,8 +105,7 @@ def _of_pandas(series: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     return values, missing
 
 
-def _together(examples: Examples) -> Examples:
-    """Return the examples grouped by owner."""
+def _grouped_by_owner(examples: Examples) -> Examples:
     if examples.owners is None:
         return examples
     place = {name: i for i, name in enumerate(found_classes(examples.owners))}
@@ -133,29 +121,23 @@ def _together(examples: Examples) -> Examples:
 
 
 def _take(
-    table: Table,
+    table: TableBuilder,
     columns: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]],
     texts: dict[str, list[object]],
     places: Sequence[object],
-    mistakes: ValidationErrors,
 ) -> None:
     """Add rows: the values and missing mask of each feature, and the label, split and owner columns."""
-    first = len(table.places)
-    table.places += places
-    for column, taken in ((table.label, table.labels), (table.split, table.splits), (table.client, table.owners)):
-        if column is not None:
-            taken += texts[table.header[column]]
-    known = np.stack([missing for _, missing in columns], axis=1)
-    values = np.zeros(known.shape)
-    for j, (found, missing) in enumerate(columns):
+    first, mistakes = len(table.places), table.batches.mistakes
+    table.add_names(lambda column: texts[table.header[column]], places)
+    missing = np.stack([mask for _, mask in columns], axis=1)
+    known, values = missing.copy(), np.zeros(missing.shape)
+    for j, (found, mask) in enumerate(columns):
         try:
-            values[:, j] = numbers(np.where(missing, found.dtype.type(0), found))
+            values[:, j] = as_numbers(np.where(mask, found.dtype.type(0), found))
         except ValueError as error:
             known[:, j] = True
             mistakes.add(str(error), f"{table.batches.name(j)}")
-    absent = known & np.stack([missing for _, missing in columns], axis=1)
     where = table.cell(first)
-    mistakes.add_many(
-        "value missing", int(absent.sum()), (where(int(i), int(j)) for i, j in zip(*np.nonzero(absent), strict=True))
-    )
+    places_of_missing = (where(int(i), int(j)) for i, j in zip(*np.nonzero(missing), strict=True))
+    mistakes.add_many("value missing", int(missing.sum()), places_of_missing)
     table.batches.add(values, where, known)

@@ -29,7 +29,7 @@ from fedloom.words import composed, pluralize, shortened
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 
 Tell: TypeAlias = Callable[[str, float, float | None], None]
-"""Progress callback: the current step, amount done, and total (None if unknown)."""
+"""FetchProgress callback: the current step, amount done, and total (None if unknown)."""
 
 SHOWN = 5
 """Maximum places named for each kind of error."""
@@ -52,7 +52,7 @@ class Examples:
     where
         Returns the place of the i-th example in the source, for error messages.
     overlap
-        As in :class:`~fedloom.data.sources.base.Owners`: number of characters that windows of a text share.
+        As in :class:`~fedloom.data.datasets.base.Owners`: number of characters that windows of a text share.
     notes
         Changes to the examples that their owner should know.
     owners
@@ -226,6 +226,14 @@ def names_of(
     return [plain.get(name, name) if name else None for name in names] if plain else names
 
 
+def owner_names(owners: Iterable[object], where: Callable[[int], str], mistakes: ValidationErrors) -> tuple[str, ...]:
+    """Return owners as text; record those that are missing."""
+    names = names_of(owners, where, mistakes, "client")
+    missing = [i for i, name in enumerate(names) if not name]
+    mistakes.add_many("client missing", len(missing), (where(i) for i in missing))
+    return tuple(name or "" for name in names)
+
+
 def _name_of(label: object) -> tuple[str | None, str | None]:
     """Return the name for a label, and the error if it is not a valid name."""
     try:
@@ -256,7 +264,7 @@ def positions(
     consecutive = are_numbers(classes) and tuple(classes) == tuple(map(str, range(len(classes))))
     allowed = f"0 to {len(classes) - 1}" if consecutive and classes else listed(classes)
     mistakes.add_many(
-        f"unknown label; allowed: {allowed}", len(unknown), (f"{where(i)}: {_quoted(labels[i])}" for i in unknown)
+        f"unknown label; labels are {allowed}", len(unknown), (f"{where(i)}: {_quoted(labels[i])}" for i in unknown)
     )
     return y, tuple(classes)
 
@@ -297,7 +305,7 @@ def split_positions(
     """Return the position in ``SPLITS`` for each split name of a source, ``[n]``."""
     place = np.array([SPLIT_NAMES.get((name or "").strip().lower(), -1) for name in names], dtype=np.int64)
     wrong = np.flatnonzero(place < 0).tolist()
-    allowed = f"unknown split; allowed: {', '.join(SPLIT_NAMES)}"
+    allowed = f"unknown split; splits are {', '.join(SPLIT_NAMES)}"
     mistakes.add_many(allowed, len(wrong), (f"{where(i)}: {names[i]!r}" for i in wrong))
     return place
 
@@ -312,17 +320,11 @@ def listed(words: Sequence[str], most: int = 12) -> str:
 
 
 def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]:
-    """Return the required shape of inputs, if the number of values fits it.
-
-    Raises
-    ------
-    DataError
-        If it does not.
-    """
+    """Return the required shape of inputs, if the number of values fits it; raise DataError if it does not."""
     needed = int(np.prod(own.input_shape))
     if found != needed:
         raise DataError(
-            f"{source}: found {found:,} {what}; allowed by data.own.input_shape {list(own.input_shape)}: {needed:,}"
+            f"{source}: there are {found:,} {what}; data.own.input_shape {list(own.input_shape)} needs {needed:,}"
         )
     return own.input_shape
 
@@ -330,15 +332,12 @@ def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]
 def check_unpacked(source: Path, unpacked: int) -> None:
     """Reject a small file that would unpack to fill the memory.
 
+    Raise DataError if the size is more than 1 GiB and more than 100 times the file.
+
     Parameters
     ----------
     unpacked
         Unpacked size in bytes, as the file declares it.
-
-    Raises
-    ------
-    DataError
-        If the size is more than 1 GiB and more than 100 times the file.
     """
     size = source.stat().st_size
     if unpacked > LARGE and unpacked > EXPANSION * size:

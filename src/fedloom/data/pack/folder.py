@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,18 +12,19 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from fedloom.data.apportion import stratified
-from fedloom.data.copies import equal_inputs
+from fedloom.data.apportion import held_out
+from fedloom.data.copies import draw_splits, equal_inputs
 from fedloom.data.folders import published
 from fedloom.data.keyed import make_rng
 from fedloom.data.manifest import CLIENT_ID, SPLITS
-from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard, Moments
+from fedloom.data.moments import moments_of
+from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
 from fedloom.data.pack.arrays import read_arrays
 from fedloom.data.pack.columns import read_parquet
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
-from fedloom.data.pack.texts import read_text
+from fedloom.data.pack.texts import read_characters
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, sync
 from fedloom.words import pluralize
@@ -37,12 +37,9 @@ FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".pq": ("parquet", read_parquet),
     ".npz": ("npz", read_arrays),
     ".safetensors": ("safetensors", read_arrays),
-    ".txt": ("text", read_text),
+    ".txt": ("text", read_characters),
 }
 """Format and reader by file extension; a folder holds images."""
-
-CHUNK = 4096
-"""Number of examples whose values are counted at once."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,11 @@ class PackSettings:
     validation_fraction: float = 1 / 6
     seed: int = 1
 
+    @property
+    def fractions(self) -> Mapping[int, float]:
+        """Fraction drawn for each split, by its position in ``SPLITS``, in the order drawn."""
+        return {2: self.test_fraction, 1: self.validation_fraction}
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -81,6 +83,9 @@ class Packed:
 def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda what, done, total: None) -> Packed:
     """Pack a client's examples; the same source and settings produce the same bytes.
 
+    Raise ExperimentError if an option is not allowed, or ``out`` exists; DataError if the source is invalid; lists all
+    errors, with a count of each kind. Nothing is written then.
+
     Parameters
     ----------
     source
@@ -89,13 +94,6 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         A new folder, readable only by its owner.
     tell
         Progress callback.
-
-    Raises
-    ------
-    ExperimentError
-        If an option is not allowed, or ``out`` exists.
-    DataError
-        If the source is invalid; lists all errors, with a count of each kind. Nothing is written then.
     """
     name = settings.id if settings.id is not None else source.resolve().name.removesuffix(source.suffix)
     if not CLIENT_ID.fullmatch(name):
@@ -120,7 +118,7 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         raise DataError(f"{source}: cannot be read ({error.strerror or error})") from error
     mistakes.refuse()
     if not len(examples.x):
-        raise DataError(f"{source}: found 0 examples")
+        raise DataError(f"{source}: there are 0 examples")
     tell("checking", 0, None)
     split, notes = _divided(examples, settings, name, mistakes)
     tensors, counts = _tensors(examples, split)
@@ -140,7 +138,7 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         test=test,
         class_counts=counts,
         sha256=hashlib.sha256(content).hexdigest(),
-        moments=moments(examples.x[split == 0], examples.kind),
+        moments=moments_of(examples.x[split == 0], examples.kind),
         division={"given": True} if examples.split is not None else drawn,
         source=form,
         features=examples.features,
@@ -162,22 +160,14 @@ def _reader(source: Path) -> tuple[str, Reader]:
     if not source.exists():
         raise DataError(f"{source}: no such file or folder")
     if source.suffix.lower() not in FORMATS or not source.is_file():
-        raise ExperimentError(
-            f"SOURCE: found {source}; allowed: a folder of images, or a file that ends in {', '.join(FORMATS)}"
-        )
+        raise ExperimentError(f"{source} must be a folder of images, or a file that ends in {', '.join(FORMATS)}")
     return FORMATS[source.suffix.lower()]
 
 
 def _divided(
     examples: Examples, settings: PackSettings, name: str, mistakes: ValidationErrors
 ) -> tuple[NDArray[np.int64], list[str]]:
-    """Return each example's position in ``SPLITS``, ``[n]``, and notes on the split.
-
-    Raises
-    ------
-    DataError
-        If a split is empty, or an input occurs in two of the splits that the source sets.
-    """
+    """Return each example's position in ``SPLITS``, ``[n]``, and notes on the split."""
     notes: list[str] = []
     if examples.overlap:
         split = _by_time(len(examples.x), settings, examples.overlap)
@@ -186,7 +176,10 @@ def _divided(
     else:
         group = equal_inputs(examples.x)
         if examples.split is None:
-            split = _drawn(examples, group, settings, name)
+            labels = np.zeros(len(group), dtype=np.int64) if examples.y is None else examples.y
+            split = draw_splits(
+                labels, group, settings.fractions, lambda place: make_rng(settings.seed, "pack", name, SPLITS[place])
+            )
             copies = len(group) - len(np.unique(group))
             if copies:
                 repeat = pluralize(copies, "example repeats an earlier input", "examples repeat an earlier input")
@@ -197,34 +190,18 @@ def _divided(
     empty = [SPLITS[place] for place in range(len(SPLITS)) if not (split == place).any()]
     if empty:
         raise DataError(
-            f"{mistakes.source}: found {pluralize(len(examples.x), 'example')}, and none for {', '.join(empty)}; "
-            "allowed: at least one different input in each of train, validation and test"
+            f"{mistakes.source}: of {pluralize(len(examples.x), 'example')} there is none for {', '.join(empty)}; each "
+            "split needs an input of its own"
         )
     return split, notes
-
-
-def _drawn(examples: Examples, group: NDArray[np.int64], settings: PackSettings, name: str) -> NDArray[np.int64]:
-    """Draw the splits class by class; equal inputs stay together, under the label of the first."""
-    firsts = np.unique(group)
-    labels = np.zeros(len(group), dtype=np.int64) if examples.y is None else examples.y
-    of_first = np.zeros(len(group), dtype=np.int64)
-    rest = np.ones(len(firsts), dtype=np.bool_)
-    for place, fraction in ((2, settings.test_fraction), (1, settings.validation_fraction)):
-        candidates = firsts[rest]
-        size = min(max(1, math.floor(fraction * len(candidates) + 0.5)), len(candidates))
-        out = stratified(labels[candidates], size, make_rng(settings.seed, "pack", name, SPLITS[place]))
-        of_first[candidates[out]] = place
-        rest[rest] = ~out
-    split: NDArray[np.int64] = of_first[group]
-    return split
 
 
 def _by_time(count: int, settings: PackSettings, overlap: int) -> NDArray[np.int64]:
     """Hold out the last windows, with a gap before each split; -1 marks windows in a gap."""
     split = np.full(count, -1, dtype=np.int64)
     end = count
-    for place, fraction in ((2, settings.test_fraction), (1, settings.validation_fraction)):
-        size = min(max(1, math.floor(fraction * end + 0.5)), end)
+    for place, fraction in settings.fractions.items():
+        size = held_out(fraction, end)
         split[end - size : end] = place
         end = max(end - size - overlap, 0)
     split[:end] = 0
@@ -261,26 +238,3 @@ def _tensors(
             tensors[f"{name}_y"] = examples.y[chosen]
             counts[name] = tuple(np.bincount(examples.y[chosen], minlength=len(examples.classes)).tolist())
     return tensors, counts
-
-
-def moments(x: NDArray[Any], kind: str) -> Moments:
-    """Return count, sums and sums of squares of each channel or feature; exact, or correctly rounded."""
-    if kind == "tokens":
-        return Moments(len(x), (), ())
-    if kind == "features":
-        columns = x.astype(np.float64).T
-        return Moments(
-            len(x),
-            tuple(math.fsum(column) for column in columns),
-            tuple(math.fsum(column * column) for column in columns),
-        )
-    counts = np.zeros((x.shape[1], 256), dtype=np.int64)
-    for start in range(0, len(x), CHUNK):
-        for channel in range(x.shape[1]):
-            counts[channel] += np.bincount(x[start : start + CHUNK, channel].reshape(-1), minlength=256)
-    each = counts.tolist()
-    return Moments(
-        int(counts[0].sum()),
-        tuple(sum(value * count for value, count in enumerate(of_channel)) for of_channel in each),
-        tuple(sum(value * value * count for value, count in enumerate(of_channel)) for of_channel in each),
-    )

@@ -28,13 +28,8 @@ def read_images(folder: Path, request: Request, mistakes: ValidationErrors, tell
     ``client``, the owners' folders are above those of the classes. Without ``data.own``, the images are greyscale if
     all of them are, else RGB, and have the size of the first.
 
-    Raises
-    ------
-    ExperimentError
-        If ``client`` is neither None nor ``folder``, Pillow is not installed, or the experiment asks for inputs other
-        than images.
-    DataError
-        If there is no image, an image is invalid, or a folder cannot be read.
+    Raise ExperimentError if ``client`` is neither None nor ``folder``, Pillow is not installed, or the experiment asks
+    for inputs other than images; DataError if there is no image, an image is invalid, or a folder cannot be read.
     """
     _check_request(folder, request)
     own = request.own
@@ -66,7 +61,7 @@ def read_images(folder: Path, request: Request, mistakes: ValidationErrors, tell
         kept.append(path)
     mistakes.refuse()
     if not kept:
-        raise DataError(f"{folder}: found no image; expected CLASS/NAME.png and the like below it")
+        raise DataError(f"{folder}: there is no image; put CLASS/NAME.png and the like below it")
     empty = [] if not request.labelled else [str(path.relative_to(folder)) for path in _empty(folder, depth, kept)]
     classes = own.classes if own is not None else found_classes(labels) if request.labelled else ()
     place = {composed(name): i for i, name in enumerate(classes)}
@@ -102,19 +97,19 @@ def _check_request(folder: Path, request: Request) -> None:
             f"{folder}: reading images needs Pillow, which is not installed", hint="pip install 'fedloom[vision]'"
         ) from None
     if request.client not in (None, "folder"):
-        raise ExperimentError(f"client: found {request.client!r} with a folder of images; allowed: folder, or null")
+        raise ExperimentError(f"client: {request.client!r} is no column of a folder of images; use folder, or null")
     own = request.own
     if own is not None and (own.kind != "pixels" or own.input_shape[0] not in (1, 3)):
         raise ExperimentError(
-            f"{folder}: found a folder of images; data.own has kind {own.kind} and input_shape "
-            f"{list(own.input_shape)}; allowed for images: kind pixels, 1 or 3 channels"
+            f"{folder}: a folder of images needs kind pixels and 1 or 3 channels; data.own has kind {own.kind} and "
+            f"input_shape {list(own.input_shape)}"
         )
 
 
 def _check_place(path: Path, label: str | None, request: Request, known: frozenset[str]) -> None:
     """Reject a path that has no image extension, is not a file, or is outside the folder of a class."""
     if path.suffix.lower() not in known:
-        raise UnfitImage(f"no image, by its name; allowed: {listed(sorted(known), 30)}", "")
+        raise UnfitImage(f"no image, by its name; images end in {listed(sorted(known), 30)}", "")
     if not path.is_file():
         raise UnfitImage("no file, but a pipe, a device or a link to nothing", "")
     if not request.labelled:
@@ -123,7 +118,7 @@ def _check_place(path: Path, label: str | None, request: Request, known: frozens
         where = "OWNER/CLASS" if request.client is not None else "classes"
         raise UnfitImage(f"label missing: an image outside of the folders of {where}", "")
     if request.own is not None and label not in map(composed, request.own.classes):
-        raise UnfitImage(f"unknown class of folder; allowed: {listed(request.own.classes)}", "")
+        raise UnfitImage(f"unknown class of folder; classes are {listed(request.own.classes)}", "")
 
 
 @dataclass
@@ -146,16 +141,10 @@ class _Taken:
     _grey: int = 0
 
     def add(self, image: Image, notes: tuple[str, ...]) -> None:
-        """Add an image, converted to the required mode and size.
-
-        Raises
-        ------
-        UnfitImage
-            If it has another size and ``resize`` is False.
-        """
+        """Add an image, converted to the required mode and size."""
         size = self._wanted_size(image)
         if image.size != size and not self.resize:
-            fault = f"another size (height x width); allowed: {size[1]} x {size[0]}, or {argument('resize')}"
+            fault = f"another size (height x width) than {size[1]} x {size[0]}; resize it, or use {argument('resize')}"
             raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
         grey = image.mode in GREY if self.shape is None else self.shape[0] == 1
         mode = "L" if grey else "RGB"
@@ -200,11 +189,6 @@ def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
 
     One called ``test`` or ``train`` may be a class among others; training and held-out examples beside each other are
     splits.
-
-    Raises
-    ------
-    DataError
-        If some are splits, and others are not.
     """
     names = folders_in(folder)
     if set(map(composed, names)) & set(map(composed, classes)):

@@ -31,6 +31,8 @@ ROUNDING = 1e-3
 def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any], tuple[str, ...]]:
     """Return the images of a data set ``[n, channels, height, width]``, its labels ``[n]``, and notes.
 
+    Raise DataError if an item is not such a pair, image shapes differ, or a pixel or label cannot be kept exactly.
+
     Parameters
     ----------
     dataset
@@ -38,11 +40,6 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
         width, channels]``; the channel axis may be omitted for one channel) and a label: a whole number, or a name.
     what
         Name of the data set in errors.
-
-    Raises
-    ------
-    DataError
-        If an item is not such a pair, image shapes differ, or a pixel or label cannot be kept exactly.
     """
     images: list[NDArray[np.uint8]] = []
     labels: list[Any] = []
@@ -69,13 +66,7 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
 
 
 def _items(dataset: Any, what: str) -> Iterator[Any]:
-    """Yield the items of a data set.
-
-    Raises
-    ------
-    DataError
-        If there are more or fewer items than its length.
-    """
+    """Yield the items of a data set."""
     try:
         length = len(dataset) if hasattr(dataset, "__len__") else None
     except TypeError:  # such as a data loader over a stream

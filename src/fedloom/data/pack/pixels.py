@@ -59,10 +59,7 @@ def endings() -> frozenset[str]:
 def read_picture(path: Path) -> tuple[Image, tuple[str, ...]]:
     """Return the image in a file, upright and of a mode in :data:`GREY` or :data:`COLOUR`; and notes.
 
-    Raises
-    ------
-    UnfitImage
-        If the file cannot be read, or its pixels cannot be kept.
+    Raise UnfitImage if the file cannot be read, or its pixels cannot be kept.
     """
     from PIL import Image
 
@@ -89,10 +86,7 @@ def read_picture(path: Path) -> tuple[Image, tuple[str, ...]]:
 def check_depth(image: Image) -> None:
     """Reject an image with more than 8 bits per channel, whose values Pillow may have truncated.
 
-    Raises
-    ------
-    UnfitImage
-        If it has more bits, or its mode does not convert to greyscale or RGB.
+    Raise UnfitImage if it has more bits, or its mode does not convert to greyscale or RGB.
     """
     deep = image.mode.startswith(("I", "F"))
     found = f"mode {image.mode}"
@@ -114,10 +108,7 @@ def check_depth(image: Image) -> None:
 def check_frames(image: Image) -> bool:
     """Return True if an image has further pictures attached to the first, as phones write them.
 
-    Raises
-    ------
-    UnfitImage
-        If it has several pages or frames, each of which may be an example.
+    Raise UnfitImage if it has several pages or frames, each of which may be an example.
     """
     if not getattr(image, "is_animated", False):
         return False

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.manifest import Kind
 from fedloom.data.pack.examples import (
     Batches,
     Examples,
@@ -23,6 +22,7 @@ from fedloom.data.pack.examples import (
     listed,
     names_of,
     notes_of_classes,
+    owner_names,
     positions,
     split_positions,
     undecodable_line,
@@ -42,69 +42,93 @@ UNNAMED = re.compile(r"Unnamed: [0-9]+")
 
 
 @dataclass
-class Table:
-    """Parsed content of a table in any format."""
+class TableBuilder:
+    """Examples of a table in any format, whose rows arrive in chunks.
 
+    Attributes
+    ----------
+    inputs, label, split, client
+        Positions of the columns in the header; None: no such column.
+    """
+
+    request: Request
+    header: Sequence[str]
+    row_name: str
+    batches: Batches
     inputs: tuple[int, ...]
     label: int | None
     split: int | None
     client: int | None
-    header: Sequence[str]
-    batches: Batches
-    row_name: str
+    notes: tuple[str, ...]
     labels: list[object] = field(default_factory=list)
     splits: list[object] = field(default_factory=list)
     owners: list[object] = field(default_factory=list)
     places: list[object] = field(default_factory=list)
-    truths: set[int] = field(default_factory=set)
-    digits: set[int] = field(default_factory=set)
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the columns of inputs."""
+        return [self.header[i] for i in self.inputs]
+
+    @property
+    def named(self) -> list[str]:
+        """Names of the columns of labels, splits and owners."""
+        return [self.header[i] for i in (self.label, self.split, self.client) if i is not None]
 
     def where(self, i: int) -> str:
         """Return the place of the i-th row."""
         return f"{self.row_name} {self.places[i]}"
 
     def cell(self, first: int) -> Callable[[int, int], str]:
-        """Return a function that names row i, input j of the batch starting at row ``first``."""
+        """Return a function that names row i, input j of the chunk starting at row ``first``."""
         return lambda i, j: f"{self.where(first + i)}, column {self.header[self.inputs[j]]}"
 
-    def examples(self, request: Request, notes: tuple[str, ...]) -> Examples:
+    def add_names(self, column: Callable[[int], Sequence[object]], places: Sequence[object]) -> None:
+        """Add rows at these places: labels, splits and owners, from the column at each position."""
+        self.places += places
+        for position, taken in ((self.label, self.labels), (self.split, self.splits), (self.client, self.owners)):
+            if position is not None:
+                taken += column(position)
+
+    def examples(self) -> Examples:
         """Return the parsed examples, and record errors in labels, splits and owners."""
-        mistakes = self.batches.mistakes
-        y, classes = None, () if request.own is None else request.own.classes
+        mistakes, own = self.batches.mistakes, self.request.own
+        y, classes = None, () if own is None else own.classes
+        notes = self.notes
         if self.label is not None:
             labels = names_of(self.labels, self.where, mistakes)
-            y, classes = positions(labels, None if request.own is None else request.own.classes, self.where, mistakes)
-            notes += notes_of_classes(classes) if request.own is None else ()
+            y, classes = positions(labels, None if own is None else own.classes, self.where, mistakes)
+            notes += notes_of_classes(classes) if own is None else ()
         split = None
         if self.split is not None:
             split = split_positions(names_of(self.splits, self.where, mistakes, "split"), self.where, mistakes)
-        owners = None
-        if self.client is not None:
-            owners = tuple(name or "" for name in names_of(self.owners, self.where, mistakes, "client"))
-        missing = [i for i, owner in enumerate(owners or ()) if not owner]
-        mistakes.add_many("client missing", len(missing), (self.where(i) for i in missing))
         kind = self.batches.kind
-        columns = tuple(self.header[i] for i in self.inputs) if kind == "features" else None
         x, changed = self.batches.joined()
         return Examples(
-            kind, classes, x, y, split, self.where, notes=(*notes, *changed), owners=owners, features=columns
+            kind,
+            classes,
+            x,
+            y,
+            split,
+            self.where,
+            notes=(*notes, *changed),
+            owners=None if self.client is None else owner_names(self.owners, self.where, mistakes),
+            features=tuple(self.features) if kind == "features" else None,
         )
 
 
-def begin(
+def table_builder(
     header: Sequence[str], request: Request, mistakes: ValidationErrors, row_name: str, index: Sequence[str] = ()
-) -> tuple[Table, tuple[str, ...]]:
+) -> TableBuilder:
     """Find the columns by their names.
+
+    Raise DataError if a column is missing, occurs twice or has no name, or the number of columns does not fit the input
+    shape.
 
     Parameters
     ----------
     index
         Columns that the source declares as a row index: they are no features unless requested.
-
-    Raises
-    ------
-    DataError
-        If a column is missing, occurs twice or has no name, or the number of columns does not fit the input shape.
     """
     own, source = request.own, mistakes.source
     names = [composed(name) for name in header]
@@ -113,155 +137,162 @@ def begin(
 
     def column(name: str, key: str) -> int:
         if composed(name) not in names:
-            asked = key if "." in key else request.called(key)
-            raise DataError(f"{source}: there is no column {name!r} ({asked}); the columns are {listed(header)}")
+            raise DataError(f"{source}: there is no column {name!r} ({key}); the columns are {listed(header)}")
         return names.index(composed(name))
 
-    label = column(request.label, "label") if request.labelled else None
-    split = None if request.split is None else column(request.split, "split")
-    client = None if request.client is None else column(request.client, "client")
-    chosen = (label, split, client)
-    notes: list[str] = []
+    asked = {"label": request.label if request.labelled else None, "split": request.split, "client": request.client}
+    chosen = {key: None if name is None else column(name, request.called(key)) for key, name in asked.items()}
+    rest = [i for i in range(len(header)) if i not in chosen.values()]
     if own is not None and own.features is not None:
-        inputs = tuple(column(name, "data.own.features") for name in own.features)
-        ignored = [name for i, name in enumerate(header) if i not in (*inputs, *chosen)]
-        notes += [f"columns ignored: {listed(ignored)}"] if ignored else []
+        inputs = [column(name, "data.own.features") for name in own.features]
+        ignored, why = [header[i] for i in rest if i not in inputs], "columns ignored"
     else:
-        rows = _index(header, [i for i in range(len(header)) if i not in chosen], index, source)
-        inputs = tuple(i for i in range(len(header)) if i not in (*chosen, *rows))
-        left_out = [repr(header[i]) if header[i] else "the first, without a name" for i in rows]
-        notes += [f"columns left out, as an index that numbers the rows: {listed(left_out)}"] if rows else []
-    kind: Kind = "features"
-    classes = 0
+        rows = _index(header, rest, index, source)
+        inputs = [i for i in rest if i not in rows]
+        ignored = [repr(header[i]) if header[i] else "the first, without a name" for i in rows]
+        why = "columns left out, as an index that numbers the rows"
     if own is not None:
-        shape = input_shape(own, len(inputs), "columns of inputs", source)
-        kind, classes = own.kind, len(own.classes)
+        kind, classes, shape = own.kind, len(own.classes), input_shape(own, len(inputs), "columns of inputs", source)
     elif inputs:
-        shape = (len(inputs),)
+        kind, classes, shape = "features", 0, (len(inputs),)
     else:
         raise DataError(f"{source}: there is no column for features beside {listed(header)}")
     batches = Batches(kind, shape, classes, mistakes, lambda j: f"column {header[inputs[j]]}")
-    return Table(inputs, label, split, client, header, batches, row_name), tuple(notes)
+    notes = (f"{why}: {listed(ignored)}",) if ignored else ()
+    return TableBuilder(
+        request, header, row_name, batches, tuple(inputs), chosen["label"], chosen["split"], chosen["client"], notes
+    )
 
 
 def _index(header: Sequence[str], rest: Sequence[int], index: Sequence[str], source: str) -> list[int]:
-    """Return the columns that are an index of the rows, as pandas writes it.
-
-    Raises
-    ------
-    DataError
-        If a column that is no index has no name.
-    """
-    found = [i for i in rest if header[i] in index or INDEX.fullmatch(header[i]) or (i == 0 and _nameless(header[i]))]
-    bare = next((i for i in rest if i not in found and _nameless(header[i])), None)
-    if bare is not None:
+    """Return the columns that are an index of the rows, as pandas writes it; refuse other columns without a name."""
+    nameless = [i for i in rest if not header[i] or UNNAMED.fullmatch(header[i])]
+    found = [i for i in rest if header[i] in index or INDEX.fullmatch(header[i]) or i in nameless[:1] == [0]]
+    if bare := [i for i in nameless if i not in found]:
         raise DataError(
-            f"{source}: column {bare + 1} of {len(header)} has no name; name it in the header, or remove it"
+            f"{source}: column {bare[0] + 1} of {len(header)} has no name; name it in the header, or remove it"
         )
     return found
 
 
-def _nameless(name: str) -> bool:
-    return not name or UNNAMED.fullmatch(name) is not None
-
-
 def read_csv(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
-    """Read a CSV file (RFC 4180, UTF-8) with a header.
-
-    Raises
-    ------
-    DataError
-        If the file is not CSV, has no header, or lacks a column.
-    """
+    """Read a CSV file (RFC 4180, UTF-8) with a header."""
     total = path.stat().st_size
-    table: Table | None = None
-    rows: list[list[str]] = []
+    reader: _CsvReader | None = None
     line = 0
     with path.open("rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
+        rows = csv.reader(file, strict=True)
         try:
-            header = [name.strip() for name in next(reader, [])]
-            line = reader.line_num
+            header = [name.strip() for name in next(rows, [])]
+            line = rows.line_num
             _check_header(header, mistakes.source)
-            table, notes = begin(header, request, mistakes, "line")
-            for row in reader:
-                line = reader.line_num
-                if not row:
-                    continue  # an empty line
-                if len(row) != len(header):
-                    mistakes.add(f"another number of cells; allowed: {len(header)}", f"line {line}: {len(row)}")
-                    continue
-                rows.append(row)
-                table.places.append(line)
-                if len(rows) == ROWS:
+            reader = _CsvReader(table_builder(header, request, mistakes, "line"))
+            for row in rows:
+                line = rows.line_num
+                if reader.add(row, line):
                     tell("reading rows", raw.tell(), total)
-                    _take_text(table, rows, mistakes)
-                    rows.clear()
         except UnicodeDecodeError:
             mistakes.add("no UTF-8 text", f"line {undecodable_line(path)}")
         except csv.Error as error:
             mistakes.add("no CSV", f"after line {line}: {error}")
-    if table is None:
+    if reader is None:
         mistakes.refuse()
         raise AssertionError("a file without a header was refused")
-    _take_text(table, rows, mistakes)
-    mixed = sorted(table.truths & table.digits)
-    mistakes.add_many("true or false among numbers", len(mixed), (table.batches.name(j) for j in mixed))
-    return table.examples(request, notes)
+    return reader.examples()
 
 
 def _check_header(header: Sequence[str], source: str) -> None:
     if not any(header):
-        raise DataError(f"{source}: found nothing in the first line; expected the names of the columns")
+        raise DataError(f"{source}: the first line is empty; it must have the names of the columns")
     if all(number(cell) is not None for cell in header):
-        raise DataError(f"{source}: found numbers in the first line; expected the names of the columns")
+        raise DataError(f"{source}: there are numbers in the first line; it must have the names of the columns")
     if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
-        raise DataError(f"{source}: found {header[0]!r:.60} in the first line; expected names separated by commas")
+        raise DataError(f"{source}: the first line is {header[0]!r:.60}; separate the names of the columns by commas")
 
 
-def _take_text(table: Table, rows: Sequence[Sequence[str]], mistakes: ValidationErrors) -> None:
-    """Add rows of text; cells that are not numbers are recorded as errors."""
-    if not rows:
-        return
-    for column, texts in ((table.label, table.labels), (table.split, table.splits), (table.client, table.owners)):
-        if column is not None:
-            texts += [row[column] for row in rows]
-    first = len(table.places) - len(rows)
-    chosen = [[row[i] for i in table.inputs] for row in rows]
-    joined = "".join(text for row in chosen for text in row)
-    try:
-        if "_" in joined or not joined.isascii():
-            raise ValueError("Python reads more as numbers than a table may hold")
-        values = np.array(chosen).astype(np.float64)
+class _CsvReader:
+    """Rows of text that become numbers in chunks."""
+
+    def __init__(self, table: TableBuilder) -> None:
+        self.table = table
+        self.mistakes = table.batches.mistakes
+        self.rows: list[list[str]] = []
+        self.lines: list[int] = []
+        self.truths: set[int] = set()
+        self.digits: set[int] = set()
+
+    def add(self, row: list[str], line: int) -> bool:
+        """Add a row and return True if it completed a chunk; empty lines are skipped."""
+        width = len(self.table.header)
+        if row and len(row) != width:
+            self.mistakes.add(f"another number of cells; each row must have {width}", f"line {line}: {len(row)}")
+        elif row:
+            self.rows.append(row)
+            self.lines.append(line)
+        full = len(self.rows) == ROWS
+        if full:
+            self._take()
+        return full
+
+    def examples(self) -> Examples:
+        """Return the examples, and record columns that mix truth values and numbers."""
+        self._take()
+        mixed = sorted(self.truths & self.digits)
+        self.mistakes.add_many("true or false among numbers", len(mixed), (self.table.batches.name(j) for j in mixed))
+        return self.table.examples()
+
+    def _take(self) -> None:
+        if not self.rows:
+            return
+        first = len(self.table.places)
+        self.table.add_names(lambda column: [row[column] for row in self.rows], self.lines)
+        chosen = [[row[i] for i in self.table.inputs] for row in self.rows]
+        self.rows, self.lines = [], []
+        values = _plain_numbers(chosen)
+        if values is None:
+            values, known = self._cell_by_cell(chosen, self.table.cell(first))
+        else:
+            known = np.zeros(values.shape, dtype=np.bool_)
+            self.digits.update(range(values.shape[1]))
+        self.table.batches.add(values, self.table.cell(first), known)
+
+    def _cell_by_cell(
+        self, rows: Sequence[Sequence[str]], where: Callable[[int, int], str]
+    ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Return numbers, and a mask of the cells recorded as errors."""
+        values = np.zeros((len(rows), len(rows[0])))
         known = np.zeros(values.shape, dtype=np.bool_)
-        if (np.abs(values) > EXACT).any():
-            raise ValueError("an integer may not be what the file holds")
-        table.digits.update(range(len(table.inputs)))
+        for i, j in np.ndindex(values.shape):
+            text = rows[i][j]
+            found, truth = number(text), TRUTHS.get(text.strip().lower())
+            fault = _fault(text, found, truth)
+            if fault is not None:
+                known[i, j] = True
+                self.mistakes.add(fault, f"{where(i, j)}: {text!r}" if text.strip() else where(i, j))
+            elif found is not None:
+                values[i, j] = found
+                self.digits.add(j)
+            elif truth is not None:
+                values[i, j] = truth
+                self.truths.add(j)
+        return values, known
+
+
+def _fault(text: str, found: float | None, truth: float | None) -> str | None:
+    if found is None and truth is None:
+        return "no number" if text.strip() else "value missing"
+    if found is not None and abs(found) > EXACT and whole(text):
+        return "integer beyond 2^53, which cannot be a feature"
+    return None
+
+
+def _plain_numbers(rows: Sequence[Sequence[str]]) -> NDArray[np.float64] | None:
+    """Return the numbers of rows of text; None if a cell must be looked at: Python reads more than a table may hold."""
+    joined = "".join(text for row in rows for text in row)
+    if "_" in joined or not joined.isascii():
+        return None
+    try:
+        values = np.array(rows).astype(np.float64)
     except ValueError:
-        values, known = _cell_by_cell(chosen, table, first, mistakes)
-    table.batches.add(values, table.cell(first), known)
-
-
-def _cell_by_cell(
-    rows: Sequence[Sequence[str]], table: Table, first: int, mistakes: ValidationErrors
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    where = table.cell(first)
-    values = np.zeros((len(rows), len(rows[0])))
-    known = np.zeros(values.shape, dtype=np.bool_)
-    for i, row in enumerate(rows):
-        for j, text in enumerate(row):
-            found = number(text)
-            truth = TRUTHS.get(text.strip().lower())
-            if found is None and truth is None:
-                known[i, j] = True
-                if text.strip():
-                    mistakes.add("no number", f"{where(i, j)}: {text!r}")
-                else:
-                    mistakes.add("value missing", where(i, j))
-            elif found is not None and abs(found) > EXACT and whole(text):
-                known[i, j] = True
-                mistakes.add("integer beyond 2^53, which cannot be a feature", f"{where(i, j)}: {text}")
-            else:
-                values[i, j] = truth if found is None else found
-                (table.digits if truth is None else table.truths).add(j)
-    return values, known
+        return None
+    return None if (np.abs(values) > EXACT).any() else values

@@ -11,21 +11,12 @@ from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors
 from fedloom.errors import DataError, ExperimentError, argument
 
 
-def read_text(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
-    """Read a UTF-8 text; the classes are its characters, and ``input_shape`` sets the characters per input.
-
-    Raises
-    ------
-    ExperimentError
-        If the experiment does not ask for text.
-    DataError
-        If the file is not UTF-8, or too short.
-    """
+def read_characters(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
+    """Read a UTF-8 text; the classes are its characters, and ``input_shape`` sets the characters per input."""
     own = request.own
     if own is None or own.kind != "tokens" or any(len(name) != 1 for name in own.classes):
         raise ExperimentError(
-            f"{path} is a text, which needs {argument('experiment')} with kind: tokens in data.own, and classes that "
-            "are one "
+            f"{path} is a text, which needs {argument('experiment')} with kind: tokens in data.own, and classes of one "
             "character each."
         )
     if not request.labelled:
@@ -38,15 +29,15 @@ def read_text(path: Path, request: Request, mistakes: ValidationErrors, tell: Te
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: line {undecodable_line(path)} is not UTF-8 text") from error
     codes = {name: i for i, name in enumerate(own.classes)}
+    unknown = "unknown character; data.own.classes must list it"
     for number, line in enumerate(text.split("\n"), start=1):
-        unknown = [character for character in line if character not in codes]
-        mistakes.add("unknown character; allowed: data.own.classes", *(f"line {number}: {each!r}" for each in unknown))
+        mistakes.add(unknown, *(f"line {number}: {each!r}" for each in line if each not in codes))
     if "\n" in text and "\n" not in codes:
-        mistakes.add("unknown character; allowed: data.own.classes", "line 1: '\\n', the end of a line")
+        mistakes.add(unknown, "line 1: '\\n', the end of a line")
     mistakes.refuse()
     window = own.input_shape[0]
     if len(text) <= window:
-        raise DataError(f"{path}: found {len(text)} characters; allowed: more than {window}, the length of an input")
+        raise DataError(f"{path}: it has {len(text)} characters; an input alone has {window}, so give a longer text")
     characters = np.array([codes[character] for character in text], dtype=np.uint8)
     return Examples(
         kind="tokens",

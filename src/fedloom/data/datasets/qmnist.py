@@ -12,24 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data import idx
-from fedloom.data.sources import mnist
-from fedloom.data.sources.base import Owners, Pool, RawDataset, Source, SourceFile
-from fedloom.data.sources.fetchers import Download
+from fedloom.data.datasets.base import Owners, Pool, RawDataset
+from fedloom.data.datasets.mnist import read_mnist
 from fedloom.errors import DataError
 
 COLUMNS = 8
 CLASS, WRITER = 0, 2
 
 
-def read(contents: Mapping[str, bytes]) -> RawDataset:
+def read_qmnist(contents: Mapping[str, bytes]) -> RawDataset:
     """Return MNIST's examples with their writers; the test writers differ from the train writers.
 
-    Raises
-    ------
-    DataError
-        If the labels are not MNIST's.
+    Raise DataError if the labels are not MNIST's.
     """
-    digits = mnist.read(contents)
+    digits = read_mnist(contents)
     writers = {
         part: _writers(contents[name], name, pool.labels)
         for part, name, pool in (
@@ -50,33 +46,13 @@ def _writers(content: bytes, name: str, labels: NDArray[np.int64]) -> NDArray[np
     """Return NIST's number of each example's writer, ``[n]``: column 2 of QMNIST's labels; column 0 is the class."""
     rows = idx.parse_int32(content, name, 2)
     if rows.shape[1] != COLUMNS or len(rows) < len(labels):
-        raise DataError(f"{name} is {rows.shape[0]} x {rows.shape[1]}; expected at least {len(labels)} x {COLUMNS}")
+        raise DataError(f"{name} is {rows.shape[0]} x {rows.shape[1]}; it must be at least {len(labels)} x {COLUMNS}")
     rows = rows[: len(labels)]
     wrong = np.flatnonzero(rows[:, CLASS] != labels)
     if len(wrong):
         first = int(wrong[0])
         raise DataError(
             f"{name} does not belong to these images: {len(wrong)} labels are not MNIST's, the first in row {first}: "
-            f"found {rows[first, CLASS]}, expected {labels[first]}"
+            f"{rows[first, CLASS]} in place of {labels[first]}"
         )
     return rows[:, WRITER]
-
-
-QMNIST = Source(
-    name="qmnist",
-    title="QMNIST",
-    class_names=mnist.MNIST.class_names,
-    input_shape=mnist.MNIST.input_shape,
-    licence="BSD 3-clause (Facebook, Inc.), on MNIST's images",
-    files=(
-        SourceFile(
-            "qmnist-train-labels-idx2-int", 1920012, "bb1b6e1ec7b04fd5696f1ed50b5f58f8ef195118edd5c93c81783df9740b8ac5"
-        ),
-        SourceFile(
-            "qmnist-test-labels-idx2-int", 1920012, "92d0ccb8c25f9c6534270fb4be7e1d24a1c6d315edfc8a638bfbd31c70f362dd"
-        ),
-    ),
-    fetchers=(Download("https://raw.githubusercontent.com/facebookresearch/qmnist/master"),),
-    read=read,
-    needs=(mnist.MNIST,),
-)

@@ -6,22 +6,18 @@ The file is that of the R package mlbench, which has nine of the repository's te
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
-from fedloom.data.sources.base import Owners, Pool, RawDataset, Source, SourceFile
-from fedloom.data.sources.fetchers import Copy, DebianPackage
-from fedloom.data.sources.rda import Factor, data_frame
+from fedloom.data.datasets.base import Owners, Pool, RawDataset
+from fedloom.data.datasets.rda import Factor, data_frame
 
 FEATURES = tuple(f"V{i}" for i in range(2, 11))
-CLASS_NAMES = ("hid", "hId", "hEd", "hAd", "hYd", "had", "hOd", "hod", "hUd", "hud", "hed")
-SPEAKERS = 15
 REPETITIONS = 6
 """Repetitions of each vowel by each speaker; the first half is for training."""
 
 
-def read(contents: Mapping[str, bytes]) -> RawDataset:
+def read_vowel(contents: Mapping[str, bytes]) -> RawDataset:
     """Return nine features of each utterance; the first three repetitions of a speaker's vowel are for training."""
     columns = data_frame(contents["Vowel.rda"], "Vowel")
     speaker, vowel = columns["V1"], columns["Class"]
@@ -34,19 +30,3 @@ def read(contents: Mapping[str, bytes]) -> RawDataset:
     train = repetition < REPETITIONS // 2
     pools = [Pool(inputs[part], vowel.codes[part], speaker.codes[part]) for part in (train, ~train)]
     return RawDataset(pools[0], pools[1], Owners(tuple(f"speaker-{level}" for level in speaker.levels), divided=True))
-
-
-VOWEL = Source(
-    name="vowel",
-    title="Vowel",
-    class_names=CLASS_NAMES,
-    input_shape=(len(FEATURES),),
-    licence="CC BY 4.0 (UCI Machine Learning Repository: Connectionist Bench, Vowel Recognition)",
-    files=(SourceFile("Vowel.rda", 17800, "6577f9ca304153797ec7621d79020b010d160c425da2007639b9e6a2b23fb127"),),
-    fetchers=(
-        Copy(Path("/usr/lib/R/site-library/mlbench/data")),
-        DebianPackage("r-cran-mlbench", "usr/lib/R/site-library/mlbench/data"),
-    ),
-    read=read,
-    kind="features",
-)

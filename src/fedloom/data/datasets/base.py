@@ -1,11 +1,11 @@
-"""Source interface: a data set's official files, ways to fetch them, and their reader."""
+"""Types of published data sets: their examples, files and readers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ class Pool:
         if self.owners is not None:
             counts["owners"] = len(self.owners)
         if len(set(counts.values())) > 1:
-            raise DataError(", ".join(f"{n} {name}" for name, n in counts.items()) + "; expected as many of each")
+            raise DataError(", ".join(f"{n} {name}" for name, n in counts.items()) + "; there must be as many of each")
 
     def __len__(self) -> int:
         """Return the number of examples."""
@@ -47,7 +47,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Owners:
-    """Natural clients of a source: the owners of its examples.
+    """Natural clients of a data set: the owners of its examples.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Owners:
 
 @dataclass(frozen=True, eq=False)
 class RawDataset:
-    """Content of a source's files: the official train and test pools, and the owners of the examples where known.
+    """Content of a data set's files: the official train and test pools, and the owners of the examples where known.
 
     Attributes
     ----------
@@ -98,11 +98,13 @@ class RawDataset:
             if pool.owners is not None and self.owners is not None and len(pool):
                 low, high = int(pool.owners.min()), int(pool.owners.max())
                 if not 0 <= low <= high < len(self.owners.names):
-                    raise DataError(f"{name} owners {low} ... {high}; expected 0 ... {len(self.owners.names) - 1}")
+                    raise DataError(
+                        f"the {name} owners are {low} to {high}; they must be 0 to {len(self.owners.names) - 1}"
+                    )
 
 
 @dataclass(frozen=True)
-class SourceFile:
+class DataFile:
     """One stored file, uncompressed: its name, size in bytes (None if not recorded), and SHA-256 in hex."""
 
     name: str
@@ -115,7 +117,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Progress:
+class FetchProgress:
     """Progress of a fetch: the current step, and bytes done out of ``total`` (None if unknown)."""
 
     doing: str
@@ -123,29 +125,12 @@ class Progress:
     total: int | None
 
 
-Report: TypeAlias = Callable[[Progress], None]
+Report: TypeAlias = Callable[[FetchProgress], None]
 """Callback for the progress of a fetch."""
 
 
 class FetchFailed(Exception):
-    """Failure of a fetcher; the message is a one-line reason."""
-
-
-class Fetcher(Protocol):
-    """One way to get a source's files."""
-
-    @property
-    def title(self) -> str:
-        """Description for progress and errors: ``"download from ..."``."""
-
-    def contents(self, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
-        """Yield each named file, uncompressed; the caller verifies the checksums.
-
-        Raises
-        ------
-        FetchFailed
-            If a file cannot be fetched.
-        """
+    """Failure to fetch from one location; the message is a one-line reason."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +150,7 @@ class OwnFiles:
 
 
 @dataclass(frozen=True)
-class Source:
+class Dataset:
     """Data set that can be fetched and read.
 
     Attributes
@@ -176,25 +161,25 @@ class Source:
         Names of the C classes, in label order; shape of one input: (channels, height, width), (features,) or (tokens,).
     licence
         Licence of the data.
-    files
-        The official files as stored; empty if there are none.
-    fetchers
-        Ways to get the files, in the order tried.
     read
         Turns contents by file name into the examples. Each content is read from disk every time it is accessed.
+    files
+        The official files as stored; empty if there are none.
+    locations
+        Where the files are, in the order tried (:mod:`fedloom.data.datasets.locations`).
     kind
         Kind of input, see :data:`~fedloom.data.manifest.Kind`.
     needs
-        Other sources whose files ``read`` also finds among its contents.
+        Other data sets whose files ``read`` also finds among its contents.
     own
         Files that users may supply instead of the official ones. ``read`` checks them once, recorded checksums from
         then on. None if users cannot supply files.
     synthetic
         True if there are no files: a partition scheme draws the examples and sets their shape.
     at
-        The folder of its files, where that is another than its name says: of a data set of one's own.
+        Folder of a local data set's files; None: the name decides.
     notes
-        What was done to the examples that their owner should know: of a data set of one's own.
+        Changes to the examples of a local data set that their owner should know.
     """
 
     name: str
@@ -202,11 +187,11 @@ class Source:
     class_names: tuple[str, ...]
     input_shape: tuple[int, ...]
     licence: str
-    files: tuple[SourceFile, ...]
-    fetchers: tuple[Fetcher, ...]
     read: Callable[[Mapping[str, bytes]], RawDataset]
+    files: tuple[DataFile, ...] = ()
+    locations: tuple[str, ...] = ()
     kind: Kind = "pixels"
-    needs: tuple[Source, ...] = ()
+    needs: tuple[Dataset, ...] = ()
     own: OwnFiles | None = None
     synthetic: bool = False
     at: Path | None = None
@@ -218,5 +203,5 @@ class Source:
         return len(self.class_names)
 
     def folder(self, root: Path) -> Path:
-        """Return the folder of the source's files under a data root."""
+        """Return the folder of the data set's files under a data root."""
         return self.at or root / "datasets" / self.name

@@ -25,6 +25,7 @@ HEADER = 19
 SYMBOL, PAIRLIST, CHARACTERS, INTEGER, REAL, STRINGS, LIST = 1, 2, 9, 13, 14, 16, 19
 NULL, REFERENCE = 254, 255
 HAS_ATTRIBUTES = 1 << 9
+NUMBERS: dict[int, np.dtype[Any]] = {INTEGER: np.dtype(">i4"), REAL: np.dtype(">f8")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,20 +37,17 @@ class Factor:
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class _Item:
     """R object: its value and its attributes."""
 
     value: Any
-    attributes: dict[str, Item] = field(default_factory=dict)
+    attributes: dict[str, _Item] = field(default_factory=dict)
 
 
 def data_frame(content: bytes, variable: str) -> dict[str, Factor | NDArray[np.float64]]:
     """Return the columns of a data frame in an xz-compressed ``.rda`` file, by name.
 
-    Raises
-    ------
-    DataError
-        If it holds anything but data.
+    Raise DataError if it holds anything but data.
     """
     frame = _Reader(lzma.decompress(content)).item().value[variable]
     columns: dict[str, Factor | NDArray[np.float64]] = {}
@@ -72,33 +70,30 @@ class _Reader:
         self.symbols: list[str] = []
 
     def integer(self) -> int:
-        """Return the next integer."""
         return int(struct.unpack(">i", self.stream.read(4))[0])
 
-    def item(self) -> Item:
+    def item(self) -> _Item:
         """Return the next object; a pairlist is a dict of its items by tag."""
         flags = self.integer()
         kind = flags & 0xFF
         if kind == NULL:
-            return Item({})
+            return _Item({})
         if kind == PAIRLIST:
             tag, value, rest = self.item(), self.item(), self.item()
-            return Item({tag.value: value, **rest.value})
+            return _Item({tag.value: value, **rest.value})
         if kind == SYMBOL:
             self.symbols.append(self.item().value)
-            return Item(self.symbols[-1])
+            return _Item(self.symbols[-1])
         if kind == REFERENCE:
-            return Item(self.symbols[(flags >> 8) - 1])
-        if kind not in (CHARACTERS, INTEGER, REAL, STRINGS, LIST):
-            raise DataError(f"Vowel.rda holds an object of R's type {kind}; expected data alone")
+            return _Item(self.symbols[(flags >> 8) - 1])
+        if kind not in (CHARACTERS, *NUMBERS, STRINGS, LIST):
+            raise DataError(f"Vowel.rda holds an object of R's type {kind}; only data are read")
         length = self.integer()
         if kind == CHARACTERS:
-            return Item(self.stream.read(length).decode())
+            return _Item(self.stream.read(length).decode())
         elements: Any
-        if kind == INTEGER:
-            elements = np.frombuffer(self.stream.read(4 * length), dtype=">i4")
-        elif kind == REAL:
-            elements = np.frombuffer(self.stream.read(8 * length), dtype=">f8")
+        if kind in NUMBERS:
+            elements = np.frombuffer(self.stream.read(NUMBERS[kind].itemsize * length), dtype=NUMBERS[kind])
         else:
             elements = [self.item() for _ in range(length)]
-        return Item(elements, self.item().value if flags & HAS_ATTRIBUTES else {})
+        return _Item(elements, self.item().value if flags & HAS_ATTRIBUTES else {})

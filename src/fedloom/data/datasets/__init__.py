@@ -1,0 +1,90 @@
+"""Published data sets and their registry.
+
+``datasets.toml`` describes each: its examples, files, checksums, and the locations of the files. A module for each
+format reads them. Another package adds data sets through the entry point ``fedloom.datasets`` (docs/extending.md).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from fedloom.data.datasets import cifar, femnist, leaf, mnist, qmnist, shakespeare, vowel
+from fedloom.data.datasets.base import DataFile, Dataset, FetchProgress, Owners, OwnFiles, Pool, RawDataset
+from fedloom.data.datasets.fetching import checksums, fetch_dataset, load_dataset, size_on_disk
+from fedloom.errors import DataError, ExperimentError
+from fedloom.plugins import plugins
+
+__all__ = [
+    "DATASETS",
+    "DataFile",
+    "Dataset",
+    "FetchProgress",
+    "OwnFiles",
+    "Owners",
+    "Pool",
+    "RawDataset",
+    "checksums",
+    "fetch_dataset",
+    "find_dataset",
+    "load_dataset",
+    "size_on_disk",
+]
+
+
+def _drawn(contents: Mapping[str, bytes]) -> RawDataset:
+    del contents
+    raise DataError(
+        "gaussian has no files: its examples are drawn when a partition is made", hint="fedloom partition EXPERIMENT"
+    )
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, bytes]], RawDataset]] = {
+    "fashion-mnist": mnist.read_mnist,
+    "mnist": mnist.read_mnist,
+    "cifar10": cifar.read_cifar10,
+    "cifar100": cifar.read_cifar100,
+    "qmnist": qmnist.read_qmnist,
+    "femnist": femnist.read_femnist,
+    "shakespeare": shakespeare.read_shakespeare,
+    "vowel": vowel.read_vowel,
+    "gaussian": _drawn,
+}
+
+
+def _registry() -> dict[str, Dataset]:
+    """Return the data sets of ``datasets.toml``, and those of other packages."""
+    found: dict[str, Dataset] = {}
+    for name, about in tomllib.loads((Path(__file__).parent / "datasets.toml").read_text("utf-8")).items():
+        found[name] = Dataset(
+            name,
+            about["title"],
+            tuple(about["classes"]),
+            tuple(about["input_shape"]),
+            about["licence"],
+            _READERS[name],
+            tuple(DataFile(file, *content) for file, content in about.get("files", {}).items()),
+            tuple(about.get("locations", ())),
+            about["kind"],
+            needs=tuple(found[needed] for needed in about.get("needs", ())),
+            own=leaf.OWN_FILES if about.get("leaf") else None,
+            synthetic=about.get("synthetic", False),
+        )
+    return found | {each.name: each for each in plugins("fedloom.datasets", Dataset)}
+
+
+DATASETS = _registry()
+"""All data sets, by the name that experiment files use."""
+
+
+def find_dataset(name: str) -> Dataset:
+    """Return a data set by its name; raise ExperimentError if there is no data set of that name."""
+    if name not in DATASETS:
+        raise ExperimentError(
+            f"data.dataset {name!r} is unknown; choose one of {', '.join(DATASETS)}.",
+            key="data.dataset",
+            found=name,
+            allowed=[*DATASETS],
+        )
+    return DATASETS[name]

