@@ -35,7 +35,8 @@ from common import describe, machine, table
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientGroup, Task, find
-from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.client import train
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.client_side import ClientSide

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.pefll import private
+from fedloom.algorithms.pefll import PEFLL
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.loop import Loop
@@ -81,7 +81,7 @@ def accuracies(
 
 def with_privacy(parts: RunContext, clip: float, epsilon: float) -> RunContext:
     """Return the parts of the run with clients whose descriptors have this (ε, δ)."""
-    settings = private(parts.settings, clip, noise_multiplier(epsilon, DELTA), DELTA)
+    settings = PEFLL.private(parts.settings, clip, noise_multiplier(epsilon, DELTA), DELTA)
     choice = parts.experiment.algorithm.model_copy(update={"settings": settings})
     return dataclasses.replace(parts, experiment=parts.experiment.model_copy(update={"algorithm": choice}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -162,7 +163,8 @@ class Federation:
     def carrier(self, name: str, change: Callable[[ClientAlgorithm], Any] = lambda half: half) -> InProcess:
         """A fresh in-process carrier for the run in folder ``name``; ``change`` may wrap the clients' half."""
         algorithm = self.parts.algorithm
-        changed = dataclasses.replace(algorithm, client=lambda *known: change(algorithm.client(*known)))
+        changed = copy.copy(algorithm)
+        vars(changed)["client"] = lambda *known: change(algorithm.client(*known))
         return assemble.in_process(
             dataclasses.replace(self.parts, algorithm=changed), self.dataset, RunFolder(self.tmp / name)
         )

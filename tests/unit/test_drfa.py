@@ -191,9 +191,9 @@ def test_groups_answer_as_their_clients_do_alone() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"local.epochs: found 2"):
+    with pytest.raises(ValidationError, match=r"local.epochs: .*local.steps"):
         drfa(local={"epochs": 2})
-    with pytest.raises(ValidationError, match=r"replace: found false with gamma 0.1"):
+    with pytest.raises(ValidationError, match=r"replace: .*gamma 0.1"):
         drfa(replace=False, gamma=0.1)
     for settings, key in ((drfa, "gamma"), (afl, "weights_lr")):
         with pytest.raises(ValidationError, match=key):

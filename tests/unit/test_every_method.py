@@ -49,7 +49,7 @@ def test_methods_that_need_a_roster_are_refused_where_clients_come_and_go(tmp_pa
     with pytest.raises(ExperimentError) as error:
         load(tmp_path / "own.yaml")
     key = "descriptor.size" if name == "pefll" else "name"
-    assert tells(str(error.value), "1 mistake", f"line 4, algorithm.{key}: found ", "with data.own", "; allowed: ")
+    assert tells(str(error.value), f"line 4, algorithm.{key}: ", "with data.own")
 
 
 @pytest.mark.parametrize("name", METHODS)

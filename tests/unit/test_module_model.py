@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import fedloom
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.client import train
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.experiment import from_shared_json, of

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from fedloom.algorithms.base import find
-from fedloom.algorithms.client import LocalSGD, batches, train
+from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
@@ -56,7 +57,7 @@ def test_every_method_trains_with_the_models_own_loss(tmp_path: Path, name: str)
 def test_the_method_with_another_loss_refuses_it() -> None:
     with pytest.raises(ExperimentError) as error:
         find("pfedgp").check_model(None, OWN)
-    assert tells(str(error.value), "model.name", "loss of its own", "pfedgp")
+    assert tells(str(error.value), "model.name", "pfedgp", "loss")
 
 
 def test_fedavg_is_sgd_on_it(tmp_path: Path) -> None:

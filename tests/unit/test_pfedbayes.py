@@ -368,7 +368,7 @@ def test_a_client_whose_state_is_from_before_moments_were_kept_has_none() -> Non
 
 
 def test_gradient_descent_has_no_moments_to_keep() -> None:
-    with pytest.raises(ValidationError, match=r"moments: found kept with optimizer gd.*allowed: adam"):
+    with pytest.raises(ValidationError, match=r"moments: kept .*optimizer: adam"):
         made(moments="kept", optimizer="gd")
 
 
@@ -505,9 +505,9 @@ def test_gradient_descent_beyond_its_bound_is_refused() -> None:
     """ζ η₁ < 2 softplus(ρ)²: the paper's settings are inside, by a fifth."""
     paper = PFedBayesSettings()
     assert paper.zeta * paper.lr_personal == pytest.approx(0.8 * 2 * softplus(-2.5) ** 2, rel=0.01)
-    with pytest.raises(ValidationError, match=r"lr_personal: found 0\.013\b.*0\.0124"):
+    with pytest.raises(ValidationError, match=r"lr_personal: 0\.013\b.*0\.0124"):
         PFedBayesSettings(zeta=13.0)
-    with pytest.raises(ValidationError, match=r"lr_global: found 0\.02"):
+    with pytest.raises(ValidationError, match=r"lr_global: 0\.02"):
         PFedBayesSettings(lr_global=0.02)
     PFedBayesSettings(zeta=13.0, objective="mean")
     PFedBayesSettings(zeta=13.0, optimizer="adam")
@@ -526,14 +526,14 @@ def test_the_bound_is_where_the_divergence_is(zeta: float, refused: bool) -> Non
     assert (bool(q.mu.abs().max() > 0.01)) is refused
     assert (s is None) is refused
     if refused:
-        with pytest.raises(ValidationError, match=r"found 0\.0126"):
+        with pytest.raises(ValidationError, match=r"lr_personal: 0\.0126"):
             made(optimizer="gd", lr_personal=0.001, zeta=zeta, lr_global=1e-3)
 
 
 def test_a_prior_that_became_too_narrow_is_refused() -> None:
     s = PFedBayesSettings(batch_size=3)
     v = gaussian(torch.zeros(task().model.layout.size).double(), -3.0)
-    with pytest.raises(ExperimentError, match=r"lr_personal: found 0\.01\b.*0\.00472"):
+    with pytest.raises(ExperimentError, match=r"lr_personal: 0\.01\b.*0\.00472"):
         next(PFedBayesClient(s, task()).open(ClientGroup([client("c0", 5)], keyed("train")), GlobalGaussian(v)))
 
 

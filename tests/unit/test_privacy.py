@@ -27,7 +27,6 @@ from fedloom.algorithms.pefll import (
     PeFLLClient,
     PeFLLSettings,
     PeFLLTrainRequest,
-    private,
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.pack import PackSettings, pack
@@ -245,7 +244,7 @@ def test_the_chain_rule_goes_through_the_clip() -> None:
 
 @pytest.mark.parametrize("which", ["train", "evaluate"])
 def test_a_batch_of_the_data_is_refused(which: str) -> None:
-    with pytest.raises(ValidationError, match="allowed: with all for both"):
+    with pytest.raises(ValidationError, match=f"privacy: .*{which}.*all.*batch"):
         settings(Z, **{which: "batch"})
 
 
@@ -278,9 +277,9 @@ def test_the_summary_tells_what_is_promised_to_the_client_that_answered_most(tmp
 
 def test_a_clip_that_nobody_says_is_refused() -> None:
     with pytest.raises(ExperimentError, match="clip must be given"):
-        private(settings(), None, 1.0, 1e-5)
-    assert private(settings(Z), None, 1.0, 1e-5).descriptor.privacy.clip == 0.7  # type: ignore[union-attr]
-    assert private(settings(Z), 0.5, 1.0, 1e-5).descriptor.privacy.clip == 0.5  # type: ignore[union-attr]
+        PEFLL.private(settings(), None, 1.0, 1e-5)
+    assert PEFLL.private(settings(Z), None, 1.0, 1e-5).descriptor.privacy.clip == 0.7  # type: ignore[union-attr]
+    assert PEFLL.private(settings(Z), 0.5, 1.0, 1e-5).descriptor.privacy.clip == 0.5  # type: ignore[union-attr]
 
 
 OWN = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from facts import tells
-from federations import clients, federation, task
+from federations import clients, federation, task, variant
 from pydantic import ValidationError
 from scipy.stats import trim_mean
 from torch import Tensor
 
 from fedloom.algorithms import base
+from fedloom.algorithms.averaging import Averaging, bounded, trimmed_mean
 from fedloom.algorithms.base import ClientGroup, available, conversation, find
-from fedloom.algorithms.recipe import Averaging, SharedModel, Update, bounded, trimmed_mean
+from fedloom.algorithms.fedavg import SharedModel, Update
 
 SIZES = (4, 9, 6, 5, 7)
 LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
@@ -63,7 +63,7 @@ def test_a_trimmed_mean_against_others(rows: int, share: float) -> None:
 def test_a_trimmed_mean_of_many_coordinates_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(6, 1000, generator=torch.Generator().manual_seed(3))
     whole = trimmed_mean(x, 0.2)
-    monkeypatch.setattr("fedloom.algorithms.recipe.COLUMNS", 64)
+    monkeypatch.setattr("fedloom.algorithms.averaging.COLUMNS", 64)
     assert torch.equal(trimmed_mean(x, 0.2), whole)
 
 
@@ -119,9 +119,9 @@ def poisoned(method: str, by: float) -> base.Algorithm:
                 yield Update(torch.full_like(opening.theta, by).expand(1, -1), one, one)
                 return None
 
-        return Liar(settings, problem)
+        return Liar(honest.method, settings, problem)
 
-    return dataclasses.replace(algorithm, client=client)
+    return variant(algorithm, client=client)
 
 
 @pytest.mark.parametrize(("by", "weighting", "lr"), [(1e6, "uniform", 1.0), (-1e12, "examples", 0.5)])
@@ -170,7 +170,7 @@ def test_the_server_needs_each_update_then(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "keys", "facts"),
     [
-        ("fedavg", {"trim": 0.1, "weighting": "examples"}, ("trim", "0.1", "examples", "uniform")),
+        ("fedavg", {"trim": 0.1, "weighting": "examples"}, ("trim", "uniform", "examples")),
         ("fedavg", {"trim": 0.6}, ("trim", "0.5")),
         ("fedavg", {"max_norm": 0.0}, ("max_norm", "0")),
         ("scaffold", {"max_norm": 1.0}, ("max_norm",)),

@@ -37,8 +37,8 @@ import fedloom
 from fedloom import digests
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
+from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PersonalizedModel
-from fedloom.algorithms.recipe import Update
 from fedloom.cli.use import personalize
 from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
@@ -495,7 +495,7 @@ def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(
 
 
 KNOWN_ONLY = """
-import dataclasses
+import copy
 from fedloom.algorithms.fedavg import FEDAVG
 from fedloom.errors import DataError
 
@@ -514,7 +514,8 @@ def server(*given):
     return half
 
 
-METHOD = dataclasses.replace(FEDAVG, name="known-only", server=server)
+METHOD = copy.copy(FEDAVG)
+METHOD.name, METHOD.server = "known-only", server
 """
 
 

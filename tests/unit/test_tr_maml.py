@@ -28,12 +28,12 @@ def problem() -> Task:
 
 @pytest.mark.parametrize("hessian", ["none", "exact"])
 def test_with_weights_that_stay_it_is_uniform_per_fedavg_to_the_bit(tmp_path: Path, hessian: str) -> None:
-    keys = {"local": LOCAL, "hessian": hessian, "inner_lr": 0.05, "weighting": "uniform"}
+    keys = {"local": LOCAL, "hessian": hessian, "inner_lr": 0.05}
     mine, other = (
         federation(tmp_path / m.name, m, s, problem(), clients(SIZES), rounds=2)
         for m, s in (
             (TR_MAML, TRMAMLSettings.model_validate(keys | {"weights_lr": 0})),
-            (PER_FEDAVG, PerFedAvgSettings.model_validate(keys)),
+            (PER_FEDAVG, PerFedAvgSettings.model_validate(keys | {"weighting": "uniform"})),
         )
     )
     mine.run()

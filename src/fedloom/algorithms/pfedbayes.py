@@ -97,9 +97,9 @@ class PFedBayesClient(base.ClientAlgorithm):
         s = self.settings
         prior = opening.v.expand(len(clients), -1, -1)
         q, w = MeanField(prior if s.reset else clients.load_state("v", prior)), MeanField(prior)
-        adam = Moments.none(prior)
+        adam = AdamMoments.none(prior)
         if s.moments == "kept":
-            adam = Moments(clients.load_state("moments", adam.of), clients.load_state("steps", adam.steps))
+            adam = AdamMoments(clients.load_state("moments", adam.of), clients.load_state("steps", adam.steps))
         loss = self.visit(clients, range(len(clients)), q, w, s.steps, "train", adam)
         clients.save_state(v=q.v, **({"moments": adam.of, "steps": adam.steps} if s.moments == "kept" else {}))
         yield LocalizedGaussian(w.v, torch.full_like(loss, s.steps), loss)
@@ -133,7 +133,7 @@ class PFedBayesClient(base.ClientAlgorithm):
         w: MeanField,
         steps: int,
         purpose: str,
-        moments: Moments | None = None,
+        moments: AdamMoments | None = None,
     ) -> Tensor:
         """Run the loop of ClientUpdate (Algorithm 1) for g members of a group.
 
@@ -159,7 +159,7 @@ class PFedBayesClient(base.ClientAlgorithm):
             raise ExperimentError(why)
         adam = s.optimizer == "adam"
         if adam:
-            moments = Moments.none(q.v) if moments is None else moments
+            moments = AdamMoments.none(q.v) if moments is None else moments
             descend_q, descend_w = by_adam(q, s.lr_personal, moments, 0), by_adam(w, s.lr_global, moments, 1)
         else:
             descend_q, descend_w = by_gradient(q, lr_q), by_gradient(w, torch.full_like(n, s.lr_global))
@@ -218,7 +218,7 @@ def by_gradient(of: MeanField, lr: Tensor) -> Callable[[Tensor, Tensor], None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
+class AdamMoments:
     """Adam's state for g clients, changed in place."""
 
     of: Tensor  # [g, 2, 2, 2, d]: of q and w, first and second, of μ and ρ
@@ -231,7 +231,7 @@ class Moments:
         return cls(v.new_zeros(g, 2, 2, 2, d), v.new_zeros(g, 1, dtype=torch.float32))
 
 
-def by_adam(of: MeanField, lr: float, moments: Moments, which: int) -> Callable[[Tensor, Tensor], None]:
+def by_adam(of: MeanField, lr: float, moments: AdamMoments, which: int) -> Callable[[Tensor, Tensor], None]:
     """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of Adam in place; ``which`` is 0 for the moments of q, 1 for those of w.
 
     Every client is a separate parameter, since clients may have made different numbers of steps.
@@ -293,7 +293,7 @@ class PFedBayesSettings(Settings):
     @model_validator(mode="after")
     def _has_moments(self) -> Self:
         if self.moments == "kept" and self.optimizer != "adam":
-            raise ValueError(f"moments: found kept with optimizer {self.optimizer}, which has none; allowed: adam")
+            raise ValueError("moments: kept needs optimizer: adam, because gradient descent has no moments")
         return self
 
     @model_validator(mode="after")
@@ -306,11 +306,11 @@ class PFedBayesSettings(Settings):
 def unstable(s: PFedBayesSettings, lr_q: float, sigma: float) -> str | None:
     """Return why gradient descent on ζ·KL, a parabola of curvature ζ/σ_w² in μ, would diverge; None if it would not."""
     bound = 2 * sigma**2
-    for what, found in (("zeta · lr_personal", s.zeta * lr_q), ("lr_global", s.lr_global)):
-        if s.optimizer == "gd" and found >= bound:
+    for what, rate in (("zeta · lr_personal", s.zeta * lr_q), ("lr_global", s.lr_global)):
+        if s.optimizer == "gd" and rate >= bound:
             return (
-                f"{what}: found {found:.3g}, allowed with optimizer gd: below 2σ_w² = {bound:.3g} (σ_w = {sigma:.3g}), "
-                "from where on gradient descent on KL(q_i ‖ w) diverges; with optimizer adam there is no such bound"
+                f"{what}: {rate:.3g} is too large, because gradient descent on KL(q_i ‖ w) diverges from 2σ_w² = "
+                f"{bound:.3g} on (σ_w = {sigma:.3g}); lower it, or use optimizer: adam, which has no such bound"
             )
     return None
 
@@ -338,12 +338,18 @@ class Prior(Message):
     v: Tensor = broadcast(Quantity.GAUSSIAN)  # [2, d]
 
 
-PFEDBAYES = base.Algorithm(
-    name="pfedbayes",
-    version=1,
-    settings=PFedBayesSettings,
-    server=PFedBayesServer,
-    client=PFedBayesClient,
-    messages=(GlobalGaussian, LocalizedGaussian, Prior),
-    titles=lambda settings: {"personal": "pFedBayes", "global": "pFedBayes, global model"},
-)
+class PFedBayes(base.Algorithm):
+    """Personal Gaussians over θ under a shared prior."""
+
+    name = "pfedbayes"
+    settings = PFedBayesSettings
+    server = PFedBayesServer
+    client = PFedBayesClient
+    messages = (GlobalGaussian, LocalizedGaussian, Prior)
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "pFedBayes", "global": "pFedBayes, global model"}
+
+
+PFEDBAYES = PFedBayes()

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import Batch, LocalSGD, LocalTrainer, train
+from fedloom.algorithms.client import Batch, LocalTrainer, train
+from fedloom.algorithms.fedavg import or_shared_alone
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import adam_direction
-from fedloom.algorithms.recipe import or_shared_alone
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
@@ -105,7 +106,7 @@ class WGAServer(base.ServerAlgorithm):
         states = torch.stack([mean if i is None else theta[i] for i in mine])
         steps = torch.tensor([[0.0 if i is not None else self.settings.personalize_steps] for i in mine])
         cohort.record("user", torch.tensor([[float(i is not None)] for i in mine], dtype=torch.float64))
-        return cohort.send(OwnModel(states, mean, steps.double()))
+        return cohort.send(UserModel(states, mean, steps.double()))
 
     def _aggregate(
         self,
@@ -188,7 +189,7 @@ class WGAClient(base.ClientAlgorithm):
         for key, client in [("user", settings.user), *(("weights", client) for client in weights)]:
             if client is not None and client not in task.roster:
                 some = " or ".join(task.roster[:1] + task.roster[-1:])
-                raise ExperimentError(f"algorithm.{key}: found {client!r}; allowed: a seen client, such as {some}")
+                raise ExperimentError(f"algorithm.{key}: {client!r} is not a seen client; choose one, such as {some}")
 
     @conversation
     def train(self, clients: ClientGroup, opening: SharedStates) -> Conversation:
@@ -220,7 +221,7 @@ class WGAClient(base.ClientAlgorithm):
             message = yield Gradients(gradient, variance / states.clamp(min=1), loss, count)
 
     @conversation
-    def personalize(self, clients: ClientGroup, opening: OwnModel) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: UserModel) -> Predictors:
         """Return ``personal``, the client's own state or the mean after its own steps, and ``global``, the mean."""
         s, model, mean = self.settings, self.task.model, opening.mean.expand(len(clients), -1)
 
@@ -334,17 +335,17 @@ class WGASettings(Settings):
         for name in ("alpha", "beta"):
             schedule = getattr(self, name)
             if schedule == ():
-                raise ValueError(f"{name}: found an empty list; allowed: at least one number")
+                raise ValueError(f"{name}: the list is empty; give at least one number")
             if schedule == "optimal" and self.known is None:
-                raise ValueError(f"{name}: found optimal without known; allowed: known: {{bias, noise, horizon}}")
+                raise ValueError(f"{name}: optimal needs known: {{bias, noise, horizon}}")
         if self.beta == "optimal" and self.known is not None and self.known.horizon is None:
-            raise ValueError("beta: found optimal without known.horizon; allowed: T, exchanges in the whole run")
+            raise ValueError("beta: optimal needs known.horizon: T, exchanges in the whole run")
         if self.user is not None and self.users == "all":
-            raise ValueError(f"user: found {self.user!r} with users: all; allowed: null, or users: one")
+            raise ValueError(f"user: with users: all every client is one; set it to null (got {self.user!r})")
         if self.weights == "inverse_variance" and (self.batch_size < 2 or self.local_steps > 1):
             raise ValueError(
-                f"weights: found inverse_variance with batch_size {self.batch_size} and local_steps "
-                f"{self.local_steps}; allowed: at least 2 examples and 1 step, to estimate a variance from"
+                "weights: inverse_variance estimates a variance from one step of at least 2 examples (got batch_size "
+                f"{self.batch_size} and local_steps {self.local_steps})"
             )
         return self
 
@@ -405,7 +406,7 @@ class Gradients(Message):
     steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64, gradients evaluated
 
 
-class OwnModel(Message):
+class UserModel(Message):
     """Opening of personalization: the client's own state, or the mean of all for a client without one."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
@@ -415,23 +416,29 @@ class OwnModel(Message):
 
 RULES = {"alone": "Alone", "wga": "WGA", "bc": "Bias Correction", "oracle": "Bias Correction, oracle"}
 
-WGA = base.Algorithm(
-    name="wga",
-    version=1,
-    settings=WGASettings,
-    server=WGAServer,
-    client=WGAClient,
-    check_model=base.no_batch_norm("wga"),
-    messages=(SharedStates, TrueGradients, Gradients, OwnModel),
-    needs_classes=False,
-    needs_each_update=lambda settings: True,  # a user's own gradient is weighted separately
-    requires_fixed_population=lambda settings: (
-        "name",
-        "found wga, whose server has a place for each client",
-        "a method whose server keeps nothing of each client",
-    ),
-    titles=lambda settings: {
-        "personal": RULES[settings.rule],
-        "global": f"{RULES[settings.rule]}, mean of all",
-    },
-)
+
+class WeightedGradientAveraging(base.Algorithm):
+    """Weighted gradient averaging and Bias Correction."""
+
+    name = "wga"
+    settings = WGASettings
+    server = WGAServer
+    client = WGAClient
+    messages = (SharedStates, TrueGradients, Gradients, UserModel)
+    needs = ("no batch norm",)
+    needs_classes = False
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": RULES[settings.rule], "global": f"{RULES[settings.rule]}, mean of all"}
+
+    def needs_each_update(self, settings: Any) -> bool:
+        """Return True: a user's own gradient is weighted separately."""
+        return True
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason: the server has a place for each client."""
+        return base.no_place_for_new_clients(self.name)
+
+
+WGA = WeightedGradientAveraging()

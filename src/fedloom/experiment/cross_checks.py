@@ -25,8 +25,8 @@ def check_compatibility(experiment: Experiment) -> list[Mistake]:
         classes, shape, kind = len(data.own.classes), data.own.input_shape, data.own.kind
         closed = algorithm.requires_fixed_population(experiment.algorithm.settings)
         if closed is not None:
-            key, found_, allowed = closed
-            refuse(f"algorithm.{key}", f"{found_}, with data.own, where clients come and go; allowed: {allowed}")
+            key, why = closed
+            refuse(f"algorithm.{key}", f"{why} (with data.own, clients come and go)")
     else:
         try:
             source = data.opened()

@@ -332,8 +332,8 @@ def private(asked: PersonalizationRequest, parts: RunContext) -> RunContext:
     if asked.epsilon is None:
         return parts
     method, e = parts.algorithm, parts.experiment
-    if method.private is None:
-        able = [name for name in available() if find(name).private is not None]
+    if not method.answers_privately:
+        able = [name for name in available() if find(name).answers_privately]
         raise ExperimentError(
             f"{argument('epsilon')} is for methods with a descriptor to add noise to ({', '.join(able)}); the run's is "
             f"{method.name}.",
