@@ -29,11 +29,11 @@ from fedloom.federation.loop import Loop
 from fedloom.federation.randomness import generator
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
+from fedloom.privacy.gaussian_mechanism import noise_multiplier
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.trained import restore
 from fedloom.storage.folder import write_atomically
-from fedloom.theory.privacy import noise_multiplier
 
 DELTA = 1e-5
 EPSILONS = (math.inf, 8.0, 2.0, 1.0, 0.5)

@@ -32,13 +32,13 @@ from fedloom.data.pack.examples import Request
 from fedloom.data.sources.vowel import CLASS_NAMES, read
 from fedloom.experiment import OwnData, load
 from fedloom.federation.releases import told
+from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.runner.open_federation import open_manifest, replayed
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import EVALUATED, Attempt, Replay
 from fedloom.storage import open_store
-from fedloom.theory.privacy import gaussian_epsilon
 from fedloom.transport.wire import federation_pb2 as wire
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

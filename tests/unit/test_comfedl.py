@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bounds.compositional import regularized_loss
 from federations import CLASSES, IMAGE, client, clients, federation, group, task
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -27,8 +28,10 @@ from fedloom.algorithms.comfedl import (
     COMFEDL,
     ComFedLSettings,
     CompositionalUpdate,
+    composed_loss,
     compositional_sgd,
     loss_at_shared_model,
+    optimal_weights,
 )
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, PersonalizeRequest
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -38,7 +41,6 @@ from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
-from fedloom.theory.compositional import composed_loss, optimal_weights, regularized_loss
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

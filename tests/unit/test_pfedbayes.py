@@ -21,6 +21,15 @@ from torch.distributions import Normal, kl_divergence
 
 from fedloom.algorithms.base import ClientGroup, Round, Task
 from fedloom.algorithms.client import batches
+from fedloom.algorithms.mean_field import (
+    MeanField,
+    add_posterior_gradient,
+    gaussian,
+    inverse_softplus,
+    matched_moments,
+    prior_gradient,
+    softplus,
+)
 from fedloom.algorithms.pfedbayes import (
     PFEDBAYES,
     GlobalGaussian,
@@ -35,19 +44,16 @@ from fedloom.federation.randomness import generator
 from fedloom.messages import Replies
 from fedloom.models.flat import FlatModel, Layout
 from fedloom.models.predictors import Ensemble
-from fedloom.theory.gaussian import (
-    MeanField,
-    add_posterior_gradient,
-    gaussian,
-    inverse_softplus,
-    kl,
-    matched_moments,
-    prior_gradient,
-    softplus,
-)
 
 SEED = 7  # of the federations
 SIZES = (4, 9, 6)
+
+
+def kl(q: MeanField, w: MeanField) -> Tensor:
+    """Return KL(q ‖ w) in nats (eq. 8), ``[..., d] -> [...]``."""
+    ratio = (q.sigma / w.sigma).square()
+    distance = ((q.mu - w.mu) / w.sigma).square()
+    return 0.5 * (ratio + distance - 1 - ratio.log()).sum(-1)
 
 
 def made(**changes: Any) -> PFedBayesSettings:

@@ -35,10 +35,10 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.carrier import ConversationKey
 from fedloom.federation.randomness import generator
 from fedloom.models.embedding import EmbeddingSettings, clipped
+from fedloom.privacy.gaussian_mechanism import compose, gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
 from fedloom.runner.assemble import make_partition, make_parts
 from fedloom.runner.results import conclude
 from fedloom.runner.worker import Worker, WorkerOptions
-from fedloom.theory.privacy import gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid, together
 from fedloom.transport.worker import Joined
 
 Z = {"clip": 0.7, "noise_multiplier": 2.5}
@@ -92,7 +92,7 @@ def test_multipliers_are_those_of_an_accountant(epsilon: float, releases: int, z
 def test_releases_of_several_multipliers_tell_what_an_accountant_says(
     multipliers: tuple[float, ...], delta: float, epsilon: float
 ) -> None:
-    assert gaussian_epsilon(together(multipliers), delta) == pytest.approx(epsilon, rel=1e-6)
+    assert gaussian_epsilon(compose(multipliers), delta) == pytest.approx(epsilon, rel=1e-6)
 
 
 @given(st.floats(1e-3, 200), st.floats(1e-12, 0.4), st.integers(1, 10_000))

@@ -45,6 +45,7 @@ from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, StorageError
 from fedloom.federation.loop import vocabulary
+from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon, noise_multiplier
 from fedloom.runner.assemble import make_parts
 from fedloom.runner.distributed import serving as aggregator_serving
 from fedloom.runner.ledger import PrivacyAccountant
@@ -59,7 +60,6 @@ from fedloom.runner.personal_model import FORMATS, PrivacyGuarantee
 from fedloom.runner.run_experiment import _models
 from fedloom.runner.serve import DurableRounds, serve
 from fedloom.runs.folder import RunFolder
-from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier, together
 from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.personalization import ServingLimits
 from fedloom.transport.spoken import PERSONALIZE, RETRY, SERVICE, frames, pieces
@@ -406,7 +406,7 @@ def test_a_client_that_takes_too_long_is_told_so(run: Path) -> None:
 
 
 def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp_path: Path) -> None:
-    """pFedHN's conversation has several exchanges, which clients of a tile hold together."""
+    """pFedHN's conversation has several exchanges, which clients of a tile hold compose."""
     on_vowels(tmp_path, METHODS["pfedhn"]).run()
     run, (x, y) = tmp_path / "run", examples(1)
     d = sum(tensor.numel() for tensor in fedloom.personalize(str(run), x, y).state_dict().values())
@@ -620,7 +620,7 @@ def test_a_ledger_adds_up_what_requests_tell_and_keeps_to_the_budget(run: Path, 
         more = fedloom.personalize(at, x, y, **{**how, "epsilon": 0.1, "delta": 1e-4}).card.privacy  # of another size
     assert more is not None
     assert (more.delta, more.total_delta) == (1e-4, 1e-5)
-    assert more.total_epsilon == pytest.approx(gaussian_epsilon(together([z, z, z, noise_multiplier(0.1, 1e-4)]), 1e-5))
+    assert more.total_epsilon == pytest.approx(gaussian_epsilon(compose([z, z, z, noise_multiplier(0.1, 1e-4)]), 1e-5))
 
 
 @given(st.lists(st.tuples(st.floats(0.05, 3), st.sampled_from([1e-8, 1e-5, 1e-2])), min_size=1, max_size=4))

@@ -13,8 +13,10 @@ from federations import CLASSES, IMAGE, Federation, clients, federation, group, 
 from pydantic import ValidationError
 from torch import Tensor
 
+from fedloom.algorithms import collaboration
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import Batch, LocalTrainer, batches
+from fedloom.algorithms.collaboration import next_bias, weighted_gradient
 from fedloom.algorithms.wga import (
     WGA,
     Gradients,
@@ -31,8 +33,6 @@ from fedloom.federation.randomness import generator
 from fedloom.messages import answer_shapes
 from fedloom.models.lenet import LeNet
 from fedloom.models.quadratic import Quadratic
-from fedloom.theory import collaboration
-from fedloom.theory.collaboration import next_bias, weighted_gradient
 
 SIZES = (9, 12, 7)
 SEED = 7  # of the federations
@@ -297,7 +297,7 @@ def test_a_block_is_no_longer_than_the_roster() -> None:
 
 def test_optimal_weights_are_those_of_theory() -> None:
     known = {"bias": 0.5, "noise": 2.0, "horizon": 100}
-    p = collaboration.Problem(4, 0.5, 2.0)
+    p = collaboration.CollaborationConstants(4, 0.5, 2.0)
     assert made(rule="wga", alpha="optimal", known=known).alpha_at(0, 4, 0) == collaboration.optimal_alpha(p, 0.05)
     bc = made(alpha="optimal", beta="optimal", known=known)
     beta = collaboration.optimal_beta(p, 100)

@@ -20,7 +20,6 @@ from fedloom.algorithms.fedavg import FedAvg, FedAvgServer, PersonalizeRequest, 
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.messages import Replies
 from fedloom.settings import Settings
-from fedloom.theory.simplex import project
 
 
 class ClientWeights:
@@ -39,7 +38,19 @@ class ClientWeights:
         v, each = torch.zeros_like(weights), len(weights) / int(replies.present.sum())
         for client, loss, here in zip(clients, replies.loss[:, 0].tolist(), replies.present.tolist(), strict=True):
             v[self.row[client]] += each * loss if here else 0.0
-        return project(weights + rate * v) if rate else weights
+        return project_onto_simplex(weights + rate * v) if rate else weights
+
+
+def project_onto_simplex(v: Tensor) -> Tensor:
+    """Return the point of {p: p_i ≥ 0, Σ p_i = 1} nearest to v, ``[n] -> [n]``.
+
+    It is max(v - t, 0) for the t that makes the sum 1, found by sorting: J. Duchi, S. Shalev-Shwartz, Y. Singer,
+    T. Chandra, Efficient projections onto the ℓ1-ball for learning in high dimensions, ICML 2008, Figure 1.
+    """
+    largest = v.sort(descending=True).values
+    excess = (largest.cumsum(0) - 1) / torch.arange(1, len(v) + 1, dtype=v.dtype)
+    t = excess[int((largest > excess).sum()) - 1]
+    return (v - t).clamp(min=0)
 
 
 def concentration(weights: Tensor) -> base.Statistics:

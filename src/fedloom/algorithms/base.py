@@ -325,7 +325,7 @@ def conversation(method: F) -> F:
 
 @dataclass(frozen=True)
 class Privacy:
-    """Guarantee of the Gaussian mechanism for one message of a client (``fedloom.theory.privacy``).
+    """Guarantee of the Gaussian mechanism for one message of a client (``fedloom.privacy``).
 
     Attributes
     ----------

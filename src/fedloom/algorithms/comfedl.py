@@ -25,10 +25,24 @@ from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, 
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
-from fedloom.theory.compositional import composed_loss, optimal_weights
 
 NOT_FINITE = LOSS_LIMIT
 """Value that a client reports in place of a loss that is not finite."""
+
+# --- weights of the adversary (papers/002, Lemma 1) -------------------------------------------------------------------
+
+
+def optimal_weights(losses: Tensor, gamma: float) -> Tensor:
+    """Return r = exp(f_i/γ) / Σ exp(f_j/γ), which maximizes Σ r_i f_i - γ KL(r ‖ 1/n), ``[n] -> [n]`` (eq. 17-18)."""
+    return torch.softmax(losses / gamma, dim=0)
+
+
+def composed_loss(losses: Tensor, gamma: float) -> Tensor:
+    """Return that maximum, γ log((1/n) Σ exp(f_i/γ)), a scalar between the mean and the largest loss (eq. 5 and 21)."""
+    largest = losses.max()
+    above: Tensor = gamma * torch.exp((losses - largest) / gamma).mean().log()
+    return largest + above
+
 
 # --- the server -------------------------------------------------------------------------------------------------------
 

@@ -29,8 +29,8 @@ from fedloom.models.embedding import EmbeddingNetwork, EmbeddingSettings
 from fedloom.models.flat import vjp
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import predictors_of
+from fedloom.privacy.gaussian_mechanism import MAX_DELTA, on_grid
 from fedloom.settings import Settings
-from fedloom.theory.privacy import MAX_DELTA, on_grid
 
 # --- the server -------------------------------------------------------------------------------------------------------
 

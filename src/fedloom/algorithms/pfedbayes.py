@@ -20,12 +20,7 @@ from torch import Tensor
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
 from fedloom.algorithms.client import LocalTrainer, NothingToTrainOn
-from fedloom.algorithms.optimizers import adam_
-from fedloom.errors import ExperimentError
-from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.predictors import Ensemble, Predictors
-from fedloom.settings import Settings
-from fedloom.theory.gaussian import (
+from fedloom.algorithms.mean_field import (
     MU,
     RHO,
     MeanField,
@@ -35,6 +30,11 @@ from fedloom.theory.gaussian import (
     prior_gradient,
     softplus,
 )
+from fedloom.algorithms.optimizers import adam_
+from fedloom.errors import ExperimentError
+from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.models.predictors import Ensemble, Predictors
+from fedloom.settings import Settings
 
 
 class PFedBayesServer(base.ServerAlgorithm):

@@ -2,7 +2,7 @@
 
 M. Yurochkin, M. Agarwal, S. Ghosh, K. Greenewald, T. N. Hoang, Y. Khazaeni, Bayesian nonparametric federated learning
 of neural networks, ICML 2019, arXiv 1905.12022, §3 and §4 (several rounds). Clients train networks with one hidden
-layer of the model's width. The server matches their neurons (fedloom.theory.matching). The global network has one
+layer of the model's width. The server matches their neurons (:mod:`fedloom.algorithms.neuron_matching`). The global network has one
 neuron per atom, so its width changes, and a client continues from its own atoms.
 """
 
@@ -20,13 +20,13 @@ from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Ta
 from fedloom.algorithms.client import train
 from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.neuron_matching import match, pool
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
-from fedloom.theory.matching import match, pooled
 
 
 def width(task: Task) -> int:
@@ -140,7 +140,7 @@ class PFNMServer(base.ServerAlgorithm):
         if not known.any():
             return None
         (v, out), p = neurons(self.task, self.state["models"][known]), self._precisions(self.state["classes"][known])
-        total, precision, _ = pooled(v, p, self.state["atoms"][known], prior, self._centre())
+        total, precision, _ = pool(v, p, self.state["atoms"][known], prior, self._centre())
         p_out, mean = p[:, -out.shape[1] :], self.settings.bias_mean
         return total / precision, (prior * mean + (p_out * out).sum(0)) / (prior + p_out.sum(0))
 

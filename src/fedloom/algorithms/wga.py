@@ -19,9 +19,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms import base
+from fedloom.algorithms import base, collaboration
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
 from fedloom.algorithms.client import Batch, LocalTrainer, train
+from fedloom.algorithms.collaboration import CollaborationConstants, next_bias, weighted_gradient
 from fedloom.algorithms.fedavg import or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import adam_direction
@@ -29,8 +30,6 @@ from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
-from fedloom.theory import collaboration
-from fedloom.theory.collaboration import next_bias, weighted_gradient
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
@@ -286,7 +285,7 @@ For a harmonic β, t counts the observations of the user's own estimate, which i
 
 
 class Known(Settings):
-    """Constants that theory needs for an optimal α or β (fedloom.theory.collaboration; docs/theory.md)."""
+    """Constants that theory needs for an optimal α or β (docs/theory.md)."""
 
     bias: float = Field(ge=0, description="ζ², squared distance between the helpers' mean gradient and user 0's")
     noise: float = Field(ge=0, description="σ², variance of one user's stochastic gradient")
@@ -294,9 +293,9 @@ class Known(Settings):
     smoothness: float = Field(default=1.0, gt=0, description="L")
     scaling: float = Field(default=0.0, ge=0, description="m, how much the squared bias grows with ‖∇f_0‖²")
 
-    def problem(self, helpers: float) -> collaboration.Problem:
-        """Return the problem with these constants and N helpers; the μ of the PL condition affects no weight."""
-        return collaboration.Problem(helpers, self.bias, self.noise, self.smoothness, self.smoothness, self.scaling)
+    def constants(self, helpers: float) -> CollaborationConstants:
+        """Return the constants for N helpers; the μ of the PL condition affects no weight."""
+        return CollaborationConstants(helpers, self.bias, self.noise, self.smoothness, self.smoothness, self.scaling)
 
 
 class WGASettings(Settings):
@@ -357,18 +356,18 @@ class WGASettings(Settings):
         """Return α of exchange t = 0, 1, ... with this number of helpers."""
         if self.known is None or self.alpha != "optimal":
             return _at(self.alpha, t)
-        problem = self.known.problem(helpers)
+        constants = self.known.constants(helpers)
         if self.rule == "oracle":
-            return collaboration.optimal_alpha_oracle(problem, self.oracle_variance)
+            return collaboration.optimal_alpha_oracle(constants, self.oracle_variance)
         if self.rule == "bc":
-            return collaboration.optimal_alpha_bc(problem, self.lr, beta)
-        return collaboration.optimal_alpha(problem, self.lr)
+            return collaboration.optimal_alpha_bc(constants, self.lr, beta)
+        return collaboration.optimal_alpha(constants, self.lr)
 
     def beta_at(self, t: int, helpers: float) -> float:
         """Return β of exchange t = 0, 1, ... with this number of helpers."""
         if self.known is None or self.known.horizon is None or self.beta != "optimal":
             return _at(self.beta, t)
-        return collaboration.optimal_beta(self.known.problem(helpers), self.known.horizon)
+        return collaboration.optimal_beta(self.known.constants(helpers), self.known.horizon)
 
 
 def _at(schedule: float | tuple[float, ...] | str, t: int) -> float:

@@ -34,6 +34,7 @@ from fedloom.federation.served import About, served_round
 from fedloom.federation.states import NoStates
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictor, Predictors, predictor_of
+from fedloom.privacy.gaussian_mechanism import MAX_DELTA, gaussian_epsilon, noise_multiplier
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.ledger import PrivacyAccountant
@@ -44,7 +45,6 @@ from fedloom.runner.trained import CheckpointEvaluation, check_checkpoint, found
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
-from fedloom.theory.privacy import MAX_DELTA, gaussian_epsilon, noise_multiplier
 from fedloom.transport.newcomer import Answered, Models
 from fedloom.transport.spoken import PRECISIONS
 from fedloom.trust.options import ClientOptions, Credentials
