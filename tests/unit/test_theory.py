@@ -220,7 +220,7 @@ def test_the_bound_with_unlike_hessians_holds_in_simulation(growth: float) -> No
     excess, bias = start**2 / 2, (delta * start - (1 + delta) * m) ** 2
     assert squares <= bc_bound(p, alpha, beta, eta, steps, excess, bias)
     if growth:
-        with pytest.raises(ValueError, match=r"growth: found 0\.15, allowed: 0"):
+        with pytest.raises(ValueError, match=r"growth .*0\.15"):
             bc_bound_pl(p, alpha, beta, eta, steps, excess, bias)
         return
     assert float(x.square().mean()) / 2 <= bc_bound_pl(p, alpha, beta, eta, steps, excess, bias)

@@ -2,7 +2,7 @@
 
 M. Yurochkin, M. Agarwal, S. Ghosh, K. Greenewald, T. N. Hoang, Y. Khazaeni, Bayesian nonparametric federated learning
 of neural networks, ICML 2019, arXiv 1905.12022, §3 and §4 (several rounds). Clients train networks with one hidden
-layer of the model's width. The server matches their neurons (:mod:`fedloom.algorithms.neuron_matching`). The global network has one
+layer of the model's width. The server matches their neurons (``neuron_matching``). The global network has one
 neuron per atom, so its width changes, and a client continues from its own atoms.
 """
 
