@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation, find
+from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation, find_algorithm
 from fedloom.data.federated import FederatedDataset
 from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost, Refusals, Traffic
@@ -229,7 +229,7 @@ class Exchange:
 
 def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any]) -> Federation:
     """Eight clients of very different sizes, two of them unseen; three in a cohort."""
-    trains = find(algorithm).trains
+    trains = find_algorithm(algorithm).trains
     tree = {
         "name": "conformance",
         "seed": 3,

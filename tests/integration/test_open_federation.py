@@ -24,7 +24,7 @@ from run_processes import WAIT_S, ended, fedloom, final, rounds, started, until
 from s3_support import S3Server
 from transport_support import Hostile
 
-from fedloom.algorithms.base import find
+from fedloom.algorithms.base import find_algorithm
 from fedloom.data.manifest import Normalization
 from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
@@ -431,7 +431,7 @@ class Silent:
         self._thread.start()
 
     def _hold(self, address: str, clients: list[str], announced: list[wire.Announced]) -> None:
-        version = find("fedavg").version
+        version = find_algorithm("fedavg").version
         while not self._over.wait(0.1):
             self._joined = Hostile(address, "silent", clients, announced=announced, algorithms={"fedavg": version})
             with contextlib.suppress(grpc.RpcError, StopIteration):

@@ -13,7 +13,7 @@ from facts import tells
 from federations import CLASSES, IMAGE, clients, group, made_by
 from torch import Tensor, nn
 
-from fedloom.algorithms.base import find
+from fedloom.algorithms.base import find_algorithm
 from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError
@@ -161,7 +161,7 @@ def test_clients_together_are_refused() -> None:
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_method_that_cannot_train_it_says_so(name: str) -> None:
-    method = find(name.split()[0])
+    method = find_algorithm(name.split()[0])
     with pytest.raises(ExperimentError) as error:
         method.check_model(method.settings.model_validate(METHODS[name]), SMALL)
     assert tells(str(error.value), "model.", method.name)

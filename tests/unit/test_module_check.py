@@ -335,11 +335,11 @@ class Squeezes(Small):
     [
         (Counts, ("Counts", "calls", "evaluation.batch_size")),
         (Owns, ("Owns", "numbers")),
-        (Remembers, ("Remembers", "same inputs", "kept")),
+        (Remembers, ("Remembers", "same inputs", "keep")),
         (FirstSeen, ("FirstSeen", "training mode", "other inputs first")),
         (ByTheBatch, ("ByTheBatch", "evaluation mode", "evaluation.batch_size")),
         (Undefined, ("Undefined", "NaN")),
-        (Squeezes, ("Squeezes", "[2]", "[1, 2]")),
+        (Squeezes, ("Squeezes", "[1, 2]", "[2]")),
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), ("Sequential", "probabilities", "softmax")),
     ],
 )

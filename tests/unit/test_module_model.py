@@ -199,7 +199,7 @@ def frozen() -> nn.Module:
         (Counts, ("Counts", "calls", "constants")),
         (Noise, ("Noise", "same inputs", "random")),
         (frozen, ("'0'", "weight", "frozen")),
-        (lambda: nn.Linear(3, 5), ("[3, 5]", "[3, 2]")),
+        (lambda: nn.Linear(3, 5), ("[3, 2]", "[3, 5]")),
         (lambda: nn.Linear(4, 2), ("[3, 3]", "RuntimeError")),
         (lambda: nn.Linear(3, 2).double(), ("float64", "float32")),
         (nn.Identity, ("Identity", "no parameters")),

@@ -439,7 +439,7 @@ class Algorithm(ABC):
             If clients of this method make no such steps.
         """
         if not self.has_steps:
-            able = [name for name in available() if find(name).has_steps]
+            able = [name for name in available() if find_algorithm(name).has_steps]
             raise ExperimentError(
                 f"evaluation.own_steps: new clients of {self.name} make no steps that can be counted; set it to null, "
                 f"or use one of {', '.join(able)}",
@@ -459,7 +459,7 @@ def available() -> tuple[str, ...]:
     return tuple(point.name for point in entries("fedloom.algorithms"))
 
 
-def find(name: str) -> Algorithm:
+def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm of this name.
 
     Raises

@@ -12,6 +12,7 @@ or Adam.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
@@ -64,38 +65,52 @@ class WGAServer(base.ServerAlgorithm):
         """Perform ``steps_per_round`` iterations of Algorithm 1 for every user in the cohort."""
         s, size, cohort = self.settings, self.sizes["block"], round.sample(always=self.always)
         users = [client for client in cohort.clients if client in self.row]
+        blocks = [users[i : i + size] for i in range(0, len(users), size)]
         new = {name: tensor.clone() for name, tensor in self.state.items()}
         steps, losses = 0.0, []
         for step in range(s.steps_per_round):
             t = (round.number - 1) * s.steps_per_round + step
             answered: list[tuple[int, Replies[Gradients]]] = []
-            for block in [users[i : i + size] for i in range(0, len(users), size)]:
-                theta = new["theta"][[self.row[user] for user in block]]
-                whose, number = [self.roster[user] for user in block], torch.tensor([step]).double()
-                replies = cohort.send(SharedStates(theta, torch.tensor(whose).double(), number), Gradients)
-                truth = cohort.send(TrueGradients(theta), Gradients) if s.rule == "oracle" else None
-                steps += replies.total(replies.steps) + (0 if truth is None else truth.total(truth.steps))
-                present = replies.present if truth is None else truth.present
+            for block in blocks:
+                exchange = self._exchange(cohort, block, step, new["theta"])
+                steps += exchange.steps
+                answered.append((len(block), exchange.replies))
                 for j, user in enumerate(block):
                     at = cohort.clients.index(user)
-                    if not present[at]:
-                        continue  # without its own gradient a user makes no step
-                    mine = {name: tensor[self.row[user]] for name, tensor in new.items() if name != "variances"}
-                    g, true = replies.gradient[:, j], None if truth is None else truth.gradient[:, j]
-                    weights = self._weights(cohort.clients, g, present, new, at)
-                    direction = g[at]
-                    if s.rule != "alone" and weights.any():
-                        bias = None if true is None else replies.mean(true, weights) - true[at]
+                    if exchange.present[at]:  # without its own gradient a user makes no step
                         noise = round.generator(f"oracle/{step}/{user}")
-                        n = 1 / float(weights.square().sum())  # N, if the weights are equal
-                        direction = self._aggregate(mine, g[at], replies.mean(g, weights), n, t, bias, noise)
-                    self._step(mine, direction)
-                    losses.append(float(replies.loss[at]))
-                answered.append((len(block), replies))
+                        self._move_user(new, exchange, j, at, t, noise)
+                        losses.append(float(exchange.replies.loss[at]))
             self._note_variances(new, cohort, answered)
         self.state = new
         statistics = {"client_steps": steps, "users": float(len(losses)) / s.steps_per_round}
         return statistics | ({"loss": sum(losses) / len(losses)} if losses else {})
+
+    def _exchange(self, cohort: Cohort, block: Sequence[str], step: int, states: Tensor) -> Exchange:
+        """Ask the cohort for gradients at the states of some users, and for the true ones if the rule has an oracle."""
+        theta = states[[self.row[user] for user in block]]
+        owners, number = torch.tensor([self.roster[user] for user in block]).double(), torch.tensor([step]).double()
+        replies = cohort.send(SharedStates(theta, owners, number), Gradients)
+        truth = cohort.send(TrueGradients(theta), Gradients) if self.settings.rule == "oracle" else None
+        return Exchange(cohort.clients, replies, truth)
+
+    def _move_user(
+        self, new: dict[str, Tensor], exchange: Exchange, j: int, at: int, t: int, noise: torch.Generator
+    ) -> None:
+        """Make the step of the j-th user of a block, the client in row ``at``, along its aggregated gradient."""
+        row = self.row[exchange.clients[at]]
+        mine = {name: tensor[row] for name, tensor in new.items() if name != "variances"}
+        g, replies = exchange.replies.gradient[:, j], exchange.replies
+        weights = self._weights(exchange.clients, g, exchange.present, new, at)
+        direction = g[at]
+        if self.settings.rule != "alone" and weights.any():
+            bias = None
+            if exchange.truth is not None:
+                true = exchange.truth.gradient[:, j]
+                bias = replies.mean(true, weights) - true[at]
+            n = 1 / float(weights.square().sum())  # N, if the weights are equal
+            direction = self._aggregate(mine, g[at], replies.mean(g, weights), n, t, bias, noise)
+        self._step(mine, direction)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send each user its own state; other clients get the mean of all states and make their own steps from it."""
@@ -171,6 +186,28 @@ class WGAServer(base.ServerAlgorithm):
                 known = new["variances"][self.roster[client]]
                 known[0] += sum(states * estimate for states, estimate in found) / sum(states for states, _ in found)
                 known[1] += 1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Gradients of a cohort at the states of some users."""
+
+    clients: tuple[str, ...]
+    replies: Replies[Gradients]
+    truth: Replies[Gradients] | None
+    """True gradients, for the rule ``oracle``."""
+
+    @property
+    def present(self) -> Tensor:
+        """Clients that answered the whole exchange, ``[c]``."""
+        present: Tensor = (self.replies if self.truth is None else self.truth).present
+        return present
+
+    @property
+    def steps(self) -> float:
+        """Number of gradients evaluated."""
+        total: float = self.replies.total(self.replies.steps)
+        return total + (0 if self.truth is None else self.truth.total(self.truth.steps))
 
 
 # --- the client -------------------------------------------------------------------------------------------------------
@@ -331,14 +368,7 @@ class WGASettings(Settings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        for name in ("alpha", "beta"):
-            schedule = getattr(self, name)
-            if schedule == ():
-                raise ValueError(f"{name}: the list is empty; give at least one number")
-            if schedule == "optimal" and self.known is None:
-                raise ValueError(f"{name}: optimal needs known: {{bias, noise, horizon}}")
-        if self.beta == "optimal" and self.known is not None and self.known.horizon is None:
-            raise ValueError("beta: optimal needs known.horizon: T, exchanges in the whole run")
+        self._check_schedules()
         if self.user is not None and self.users == "all":
             raise ValueError(f"user: with users: all every client is one; set it to null (got {self.user!r})")
         if self.weights == "inverse_variance" and (self.batch_size < 2 or self.local_steps > 1):
@@ -347,6 +377,16 @@ class WGASettings(Settings):
                 f"{self.batch_size} and local_steps {self.local_steps})"
             )
         return self
+
+    def _check_schedules(self) -> None:
+        for name in ("alpha", "beta"):
+            schedule = getattr(self, name)
+            if schedule == ():
+                raise ValueError(f"{name}: the list is empty; give at least one number")
+            if schedule == "optimal" and self.known is None:
+                raise ValueError(f"{name}: optimal needs known: {{bias, noise, horizon}}")
+        if self.beta == "optimal" and self.known is not None and self.known.horizon is None:
+            raise ValueError("beta: optimal needs known.horizon: T, exchanges in the whole run")
 
     def block_of(self, roster: Sequence[str]) -> int:
         """Return the rows of :class:`Gradients`, the same for every message of a run."""

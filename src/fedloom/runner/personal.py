@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import Algorithm, ClientGroup, available, find
+from fedloom.algorithms.base import Algorithm, ClientGroup, available, find_algorithm
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import read_card
@@ -333,7 +333,7 @@ def private(asked: PersonalizationRequest, parts: RunContext) -> RunContext:
         return parts
     method, e = parts.algorithm, parts.experiment
     if not method.answers_privately:
-        able = [name for name in available() if find(name).answers_privately]
+        able = [name for name in available() if find_algorithm(name).answers_privately]
         raise ExperimentError(
             f"{argument('epsilon')} is for methods with a descriptor to add noise to ({', '.join(able)}); the run's is "
             f"{method.name}.",
@@ -357,7 +357,7 @@ def find_method(about: About) -> Algorithm:
         If it is not installed here in the run's version.
     """
     try:
-        algorithm = find(about.algorithm)
+        algorithm = find_algorithm(about.algorithm)
     except ExperimentError as error:
         raise RefusedError(f"the run's method is not installed here: {error}") from error
     if algorithm.version != about.version:

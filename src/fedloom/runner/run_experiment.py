@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fedloom.algorithms.base import find
+from fedloom.algorithms.base import find_algorithm
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.own import Own
 from fedloom.errors import DataError, ExperimentError, FedloomError, argument
@@ -318,7 +318,9 @@ def check_roster(experiment: Experiment, options: RunOptions) -> None:
         Names the first such client and the reason.
     """
     method = experiment.algorithm
-    if find(method.name).check_client(method.settings, 1, 1) is not None:  # the minimum that a client can have
+    if (
+        find_algorithm(method.name).check_client(method.settings, 1, 1) is not None
+    ):  # the minimum that a client can have
         _dataset(experiment, options, own_of(experiment))
 
 
