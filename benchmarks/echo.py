@@ -112,28 +112,35 @@ class InstantClient(ClientAlgorithm):
         return predictors_of(LENET, personal=model.theta)
 
 
-def _instant_server(settings: Any, task: Any, generator: torch.Generator) -> PeFLLServer:
-    settings = PeFLLSettings(descriptor=DescriptorSettings(size=DESCRIPTOR_SIZE))
-    return PeFLLServer(settings, Task(LENET, CLASSES, (1, 28, 28), 100), generator)
+class Echo(Algorithm):
+    """A model, sent there and back."""
+
+    name = "echo"
+    settings = Settings
+    client = EchoClient
+    messages = (Model, Update)
+
+    def server(self, settings: Any, task: Any, generator: torch.Generator) -> EchoServer:
+        """Return the server half."""
+        return EchoServer(torch.randn(1, 1, generator=generator))
 
 
-ECHO = Algorithm(
-    name="echo",
-    version=1,
-    settings=Settings,
-    server=lambda settings, task, generator: EchoServer(torch.randn(1, 1, generator=generator)),
-    client=EchoClient,
-    messages=(Model, Update),
-)
-INSTANT_PEFLL = Algorithm(
-    name="instant-pefll",
-    version=1,
-    settings=Settings,
-    server=_instant_server,
-    client=InstantClient,
-    messages=(*PEFLL.messages, Metrics),
-)
-METHODS = {method.name: method for method in (ECHO, INSTANT_PEFLL)}
+class InstantPeFLL(Algorithm):
+    """PeFLL whose clients know their descriptors."""
+
+    name = "instant-pefll"
+    settings = Settings
+    client = InstantClient
+    messages = (*PEFLL.messages, Metrics)
+
+    def server(self, settings: Any, task: Any, generator: torch.Generator) -> PeFLLServer:
+        """Return PeFLL's server half."""
+        settings = PeFLLSettings(descriptor=DescriptorSettings(size=DESCRIPTOR_SIZE))
+        return PeFLLServer(settings, Task(LENET, CLASSES, (1, 28, 28), 100), generator)
+
+
+ECHO, INSTANT_PEFLL = Echo(), InstantPeFLL()
+METHODS: dict[str, Algorithm] = {method.name: method for method in (ECHO, INSTANT_PEFLL)}
 
 
 def names(clients: int) -> list[str]:

@@ -34,8 +34,9 @@ import torch.nn.functional as F
 from common import describe, machine, table
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientGroup, Task, find
-from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.base import Algorithm, ClientGroup, Task, find_algorithm
+from fedloom.algorithms.client import train
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.client_side import ClientConfig, ClientSide
@@ -156,7 +157,7 @@ def agreement(device: torch.device, tiny: bool) -> dict[str, Any]:
             ),
         }
         for method, settings in METHODS.items()
-        for algorithm in [find(method)]
+        for algorithm in [find_algorithm(method)]
         for one, other in [
             (
                 one_round(algorithm, settings, device, at_once=8, count=count),

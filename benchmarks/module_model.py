@@ -22,7 +22,8 @@ from common import describe, machine, write_json
 from local_training import BareLeNet
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.client import train
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.lenet import LeNet
 from fedloom.models.module import ModuleModel

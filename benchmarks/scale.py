@@ -33,8 +33,7 @@ from common import MIB, cpu_s, describe, machine, resident_bytes, table, write_j
 from peers import worker_name
 
 import fedloom
-from fedloom.algorithms.fedavg import FEDAVG
-from fedloom.algorithms.recipe import Update
+from fedloom.algorithms.fedavg import FEDAVG, Update
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.messages import Message
 from fedloom.transport.codec import encode, tensor_specs

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.algorithms.base import available, find
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.experiment import json_schema
 from fedloom.experiment.validation_errors import Schema, branches, describe
@@ -56,7 +56,7 @@ def leaving_page(text: str) -> str:
     """Return the page of what leaves a client, its tables made anew."""
     methods: dict[tuple[Leaving, ...], list[str]] = {}
     for name in available():
-        methods.setdefault(tuple(answers(find(name))), []).append(name)
+        methods.setdefault(tuple(answers(find_algorithm(name))), []).append(name)
     made = {
         "moments": "\n".join(_leaving_table(moments())),
         "answers": "\n\n".join(

@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 from summaries import Evaluation, Run, Runs, chosen, difference, last, spread, table
 
 from fedloom import experiment as experiments
+from fedloom.algorithms.mean_field import MeanField
 from fedloom.models.predictors import Ensemble
 from fedloom.reporting.drawing import FULL
 from fedloom.runner import assemble
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
-from fedloom.theory.gaussian import MeanField
 
 UNCERTAINTY = ("ece", "entropy", "mutual_information")
 _OF_TABLE = ("", "_highest", "_validated", *(f"_{name}" for name in UNCERTAINTY))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from summaries import Evaluation, Runs, after, last, spread, table
 
-from fedloom.theory.privacy import noise_multiplier
+from fedloom.privacy.gaussian_mechanism import noise_multiplier
 
 COLUMNS = ("validation", "seen_mean", "unseen_mean", "unseen_sd")
 EPSILONS = ("8", "2", "1", "0.5")

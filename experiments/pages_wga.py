@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from bounds.collaboration import quadratic_losses, speedup
 from matplotlib.figure import Figure
 from summaries import Evaluation, Run, Runs, difference, last, spread, table
 
+from fedloom.algorithms.collaboration import CollaborationConstants
 from fedloom.experiment import load
 from fedloom.reporting.drawing import FULL
 from fedloom.runner import assemble
-from fedloom.theory.collaboration import Problem, quadratic_losses, speedup
 
 MEANS = ("alone", "known", "harmonic", "constant", "estimated", "bc")
 NOISES = ("alone", "wga", "bc", "bc_biased", "gain")
@@ -77,7 +78,7 @@ def _quadratic(runs: Runs) -> str:
     for rule, (alpha, beta, bias) in exact.items():
         found = runs.under(f"quadratic/{rule}")
         above = [statistics.fmean(line["user_loss"] for line in run[-LATE:]) - last(run)["best_loss"] for run in found]
-        expected = quadratic_losses(Problem(19, bias, 18.0), 1.0, alpha, beta, 0.05, 1000, -1.0)
+        expected = quadratic_losses(CollaborationConstants(19, bias, 18.0), 1.0, alpha, beta, 0.05, 1000, -1.0)
         late = statistics.fmean(expected[50 * line.round] for line in found[0][-LATE:])
         about = {"alone": "alone", "bc": "bc, α = 0.9, β = 0.01"}.get(rule, f"{rule}, α = 0.9")
         rows.append((about, spread(above, 2), f"{late:.2f}"))

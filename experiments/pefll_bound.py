@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from bounds.pefll import Networks, Variances, bound, observed
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import PeFLLServer
@@ -20,7 +21,6 @@ from fedloom.federation.randomness import generator
 from fedloom.runner import assemble
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
-from fedloom.theory.pefll import Networks, Variances, bound, observed
 
 ALPHAS = (1e-4, 1e-3, 1e-2, 1e-1)
 THETA_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0)

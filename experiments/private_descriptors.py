@@ -22,18 +22,18 @@ from typing import Any
 import torch
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.pefll import private
+from fedloom.algorithms.pefll import PEFLL
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.randomness import generator
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
+from fedloom.privacy.gaussian_mechanism import noise_multiplier
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.trained import restore
 from fedloom.storage.folder import write_atomically
-from fedloom.theory.privacy import noise_multiplier
 
 DELTA = 1e-5
 EPSILONS = (math.inf, 8.0, 2.0, 1.0, 0.5)
@@ -81,7 +81,7 @@ def accuracies(
 
 def with_privacy(parts: RunContext, clip: float, epsilon: float) -> RunContext:
     """Return the parts of the run with clients whose descriptors have this (ε, δ)."""
-    settings = private(parts.settings, clip, noise_multiplier(epsilon, DELTA), DELTA)
+    settings = PEFLL.private(parts.settings, clip, noise_multiplier(epsilon, DELTA), DELTA)
     choice = parts.experiment.algorithm.model_copy(update={"settings": settings})
     return dataclasses.replace(parts, experiment=parts.experiment.model_copy(update={"algorithm": choice}))
 

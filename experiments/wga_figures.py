@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python experiments/wga_figures.py [--out docs/results/wga.csv]
 
 experiments/results.py makes tables and figures from that file. The updates are those of the algorithm
-(fedloom.algorithms.wga); each simulated mean is listed with the exact value from fedloom.theory.collaboration.
+(fedloom.algorithms.wga); each simulated mean is listed with the exact value from bounds.collaboration.
 Parameters and findings: docs/results/wga.md.
 """
 
@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from bounds import collaboration as bounds
 from pages_wga import COLUMNS
 from summaries import Evaluation, Run, Runs, read, written
 from torch import Tensor
 
-from fedloom.theory import collaboration
-from fedloom.theory.collaboration import Problem, next_bias, weighted_gradient
+from fedloom.algorithms import collaboration
+from fedloom.algorithms.collaboration import CollaborationConstants, next_bias, weighted_gradient
 
 RUNS = 400
 POINTS = 40
@@ -45,16 +46,14 @@ class Setting:
     growth: float = 0.0
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> CollaborationConstants:
         """Problem in the form of the theory module."""
-        return Problem(self.helpers, self.bias**2, self.noise, growth=self.growth)
+        return CollaborationConstants(self.helpers, self.bias**2, self.noise, growth=self.growth)
 
     def exact(self) -> list[float]:
         """Return E F(x_t), t = 0 ... T."""
         beta = self.beta
-        return collaboration.quadratic_losses(
-            self.problem, 1.0, self.alpha, beta, self.step_size, self.steps, self.start
-        )
+        return bounds.quadratic_losses(self.problem, 1.0, self.alpha, beta, self.step_size, self.steps, self.start)
 
 
 def simulate(s: Setting, seed: int = 0, runs: int = RUNS) -> Tensor:
@@ -133,7 +132,7 @@ def mean_estimation(helpers: int, bias: float, runs: int = 100_000) -> dict[str,
     and the squared distance of the sample means for ζ²) and ``bc`` (η_t = β_t = 1/(t + 1), α = N/(N + 1)) are
     simulated.
     """
-    p = Problem(helpers, bias**2, SAMPLE_NOISE)
+    p = CollaborationConstants(helpers, bias**2, SAMPLE_NOISE)
     alpha = collaboration.optimal_alpha(p, 1 / SAMPLES)
     random = torch.Generator().manual_seed(0)
     x, y, c, own_sum, own_squares, helpers_sum = torch.zeros(6, runs, dtype=torch.float64)
@@ -150,13 +149,13 @@ def mean_estimation(helpers: int, bias: float, runs: int = 100_000) -> dict[str,
     weight = variance / (variance * (1 + 1 / helpers) + (others - mean).square())
     start = math.sqrt(SAMPLE_NOISE)  # a sample's distance from m_0, on either side
     constant = min(
-        sum(collaboration.quadratic_losses(p, 1.0, a / 50, None, eta, SAMPLES, x0)[-1] for x0 in (start, -start)) / 2
+        sum(bounds.quadratic_losses(p, 1.0, a / 50, None, eta, SAMPLES, x0)[-1] for x0 in (start, -start)) / 2
         for eta in (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.07, 0.1)
         for a in range(51)
     )
     return {
-        "alone": collaboration.mean_estimation_loss(p, 0.0, SAMPLES),
-        "known": collaboration.mean_estimation_loss(p, alpha, SAMPLES),
+        "alone": bounds.mean_estimation_loss(p, 0.0, SAMPLES),
+        "known": bounds.mean_estimation_loss(p, alpha, SAMPLES),
         "harmonic": float(x.square().mean()) / 2,
         "constant": constant,
         "estimated": float((mean + weight * (others - mean)).square().mean()) / 2,
@@ -175,7 +174,7 @@ def relaxed(growth: float) -> dict[str, float]:
     corrected = replace(s, beta=beta, alpha=collaboration.optimal_alpha_bc(s.problem, s.step_size, beta), steps=800_000)
     ends = [replace(corrected, bias=bias).exact()[-1] for bias in (0.0, 2.0)]
     p = unbiased.problem
-    floors = [collaboration.wga_floor(p, a, s.step_size) for a in (0.0, collaboration.optimal_alpha(p, s.step_size))]
+    floors = [bounds.wga_floor(p, a, s.step_size) for a in (0.0, collaboration.optimal_alpha(p, s.step_size))]
     found = (s.exact()[-1], unbiased.exact()[-1], *ends, floors[0] / floors[1])
     return dict(zip(("alone", "wga", "bc", "bc_biased", "gain"), found, strict=True))
 

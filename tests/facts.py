@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
+from fedloom.errors import FedloomError
+
 
 def tells(text: str, *facts: object) -> bool:
     """Whether a message names these facts in this order."""
@@ -12,3 +16,9 @@ def tells(text: str, *facts: object) -> bool:
             return False
         at = found + len(fact)
     return True
+
+
+def failing(kind: type[FedloomError], message: str, hint: str | None = None) -> str:
+    """Shell commands that report an error as a process of FedLoom does, in place of its program."""
+    record = json.dumps({"failure": kind(message, hint=hint).as_json()})
+    return f"echo '{record}' >> $FEDLOOM_TELL_PARENT"

@@ -16,4 +16,4 @@ def cleanup(run_id: str, backend: str, cluster: str) -> None:
     """
     from fedloom.kubeflow import steps
 
-    steps.cleanup(backend, run_id, cluster)
+    steps.cleanup_task(backend, run_id, cluster)

@@ -23,4 +23,4 @@ def compare(models: Input[List[Model]], page: Output[HTML], table: Output[Markdo
     from fedloom.kubeflow import steps
 
     runs = [(model.metadata["label"], Path(model.path)) for model in models]
-    steps.compare(runs, Path(page.path), Path(table.path), Path(files.path))
+    steps.compare_task(runs, Path(page.path), Path(table.path), Path(files.path))

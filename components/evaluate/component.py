@@ -32,7 +32,7 @@ def evaluate(
 
     from fedloom.kubeflow import steps
 
-    found = steps.evaluate(Path(model.path), Path(shards.path), checkpoint, Path(evaluation.path), serve)
+    found = steps.evaluate_task(Path(model.path), Path(shards.path), checkpoint, Path(evaluation.path), serve)
     matrix = found.pop("confusion")
     if matrix is not None:
         confusion.log_confusion_matrix(matrix["class_names"], matrix["rows"])

@@ -46,7 +46,7 @@ def federate(
     from fedloom.kubeflow import steps
 
     out = Path(model.path)
-    found = steps.federate(
+    found = steps.federate_task(
         experiment, Path(shards.path), out, backend=backend, cluster=cluster, storage_secret=storage_secret,
         run_id=run_id, task=task, task_config=vars(task_config) if task_config else None,
     )  # fmt: skip

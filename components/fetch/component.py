@@ -20,4 +20,4 @@ def fetch(dataset: str, files: Output[Dataset], root: str = "", source: str = ""
 
     from fedloom.kubeflow import steps
 
-    files.metadata.update(steps.fetch(dataset, Path(files.path), root, source))
+    files.metadata.update(steps.fetch_task(dataset, Path(files.path), root, source))

@@ -19,4 +19,4 @@ def grid(experiment: str, methods: list[str], seeds: str) -> list[dict[str, str]
     """
     from fedloom.kubeflow import steps
 
-    return steps.grid(experiment, methods, seeds)
+    return steps.grid_task(experiment, methods, seeds)

@@ -19,4 +19,4 @@ def partition(data: str, files: Input[Dataset], shards: Output[Dataset]) -> None
 
     from fedloom.kubeflow import steps
 
-    shards.metadata.update(steps.partition(data, Path(files.path), Path(shards.path)))
+    shards.metadata.update(steps.partition_task(data, Path(files.path), Path(shards.path)))

@@ -25,4 +25,4 @@ def plan(experiment: str, overrides: list[str]) -> NamedTuple(  # type: ignore[v
     """
     from fedloom.kubeflow import steps
 
-    return steps.plan(experiment, overrides)
+    return steps.plan_task(experiment, overrides)

@@ -20,4 +20,4 @@ def report(run: Input[Artifact], metrics: Input[Metrics], page: Output[HTML], ta
 
     from fedloom.kubeflow import steps
 
-    steps.report(Path(run.path), Path(metrics.path), Path(page.path), Path(table.path))
+    steps.report_task(Path(run.path), Path(metrics.path), Path(page.path), Path(table.path))

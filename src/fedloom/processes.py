@@ -11,7 +11,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,11 @@ def environment(base: Mapping[str, str], told: Path, factory: str | None = None)
 class Told:
     """Reports of a child, read after it has ended.
 
+    Parameters
+    ----------
+    source
+        The file, or its text (the termination message of a pod). Lines that are not JSON are skipped.
+
     Attributes
     ----------
     failure
@@ -79,11 +85,11 @@ class Told:
         Lines to show the user.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, source: Path | str) -> None:
         self.failure: FedloomError | None = None
         self.bug: str | None = None
         self.notices: list[str] = []
-        for line in _lines(file):
+        for line in _lines(source):
             match line:
                 case {"notice": str(text)}:
                     self.notices.append(text)
@@ -128,8 +134,9 @@ def _tell(line: Mapping[str, Any]) -> None:
             file.write(json.dumps(line) + "\n")
 
 
-def _lines(file: Path) -> Sequence[Any]:
-    if not file.exists():
-        return []
-    *lines, _ = file.read_text(encoding="utf-8").split("\n")  # a killed process may leave a partial line
-    return [json.loads(line) for line in lines]
+def _lines(source: Path | str) -> Iterator[Any]:
+    if isinstance(source, Path):
+        source = source.read_text(encoding="utf-8") if source.exists() else ""
+    for line in source.splitlines():
+        with suppress(ValueError):  # a killed process may leave a partial line
+            yield json.loads(line)

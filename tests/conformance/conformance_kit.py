@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation, find
+from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation, find_algorithm
 from fedloom.data.federated import FederatedDataset
 from fedloom.evaluation.summary import Evaluation
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost, Refusals, Traffic
@@ -163,7 +164,8 @@ class Federation:
     def carrier(self, name: str, change: Callable[[ClientAlgorithm], Any] = lambda half: half) -> InProcess:
         """A fresh in-process carrier for the run in folder ``name``; ``change`` may wrap the clients' half."""
         algorithm = self.parts.algorithm
-        changed = dataclasses.replace(algorithm, client=lambda *known: change(algorithm.client(*known)))
+        changed = copy.copy(algorithm)
+        vars(changed)["client"] = lambda *known: change(algorithm.client(*known))
         return assemble.in_process(
             dataclasses.replace(self.parts, algorithm=changed), self.dataset, RunFolder(self.tmp / name)
         )
@@ -228,7 +230,7 @@ class Exchange:
 
 def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any]) -> Federation:
     """Eight clients of very different sizes, two of them unseen; three in a cohort."""
-    trains = find(algorithm).trains
+    trains = find_algorithm(algorithm).trains
     tree = {
         "name": "conformance",
         "seed": 3,

@@ -109,4 +109,12 @@ class Client(ClientAlgorithm):
         return predictors_of(self.task.model, personal=theta + remembered)
 
 
-PROBE = Algorithm("probe", 1, Settings, Server, Client, (Begin, GoOn, Moved, Show))
+class Probe(Algorithm):
+    """The method of these two halves."""
+
+    name = "probe"
+    settings, server, client = Settings, Server, Client
+    messages = (Begin, GoOn, Moved, Show)
+
+
+PROBE = Probe()

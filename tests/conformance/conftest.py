@@ -10,7 +10,7 @@ import torch
 import yaml
 from conformance_kit import TINY, Federation, federation
 
-from fedloom.algorithms.base import available, find
+from fedloom.algorithms.base import available, find_algorithm
 
 PROBE = "probe"
 """The method of conformance_probe.py, which is registered for the tests that ask for it."""
@@ -49,9 +49,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ``--algorithm`` is thorough.
     """
     chosen = metafunc.config.getoption("--algorithm", default=None)
-    methods = available() if chosen is None else (find(chosen).name,)
+    methods = available() if chosen is None else (find_algorithm(chosen).name,)
     names = [*methods, *(name for name in TINY if ":" in name and _method(name) in methods)]
-    trained = [name for name in names if find(_method(name)).trains]
+    trained = [name for name in names if find_algorithm(_method(name)).trains]
     thorough = [PROBE, *THOROUGH] if chosen is None else trained
     sampled = [name for name in trained if name not in thorough]
     every = {"method": names, "trained": trained, "thorough": thorough, "sampled": sampled}

@@ -389,6 +389,8 @@ class Container:
     def _finish(self, code: int, message: str | None, reason: str | None) -> None:
         self.code = code
         self._finished_at = now()
+        if message is None and self._termination_log().exists():
+            message = self._termination_log().read_text(encoding="utf-8")[-MESSAGE_BYTES:] or None
         if message is None and code != 0 and self.spec["terminationMessagePolicy"] == "FallbackToLogsOnError":
             message = self.said()[-MESSAGE_BYTES:]
         self._terminated: Object = {
@@ -397,6 +399,9 @@ class Container:
         }  # fmt: skip
         if message:
             self._terminated["message"] = message
+
+    def _termination_log(self) -> Path:
+        return self.run.folder / f"{self.name}-termination-log"
 
     def _kill_group(self) -> None:
         if self.process is not None:
@@ -419,6 +424,8 @@ class Container:
                 f'failed to pull and unpack image "{image}": failed to resolve reference "{image}": {image}: not found',
             )
         mounts = self._mounts()
+        if path := self.spec.get("terminationMessagePath"):
+            mounts[path] = self._termination_log()
         given = self._variables()
         command = self.spec.get("command") or entrypoint
         arguments = self.spec.get("args") or []

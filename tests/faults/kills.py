@@ -16,7 +16,7 @@ from run_processes import alive, rounds
 
 from faults.place import METHODS, Broken, Place, Running, durable, free_port, journal_lines, wait_until
 from faults.table import Fault, Tried
-from fedloom.algorithms.base import find
+from fedloom.algorithms.base import find_algorithm
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.publisher import Publisher
 from fedloom.storage import open_store
@@ -24,7 +24,7 @@ from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import FILES
 from fedloom.trust.tokens import add_token
 
-TRAINED = tuple(method for method in METHODS if find(method.partition(":")[0]).trains)
+TRAINED = tuple(method for method in METHODS if find_algorithm(method.partition(":")[0]).trains)
 PROMISE = "resumed, it ends with the same bits; no durable round is made again"
 
 
@@ -50,7 +50,7 @@ class Kept:
         self._lines = journal_lines(run, self._round)
 
     def _taken_up(self, url: str) -> Path:
-        """The published run, as an aggregator elsewhere would find it."""
+        """The published run, as an aggregator elsewhere would find_algorithm it."""
         found = self._place.new()
         found.mkdir()
         Publisher(RunFolder(found), open_store(url, self._place.environment), "onlooker").restore()

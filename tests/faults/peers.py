@@ -18,7 +18,7 @@ import torch
 from transport_support import Hostile
 
 from faults import http2
-from fedloom.algorithms.base import available, find
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.messages import Message
@@ -27,7 +27,7 @@ from fedloom.transport.codec import FRAME_BYTES, sealed, serialize
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust.options import ClientOptions
 
-ALGORITHMS = {name: find(name).version for name in available()}
+ALGORITHMS = {name: find_algorithm(name).version for name in available()}
 CONTROL = "\u2028\u2029\x85\x00\x07\x1b[2J\x1b]0;owned\x07\r\n\t\udcff".replace("\udcff", "\ufeff")
 
 

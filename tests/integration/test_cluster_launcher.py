@@ -18,17 +18,19 @@ from typing import Any
 
 import pytest
 import yaml
+from facts import failing
 from fake_cluster import FakeCluster
 
 from fedloom.cluster import federations
 from fedloom.cluster.api import Api, Unreachable
 from fedloom.cluster.federate import _owners, cleanup
 from fedloom.cluster.launcher import Launcher, aggregator_pod
-from fedloom.cluster.manifests import ATTEMPT, PORT, Federation, aggregator_job, completed
+from fedloom.cluster.manifests import ATTEMPT, PORT, FederationSpec, aggregator_job, completed
 from fedloom.cluster.settings import ClusterSettings, TaskConfig
 from fedloom.cluster.tunnel import Tunnel
 from fedloom.errors import (
     AbandonedError,
+    DataError,
     ExperimentError,
     FedloomError,
     QuorumError,
@@ -61,12 +63,12 @@ class World:
         path.write_text(text)
         path.chmod(0o755)
 
-    def federation(self, run_id: str = "run-1", **changes: Any) -> Federation:
+    def federation(self, run_id: str = "run-1", **changes: Any) -> FederationSpec:
         settings = {
             "image": "fedloom:1", "storage_secret": "store", "retries": 0, "failing_timeout_s": 0.5,
             **changes,
         }  # fmt: skip
-        return Federation(
+        return FederationSpec(
             run_id=run_id,
             task="federate",
             namespace=self.cluster.namespace,
@@ -83,7 +85,7 @@ class World:
             orphan_after_s=None,
         )
 
-    def launcher(self, federation: Federation | None = None, **options: Any) -> Launcher:
+    def launcher(self, federation: FederationSpec | None = None, **options: Any) -> Launcher:
         return Launcher(federation or self.federation(), Api(patience_s=2.0), self.said.append, **options)
 
     def names(self, plural: str) -> list[str]:
@@ -239,7 +241,7 @@ def test_a_job_of_workers_that_have_done_their_part_may_be_collected(world: Worl
 
 
 def test_too_many_failed_workers(world: World) -> None:
-    world.program(aggregator="exec sleep 60", worker="test $INDEX = 1 && exec sleep 60; echo error: no memory; exit 7")
+    world.program(aggregator="exec sleep 60", worker="test $INDEX = 1 && exec sleep 60; echo no memory; exit 7")
     launcher = world.launcher(world.federation(retries=1))
     with pytest.raises(WorkerLostError, match=r"1 of 2 .*index 0.*cluster\.max_failed_workers.* 0") as error:
         launcher.run()
@@ -260,7 +262,7 @@ def test_as_many_workers_may_fail_as_are_allowed_to(world: World) -> None:
 
 @pytest.mark.parametrize(("code", "kind"), [(2, ExperimentError), (8, WorkerLostError)])
 def test_a_worker_that_would_fail_again_is_not_tried_again(world: World, code: int, kind: type[FedloomError]) -> None:
-    world.program(aggregator="exec sleep 60", worker=f"echo 'error: found no CUDA'; exit {code}")
+    world.program(aggregator="exec sleep 60", worker=f"{failing(kind, 'found no CUDA')}; exit {code}")
     with pytest.raises(kind, match="found no CUDA"):
         world.launcher(world.federation(retries=3, workers=1)).run()
     assert len([pod for pod in world.cluster.pods() if "-worker-" in pod["metadata"]["name"]]) == 1
@@ -277,7 +279,7 @@ def test_a_worker_that_would_fail_again_is_not_tried_again(world: World, code: i
     ],
 )
 def test_how_an_aggregator_may_end(world: World, code: int, kind: type[FedloomError], tries: int) -> None:
-    world.program(aggregator=f"echo INFO; echo 'error: the reason'; echo '  the remedy'; exit {code}")
+    world.program(aggregator=f"echo INFO; {failing(kind, 'the reason', 'the remedy')}; exit {code}")
     with pytest.raises(FedloomError, match=f"ended with code {code} .*: the reason\n  the remedy") as error:
         world.launcher(world.federation(retries=2)).run()
     assert type(error.value) is kind
@@ -314,7 +316,7 @@ def test_a_federation_that_failed_unseen_is_started_again(world: World) -> None:
 
 
 def test_a_federation_that_would_fail_again_is_not(world: World) -> None:
-    world.program(aggregator="echo 'error: wrong'; exit 3")
+    world.program(aggregator=f"{failing(DataError, 'wrong')}; exit 3")
     world.launcher().ensure()
     until(lambda: world.job().get("status", {}).get("conditions"), "its end")
     with pytest.raises(FedloomError, match=r"code 3 .DATA.: wrong"):
@@ -402,7 +404,7 @@ def test_progress_is_shown_inside_and_outside_of_the_cluster(world: World, insid
     (running,) = [i for i, line in enumerate(world.said) if line.startswith("aggregator: running")][-1:]
     assert running < world.said.index("training: round 1/4, workers: 2")  # pods are told of before
     assert (("get", "pods/portforward") in world.cluster.api.requests) is not inside
-    seen = federations.progress(Api(), federations.find(Api(), "run-1"))
+    seen = federations.federation_progress(Api(), federations.find_federation(Api(), "run-1"))
     assert seen is not None
     assert (seen.state, seen.round, seen.rounds) == ("training", 1, 4)
     go.touch()

@@ -112,7 +112,7 @@ def test_a_package_that_cannot_be_loaded_is_named(environment: dict[str, str], t
     (tmp_path / "any.yaml").write_text(EXPERIMENT)
     refused = fedloom(environment, "run", tmp_path / "any.yaml")
     assert refused.returncode == 2
-    assert "is a Algorithm; allowed: a ModelChoice" in refused.stderr
+    assert "is a FedSGD; allowed: a ModelChoice" in refused.stderr
 
 
 @pytest.mark.parametrize(

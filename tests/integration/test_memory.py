@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_processes import WAIT_S, ended, experiment, started, until
 
-from fedloom.algorithms.base import Task, find
+from fedloom.algorithms.base import Task, find_algorithm
 from fedloom.federation.randomness import generator
 from fedloom.models.lenet import LeNet
 
@@ -15,7 +15,7 @@ MB = 1 << 20
 
 
 def test_the_state_has_one_size(tmp_path: Path) -> None:
-    pefll = find("pefll")
+    pefll = find_algorithm("pefll")
     settings = pefll.settings.model_validate(
         {"local": {"steps": 1}, "descriptor": {"size": 25}, "server": {"rule": "adam"}}
     )

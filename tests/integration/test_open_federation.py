@@ -24,7 +24,7 @@ from run_processes import WAIT_S, ended, fedloom, final, rounds, started, until
 from s3_support import S3Server
 from transport_support import Hostile
 
-from fedloom.algorithms.base import find
+from fedloom.algorithms.base import find_algorithm
 from fedloom.data.datasets import find_dataset
 from fedloom.data.datasets.vowel import read_vowel
 from fedloom.data.manifest import Normalization
@@ -33,6 +33,7 @@ from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.experiment import OwnData, load
 from fedloom.federation.releases import count_releases
+from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.runner.open_federation import open_manifest
 from fedloom.runner.options import RunOptions
 from fedloom.runner.replay import replay_segments
@@ -40,7 +41,6 @@ from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE, EVALUATED, Attempt, Replay
 from fedloom.storage import open_store
-from fedloom.theory.privacy import gaussian_epsilon
 from fedloom.transport.wire import federation_pb2 as wire
 
 CLASS_NAMES = find_dataset("vowel").class_names
@@ -455,7 +455,7 @@ class Silent:
         self._thread.start()
 
     def _hold(self, address: str, clients: list[str], announced: list[wire.Announced]) -> None:
-        version = find("fedavg").version
+        version = find_algorithm("fedavg").version
         while not self._over.wait(0.1):
             self._joined = Hostile(address, "silent", clients, announced=announced, algorithms={"fedavg": version})
             with contextlib.suppress(grpc.RpcError, StopIteration):

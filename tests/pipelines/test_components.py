@@ -199,12 +199,12 @@ def test_federate(made: Chain) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"backend": "slurm"}, "backend: found 'slurm'"),
+        ({"backend": "slurm"}, "backend must be local or kubernetes (got slurm)"),
         ({"backend": "local", "cluster": '{"worker": 3}'}, "worker"),
         ({"backend": "local", "cluster": "workers: 3"}, "not JSON"),
         (
             {"backend": "kubernetes", "cluster": '{"image": "a:1"}'},
-            "storage: found none; allowed with backend kubernetes",
+            "storage is not set",
         ),
     ],
 )
@@ -238,10 +238,10 @@ import sys
 from pathlib import Path
 from fedloom.kubeflow import steps
 out = Path({str(tmp_path)!r})
-steps.fetch("fashion-mnist", out / "files", {made.plan.root!r})
-steps.partition({made.plan.data!r}, out / "files", out / "shards")
-steps.report(Path({made.model.path!r}), Path({found.metrics.path!r}), out / "page", out / "table")
-steps.cleanup("local", "run-1", "")
+steps.fetch_task("fashion-mnist", out / "files", {made.plan.root!r})
+steps.partition_task({made.plan.data!r}, out / "files", out / "shards")
+steps.report_task(Path({made.model.path!r}), Path({found.metrics.path!r}), out / "page", out / "table")
+steps.cleanup_task("local", "run-1", "")
 import fedloom.cluster.local
 sys.exit("torch" in sys.modules or "kfp" in sys.modules)
 """

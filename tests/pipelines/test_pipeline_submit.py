@@ -208,14 +208,14 @@ def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -
 @pytest.mark.parametrize(
     ("where", "arguments", "expected"),
     [
-        ((), (), "storage: found none; allowed with backend kubernetes: s3://BUCKET/PREFIX"),
+        ((), (), "storage is not set"),
         (STORE, ("--set", "federation.rouns=3"), "federation.rouns"),
         (STORE, ("--backend", "slurm"), "--backend: found 'slurm'; allowed: kubernetes, local"),
         (STORE, ("--seeds", "1-3"), "--seeds: found with personalized_federation; allowed: with compare_methods"),
         (STORE, ("--serve", "x:1"), "--serve: found with personalized_federation; allowed: with unseen_clients"),
         (STORE, ("--serve-secret", "x"), "--serve-secret: found x without --serve; allowed: with it"),
         (STORE, ("--model", "x"), "--model: found with personalized_federation; allowed: with unseen_clients"),
-        (STORE, ("--set", "runtime.device=cuda"), "cluster.gpu: found no GPU for the workers"),
+        (STORE, ("--set", "runtime.device=cuda"), "cluster.gpu is not set"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_uploaded(

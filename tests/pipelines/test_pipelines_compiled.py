@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from facts import tells
 from typer.testing import CliRunner
 
 import fedloom
@@ -125,4 +126,4 @@ def test_another_image(tmp_path: Path) -> None:
 
 def test_a_pipeline_that_is_not_there() -> None:
     result = CliRunner().invoke(app, ["pipeline", "compile", "nothing"])
-    assert "found 'nothing'; allowed: personalized_federation" in str(result.exception)
+    assert tells(str(result.exception), "'nothing'", "personalized_federation")

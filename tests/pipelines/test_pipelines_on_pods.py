@@ -48,7 +48,7 @@ def run(name: str, out: Path, path: Path, storage: str, cluster: dict[str, Any],
     said: list[str] = []
     overrides = [f"storage={storage}", "runtime.workers=1"]
     arguments = {"experiment": path.read_text(), "overrides": overrides, "cluster": json.dumps(cluster), **more}
-    local.run(name, arguments, out, say=said.append, everything=False)
+    local.run_pipeline(name, arguments, out, say=said.append, everything=False)
     return said
 
 

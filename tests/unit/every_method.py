@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from federations import CLASSES, IMAGE, Federation, clients, federation
 
-from fedloom.algorithms.base import Task, available, find
+from fedloom.algorithms.base import Task, available, find_algorithm
 from fedloom.data.federated import ClientData
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
@@ -55,7 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def ours() -> set[str]:
     """The methods of this repository; those of other packages may be installed beside them."""
-    return {name for name in available() if find(name).server.__module__.startswith("fedloom.")}
+    return {name for name in available() if find_algorithm(name).server.__module__.startswith("fedloom.")}
 
 
 def made(
@@ -68,7 +68,7 @@ def made(
 ) -> Federation:
     """A federation that is to train for one round, by METHODS and further settings."""
     data = clients(SIZES) if data is None else data
-    method = find(name.split()[0])
+    method = find_algorithm(name.split()[0])
     roster = tuple(c.id for c in data if c.id not in unseen)
     problem = Task(model, CLASSES, IMAGE, len(data), torch.float64, roster=roster)
     s = method.settings.model_validate(METHODS[name] | settings)

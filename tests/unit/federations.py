@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Task
-from fedloom.algorithms.client import LocalSGD, batches
+from fedloom.algorithms.client import batches
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import metrics
@@ -214,6 +216,13 @@ def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest
             for c in data
         ),
     )
+
+
+def variant(algorithm: Algorithm, **changes: Any) -> Algorithm:
+    """A method with other attributes, such as ``client``."""
+    changed = copy.copy(algorithm)
+    vars(changed).update(changes)
+    return changed
 
 
 def federation(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom import digests
-from fedloom.algorithms.base import available, find
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.measure import nothing_measured
@@ -197,7 +197,9 @@ def write_run(
         duration_s=312.4,
         client_steps=250 * rounds[-1],
         training_s=280.0,
-        titles=find(algorithm).titles(find(algorithm).settings()) if algorithm in available() else {},
+        titles=find_algorithm(algorithm).titles(find_algorithm(algorithm).settings())
+        if algorithm in available()
+        else {},
         extra=extra,
     )
     journal = [

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
-from federations import Federation, clients, federation, task
+from federations import Federation, clients, federation, task, variant
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Conversation
-from fedloom.algorithms.client import LocalSGD
-from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, Update
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
-from fedloom.algorithms.recipe import Update
 from fedloom.errors import QuorumError
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.federation.carrier import Traffic
@@ -51,7 +50,7 @@ def lying(algorithm: Algorithm, lie: Lie, *who: str) -> Algorithm:
         half.open = tell  # type: ignore[method-assign]
         return half
 
-    return dataclasses.replace(algorithm, client=client)
+    return variant(algorithm, client=client)
 
 
 def fedavg(folder: Path, lie: Lie, *who: str, **kwargs: Any) -> Federation:

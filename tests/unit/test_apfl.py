@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from facts import tells
 from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, task
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.apfl import APFL, APFLSettings, mixed_sgd
+from fedloom.algorithms.apfl import APFL, APFLSettings
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, batches, train
+from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.quadratic import Quadratic
@@ -123,7 +125,7 @@ def test_the_share_goes_where_the_loss_falls_and_stays_a_share(centre: float, al
     state = {"v": torch.tensor([0.8], dtype=torch.float64), "alpha": torch.tensor([0.5], dtype=torch.float64)}
     members = ClientGroup([ClientData("c0", split, split, split, 0)], group([])._generator, [state])
     local = {"epochs": None, "steps": 1, "lr": 0.3, "momentum": 0.0, "lambda_theta": 0.0}
-    mixed_sgd(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made(local=local))
+    APFL.train(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made(local=local))
     assert members.kept[0]["alpha"].item() == pytest.approx(alpha, abs=1e-12)
 
 
@@ -164,9 +166,9 @@ def test_whose_own_model_diverges_is_lost() -> None:
     split = Split(torch.zeros(4, 1).double(), None)
     state = {"v": torch.tensor([1e200]).double(), "alpha": torch.tensor([1.0]).double()}
     members = ClientGroup([ClientData("c0", split, split, split, 0)], group([])._generator, [state])
-    trained = mixed_sgd(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made())
+    trained = APFL.train(Quadratic(1), members, torch.tensor([[0.6]], dtype=torch.float64), made())
     assert trained.theta.isfinite().all()
-    assert "algorithm.local.lr (found 0.05)" in members.lost[0]
+    assert tells(members.lost[0], "algorithm.local.lr", "0.05")
 
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:

@@ -17,14 +17,14 @@ import pytest
 import torch
 import yaml
 from facts import tells
-from federations import Federation, clients, federation, task
+from federations import Federation, clients, federation, task, variant
 from test_local_data import TASK, people
 from torch import Tensor, nn
 
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup
-from fedloom.algorithms.client import LocalSGD
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import DataError, QuorumError, raised_at
 from fedloom.federation.bugs import is_bug, place, safe_reason
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
@@ -48,7 +48,7 @@ def with_client(fault: Callable[[ClientGroup], None]) -> Algorithm:
         half.open = opened  # type: ignore[method-assign]
         return half
 
-    return dataclasses.replace(FEDAVG, client=client)
+    return variant(FEDAVG, client=client)
 
 
 def made(folder: Path, fault: Callable[[ClientGroup], None], **keys: Any) -> Federation:

@@ -17,19 +17,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms import client as client_side
-from fedloom.algorithms.apfl import APFLSettings, mixed_sgd
+from fedloom.algorithms.apfl import APFL, APFLSettings
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import (
-    Batch,
-    Correction,
-    LocalSGD,
-    LocalTrainer,
-    Trained,
-    batches,
-    train,
-)
+from fedloom.algorithms.client import Batch, Change, Correction, LocalTrainer, Trained, batches, train
 from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd
-from fedloom.algorithms.per_fedavg import PerFedAvgSettings, meta_sgd
+from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.models.flat import FlatModel
@@ -273,7 +266,7 @@ def test_a_predictor_is_the_softmax_of_its_theta() -> None:
 UNEVEN = (11, 3, 6, 1)
 """Smaller than a batch of 4, too; of unequal step counts under epochs."""
 
-PULL: Correction = lambda gradients, w, start, given: [  # noqa: E731
+PULL: Change = lambda gradients, w, start, given: [  # noqa: E731
     g + 0.7 * (a - b) - 0.2 * v for g, a, b, v in zip(gradients, w, start, given["v"], strict=True)
 ]
 
@@ -295,8 +288,7 @@ def test_all_that_train_can_do_is_the_same_for_a_stack(
             group([data[i] for i in rows]),
             theta[rows],
             s,
-            correct=PULL,
-            given={"v": vectors[rows]},
+            correct=Correction(PULL, {"v": vectors[rows]}),
             only=only,
             counts=[counts[i] for i in rows],
             purpose="other",
@@ -314,7 +306,7 @@ def test_a_correction_is_added_to_the_gradient_before_the_rest() -> None:
     """By hand: a gradient, the correction, λ_θ, clipping, momentum."""
     c, theta, v = client("c0", 11), starts(SMALL, 1), starts(SMALL, 2)[1:]
     s = LocalSGD(steps=4, batch_size=4, lr=0.05, momentum=0.5, lambda_theta=0.1, clip=0.4)
-    found = train(SMALL, group([c]), theta, s, correct=PULL, given={"v": v}).theta[0]
+    found = train(SMALL, group([c]), theta, s, correct=Correction(PULL, {"v": v})).theta[0]
     p, momentum = theta[0].clone().requires_grad_(), torch.zeros_like(theta[0])
     assert c.train.y is not None
     for index in batches(11, 4, 4, group([c]).generator(0, "train")):
@@ -420,7 +412,7 @@ def test_a_client_that_diverges_is_lost_and_the_others_of_its_group_are_not(at: 
     alone = group([data[at]])
     train(SMALL, alone, theta[at : at + 1], s, key="head.lr")
     assert alone.lost[0] == members.lost[at]
-    assert re.search(r"local step \d of 5; .*algorithm\.head\.lr \(found 0\.05\)", alone.lost[0])
+    assert re.search(r"local step \d of 5; .*algorithm\.head\.lr .*0\.05", alone.lost[0])
     for i in {0, 1, 2} - {at}:
         one = train(SMALL, group([data[i]]), theta[i : i + 1], s)
         torch.testing.assert_close(together.theta[i : i + 1], one.theta, rtol=0, atol=1e-10)
@@ -470,9 +462,11 @@ def test_models_beside_a_client_s_own_are_laid_out_alike(method: str) -> None:
     local = {"steps": 2, "batch_size": 2}
     if method == "per-fedavg":
         for hessian in ("none", "finite_difference", "exact"):
-            meta_sgd(model, there, theta, PerFedAvgSettings.model_validate({"local": local, "hessian": hessian}))
+            PER_FEDAVG.train(
+                model, there, theta, PerFedAvgSettings.model_validate({"local": local, "hessian": hessian})
+            )
     elif method == "apfl":
-        mixed_sgd(model, there, theta, APFLSettings.model_validate({"local": local}))
+        APFL.train(model, there, theta, APFLSettings.model_validate({"local": local}))
     else:
         s = ComFedLSettings.model_validate({"local": local, "objective": "damaml"})
         compositional_sgd(model, theta, there, s, torch.zeros(1, dtype=torch.float64))

@@ -15,6 +15,7 @@ from federations import clients, group, task
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.fedavg import SharedModel, Update
 from fedloom.algorithms.pefll import (
     PEFLL,
     Descriptor,
@@ -27,7 +28,6 @@ from fedloom.algorithms.pefll import (
     PersonalizedModel,
 )
 from fedloom.algorithms.pfedgp import PFEDGP, PFedGPSettings
-from fedloom.algorithms.recipe import SharedModel, Update
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.evaluation.measure import nothing_measured
@@ -249,7 +249,7 @@ def test_of_a_group_the_one_with_whom_a_method_cannot_train_is_lost_alone(at_onc
     answers = dict(side.answer(KEY, 0, range(3), list(by_id), opening))
     assert [isinstance(answers[row], Update) for row in range(3)] == [True, False, True]
     assert isinstance(lost := answers[1], Lost)
-    assert lost.reason.startswith("client c1: found train examples of one class; allowed: ")
+    assert tells(lost.reason, "client c1", "one class")
 
 
 @pytest.mark.parametrize(("failure", "traceback"), [(None, False), (ValueError("found 7"), True)])
@@ -272,7 +272,7 @@ def test_a_state_that_does_not_fit_is_named() -> None:
     assert torch.equal(
         ClientGroup(DATA[:1], group(DATA)._generator, states[:1]).load_state("head", new[:1]), torch.ones(1, 3)
     )
-    with pytest.raises(DataError, match=r"client c1: its state has head of shape \(4,\); allowed: \(3,\)"):
+    with pytest.raises(DataError, match=r"client c1: its state has head of shape \(4,\).*\(3,\)"):
         ClientGroup(DATA[:2], group(DATA)._generator, states).load_state("head", new)
 
 

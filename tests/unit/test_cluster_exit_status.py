@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -47,10 +48,10 @@ def test_how_a_job_ended(kind: str) -> None:
     ],
 )  # fmt: skip
 def test_an_aggregators_code_is_its_failure_class(code: int, kind: type[FedloomError]) -> None:
-    log = "INFO something\nerror: name: found 3; allowed: text\n  change it\n"
-    error = aggregator_failure(POLICY, [exited(7), exited(code, log)])
+    told = json.dumps({"failure": kind("name: it is 3", hint="change it", key="name", found=3).as_json()})
+    error = aggregator_failure(POLICY, [exited(7), exited(code, f'{{"notice": "something"}}\n{told}\n')])
     assert type(error) is kind
-    assert "found 3; allowed: text" in str(error)
+    assert "name: it is 3" in str(error)
     assert error.hint == "change it"
     assert f"code {code} (" in str(error)
 
@@ -93,7 +94,7 @@ def test_too_many_failed_workers() -> None:
     ("code", "kind"), [(2, ExperimentError), (3, DataError), (4, RefusedError), (6, WorkerLostError)]
 )
 def test_workers_that_would_fail_again_say_why(code: int, kind: type[FedloomError]) -> None:
-    assert type(workers_failure({}, TOO_MANY, [exited(code, "error: it is so")])) is kind
+    assert type(workers_failure({}, TOO_MANY, [exited(code, "it is so")])) is kind
 
 
 def test_workers_that_were_dismissed_are_no_failure() -> None:

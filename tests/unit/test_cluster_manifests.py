@@ -12,7 +12,7 @@ import yaml
 
 from fedloom.cluster.api import FORWARDING, NEEDED
 from fedloom.cluster.manifests import (
-    Federation,
+    FederationSpec,
     aggregator_job,
     completed,
     identity,
@@ -28,7 +28,7 @@ from fedloom.cluster.settings import ClusterSettings, Resources, TaskConfig
 ROOT = Path(__file__).parents[2]
 VERSIONS = ("1.31", "1.35")
 
-PLAIN = Federation(
+PLAIN = FederationSpec(
     run_id="0b8f0b0e-8d3f-4c8f-9f0e-3f1d5a0c9f11",
     task="federate",
     namespace="team-a",
@@ -73,7 +73,7 @@ FULL = dataclasses.replace(
 )  # fmt: skip
 
 
-def objects(federation: Federation) -> list[dict[str, Any]]:
+def objects(federation: FederationSpec) -> list[dict[str, Any]]:
     made = [aggregator_job(federation), service(federation), worker_job(federation)]
     root = {"metadata": {"name": "root", "uid": "1-2"}}
     return [completed(manifest, federation.digest(), [owner(root)], 2) for manifest in made]
@@ -93,7 +93,7 @@ def environment(job: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("federation", [PLAIN, FULL], ids=["plain", "full"])
-def test_manifests_are_valid(federation: Federation, version: str) -> None:
+def test_manifests_are_valid(federation: FederationSpec, version: str) -> None:
     for manifest in objects(federation):
         kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -117,7 +117,7 @@ def test_the_role_is_valid_and_allows_what_a_launcher_needs_and_events_and_no_mo
 
 
 @pytest.mark.parametrize("federation", [PLAIN, FULL], ids=["plain", "full"])
-def test_rules_between_fields_that_a_schema_does_not_have(federation: Federation) -> None:
+def test_rules_between_fields_that_a_schema_does_not_have(federation: FederationSpec) -> None:
     aggregator, at, workers = objects(federation)
     for job in (aggregator, workers):
         spec, pod = job["spec"], job["spec"]["template"]["spec"]
@@ -151,7 +151,7 @@ def test_rules_between_fields_that_a_schema_does_not_have(federation: Federation
 
 
 @pytest.mark.parametrize("federation", [PLAIN, FULL], ids=["plain", "full"])
-def test_pods_have_no_token_no_root_and_nothing_to_write_to_but_two_empty_folders(federation: Federation) -> None:
+def test_pods_have_no_token_no_root_and_nothing_to_write_to_but_two_empty_folders(federation: FederationSpec) -> None:
     for job in (aggregator_job(federation), worker_job(federation)):
         pod = job["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bounds.compositional import regularized_loss
 from federations import CLASSES, IMAGE, client, clients, federation, group, task
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -22,23 +23,24 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from fedloom.algorithms import client as client_side
-from fedloom.algorithms.client import LocalSGD, batches, train
+from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.comfedl import (
     COMFEDL,
     ComFedLSettings,
     CompositionalUpdate,
+    composed_loss,
     compositional_sgd,
-    loss_there,
+    loss_at_shared_model,
+    optimal_weights,
 )
-from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.recipe import PersonalizeRequest
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, PersonalizeRequest
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
 from fedloom.errors import QuorumError
 from fedloom.federation.randomness import generator
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
-from fedloom.theory.compositional import composed_loss, optimal_weights, regularized_loss
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -336,9 +338,9 @@ def test_the_loss_there_is_that_of_all_train_data_in_pieces(objective: str, monk
     )
     for piece in (512, 4):
         monkeypatch.setattr(client_side, "PIECE", piece)
-        close(loss_there(SMALL, theta, group(data), s), expected[:, None])
+        close(loss_at_shared_model(SMALL, theta, group(data), s), expected[:, None])
         for i, c in enumerate(data):
-            close(loss_there(SMALL, theta[:1], group([c]), s), expected[i : i + 1, None])
+            close(loss_at_shared_model(SMALL, theta[:1], group([c]), s), expected[i : i + 1, None])
 
 
 @pytest.mark.parametrize("objective", ["robust", "damaml"])
@@ -347,7 +349,7 @@ def test_the_loss_there_may_be_that_of_one_batch(objective: str) -> None:
     members = group([c])
     B, C = (next(batches(11, 3, 1, members.generator(0, p))) for p in ("loss", "loss-outer"))
     expected = composed(SMALL, theta[0].clone().requires_grad_(), c, B, C, s)
-    close(loss_there(SMALL, theta, group([c]), s)[0, 0], expected.detach())
+    close(loss_at_shared_model(SMALL, theta, group([c]), s)[0, 0], expected.detach())
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -390,7 +392,7 @@ def test_a_group_is_trained_as_its_clients_one_by_one(name: str, model: FlatMode
     s, data = made(**GROUPED[name]), clients(sizes)
     theta = starts(model, len(data))
     shift = ZERO + 1.2
-    there = loss_there(model, theta, group(data), s)
+    there = loss_at_shared_model(model, theta, group(data), s)
     for held in (None, there):
         together = compositional_sgd(model, theta, group(data), s, shift, held)
         alone = [
@@ -401,7 +403,7 @@ def test_a_group_is_trained_as_its_clients_one_by_one(name: str, model: FlatMode
             close(mine, torch.cat(theirs), atol=1e-10)
     assert together.delta_theta.abs().max() > 1e-2
     for i, c in enumerate(data):
-        close(there[i : i + 1], loss_there(model, theta[i : i + 1], group([c]), s), atol=1e-10)
+        close(there[i : i + 1], loss_at_shared_model(model, theta[i : i + 1], group([c]), s), atol=1e-10)
 
 
 def test_who_left_the_finite_range_disturbs_nobody_of_its_group() -> None:
@@ -530,9 +532,9 @@ def test_damaml_adapts_by_its_own_inner_step() -> None:
     ("changes", "said"),
     [
         ({"first_order": True}, "first_order: "),
-        ({"local": {"outer_batch_size": 4}}, r"local\.outer_batch_size: found 4\b"),
+        ({"local": {"outer_batch_size": 4}}, r"local\.outer_batch_size: .*\b4\b"),
         ({"local": {"epochs": 1}}, "steps=3, epochs=1"),
-        ({"scale": "literal", "factor_at": "round"}, "factor_at: found round"),
+        ({"scale": "literal", "factor_at": "round"}, "factor_at: "),
         ({"gamma": 0.0}, "gamma"),
         ({"scale": "clipped"}, "scale"),
     ],
@@ -566,7 +568,7 @@ def test_one_client_is_trained_without_sympy() -> None:
     program = """
 import json, sys, torch
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd, loss_there
+from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd, loss_at_shared_model
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.lenet import LeNet
 split = Split(torch.randn(4, 1, 16, 16), torch.tensor([0, 1, 2, 0]))
@@ -576,7 +578,7 @@ model = LeNet((1, 16, 16), 3)
 theta = model.init(torch.Generator().manual_seed(0))[None]
 for objective in ("robust", "damaml"):
     settings = ComFedLSettings(objective=objective)
-    there = loss_there(model, theta, clients, settings)
+    there = loss_at_shared_model(model, theta, clients, settings)
     compositional_sgd(model, theta, clients, settings, there[0])
 print(json.dumps([name for name in ("sympy", "torch._dynamo") if name in sys.modules]))
 """

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, batches, train
-from fedloom.algorithms.ditto import DITTO, DittoSettings, near
+from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.ditto import DITTO, DittoSettings, train_near
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.quadratic import Quadratic
@@ -122,7 +123,7 @@ def test_on_a_quadratic_v_is_the_proximal_point() -> None:
     members = group([ClientData("c0", split, split, split, 0)])
     for strength in (0.5, 9.0, 1e5):
         s = made(proximity=strength, personal={"steps": 2000, "lr": 0.5 / (2 + strength), "momentum": 0.0})
-        found = near(Quadratic(2, (2.0, 0.5)), members, torch.zeros(1, 2).double(), w[None], s, s.personal)
+        found = train_near(Quadratic(2, (2.0, 0.5)), members, torch.zeros(1, 2).double(), w[None], s, s.personal)
         close(found.theta[0], (h * c + strength * w) / (h + strength), atol=1e-9)
 
 
@@ -163,7 +164,7 @@ def test_what_is_held_out_reaches_no_model(tmp_path: Path) -> None:
 def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
     made(proximity=9.9)
     for proximity in (10.0, 30.0):
-        with pytest.raises(ValidationError, match=rf"proximity: found {proximity:g} with personal.lr 0\.1\b"):
+        with pytest.raises(ValidationError, match=rf"proximity: .*\b{proximity:g} with personal.lr 0\.1\b"):
             made(proximity=proximity)
     with pytest.raises(ValidationError, match="proximity"):
         made(proximity=-1.0)

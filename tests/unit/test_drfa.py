@@ -13,7 +13,7 @@ from federations import answers_as_alone, clients, federation, task
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.afl import AFL, AFLSettings
+from fedloom.algorithms.afl import AFL, AFLSettings, project_onto_simplex
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.drfa import DRFA, DRFASettings, DRFATrainRequest, LossRequest
@@ -21,7 +21,6 @@ from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
 from fedloom.settings import Settings
-from fedloom.theory.simplex import project
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -61,13 +60,13 @@ def test_the_projection_is_that_found_without_sorting(n: int) -> None:
     random = torch.Generator().manual_seed(n)
     for scale in (1e-3, 1.0, 30.0):
         v = scale * torch.randn(n, generator=random, dtype=torch.float64)
-        p = project(v)
+        p = project_onto_simplex(v)
         close(p, by_bisection(v), atol=1e-12 * max(1, scale))
         assert float(p.sum()) == pytest.approx(1, abs=1e-12)
-        close(project(v + 7.5), p, atol=1e-13 * max(1, scale) * 10)  # only differences count
-        close(project(p), p)
+        close(project_onto_simplex(v + 7.5), p, atol=1e-13 * max(1, scale) * 10)  # only differences count
+        close(project_onto_simplex(p), p)
     ties = torch.tensor([2.0, 2.0, -1.0]).double()
-    close(project(ties), torch.tensor([0.5, 0.5, 0.0]).double(), atol=0)
+    close(project_onto_simplex(ties), torch.tensor([0.5, 0.5, 0.0]).double(), atol=0)
 
 
 # --- the methods ------------------------------------------------------------------------------------------------------
@@ -170,7 +169,7 @@ def test_rounds_of_afl_descend_and_ascend_and_the_answer_is_the_average(tmp_path
 
 def test_equal_losses_leave_the_weights() -> None:
     weights = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
-    close(project(weights + 0.3 * 2.7), weights, atol=1e-15)
+    close(project_onto_simplex(weights + 0.3 * 2.7), weights, atol=1e-15)
 
 
 def test_lost_clients_leave_no_trace_and_the_others_count_for_them(tmp_path: Path) -> None:
@@ -191,9 +190,9 @@ def test_groups_answer_as_their_clients_do_alone() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"local.epochs: found 2"):
+    with pytest.raises(ValidationError, match=r"local.epochs: .*local.steps"):
         drfa(local={"epochs": 2})
-    with pytest.raises(ValidationError, match=r"replace: found false with gamma 0.1"):
+    with pytest.raises(ValidationError, match=r"replace: .*gamma 0.1"):
         drfa(replace=False, gamma=0.1)
     for settings, key in ((drfa, "gamma"), (afl, "weights_lr")):
         with pytest.raises(ValidationError, match=key):

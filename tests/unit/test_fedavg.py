@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import batches, train
-from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.recipe import PersonalizeRequest
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, PersonalizeRequest
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, QuorumError
 from fedloom.federation.randomness import generator

@@ -23,8 +23,8 @@ from federations import (
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.fedper import FEDPER, FedPerSettings, body_and_head
-from fedloom.algorithms.recipe import local_sgd
+from fedloom.algorithms.fedavg import FEDAVG
+from fedloom.algorithms.fedper import FEDPER, FedPerSettings
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
@@ -83,8 +83,8 @@ def test_with_one_head_for_all_a_round_is_fedavgs_to_the_bit() -> None:
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
     for members in ([data[0]], [data[2]], data):
         mine = ClientGroup(members, group(members)._generator, [{"head": theta[BODY:]}] * len(members))
-        found = body_and_head(SMALL, mine, theta[:BODY].expand(len(members), -1), s)
-        expected = local_sgd(SMALL, group(members), theta.expand(len(members), -1), s)
+        found = FEDPER.train(SMALL, mine, theta[:BODY].expand(len(members), -1), s)
+        expected = FEDAVG.train(SMALL, group(members), theta.expand(len(members), -1), s)
         assert torch.equal(found.theta, expected.theta[:, :BODY])
         assert torch.equal(found.loss, expected.loss)
         assert torch.equal(torch.stack([kept["head"] for kept in mine.kept.values()]), expected.theta[:, BODY:])

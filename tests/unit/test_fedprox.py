@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.fedprox import FEDPROX, FedProxSettings, proximal_sgd, work
+from fedloom.algorithms.fedprox import FEDPROX, FedProxSettings, work
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.quadratic import Quadratic
@@ -78,7 +78,7 @@ def test_on_a_quadratic_many_steps_end_at_the_proximal_point(mu: float) -> None:
     split = Split(c.repeat(4, 1), None)
     s = made(mu=mu, local={"epochs": None, "steps": 1000, "lr": 0.1, "momentum": 0.0})
     members = group([ClientData("c0", split, split, split, 0)])
-    found = proximal_sgd(Quadratic(2, (2.0, 0.5)), members, w[None], s)
+    found = FEDPROX.train(Quadratic(2, (2.0, 0.5)), members, w[None], s)
     torch.testing.assert_close(found.theta[0], (h * c + mu * w) / (h + mu), rtol=0, atol=1e-12)
 
 
@@ -86,7 +86,7 @@ def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
     """At lr μ = 1 a step on the term alone lands on w_t; beyond, it overshoots."""
     made(mu=19.9)
     for mu in (20.0, 30.0):
-        with pytest.raises(ValidationError, match=rf"mu: found {mu:g}\b.*\b0\.05\b"):
+        with pytest.raises(ValidationError, match=rf"mu: .*\b{mu:g}\b.*\b0\.05\b"):
             made(mu=mu)
     with pytest.raises(ValidationError, match="mu"):
         made(mu=-1.0)

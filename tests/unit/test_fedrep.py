@@ -12,8 +12,9 @@ from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, f
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.client import LocalSGD, batches, train
-from fedloom.algorithms.fedrep import FEDREP, FedRepSettings, head_then_body
+from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.fedrep import FEDREP, FedRepSettings
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
 from fedloom.errors import ExperimentError
 from fedloom.federation.carrier import Call, Lost
@@ -111,7 +112,7 @@ def test_the_head_that_is_kept_is_that_of_the_head_phase() -> None:
     s, data = made(), clients(SIZES)
     members = group(data)
     body = SMALL.init(torch.Generator().manual_seed(2), torch.float64)[:BODY].expand(3, -1)
-    trained = head_then_body(SMALL, members, body, s)
+    trained = FEDREP.train(SMALL, members, body, s)
     assert trained.theta.shape == (3, BODY)
     for i, c in enumerate(data):
         head = SMALL.init(group([c]).generator(0, "own-head"), torch.float64)[BODY:]

@@ -159,7 +159,7 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"proximity: found 20 with local.lr 0.05"):
+    with pytest.raises(ValidationError, match=r"proximity: .*\b20 with local.lr 0.05"):
         made(proximity=20.0)
     for key, value in (("self_weight", 1.1), ("sigma", -1.0), ("proximity", -1.0)):
         with pytest.raises(ValidationError, match=key):

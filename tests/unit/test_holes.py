@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedloom.algorithms.base import find
+from fedloom.algorithms.base import find_algorithm
 from fedloom.errors import ExperimentError
 from fedloom.transport.stream import CHANNEL_OPTIONS, SERVER_OPTIONS
 
@@ -69,7 +69,7 @@ def test_what_runs_code_is_found(code: str) -> None:
 def test_a_method_is_found_by_its_registered_name_alone(name: str) -> None:
     """An aggregator names the method that its workers run, and can make them import nothing."""
     with pytest.raises(ExperimentError, match="fedavg"):
-        find(name)
+        find_algorithm(name)
     assert "antigravity" not in sys.modules
 
 

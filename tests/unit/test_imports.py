@@ -36,8 +36,8 @@ ARROWS: dict[str, set[str]] = {
     "models": set(),
     "storage": set(),
     "data": {"storage"},
-    "theory": {"models", "data", "messages"},
-    "algorithms": {"models", "data", "messages", "theory"},
+    "privacy": set(),
+    "algorithms": {"models", "data", "messages", "privacy"},
     "experiment": {"models", "data", "algorithms", "storage"},  # models, data and algorithms never know it
     "evaluation": {"data", "messages"},
     "runs": {"data", "storage", "experiment"},
@@ -55,12 +55,12 @@ ARROWS: dict[str, set[str]] = {
         "runs",
     },
     "reporting": {"data", "evaluation", "experiment", "runs", "federation"},
-    "runner": {*PARTS, "theory", "reporting"},
+    "runner": {*PARTS, "privacy", "reporting"},
     "trackers": {"experiment", "runs", "runner"},
     "api": {"models", "data", "storage", "experiment", "runs", "reporting", "runner"},
     "cluster": PARTS,
     "kubeflow": {*PARTS, "reporting", "runner", "cluster"},
-    "cli": {*PARTS, "theory", "reporting", "runner", "api", "cluster", "kubeflow"},
+    "cli": {*PARTS, "privacy", "reporting", "runner", "api", "cluster", "kubeflow"},
     "__main__": {"cli"},
     "__init__": {"api", "experiment", "runner"},  # when its names are used
 }

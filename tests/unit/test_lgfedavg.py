@@ -24,7 +24,6 @@ from torch import Tensor
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.lgfedavg import LGFEDAVG, LGFedAvgSettings
-from fedloom.algorithms.recipe import local_sgd
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
@@ -62,7 +61,7 @@ def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_are_what_clients
     assert torch.equal(lg.state["theta"][:BODY], start[:BODY])
     for c in clients(SIZES)[:2]:
         members = ClientGroup([c], lambda client, purpose: generator(SEED, f"train/{purpose}", client, 1))
-        body = local_sgd(SMALL, members, start[None], settings).theta[0, :BODY]
+        body = FEDAVG.train(SMALL, members, start[None], settings).theta[0, :BODY]
         assert torch.equal(lg.predictors[1, c.id]["personal"].tensors()["theta"], torch.cat([body, head]))
     assert torch.equal(lg.predictors[1, "c2"]["personal"].tensors()["theta"], lg.state["theta"])
 

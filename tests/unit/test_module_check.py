@@ -210,7 +210,7 @@ def test_a_parametrized_or_shared_head_is_refused_by_methods_that_cannot_have_it
     tied = ModuleModel(Tied, (2,), 2, "features")
     assert tied.has_features
     assert tied.layout.head == ()
-    with refused("own", "fedper"):
+    with refused("fedper", "own"):
         FEDPER.check_model(FEDPER.settings(), tied)
     with refused("model.head", "'last'", "shares"):
         ModuleModel(Tied, (2,), 2, "features", head="last")
@@ -335,11 +335,11 @@ class Squeezes(Small):
     [
         (Counts, ("Counts", "calls", "evaluation.batch_size")),
         (Owns, ("Owns", "numbers")),
-        (Remembers, ("Remembers", "same inputs", "kept")),
+        (Remembers, ("Remembers", "same inputs", "keep")),
         (FirstSeen, ("FirstSeen", "training mode", "other inputs first")),
         (ByTheBatch, ("ByTheBatch", "evaluation mode", "evaluation.batch_size")),
         (Undefined, ("Undefined", "NaN")),
-        (Squeezes, ("Squeezes", "[2]", "[1, 2]")),
+        (Squeezes, ("Squeezes", "[1, 2]", "[2]")),
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), ("Sequential", "probabilities", "softmax")),
     ],
 )

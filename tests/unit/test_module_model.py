@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import fedloom
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.client import train
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.experiment import from_shared_json, of
@@ -198,7 +199,7 @@ def frozen() -> nn.Module:
         (Counts, ("Counts", "calls", "constants")),
         (Noise, ("Noise", "same inputs", "random")),
         (frozen, ("'0'", "weight", "frozen")),
-        (lambda: nn.Linear(3, 5), ("[3, 5]", "[3, 2]")),
+        (lambda: nn.Linear(3, 5), ("[3, 2]", "[3, 5]")),
         (lambda: nn.Linear(4, 2), ("[3, 3]", "RuntimeError")),
         (lambda: nn.Linear(3, 2).double(), ("float64", "float32")),
         (nn.Identity, ("Identity", "no parameters")),

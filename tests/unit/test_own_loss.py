@@ -14,8 +14,9 @@ from federations import CLASSES, IMAGE, clients, federation, group, made_by, tas
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from fedloom.algorithms.base import find
-from fedloom.algorithms.client import LocalSGD, batches, train
+from fedloom.algorithms.base import find_algorithm
+from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
@@ -55,16 +56,16 @@ def test_every_method_trains_with_the_models_own_loss(tmp_path: Path, name: str)
 
 def test_the_method_with_another_loss_refuses_it() -> None:
     with pytest.raises(ExperimentError) as error:
-        find("pfedgp").check_model(None, OWN)
-    assert tells(str(error.value), "model.name", "loss of its own", "pfedgp")
+        find_algorithm("pfedgp").check_model(None, OWN)
+    assert tells(str(error.value), "model.name", "pfedgp", "loss")
 
 
 def test_fedavg_is_sgd_on_it(tmp_path: Path) -> None:
     data = clients(SIZES)
     f = federation(
         tmp_path,
-        find("fedavg"),
-        s := find("fedavg").settings.model_validate({"local": LOCAL, "weighting": "uniform"}),
+        find_algorithm("fedavg"),
+        s := find_algorithm("fedavg").settings.model_validate({"local": LOCAL, "weighting": "uniform"}),
         task(OWN),
         data,
     )
@@ -87,7 +88,7 @@ def test_fedavg_is_sgd_on_it(tmp_path: Path) -> None:
 def test_pfedbayes_takes_it_for_the_negative_log_likelihood(tmp_path: Path) -> None:
     """(27) and (28) by torch.distributions and torch.optim."""
     data, settings = clients(SIZES), METHODS["pfedbayes"]
-    method = find("pfedbayes")
+    method = find_algorithm("pfedbayes")
     f = federation(tmp_path, method, s := method.settings.model_validate(settings), task(OWN), data)
     start = f.state["v"]
 

@@ -13,7 +13,7 @@ import torch
 from vowel_runs import on_vowels
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import available, find
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.errors import ExperimentError
 from fedloom.federation.carrier import Call, ConversationKey, Lost
 from fedloom.federation.client_side import after_steps_purpose
@@ -155,7 +155,7 @@ def test_steps_that_the_experiment_does_not_name_are_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", available())
 def test_every_method_has_steps_or_says_who_does(name: str) -> None:
-    algorithm = find(name)
+    algorithm = find_algorithm(name)
     settings = algorithm.settings()
     if algorithm.has_steps:
         assert algorithm.after_steps(settings, 7) != algorithm.after_steps(settings, 0)

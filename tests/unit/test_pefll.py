@@ -266,7 +266,7 @@ def test_l2_inside_adam_is_torchs_to_the_bit_and_without_lambda_nothing() -> Non
 
 
 def test_l2_is_inside_adam_alone() -> None:
-    with pytest.raises(ValidationError, match=r"decay: found l2 with rule paper.*allowed: with rule adam"):
+    with pytest.raises(ValidationError, match=r"decay: l2 .*rule: adam"):
         literal(server={"decay": "l2"})
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
-from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings, meta_sgd
+from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.quadratic import Quadratic
@@ -46,7 +46,9 @@ def test_steps_on_a_quadratic_have_a_closed_form(hessian: str) -> None:
     split = Split(c.repeat(4, 1), None)
     s = made(hessian=hessian, inner_lr=0.3, local={"epochs": None, "steps": 3, "lr": 0.2, "momentum": 0.0})
     theta = torch.tensor([3.0, -1.0]).double()
-    found = meta_sgd(Quadratic(2, (2.0, 0.5)), group([ClientData("c0", split, split, split, 0)]), theta[None], s)
+    found = PER_FEDAVG.train(
+        Quadratic(2, (2.0, 0.5)), group([ClientData("c0", split, split, split, 0)]), theta[None], s
+    )
     slope = 1 - 0.2 * h * (1 - 0.3 * h) ** (1 if hessian == "none" else 2)
     close(found.theta[0], c + slope**3 * (theta - c), atol=1e-11)
     assert found.steps.item() == 3
@@ -94,7 +96,7 @@ def test_the_gradient_is_that_of_the_objective(sizes: tuple[int, ...]) -> None:
     expected["finite_difference"] = expected["exact"]
     for hessian in HESSIANS:
         local = {"epochs": None, "steps": 1, "batch_size": 10, "lr": 1.0, "momentum": 0.0}
-        found = meta_sgd(MODEL, group(data), theta.expand(len(data), -1), made(hessian=hessian, local=local))
+        found = PER_FEDAVG.train(MODEL, group(data), theta.expand(len(data), -1), made(hessian=hessian, local=local))
         atol = 1e-5 if hessian == "finite_difference" else 1e-12
         close(theta - found.theta, torch.stack(expected[hessian]), atol=atol)
 
@@ -113,7 +115,7 @@ def test_the_three_batches_of_a_step_are_drawn_apart() -> None:
     (there,) = torch.autograd.grad(F.cross_entropy(MODEL.logits(p, x[third]), y[third]), [p], create_graph=True)
     (product,) = torch.autograd.grad((there * q).sum(), [p])
     s = made(hessian="exact", local={"epochs": None, "steps": 1})
-    close(meta_sgd(MODEL, group([c]), theta[None], s).theta[0], theta - 0.05 * (q - 0.1 * product))
+    close(PER_FEDAVG.train(MODEL, group([c]), theta[None], s).theta[0], theta - 0.05 * (q - 0.1 * product))
 
 
 def test_personal_is_steps_of_the_inner_rate_on_train_data(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_personal_is_steps_of_the_inner_rate_on_train_data(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("hessian", ["none", "exact"])
 def test_a_delta_without_a_finite_difference_is_refused(hessian: str) -> None:
-    with pytest.raises(ValidationError, match=rf"delta: found 0\.01 with hessian {hessian}"):
+    with pytest.raises(ValidationError, match=rf"delta: .*0\.01 with hessian {hessian}"):
         made(hessian=hessian, delta=0.01)
     with pytest.raises(ValidationError, match="delta"):
         made(hessian="finite_difference", delta=0.0)

@@ -21,6 +21,15 @@ from torch.distributions import Normal, kl_divergence
 
 from fedloom.algorithms.base import ClientGroup, Round, Task
 from fedloom.algorithms.client import batches
+from fedloom.algorithms.mean_field import (
+    MeanField,
+    add_posterior_gradient,
+    gaussian,
+    inverse_softplus,
+    matched_moments,
+    prior_gradient,
+    softplus,
+)
 from fedloom.algorithms.pfedbayes import (
     PFEDBAYES,
     GlobalGaussian,
@@ -35,19 +44,16 @@ from fedloom.federation.randomness import generator
 from fedloom.messages import Replies
 from fedloom.models.flat import FlatModel, Layout
 from fedloom.models.predictors import Ensemble
-from fedloom.theory.gaussian import (
-    MeanField,
-    add_posterior_gradient,
-    gaussian,
-    inverse_softplus,
-    kl,
-    matched_moments,
-    prior_gradient,
-    softplus,
-)
 
 SEED = 7  # of the federations
 SIZES = (4, 9, 6)
+
+
+def kl(q: MeanField, w: MeanField) -> Tensor:
+    """Return KL(q ‖ w) in nats (eq. 8), ``[..., d] -> [...]``."""
+    ratio = (q.sigma / w.sigma).square()
+    distance = ((q.mu - w.mu) / w.sigma).square()
+    return 0.5 * (ratio + distance - 1 - ratio.log()).sum(-1)
 
 
 def made(**changes: Any) -> PFedBayesSettings:
@@ -368,7 +374,7 @@ def test_a_client_whose_state_is_from_before_moments_were_kept_has_none() -> Non
 
 
 def test_gradient_descent_has_no_moments_to_keep() -> None:
-    with pytest.raises(ValidationError, match=r"moments: found kept with optimizer gd.*allowed: adam"):
+    with pytest.raises(ValidationError, match=r"moments: kept .*optimizer: adam"):
         made(moments="kept", optimizer="gd")
 
 
@@ -505,9 +511,9 @@ def test_gradient_descent_beyond_its_bound_is_refused() -> None:
     """ζ η₁ < 2 softplus(ρ)²: the paper's settings are inside, by a fifth."""
     paper = PFedBayesSettings()
     assert paper.zeta * paper.lr_personal == pytest.approx(0.8 * 2 * softplus(-2.5) ** 2, rel=0.01)
-    with pytest.raises(ValidationError, match=r"lr_personal: found 0\.013\b.*0\.0124"):
+    with pytest.raises(ValidationError, match=r"lr_personal: 0\.013\b.*0\.0124"):
         PFedBayesSettings(zeta=13.0)
-    with pytest.raises(ValidationError, match=r"lr_global: found 0\.02"):
+    with pytest.raises(ValidationError, match=r"lr_global: 0\.02"):
         PFedBayesSettings(lr_global=0.02)
     PFedBayesSettings(zeta=13.0, objective="mean")
     PFedBayesSettings(zeta=13.0, optimizer="adam")
@@ -526,14 +532,14 @@ def test_the_bound_is_where_the_divergence_is(zeta: float, refused: bool) -> Non
     assert (bool(q.mu.abs().max() > 0.01)) is refused
     assert (s is None) is refused
     if refused:
-        with pytest.raises(ValidationError, match=r"found 0\.0126"):
+        with pytest.raises(ValidationError, match=r"lr_personal: 0\.0126"):
             made(optimizer="gd", lr_personal=0.001, zeta=zeta, lr_global=1e-3)
 
 
 def test_a_prior_that_became_too_narrow_is_refused() -> None:
     s = PFedBayesSettings(batch_size=3)
     v = gaussian(torch.zeros(task().model.layout.size).double(), -3.0)
-    with pytest.raises(ExperimentError, match=r"lr_personal: found 0\.01\b.*0\.00472"):
+    with pytest.raises(ExperimentError, match=r"lr_personal: 0\.01\b.*0\.00472"):
         next(PFedBayesClient(s, task()).open(ClientGroup([client("c0", 5)], keyed("train")), GlobalGaussian(v)))
 
 

@@ -29,11 +29,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms import pfedgp
+from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel
 from fedloom.algorithms.pfedgp import (
     PFEDGP,
     GPTree,
     PFedGPSettings,
-    collect_training_data,
     gibbs,
     in_pieces,
     kernel,
@@ -46,7 +46,6 @@ from fedloom.algorithms.pfedgp import (
     unit,
     visit,
 )
-from fedloom.algorithms.recipe import PersonalizeRequest, SharedModel
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load
@@ -259,7 +258,7 @@ def test_classes_that_are_apart_are_told_apart(classes: tuple[int, ...]) -> None
     """All right on new examples; absent classes have probability 0, rows sum to 1."""
     body = torch.zeros_like(BODY)
     body[: 5 * 256].view(5, 256)[torch.arange(3), torch.arange(3)] = 1.0
-    (named,) = collect_training_data(
+    (named,) = PFEDGP.personalize(
         MODEL, group([apart(30, classes)]), body[None], made(chains_predict=20, gibbs_steps=5)
     )
     new = apart(31, classes).train
@@ -273,9 +272,9 @@ def test_classes_that_are_apart_are_told_apart(classes: tuple[int, ...]) -> None
 def test_one_class_alone_is_certain_and_cannot_train() -> None:
     """Nothing decides between classes: it is refused before training, by what is known of it, and again by it."""
     c = apart(6, (1,))
-    (named,) = collect_training_data(MODEL, group([c]), BODY[None], made())
+    (named,) = PFEDGP.personalize(MODEL, group([c]), BODY[None], made())
     assert torch.equal(named["personal"].probabilities(c.test.x), torch.tensor([0.0, 1.0, 0.0]).double().expand(6, 3))
-    with pytest.raises(DataError, match="c: found train examples of one class; allowed: of two or more"):
+    with pytest.raises(DataError, match=r"c: .*one class"):
         visit(MODEL, group([c]), 0, BODY[None], made())
 
 
@@ -291,17 +290,17 @@ def test_a_seen_client_of_one_class_is_refused_before_training(tmp_path: Path) -
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(tree))
     experiment = load(tmp_path / "one.yaml")
     data = [client("c0", 4), replace(apart(6, (1,)), id="c1")]
-    with pytest.raises(ExperimentError, match="cannot train c1: found train examples of one class; allowed: of"):
+    with pytest.raises(ExperimentError, match=r"cannot train c1: .*one class"):
         check_clients(experiment, manifest(data).clients)
     check_clients(experiment, manifest(data, unseen=["c1"]).clients)
 
 
 def test_what_is_saved_is_enough_to_predict_again() -> None:
     c = client("c0", 9)
-    personal = collect_training_data(MODEL, group([c]), BODY[None], made())[0]["personal"]
+    personal = PFEDGP.personalize(MODEL, group([c]), BODY[None], made())[0]["personal"]
     assert isinstance(personal, GPTree)
     saved = {name: tensor.clone() for name, tensor in personal.tensors().items()}
-    other = collect_training_data(MODEL, group([client("c0", 9, seed=8)]), BODY[None] * 2, made())[0]["personal"]
+    other = PFEDGP.personalize(MODEL, group([client("c0", 9, seed=8)]), BODY[None] * 2, made())[0]["personal"]
     assert torch.equal(other.predict(saved, c.test.x), personal.log_probabilities(c.test.x))
 
 
@@ -333,10 +332,10 @@ def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_clients_that_are_too_large_are_refused() -> None:
     assert PFEDGP.check_client(made(max_examples=8), 8, 2) is None
-    with pytest.raises(DataError, match=r"c0: found 9 train examples; allowed: at most algorithm.max_examples \(8\)"):
-        collect_training_data(MODEL, group([client("c0", 9)]), BODY[None], made(max_examples=8))
+    with pytest.raises(DataError, match=r"c0: .*\b9\b.*algorithm\.max_examples \(8\)"):
+        PFEDGP.personalize(MODEL, group([client("c0", 9)]), BODY[None], made(max_examples=8))
 
 
 def test_a_model_of_one_layer_is_refused() -> None:
-    with pytest.raises(ExperimentError, match="model of one layer"):
+    with pytest.raises(ExperimentError, match=r"model\.name: pfedgp .*one layer"):
         PFEDGP.check_model(made(), MLP(IMAGE, [], CLASSES))

@@ -222,5 +222,5 @@ def test_a_group_answers_as_its_clients_do_alone(who: list[float] | None) -> Non
 @pytest.mark.parametrize("key", ["server_lr", "embedding_lr"])
 def test_a_decay_that_overshoots_is_refused(key: str) -> None:
     made(**{key: 9.9, "server_decay": 0.1})
-    with pytest.raises(ValidationError, match=rf"{key}: found 10 .*0\.1"):
+    with pytest.raises(ValidationError, match=rf"{key}: .*\b10 .*0\.1"):
         made(**{key: 10.0, "server_decay": 0.1})

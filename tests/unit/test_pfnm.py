@@ -17,11 +17,11 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedloom.algorithms.base import Task
+from fedloom.algorithms.neuron_matching import gains, match, pool
 from fedloom.algorithms.pfnm import PFNM, PFNMSettings, network, neurons, wide
 from fedloom.errors import ExperimentError
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
-from fedloom.theory.matching import gains, match, pooled
 
 SIZES = (4, 9, 6)
 LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0}
@@ -62,7 +62,7 @@ def test_gains_are_differences_of_the_log_posterior() -> None:
     v, p, prior = normal(3, 4), torch.tensor([0.5, 1.0, 2.0, 0.3]).double(), 0.7
     others = normal(2, 3, 4, seed=2)
     precisions = normal(2, 4, seed=3).abs()
-    total, precision, count = pooled(others, precisions, torch.tensor([[0, 1, 2], [2, 0, 3]]), prior)
+    total, precision, count = pool(others, precisions, torch.tensor([[0, 1, 2], [2, 0, 3]]), prior)
     assert count.tolist() == [2, 1, 2, 1]
     found = gains(v, p, total, precision, count, 3, prior, 1.5, 3)
 
@@ -85,7 +85,7 @@ def test_gains_and_means_with_a_prior_mean_are_those_of_least_squares() -> None:
     centre = torch.tensor([0.0, 0.1, -2.0]).double()
     v, p = normal(2, 3), torch.tensor([0.5, 1.0, 2.0]).double()
     others, precisions = normal(2, 1, 3, seed=2), normal(2, 3, seed=3).abs() + 0.1
-    total, precision, count = pooled(others, precisions, torch.tensor([[0], [0]]), prior, centre)
+    total, precision, count = pool(others, precisions, torch.tensor([[0], [0]]), prior, centre)
 
     def fitted(values: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, float]:
         """The best atom ``[K]`` of some neurons, and its sum of squares."""
@@ -107,7 +107,7 @@ def test_gains_and_means_with_a_prior_mean_are_those_of_least_squares() -> None:
 @pytest.mark.parametrize("length", [2, 4])
 def test_an_assignment_is_the_best_of_all(length: int) -> None:
     v, p = normal(length, 5, seed=length), torch.ones(5).double()
-    atoms = pooled(normal(2, length, 5, seed=9), torch.ones(2, 5).double(), torch.arange(length).repeat(2, 1), 1.0)
+    atoms = pool(normal(2, length, 5, seed=9), torch.ones(2, 5).double(), torch.arange(length).repeat(2, 1), 1.0)
     gain = gains(v, p, *atoms, 3, 1.0, 1.0, length)
     best = max(
         sum(float(gain[row, column]) for row, column in enumerate(columns))
@@ -126,7 +126,7 @@ def test_permuted_copies_are_matched_and_shrink_as_the_prior_says(networks: int)
     p[:, 7:] = 1 / networks  # two classes
     found = matched(copies, p)
     assert int(found.max()) == 5
-    total, precision, count = pooled(copies, p, found, 1.0)
+    total, precision, count = pool(copies, p, found, 1.0)
     assert count.tolist() == [networks] * 6
     for order, atoms in zip(orders, found, strict=True):
         mean = (total / precision)[atoms]
@@ -346,7 +346,7 @@ def test_what_is_refused() -> None:
     for model in (LeNet(IMAGE, CLASSES), MLP(IMAGE, [], CLASSES), MLP(IMAGE, [4, 4], CLASSES)):
         with pytest.raises(ExperimentError, match=r"model.name"):
             PFNM.check_model(made(), model)
-    with pytest.raises(ExperimentError, match=r"algorithm.cap: found 4; allowed: at least 5"):
+    with pytest.raises(ExperimentError, match=r"algorithm.cap: .*\b5\b.*\b4\b"):
         PFNM.check_model(made(cap=4), problem().model)
     for key in ("sigma", "sigma0", "gamma", "sweeps", "cap"):
         with pytest.raises(ValidationError, match=key):

@@ -125,5 +125,5 @@ def test_the_experiment_file_chooses() -> None:
     assert not torch.equal(rounded.logits(theta, x), exact.logits(theta, x))
     with pytest.raises(ValidationError, match="bfloat16"):
         MLPSettings(precision="float16")  # type: ignore[arg-type]
-    with pytest.raises(ExperimentError, match=r"model\.precision: found bfloat16 for 'quadratic'.*allowed: float32"):
+    with pytest.raises(ExperimentError, match=r"model\.precision: quadratic .*float32.*bfloat16"):
         QuadraticSettings(precision="bfloat16").build((3,), 0, "features")

@@ -27,7 +27,6 @@ from fedloom.algorithms.pefll import (
     PeFLLClient,
     PeFLLSettings,
     PeFLLTrainRequest,
-    private,
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.pack import PackSettings, pack
@@ -36,10 +35,10 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.carrier import ConversationKey
 from fedloom.federation.randomness import generator
 from fedloom.models.embedding import EmbeddingSettings, clipped
+from fedloom.privacy.gaussian_mechanism import compose, gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
 from fedloom.runner.assemble import make_partition, make_parts
 from fedloom.runner.results import conclude
 from fedloom.runner.worker import Worker, WorkerOptions
-from fedloom.theory.privacy import gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid, together
 from fedloom.transport.introduction import Joined
 
 Z = {"clip": 0.7, "noise_multiplier": 2.5}
@@ -93,7 +92,7 @@ def test_multipliers_are_those_of_an_accountant(epsilon: float, releases: int, z
 def test_releases_of_several_multipliers_tell_what_an_accountant_says(
     multipliers: tuple[float, ...], delta: float, epsilon: float
 ) -> None:
-    assert gaussian_epsilon(together(multipliers), delta) == pytest.approx(epsilon, rel=1e-6)
+    assert gaussian_epsilon(compose(multipliers), delta) == pytest.approx(epsilon, rel=1e-6)
 
 
 @given(st.floats(1e-3, 200), st.floats(1e-12, 0.4), st.integers(1, 10_000))
@@ -245,7 +244,7 @@ def test_the_chain_rule_goes_through_the_clip() -> None:
 
 @pytest.mark.parametrize("which", ["train", "evaluate"])
 def test_a_batch_of_the_data_is_refused(which: str) -> None:
-    with pytest.raises(ValidationError, match="allowed: with all for both"):
+    with pytest.raises(ValidationError, match=f"privacy: .*{which}.*all.*batch"):
         settings(Z, **{which: "batch"})
 
 
@@ -278,9 +277,9 @@ def test_the_summary_tells_what_is_promised_to_the_client_that_answered_most(tmp
 
 def test_a_clip_that_nobody_says_is_refused() -> None:
     with pytest.raises(ExperimentError, match="clip must be given"):
-        private(settings(), None, 1.0, 1e-5)
-    assert private(settings(Z), None, 1.0, 1e-5).descriptor.privacy.clip == 0.7  # type: ignore[union-attr]
-    assert private(settings(Z), 0.5, 1.0, 1e-5).descriptor.privacy.clip == 0.5  # type: ignore[union-attr]
+        PEFLL.private(settings(), None, 1.0, 1e-5)
+    assert PEFLL.private(settings(Z), None, 1.0, 1e-5).descriptor.privacy.clip == 0.7  # type: ignore[union-attr]
+    assert PEFLL.private(settings(Z), 0.5, 1.0, 1e-5).descriptor.privacy.clip == 0.5  # type: ignore[union-attr]
 
 
 OWN = """

@@ -15,12 +15,12 @@ from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.errors import DataError, QuorumError, StorageError
 from fedloom.federation.carrier import Call, ConversationKey, Lost
 from fedloom.federation.releases import Releases, count_releases
+from fedloom.privacy.gaussian_mechanism import compose
 from fedloom.runner.results import _multiplier
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.storage import open_store
-from fedloom.theory.privacy import together
 
 PRIVACY = {"clip": 0.7, "noise_multiplier": 2.5}
 PROMISED = Privacy(("Descriptor",), 0.7, 2.5, 1e-5)
@@ -161,7 +161,7 @@ def test_each_answer_counts_with_the_noise_that_it_had(tmp_path: Path) -> None:
     found = count_releases(folder, repeatable=False)
     assert found.is_known
     assert found.times == {"a": {2.5: 2, 1.0: 2}}
-    assert _multiplier(found.times["a"]) == pytest.approx(together([2.5, 2.5, 1.0, 1.0]))
+    assert _multiplier(found.times["a"]) == pytest.approx(compose([2.5, 2.5, 1.0, 1.0]))
     assert _multiplier({2.5: 4}) == 2.5 / 2
     assert _multiplier({2.5: 1, 0.0: 1}) == 0.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +9,35 @@ import numpy as np
 import pytest
 import torch
 from facts import tells
-from federations import clients, federation, task
+from federations import clients, federation, task, variant
 from pydantic import ValidationError
 from scipy.stats import trim_mean
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, available, conversation, find
-from fedloom.algorithms.recipe import Averaging, SharedModel, Update, bounded, trimmed_mean
+from fedloom.algorithms.averaging import Averaging, bounded, trimmed_mean
+from fedloom.algorithms.base import ClientGroup, available, conversation, find_algorithm
+from fedloom.algorithms.fedavg import SharedModel, Update
 
 SIZES = (4, 9, 6, 5, 7)
 LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
 ROBUST = tuple(
-    name for name in available() if issubclass(find(name).settings, Averaging) and name not in ("scaffold", "tr-maml")
+    name
+    for name in available()
+    if issubclass(find_algorithm(name).settings, Averaging) and name not in ("scaffold", "tr-maml")
 )
 
 
 def made(method: str, **keys: Any) -> Any:
-    settings = find(method).settings
+    settings = find_algorithm(method).settings
     short = {"local": LOCAL} if "local" in settings.model_fields else {}
     return settings.model_validate({"weighting": "uniform", **short, **keys})
 
 
 def trained(folder: Path, method: str, rounds: int = 2, **keys: Any) -> dict[str, Tensor]:
-    run = federation(folder, find(method), made(method, **keys), task(n=len(SIZES)), clients(SIZES), rounds=rounds)
+    run = federation(
+        folder, find_algorithm(method), made(method, **keys), task(n=len(SIZES)), clients(SIZES), rounds=rounds
+    )
     run.run()
     return run.state
 
@@ -63,7 +67,7 @@ def test_a_trimmed_mean_against_others(rows: int, share: float) -> None:
 def test_a_trimmed_mean_of_many_coordinates_is_taken_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(6, 1000, generator=torch.Generator().manual_seed(3))
     whole = trimmed_mean(x, 0.2)
-    monkeypatch.setattr("fedloom.algorithms.recipe.COLUMNS", 64)
+    monkeypatch.setattr("fedloom.algorithms.averaging.COLUMNS", 64)
     assert torch.equal(trimmed_mean(x, 0.2), whole)
 
 
@@ -97,14 +101,16 @@ def test_a_bound_and_a_trimmed_mean_make_another_model(tmp_path: Path, method: s
     plain, robust = trained(tmp_path / "plain", method), trained(tmp_path / "robust", method, **keys)
     assert not torch.equal(plain["theta"], robust["theta"])
     if "max_norm" in keys:
-        start = federation(tmp_path / "start", find(method), made(method), task(n=5), clients(SIZES)).state["theta"]
+        start = federation(tmp_path / "start", find_algorithm(method), made(method), task(n=5), clients(SIZES)).state[
+            "theta"
+        ]
         moved = 3 if method == "fedavgm" else 2  # its momentum of 0.9: twice the first step, once the second
         assert float((robust["theta"] - start).norm()) <= moved * 1e-3 * (1 + 1e-6)
 
 
 def poisoned(method: str, by: float) -> base.Algorithm:
     """The method with a client c2 that trains nothing, and says that everything changed by so much."""
-    algorithm = find(method)
+    algorithm = find_algorithm(method)
 
     def client(settings: Any, problem: base.Task) -> base.ClientAlgorithm:
         honest = algorithm.client(settings, problem)
@@ -119,9 +125,9 @@ def poisoned(method: str, by: float) -> base.Algorithm:
                 yield Update(torch.full_like(opening.theta, by).expand(1, -1), one, one)
                 return None
 
-        return Liar(settings, problem)
+        return Liar(honest.method, settings, problem)
 
-    return dataclasses.replace(algorithm, client=client)
+    return variant(algorithm, client=client)
 
 
 @pytest.mark.parametrize(("by", "weighting", "lr"), [(1e6, "uniform", 1.0), (-1e12, "examples", 0.5)])
@@ -150,7 +156,9 @@ def test_a_trimmed_mean_stays_between_what_honest_members_say(tmp_path: Path, tr
     run = federation(tmp_path, poisoned("fedavg", by), made("fedavg", trim=trim), task(n=5), clients(SIZES))
     start = run.state["theta"]
     for i in (0, 1, 3, 4):  # what each honest member says: the model after a round in which nobody else answered
-        alone = federation(tmp_path / f"alone-{i}", find("fedavg"), made("fedavg"), task(n=1), [clients(SIZES)[i]])
+        alone = federation(
+            tmp_path / f"alone-{i}", find_algorithm("fedavg"), made("fedavg"), task(n=1), [clients(SIZES)[i]]
+        )
         alone.run()
         said.append(alone.state["theta"] - start)
     run.run()
@@ -161,7 +169,7 @@ def test_a_trimmed_mean_stays_between_what_honest_members_say(tmp_path: Path, tr
 
 @pytest.mark.parametrize("method", ROBUST)
 def test_the_server_needs_each_update_then(method: str) -> None:
-    needs = find(method).needs_each_update
+    needs = find_algorithm(method).needs_each_update
     assert not needs(made(method))
     assert needs(made(method, max_norm=1.0))
     assert needs(made(method, trim=0.1))
@@ -170,7 +178,7 @@ def test_the_server_needs_each_update_then(method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "keys", "facts"),
     [
-        ("fedavg", {"trim": 0.1, "weighting": "examples"}, ("trim", "0.1", "examples", "uniform")),
+        ("fedavg", {"trim": 0.1, "weighting": "examples"}, ("trim", "uniform", "examples")),
         ("fedavg", {"trim": 0.6}, ("trim", "0.5")),
         ("fedavg", {"max_norm": 0.0}, ("max_norm", "0")),
         ("scaffold", {"max_norm": 1.0}, ("max_norm",)),
@@ -183,5 +191,5 @@ def test_the_server_needs_each_update_then(method: str) -> None:
 )
 def test_what_is_refused(method: str, keys: dict[str, Any], facts: tuple[str, ...]) -> None:
     with pytest.raises(ValidationError) as error:
-        find(method).settings.model_validate(keys)
+        find_algorithm(method).settings.model_validate(keys)
     assert tells(str(error.value), *facts)

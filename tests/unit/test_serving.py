@@ -37,14 +37,15 @@ import fedloom
 from fedloom import digests
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
+from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PersonalizedModel
-from fedloom.algorithms.recipe import Update
 from fedloom.cli.use import personalize
 from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, StorageError
 from fedloom.federation.loop import vocabulary
+from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon, noise_multiplier
 from fedloom.runner.assemble import make_parts
 from fedloom.runner.distributed import ServingSettings
 from fedloom.runner.distributed import serving as aggregator_serving
@@ -60,7 +61,6 @@ from fedloom.runner.personal import (
 from fedloom.runner.personal_model import FORMATS, PrivacyGuarantee
 from fedloom.runner.serve import DurableRounds, serve
 from fedloom.runs.folder import RunFolder
-from fedloom.theory.privacy import gaussian_epsilon, noise_multiplier, together
 from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.personalization import ServingLimits
 from fedloom.transport.spoken import PERSONALIZE, RETRY, SERVICE, frames, pieces
@@ -407,7 +407,7 @@ def test_a_client_that_takes_too_long_is_told_so(run: Path) -> None:
 
 
 def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp_path: Path) -> None:
-    """pFedHN's conversation has several exchanges, which clients of a tile hold together."""
+    """pFedHN's conversation has several exchanges, which clients of a tile hold compose."""
     on_vowels(tmp_path, METHODS["pfedhn"]).run()
     run, (x, y) = tmp_path / "run", examples(1)
     d = sum(tensor.numel() for tensor in fedloom.personalize(str(run), x, y).state_dict().values())
@@ -496,7 +496,7 @@ def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(
 
 
 KNOWN_ONLY = """
-import dataclasses
+import copy
 from fedloom.algorithms.fedavg import FEDAVG
 from fedloom.errors import DataError
 
@@ -515,7 +515,8 @@ def server(*given):
     return half
 
 
-METHOD = dataclasses.replace(FEDAVG, name="known-only", server=server)
+METHOD = copy.copy(FEDAVG)
+METHOD.name, METHOD.server = "known-only", server
 """
 
 
@@ -619,7 +620,7 @@ def test_a_ledger_adds_up_what_requests_tell_and_keeps_to_the_budget(run: Path, 
         more = fedloom.personalize(at, x, y, **{**how, "epsilon": 0.1, "delta": 1e-4}).card.privacy  # of another size
     assert more is not None
     assert (more.delta, more.total_delta) == (1e-4, 1e-5)
-    assert more.total_epsilon == pytest.approx(gaussian_epsilon(together([z, z, z, noise_multiplier(0.1, 1e-4)]), 1e-5))
+    assert more.total_epsilon == pytest.approx(gaussian_epsilon(compose([z, z, z, noise_multiplier(0.1, 1e-4)]), 1e-5))
 
 
 @given(st.lists(st.tuples(st.floats(0.05, 3), st.sampled_from([1e-8, 1e-5, 1e-2])), min_size=1, max_size=4))

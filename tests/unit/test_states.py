@@ -86,7 +86,13 @@ class Client(ClientAlgorithm):
         return predictors_of(self.task.model, personal=thetas)
 
 
-REMEMBERS = Algorithm("remembers", 1, Settings, Server, Client, (Ask, Seen, Thanks, Personal))
+class Remembers(Algorithm):
+    name = "remembers"
+    settings, server, client = Settings, Server, Client
+    messages = (Ask, Seen, Thanks, Personal)
+
+
+REMEMBERS = Remembers()
 
 
 def bits(*rounds: int) -> int:

@@ -8,28 +8,30 @@ from dataclasses import replace
 import pytest
 import torch
 import wga_figures as figures
-from wga_figures import Setting, simulate
-
-from fedloom.theory.collaboration import (
-    Problem,
+from bounds.collaboration import (
     bc_bound,
     bc_bound_pl,
     bc_step_size,
     descent,
     mean_estimation_loss,
-    optimal_alpha,
-    optimal_alpha_bc,
-    optimal_alpha_oracle,
-    optimal_beta,
     oracle_bound_pl,
     quadratic_losses,
     relative_bias,
-    relative_bias_bc,
     speedup,
     weighted_variance,
     wga_bound,
     wga_bound_pl,
     wga_floor,
+)
+from wga_figures import Setting, simulate
+
+from fedloom.algorithms.collaboration import (
+    CollaborationConstants,
+    optimal_alpha,
+    optimal_alpha_bc,
+    optimal_alpha_oracle,
+    optimal_beta,
+    relative_bias_bc,
 )
 
 GRID = [i / 2000 for i in range(2001)]
@@ -76,7 +78,7 @@ def test_more_helpers_saturate_where_alpha_is_fixed() -> None:
 
 @pytest.mark.parametrize("helpers", [1, 3, 10, 100])
 def test_without_bias_the_best_weights_divide_the_variance_by_n_plus_one(helpers: int) -> None:
-    p = Problem(helpers, 0.0, 3.0)
+    p = CollaborationConstants(helpers, 0.0, 3.0)
     alpha = optimal_alpha(p, 0.1)
     assert alpha == pytest.approx(helpers / (helpers + 1))
     assert weighted_variance(alpha, 3.0, helpers) == pytest.approx(3.0 / (helpers + 1))
@@ -90,7 +92,7 @@ def test_without_bias_the_best_weights_divide_the_variance_by_n_plus_one(helpers
 @pytest.mark.parametrize("scaling", [0.0, 0.5, 3.0])
 @pytest.mark.parametrize("growth", [0.0, 1.5])
 def test_the_best_alpha_minimizes_the_bound(helpers: int, bias: float, scaling: float, growth: float) -> None:
-    p = Problem(helpers, bias, 2.0, 4.0, 0.5, scaling, growth=growth)
+    p = CollaborationConstants(helpers, bias, 2.0, 4.0, 0.5, scaling, growth=growth)
     noise = [0.4 * weighted_variance(alpha, growth, helpers) for alpha in GRID]
     allowed = [alpha for alpha, grown in zip(GRID, noise, strict=True) if alpha**2 * scaling + grown < 1]
     best = min(allowed, key=lambda alpha: wga_floor(p, alpha, 0.1))
@@ -101,7 +103,7 @@ def test_the_best_alpha_minimizes_the_bound(helpers: int, bias: float, scaling: 
 
 
 def test_the_best_weights_of_the_other_two_minimize_theirs() -> None:
-    p = Problem(7, 1.0, 2.0)
+    p = CollaborationConstants(7, 1.0, 2.0)
     best = min(GRID, key=lambda alpha: weighted_variance(alpha, 2.0, 7, 5.0))
     assert optimal_alpha_oracle(p, 5.0) == pytest.approx(best, abs=1e-3)
     best = min(GRID, key=lambda alpha: bc_bound_pl(p, alpha, 0.05, 0.1, 10**6, 1.0, 1.0))
@@ -111,8 +113,8 @@ def test_the_best_weights_of_the_other_two_minimize_theirs() -> None:
     for steps in (5, 500):
         best = min(GRID[1:], key=lambda beta: bc_bound(p, 0.7, beta, 0.1, steps, 1.0, p.bias))
         assert optimal_beta(p, steps) == pytest.approx(best, abs=1e-3)
-    assert optimal_beta(Problem(7, 1.0, 0.0), 5) == 1  # nothing but the start of c to get rid of
-    assert optimal_beta(Problem(7, 0.0, 1.0), 5) == 0  # c_0 = 0 is right
+    assert optimal_beta(CollaborationConstants(7, 1.0, 0.0), 5) == 1  # nothing but the start of c to get rid of
+    assert optimal_beta(CollaborationConstants(7, 0.0, 1.0), 5) == 0  # c_0 = 0 is right
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_what_the_bounds_promise_is_near_what_a_quadratic_has(
     helpers: int, bias: float, eta: float, beta: float | None
 ) -> None:
     """The table of docs/theory.md: the best α of the bound is nearly best, the speedup is at most twice the gain."""
-    p = Problem(helpers, bias, 10.0)
+    p = CollaborationConstants(helpers, bias, 10.0)
     if beta is None:
         alpha, claimed = optimal_alpha(p, eta), speedup(helpers, relative_bias(p, eta))
     else:
@@ -146,7 +148,7 @@ def test_what_the_bounds_promise_is_near_what_a_quadratic_has(
 
 
 def test_without_noise_nobody_is_needed() -> None:
-    p = Problem(5, 0.5, 0.0)
+    p = CollaborationConstants(5, 0.5, 0.0)
     assert (optimal_alpha(p, 0.1), optimal_alpha_oracle(p, 0.0), optimal_alpha_bc(p, 0.1, 0.1)) == (0, 0, 0)
     assert speedup(5, relative_bias(p, 0.1)) == 1
 
@@ -155,7 +157,7 @@ def test_linear_speedup_of_bias_correction_where_beta_falls_with_n() -> None:
     """At one η: the exact loss falls like 1/(N + 1) up to a constant, where a fixed β stops it."""
 
     def gain(helpers: int, beta: float) -> float:
-        p, eta = Problem(helpers, 0.0, 10.0), 0.05
+        p, eta = CollaborationConstants(helpers, 0.0, 10.0), 0.05
         alpha = optimal_alpha_bc(p, eta, beta)
         return quadratic_losses(p, 1, 0, None, eta, 2000, 0)[-1] / quadratic_losses(p, 1, alpha, beta, eta, 2000, 0)[-1]
 
@@ -166,7 +168,7 @@ def test_linear_speedup_of_bias_correction_where_beta_falls_with_n() -> None:
 @pytest.mark.parametrize("helpers", [1, 20])
 @pytest.mark.parametrize("bias", [0.0, 0.3, 3.0])
 def test_mean_estimation_is_wga_with_harmonic_steps(helpers: int, bias: float) -> None:
-    p, samples = Problem(helpers, bias**2, 4.0), 25
+    p, samples = CollaborationConstants(helpers, bias**2, 4.0), 25
     alpha = optimal_alpha(p, 1 / samples)
     best = min(GRID, key=lambda a: mean_estimation_loss(p, a, samples))
     assert alpha == pytest.approx(best, abs=1e-3)
@@ -187,7 +189,7 @@ def test_mean_estimation_is_wga_with_harmonic_steps(helpers: int, bias: float) -
 def test_bounds_hold_on_quadratics(alpha: float, beta: float, steps: int, growth: float) -> None:
     """L = μ = h, δ = 0; the gradient is h z."""
     h, eta, start = 0.8, 0.5, -2.0
-    p = Problem(5, 1.5, 2.0, h, h, growth=growth)
+    p = CollaborationConstants(5, 1.5, 2.0, h, h, growth=growth)
     excess = h * start**2 / 2
     wga = quadratic_losses(p, h, alpha, None, eta, steps, start)
     assert wga[-1] <= wga_bound_pl(p, alpha, eta, steps, excess)
@@ -204,7 +206,7 @@ def test_bounds_hold_on_quadratics(alpha: float, beta: float, steps: int, growth
 def test_the_bound_with_unlike_hessians_holds_in_simulation(growth: float) -> None:
     """f_0 = x²/2, f_avg = (1 + δ) (x - m)²/2: B(x) = δx - (1 + δ) m."""
     delta, m, alpha, beta, noise, helpers, steps = 0.5, 1.0, 0.8, 0.3, 1.0, 10, 400
-    p = Problem(helpers, 0.0, noise, dissimilarity=delta, growth=growth)
+    p = CollaborationConstants(helpers, 0.0, noise, dissimilarity=delta, growth=growth)
     eta = min(bc_step_size(p, alpha, beta), beta / 2)
     random = torch.Generator().manual_seed(0)
     x, c = torch.full((4000,), -2.0, dtype=torch.float64), torch.zeros(4000, dtype=torch.float64)
@@ -218,27 +220,27 @@ def test_the_bound_with_unlike_hessians_holds_in_simulation(growth: float) -> No
     excess, bias = start**2 / 2, (delta * start - (1 + delta) * m) ** 2
     assert squares <= bc_bound(p, alpha, beta, eta, steps, excess, bias)
     if growth:
-        with pytest.raises(ValueError, match=r"growth: found 0\.15, allowed: 0"):
+        with pytest.raises(ValueError, match=r"growth .*0\.15"):
             bc_bound_pl(p, alpha, beta, eta, steps, excess, bias)
         return
     assert float(x.square().mean()) / 2 <= bc_bound_pl(p, alpha, beta, eta, steps, excess, bias)
-    with pytest.raises(ValueError, match=r"step_size: found 0\.9, allowed: above 0 and at most"):
+    with pytest.raises(ValueError, match=r"step_size .*0\.9"):
         bc_bound(p, alpha, beta, 0.9, steps, excess, bias)
 
 
 def test_noise_that_grows_takes_from_the_descent_and_too_much_is_refused() -> None:
-    p = Problem(4, 1.0, 1.0, 2.0, 1.0, 0.5, growth=3.0)
+    p = CollaborationConstants(4, 1.0, 1.0, 2.0, 1.0, 0.5, growth=3.0)
     assert descent(p, 0.5, 0.1) == pytest.approx(1 - 0.25 * 0.5 - 0.2 * 3 * (0.25 + 0.0625))
-    with pytest.raises(ValueError, match=r"step_size: found 0\.5, allowed: below 0\.46"):
+    with pytest.raises(ValueError, match=r"step_size .*0\.46.*0\.5"):
         wga_floor(p, 0.5, 0.5)
-    with pytest.raises(ValueError, match=r"growth: found 3, allowed: below 2\.66667"):
+    with pytest.raises(ValueError, match=r"growth .*2\.66667.*3"):
         bc_bound(p, 0.5, 1.0, 0.1, 10, 1.0, 1.0)
 
 
 def test_what_is_no_problem_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"pl: found 2\.0, allowed: above 0 and at most smoothness, 1\.0"):
-        Problem(3, 0.0, 1.0, pl=2.0)
-    with pytest.raises(ValueError, match="noise: found -1"):
-        Problem(3, 0.0, -1.0)
-    with pytest.raises(ValueError, match=r"alpha: found 1, allowed: below 0\.5"):
-        wga_floor(Problem(3, 0.0, 1.0, scaling=4.0), 1, 0.1)
+    with pytest.raises(ValueError, match=r"pl .*smoothness, 1\.0.*2\.0"):
+        CollaborationConstants(3, 0.0, 1.0, pl=2.0)
+    with pytest.raises(ValueError, match=r"noise .*-1"):
+        CollaborationConstants(3, 0.0, -1.0)
+    with pytest.raises(ValueError, match=r"alpha .*0\.5.*1"):
+        wga_floor(CollaborationConstants(3, 0.0, 1.0, scaling=4.0), 1, 0.1)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from bounds.pefll import Bound, Networks, Variances, bound, client_term, gaussian_divergence, meta_term, observed
 from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
@@ -13,16 +14,6 @@ from fedloom.data.federated import Split
 from fedloom.models.embedding import LinearEmbedding
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.mlp import MLP
-from fedloom.theory.pefll import (
-    Bound,
-    Networks,
-    Variances,
-    bound,
-    client_term,
-    gaussian_divergence,
-    meta_term,
-    observed,
-)
 
 SMALL = Variances(1e-16, 1e-16, 1e-16)
 

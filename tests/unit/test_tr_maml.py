@@ -11,12 +11,12 @@ import torch
 from federations import clients, federation, held_out_elsewhere, task
 from pydantic import ValidationError
 
+from fedloom.algorithms.afl import project_onto_simplex
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings
 from fedloom.algorithms.tr_maml import TR_MAML, TRMAMLSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.quadratic import Quadratic
-from fedloom.theory.simplex import project
 
 SIZES = (4, 9, 6)
 LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.9}
@@ -28,12 +28,12 @@ def problem() -> Task:
 
 @pytest.mark.parametrize("hessian", ["none", "exact"])
 def test_with_weights_that_stay_it_is_uniform_per_fedavg_to_the_bit(tmp_path: Path, hessian: str) -> None:
-    keys = {"local": LOCAL, "hessian": hessian, "inner_lr": 0.05, "weighting": "uniform"}
+    keys = {"local": LOCAL, "hessian": hessian, "inner_lr": 0.05}
     mine, other = (
         federation(tmp_path / m.name, m, s, problem(), clients(SIZES), rounds=2)
         for m, s in (
             (TR_MAML, TRMAMLSettings.model_validate(keys | {"weights_lr": 0})),
-            (PER_FEDAVG, PerFedAvgSettings.model_validate(keys)),
+            (PER_FEDAVG, PerFedAvgSettings.model_validate(keys | {"weighting": "uniform"})),
         )
     )
     mine.run()
@@ -63,7 +63,7 @@ def test_on_quadratics_a_round_is_as_on_paper(tmp_path: Path) -> None:
     )
     for _ in range(3):
         slope, value = (1 - alpha) ** 2 * (w - c), ((1 - alpha) * (w - c)).square() / 2
-        w, weights = w - lr * (weights * slope).sum(), project(weights + rate * value)
+        w, weights = w - lr * (weights * slope).sum(), project_onto_simplex(weights + rate * value)
     run.run()
     torch.testing.assert_close(run.state["theta"], w, rtol=0, atol=1e-12)
     torch.testing.assert_close(run.state["weights"], weights, rtol=0, atol=1e-12)

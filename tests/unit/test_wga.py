@@ -13,14 +13,16 @@ from federations import CLASSES, IMAGE, Federation, clients, federation, group, 
 from pydantic import ValidationError
 from torch import Tensor
 
+from fedloom.algorithms import collaboration
 from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import Batch, LocalTrainer, batches
+from fedloom.algorithms.collaboration import next_bias, weighted_gradient
 from fedloom.algorithms.wga import (
     WGA,
     Gradients,
-    OwnModel,
     SharedStates,
     TrueGradients,
+    UserModel,
     WGAServer,
     WGASettings,
     halves,
@@ -31,8 +33,6 @@ from fedloom.federation.randomness import generator
 from fedloom.messages import answer_shapes
 from fedloom.models.lenet import LeNet
 from fedloom.models.quadratic import Quadratic
-from fedloom.theory import collaboration
-from fedloom.theory.collaboration import next_bias, weighted_gradient
 
 SIZES = (9, 12, 7)
 SEED = 7  # of the federations
@@ -297,7 +297,7 @@ def test_a_block_is_no_longer_than_the_roster() -> None:
 
 def test_optimal_weights_are_those_of_theory() -> None:
     known = {"bias": 0.5, "noise": 2.0, "horizon": 100}
-    p = collaboration.Problem(4, 0.5, 2.0)
+    p = collaboration.CollaborationConstants(4, 0.5, 2.0)
     assert made(rule="wga", alpha="optimal", known=known).alpha_at(0, 4, 0) == collaboration.optimal_alpha(p, 0.05)
     bc = made(alpha="optimal", beta="optimal", known=known)
     beta = collaboration.optimal_beta(p, 100)
@@ -312,10 +312,10 @@ def test_optimal_weights_are_those_of_theory() -> None:
     [
         ({"alpha": 1.5}, "alpha"),
         ({"alpha": ()}, "alpha: "),
-        ({"alpha": "optimal"}, "alpha: found optimal"),
-        ({"users": "all", "user": "c1"}, "user: found 'c1'"),
+        ({"alpha": "optimal"}, "alpha: optimal .*known"),
+        ({"users": "all", "user": "c1"}, "user: .*'c1'"),
         ({"weights": "inverse_variance", "batch_size": 1}, r"weights: .*batch_size 1\b"),
-        ({"beta": "optimal", "known": {"bias": 1.0, "noise": 1.0}}, r"beta: found optimal .*known\.horizon"),
+        ({"beta": "optimal", "known": {"bias": 1.0, "noise": 1.0}}, r"beta: optimal .*known\.horizon"),
     ],
 )
 def test_what_cannot_be_is_refused(keys: dict[str, Any], found: str) -> None:
@@ -343,12 +343,12 @@ def test_who_is_no_user_gets_the_mean_and_makes_steps_from_there(tmp_path: Path)
 def test_a_stranger_with_a_users_name_gets_no_users_state() -> None:
     server = WGAServer(made(users="all"), problem(same_clients=False), torch.Generator().manual_seed(0))
     server.state["theta"][:] = torch.arange(3.0)[:, None]
-    sent: list[OwnModel] = []
+    sent: list[UserModel] = []
 
     class Cohort:
         clients = ("c0", "c2")
 
-        def send(self, message: OwnModel) -> None:
+        def send(self, message: UserModel) -> None:
             sent.append(message)
 
         def record(self, name: str, values: Tensor) -> None:
@@ -448,7 +448,7 @@ def test_a_stack_is_personalized_as_its_clients_are_alone() -> None:
     steps = torch.tensor([[3.0], [0.0], [3.0]]).double()
 
     def found(rows: list[int]) -> list[Tensor]:
-        opening = OwnModel(states[rows], states.mean(0), steps[rows])
+        opening = UserModel(states[rows], states.mean(0), steps[rows])
         with pytest.raises(StopIteration) as end:
             next(half.open(group([data[i] for i in rows]), opening))
         return [named["personal"].tensors()["theta"] for named in end.value.value]

@@ -7,29 +7,31 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import Trained, train
-from fedloom.algorithms.recipe import FineTuning, shared_model
+from fedloom.algorithms.client import Correction, Trained, train
+from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import FlatModel
 
 
-class FedClipSettings(FineTuning):
+class FedClipSettings(FedAvgSettings):
     """Keys of ``algorithm`` for FedClip: those of FedAvg, and one more."""
 
     largest: float = Field(default=1.0, gt=0, description="largest absolute value of an element of a gradient")
 
 
-def clipped_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedClipSettings) -> Trained:
-    """Local training; ``correct`` changes the gradients of every step."""
+class FedClip(FedAvg):
+    """FedAvg with clipped gradients."""
 
-    def correct(gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: object) -> list[Tensor]:
-        return [torch.clamp(gradient, -s.largest, s.largest) for gradient in gradients]
+    name = "fedclip"
+    settings = FedClipSettings
+    predictors = {"personal": "FedClip + fine-tuning", "global": "FedClip"}
 
-    return train(model, group, theta, s.local, correct=correct)
+    def train(self, model: FlatModel, group: ClientGroup, shared: Tensor, s: FedClipSettings) -> Trained:
+        """Train in a round; the correction changes the gradients of every step."""
+
+        def clip(gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: object) -> list[Tensor]:
+            return [torch.clamp(gradient, -s.largest, s.largest) for gradient in gradients]
+
+        return train(model, group, shared, s.local, correct=Correction(clip))
 
 
-FEDCLIP = shared_model(
-    "fedclip",
-    FedClipSettings,
-    local=clipped_sgd,
-    titles={"personal": "FedClip + fine-tuning", "global": "FedClip"},
-)
+FEDCLIP = FedClip()

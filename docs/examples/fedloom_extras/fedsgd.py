@@ -83,12 +83,18 @@ class Take(Message):
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 
 
-FEDSGD = base.Algorithm(
-    name="fedsgd",
-    version=1,
-    settings=FedSGDSettings,
-    server=FedSGDServer,
-    client=FedSGDClient,
-    messages=(Ask, Gradient, Take),
-    titles=lambda settings: {"personal": "FedSGD", "global": "FedSGD"},
-)
+class FedSGD(base.Algorithm):
+    """FedSGD, the two halves together."""
+
+    name = "fedsgd"
+    settings = FedSGDSettings
+    server = FedSGDServer
+    client = FedSGDClient
+    messages = (Ask, Gradient, Take)
+
+    def titles(self, settings: FedSGDSettings) -> dict[str, str]:
+        """Return the name in tables of each predictor."""
+        return {"personal": "FedSGD", "global": "FedSGD"}
+
+
+FEDSGD = FedSGD()

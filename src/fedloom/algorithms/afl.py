@@ -16,14 +16,10 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Round, Task
-from fedloom.algorithms.client import LocalSGD
-from fedloom.algorithms.recipe import PersonalizeRequest, SharedModel, SharedModelServer, shared_model
+from fedloom.algorithms.fedavg import FedAvg, FedAvgServer, PersonalizeRequest, SharedModel
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.messages import Replies
 from fedloom.settings import Settings
-from fedloom.theory.simplex import project
-
-CLIENTS_BEFOREHAND = "name", "found a method whose server keeps a weight for each client", "comfedl, q-fedavg"
-"""Reason why the set of clients must be fixed."""
 
 
 class ClientWeights:
@@ -42,38 +38,49 @@ class ClientWeights:
         v, each = torch.zeros_like(weights), len(weights) / int(replies.present.sum())
         for client, loss, here in zip(clients, replies.loss[:, 0].tolist(), replies.present.tolist(), strict=True):
             v[self.row[client]] += each * loss if here else 0.0
-        return project(weights + rate * v) if rate else weights
+        return project_onto_simplex(weights + rate * v) if rate else weights
 
 
-def spread(weights: Tensor) -> base.Statistics:
+def project_onto_simplex(v: Tensor) -> Tensor:
+    """Return the point of {p: p_i ≥ 0, Σ p_i = 1} nearest to v, ``[n] -> [n]``.
+
+    It is max(v - t, 0) for the t that makes the sum 1, found by sorting: J. Duchi, S. Shalev-Shwartz, Y. Singer,
+    T. Chandra, Efficient projections onto the ℓ1-ball for learning in high dimensions, ICML 2008, Figure 1.
+    """
+    largest = v.sort(descending=True).values
+    excess = (largest.cumsum(0) - 1) / torch.arange(1, len(v) + 1, dtype=v.dtype)
+    t = excess[int((largest > excess).sum()) - 1]
+    return (v - t).clamp(min=0)
+
+
+def concentration(weights: Tensor) -> base.Statistics:
     """Return statistics of λ; 1/Σ λ² is the number of equally weighted clients with the same concentration."""
     return {"weight_largest": float(weights.max()), "effective_clients": float(1 / weights.square().sum())}
 
 
-class WeightedServer(SharedModelServer):
+class WeightedServer(FedAvgServer):
     """Server that moves w by the mean of n λ_i Δw_i, and λ along the reported losses."""
 
-    def __init__(self, settings: Any, task: Task, generator: torch.Generator, **recipe: Any) -> None:
-        super().__init__(settings, task, generator, **recipe)
+    def __init__(self, method: FedAvg, settings: Any, task: Task, generator: torch.Generator) -> None:
+        super().__init__(method, settings, task, generator)
         self.weights = ClientWeights(task)
         self.state["weights"] = self.weights.start
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform one descent of w and one ascent of λ, both from the round's start."""
         cohort, weights = round.sample(), self.state["weights"]
-        updates = cohort.send(SharedModel(self.state["theta"]), self.update)
+        updates = cohort.send(SharedModel(self.state["theta"]), self.method.update)
         chances = updates.mean_weights * self.weights.of(cohort.clients, weights)
         self.state["theta"] = self.state["theta"] + self.settings.server_lr * updates.mean(updates.delta_theta, chances)
         self.state["weights"] = self.weights.ascend(weights, self.settings.weights_lr, cohort.clients, updates)
-        steps, loss = updates.total(updates.steps), float(updates.mean(updates.loss))
-        return {"client_steps": steps, "loss": loss, **spread(self.state["weights"])}
+        return base.statistics_of(updates) | concentration(self.state["weights"])
 
 
 class AFLServer(WeightedServer):
     """Server of AFL, which also keeps the average of w."""
 
-    def __init__(self, settings: Any, task: Task, generator: torch.Generator, **recipe: Any) -> None:
-        super().__init__(settings, task, generator, **recipe)
+    def __init__(self, method: FedAvg, settings: Any, task: Task, generator: torch.Generator) -> None:
+        super().__init__(method, settings, task, generator)
         self.state["average"] = self.state["theta"]
 
     def train_round(self, round: Round) -> base.Statistics:
@@ -101,10 +108,20 @@ class AFLSettings(Settings):
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 
-AFL = shared_model(
-    "afl",
-    AFLSettings,
-    server=AFLServer,
-    titles={"personal": "AFL + fine-tuning", "global": "AFL"},
-    requires_fixed_population=lambda settings: CLIENTS_BEFOREHAND,
-)
+class AgnosticFL(FedAvg):
+    """Shared model for the worst mixture of the clients' distributions."""
+
+    name = "afl"
+    settings = AFLSettings
+    predictors = {"personal": "AFL + fine-tuning", "global": "AFL"}
+
+    def server(self, settings: Any, task: Task, generator: torch.Generator) -> AFLServer:
+        """Return the server, which keeps a weight of each client."""
+        return AFLServer(self, settings, task, generator)
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason: each client has a weight."""
+        return base.no_place_for_new_clients(self.name)
+
+
+AFL = AgnosticFL()

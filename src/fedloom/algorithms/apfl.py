@@ -8,47 +8,17 @@ rounds. Line numbers refer to docs/algorithms/apfl.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalTrainer, Parameters, Trained, laid_out, train
-from fedloom.algorithms.recipe import FineTuning, shared_model
+from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import FlatModel
-
-
-def mixed_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> Trained:
-    """Train a client as in Algorithm 1 (lines 3-9): w_i as in FedAvg, and v_i and α_i beside it."""
-    local, decay = LocalTrainer(model, group, mask_absent=s.local.mask_absent), 2 * s.local.lambda_theta
-    own, alpha = kept(group, theta, s)  # line 3
-    w, v = local.parameters(theta), local.parameters(own)
-    w_i, v_i = list(w.values()), list(v.values())
-    step_w, step_v = local.sgd(w_i, s.local), local.sgd(v_i, s.local)
-    counts = [s.local.count(n) for n in local.sizes]
-    losses: list[Tensor] = []
-    mixed: list[Tensor] = []
-    for batch in local.batches(s.local.batch_size, counts, "train"):
-        both = mixture(local, alpha, v, w)
-        gradients, loss = local.gradient(w, batch)
-        slope, loss_both = local.gradient(both, batch)
-        with torch.no_grad():
-            if decay:
-                gradients = list(torch._foreach_add(gradients, w_i, alpha=decay))
-                slope = list(torch._foreach_add(slope, list(both.values()), alpha=decay))
-            through = local.scaled(slope, alpha[:, 0])  # ∇ of f(v̄) with respect to v
-            if s.adaptive and not losses:  # line 6: once a round, at its first batch
-                along = local.join(v) - local.join(w)
-                rise = (along * local.join(dict(zip(w, slope, strict=True)))).sum(1, keepdim=True)
-                alpha = (alpha - s.local.lr * rise).clamp(0, 1)
-            losses.append(loss)
-            mixed.append(loss_both)
-            step_w(gradients, batch.active)  # line 7
-            step_v(through, batch.active)  # line 8
-    personal = local.trained(local.join(v), mixed, counts, "local.lr", s.local.lr)
-    group.save_state(v=personal.theta, alpha=alpha)
-    shared = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr)
-    return Trained(shared.theta, shared.steps + personal.steps, shared.loss)
 
 
 def mixture(local: LocalTrainer, alpha: Tensor, v: Parameters, w: Parameters) -> Parameters:
@@ -66,19 +36,7 @@ def kept(group: ClientGroup, theta: Tensor, s: APFLSettings) -> tuple[Tensor, Te
     return group.load_state("v", theta), group.load_state("alpha", torch.full_like(theta[:, :1], s.alpha))
 
 
-def own_mixture(model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> dict[str, Tensor]:
-    """Return ``personal`` = α_i v_i + (1 - α_i) w (line 11); for new clients, the shared model after SGD steps."""
-    (v, alpha), new = kept(group, theta, s), group.new
-    personal = alpha * v + (1 - alpha) * theta
-    if new:
-        personal[new] = theta[new]  # bitwise equal
-        if s.personalize_steps:
-            sgd = s.local.with_steps(steps=s.personalize_steps)
-            personal[new] = train(model, group, theta[new], sgd, members=new, purpose="fine-tune").theta
-    return {"personal": personal, "global": theta}
-
-
-class APFLSettings(FineTuning):
+class APFLSettings(FedAvgSettings):
     """Keys of ``algorithm`` for APFL."""
 
     alpha: float = Field(
@@ -88,13 +46,60 @@ class APFLSettings(FineTuning):
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from w to personal without a v_i")
 
 
-APFL = shared_model(
-    "apfl",
-    APFLSettings,
-    local=mixed_sgd,
-    personalize=own_mixture,
-    update_bounds=lambda s, examples: s.local.update_bounds(examples) | {"steps": 2 * s.local.count(examples)},
-    stateful=True,
-    by_batch=False,
-    titles={"personal": "APFL", "global": "APFL, shared model"},
-)
+class AdaptivePersonalizedFL(FedAvg):
+    """FedAvg beside personal models that each client mixes with it."""
+
+    name = "apfl"
+    settings = APFLSettings
+    needs = ("no batch norm",)
+    predictors = {"personal": "APFL", "global": "APFL, shared model"}
+    stateful = True
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> Trained:
+        """Train a client as in Algorithm 1 (lines 3-9): w_i as in FedAvg, and v_i and α_i beside it."""
+        local, decay = LocalTrainer(model, group, mask_absent=s.local.mask_absent), 2 * s.local.lambda_theta
+        own, alpha = kept(group, theta, s)  # line 3
+        w, v = local.parameters(theta), local.parameters(own)
+        w_i, v_i = list(w.values()), list(v.values())
+        step_w, step_v = local.sgd(w_i, s.local), local.sgd(v_i, s.local, decay=False)
+        counts = [s.local.count(n) for n in local.sizes]
+        losses: list[Tensor] = []
+        mixed: list[Tensor] = []
+        for batch in local.batches(s.local.batch_size, counts, "train"):
+            both = mixture(local, alpha, v, w)
+            gradients, loss = local.gradient(w, batch)
+            slope, loss_both = local.gradient(both, batch)
+            with torch.no_grad():
+                if decay:
+                    slope = list(torch._foreach_add(slope, list(both.values()), alpha=decay))
+                through = local.scaled(slope, alpha[:, 0])  # ∇ of f(v̄) with respect to v
+                if s.adaptive and not losses:  # line 6: once a round, at its first batch
+                    along = local.join(v) - local.join(w)
+                    rise = (along * local.join(dict(zip(w, slope, strict=True)))).sum(1, keepdim=True)
+                    alpha = (alpha - s.local.lr * rise).clamp(0, 1)
+                losses.append(loss)
+                mixed.append(loss_both)
+                step_w(gradients, batch.active)  # line 7
+                step_v(through, batch.active)  # line 8
+        personal = local.trained(local.join(v), mixed, counts, "local.lr", s.local.lr)
+        group.save_state(v=personal.theta, alpha=alpha)
+        shared = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr)
+        return Trained(shared.theta, shared.steps + personal.steps, shared.loss)
+
+    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> dict[str, Tensor]:
+        """Return ``personal`` = α_i v_i + (1 - α_i) w (line 11); for new clients, the shared model after SGD steps."""
+        (v, alpha), new = kept(group, theta, s), group.new
+        personal = alpha * v + (1 - alpha) * theta
+        if new:
+            personal[new] = theta[new]  # bitwise equal
+            if s.personalize_steps:
+                sgd = s.local.with_steps(steps=s.personalize_steps)
+                personal[new] = train(model, group, theta[new], sgd, members=new, purpose="fine-tune").theta
+        return {"personal": personal, "global": theta}
+
+    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
+        """Return the bounds of w's training; the steps include those of v_i."""
+        return {**super().update_bounds(s, examples), "steps": 2 * s.local.count(examples)}
+
+
+APFL = AdaptivePersonalizedFL()

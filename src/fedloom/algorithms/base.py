@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.algorithms.model_needs import Need, check_needs
 from fedloom.data.federated import ClientData
 from fedloom.data.manifest import Kind
 from fedloom.errors import DataError, ExperimentError
@@ -24,7 +25,6 @@ from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
 from fedloom.plugins import entries, load
-from fedloom.settings import Settings
 
 Statistics: TypeAlias = dict[str, float]
 """Statistics of a round: always ``client_steps`` (local SGD steps of all clients), ``loss`` and others if known."""
@@ -99,6 +99,11 @@ class Round(Protocol):
 
     def generator(self, purpose: str) -> torch.Generator:
         """Return the server's random generator for this round and purpose."""
+
+
+def statistics_of(updates: Replies[Any]) -> Statistics:
+    """Return the statistics of updates with ``steps`` and ``loss``: the sum of the one, the mean of the other."""
+    return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
 
 
 class ServerAlgorithm(ABC):
@@ -235,8 +240,8 @@ class ClientGroup:
             kept = row if state is None or name not in state else state[name].to(row)
             if kept.shape != row.shape:
                 raise DataError(
-                    f"client {client.id}: its state has {name} of shape {tuple(kept.shape)}; allowed: "
-                    f"{tuple(row.shape)}, that of this run's model"
+                    f"client {client.id}: its state has {name} of shape {tuple(kept.shape)}, and the model of this run "
+                    f"has {tuple(row.shape)}"
                 )
             old.append(kept)
         return torch.stack(old)
@@ -268,10 +273,10 @@ class ClientAlgorithm:
     Each is a coroutine, or a plain function if the opening message suffices to make the predictors.
     """
 
-    predictors: ClassVar[tuple[str, ...]] = ("personal",)
+    predictors: tuple[str, ...] = ("personal",)
     """Names of the predictors that ``personalize`` returns, in reporting order."""
 
-    stateful: ClassVar[bool] = False
+    stateful: bool = False
     """True if clients keep a state between rounds (:meth:`ClientGroup.save_state`)."""
 
     def __init__(self, settings: Any, task: Task) -> None:
@@ -320,7 +325,7 @@ def conversation(method: F) -> F:
 
 @dataclass(frozen=True)
 class Privacy:
-    """Guarantee of the Gaussian mechanism for one message of a client (``fedloom.theory.privacy``).
+    """Guarantee of the Gaussian mechanism for one message of a client (``fedloom.privacy``).
 
     Attributes
     ----------
@@ -340,35 +345,90 @@ class Privacy:
     delta: float
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """Method, as registered under the entry point ``fedloom.algorithms``."""
+class Algorithm(ABC):
+    """Method, registered under the entry point ``fedloom.algorithms`` by an instance.
 
-    name: str
-    version: int  # name and version must match between aggregator and worker
-    settings: type[Settings]  # keys under ``algorithm`` in an experiment file, without ``name``
-    server: Callable[[Any, Task, torch.Generator], ServerAlgorithm]  # the generator initializes the state
-    client: Callable[[Any, Task], ClientAlgorithm]
-    messages: tuple[type[Message], ...]  # of all conversations, both directions
-    trains: bool = True  # False for a method without rounds (requires ``federation.rounds: 0``)
-    labelled: Callable[[Any], bool] = lambda settings: True  # personalizes with labels; otherwise no label mask
-    needs_classes: bool = True  # False if the model's own loss suffices, so that data need no classes
-    # True if the server needs each client's own update, so that sums over clients do not suffice. A loss is no update.
-    needs_each_update: Callable[[Any], bool] = lambda settings: False
-    titles: Callable[[Any], Mapping[str, str]] = lambda settings: {}  # predictor -> name in tables
-    # (settings, model): raises ExperimentError, beginning with the key to change, if the method cannot use the model.
-    check_model: Callable[[Any, FlatModel], None] = lambda settings, model: None
-    # (settings, train examples, classes among them): reason why a client cannot train; None if it can.
-    check_client: Callable[[Any, int, int], str | None] = lambda settings, examples, classes: None
-    # (key, found, allowed): the change needed if the method requires a fixed set of clients; None if it does not.
-    requires_fixed_population: Callable[[Any], tuple[str, str, str] | None] = lambda settings: None
-    # The differential privacy guarantee under these settings; None if there is none.
-    privacy: Callable[[Any], Privacy | None] = lambda settings: None
-    # (settings, C or None for theirs, noise multiplier, δ): settings under which a new client discloses nothing beyond
-    # the private message. None if the method has none.
-    private: Callable[[Any, float | None, float, float], Any] | None = None
-    # (settings, k): settings under which a new client makes k local steps. None if ``personalize_steps`` sets them.
-    stepping: Callable[[Any, int], Any] | None = None
+    A subclass sets the attributes and overrides the methods in which it differs.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    """Version of what the method computes and sends; name and version of aggregator and worker must match."""
+    settings: ClassVar[Any]
+    """Subclass of ``Settings``: the keys under ``algorithm`` in an experiment file, without ``name``."""
+    trains: ClassVar[bool] = True
+    """False for a method without rounds, which requires ``federation.rounds: 0``."""
+    needs: ClassVar[tuple[Need, ...]] = ()
+    """Requirements on the clients' model."""
+    needs_classes: ClassVar[bool] = True
+    """False if the model's own loss suffices, so that data need no classes."""
+    answers_privately: ClassVar[bool] = False
+    """True if a new client can add noise to everything that it discloses (:meth:`private`)."""
+
+    @property
+    @abstractmethod
+    def messages(self) -> tuple[type[Message], ...]:
+        """Message classes of all conversations, both directions; a class attribute will do."""
+
+    @abstractmethod
+    def server(self, settings: Any, task: Task, generator: torch.Generator) -> ServerAlgorithm:
+        """Return the server half; the generator initializes its state."""
+
+    @abstractmethod
+    def client(self, settings: Any, task: Task) -> ClientAlgorithm:
+        """Return the client half."""
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name in tables of each predictor."""
+        return {}
+
+    def labelled(self, settings: Any) -> bool:
+        """Return True if a client needs labels to personalize; without labels there is no label mask."""
+        return True
+
+    def needs_each_update(self, settings: Any) -> bool:
+        """Return True if the server needs each client's own update, so that sums over clients do not suffice.
+
+        A loss is no update.
+        """
+        return False
+
+    def check_model(self, settings: Any, model: FlatModel) -> None:
+        """Check that the method can use the clients' model.
+
+        Raises
+        ------
+        ExperimentError
+            If it cannot; the message begins with the key to change.
+        """
+        check_needs(self.name, self.needs, model)
+
+    def check_client(self, settings: Any, examples: int, classes: int) -> str | None:
+        """Return why a client with these train examples, of this many classes, cannot train; None if it can."""
+        return None
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the key to change and a sentence if the method requires a fixed set of clients; None if not."""
+        return None
+
+    def privacy(self, settings: Any) -> Privacy | None:
+        """Return the differential privacy guarantee; None if there is none."""
+        return None
+
+    def private(self, settings: Any, clip: float | None, noise_multiplier: float, delta: float) -> Any:
+        """Return settings under which a new client discloses nothing beyond the private message.
+
+        Parameters
+        ----------
+        clip
+            C, or None for that of the settings.
+        """
+        raise NotImplementedError(f"{self.name} adds no noise to what a new client discloses")
+
+    @property
+    def has_steps(self) -> bool:
+        """True if :meth:`after_steps` supports the method."""
+        return "personalize_steps" in self.settings.model_fields
 
     def after_steps(self, settings: Any, steps: int) -> Any:
         """Return settings under which a new client makes this many local steps on the model that it receives.
@@ -378,32 +438,20 @@ class Algorithm:
         ExperimentError
             If clients of this method make no such steps.
         """
-        if self.stepping is not None:
-            return self.stepping(settings, steps)
-        if "personalize_steps" not in self.settings.model_fields:
-            able = [name for name in available() if find(name).has_steps]
+        if not self.has_steps:
+            able = [name for name in available() if find_algorithm(name).has_steps]
             raise ExperimentError(
-                f"evaluation.own_steps: found with {self.name}, by which a new client makes no steps of its own that "
-                f"can be counted; allowed: null, or with {', '.join(able)}"
+                f"evaluation.own_steps: new clients of {self.name} make no steps that can be counted; set it to null, "
+                f"or use one of {', '.join(able)}",
+                key="evaluation.own_steps",
+                allowed=able,
             )
         return settings.model_copy(update={"personalize_steps": steps})
 
-    @property
-    def has_steps(self) -> bool:
-        """True if :meth:`after_steps` supports the method."""
-        return self.stepping is not None or "personalize_steps" in self.settings.model_fields
 
-
-def no_batch_norm(name: str) -> Callable[[Any, FlatModel], None]:
-    """Return a ``check_model`` for a method whose own local steps do not track batch statistics."""
-
-    def check_model(settings: Any, model: FlatModel) -> None:
-        if model.needs_whole_batches:
-            raise ExperimentError(
-                f"model.norm: found batch, with {name}, whose local steps keep no statistics of batches; allowed: none"
-            )
-
-    return check_model
+def no_place_for_new_clients(name: str) -> tuple[str, str]:
+    """Return the answer of :meth:`Algorithm.requires_fixed_population` for a server with a place for each client."""
+    return "name", f"the server of {name} keeps something of each client, so that none can join later; use fedavg"
 
 
 def available() -> tuple[str, ...]:
@@ -411,7 +459,7 @@ def available() -> tuple[str, ...]:
     return tuple(point.name for point in entries("fedloom.algorithms"))
 
 
-def find(name: str) -> Algorithm:
+def find_algorithm(name: str) -> Algorithm:
     """Return the algorithm of this name.
 
     Raises
@@ -421,5 +469,11 @@ def find(name: str) -> Algorithm:
     """
     for point in entries("fedloom.algorithms"):
         if point.name == name:
-            return load(point, Algorithm)
-    raise ExperimentError(f"algorithm.name: found {name!r}, allowed: {', '.join(available())}")
+            return load(point, Algorithm)  # type: ignore[type-abstract]
+    known = available()
+    raise ExperimentError(
+        f"algorithm.name: there is no method {name!r}; choose one of {', '.join(known)}",
+        key="algorithm.name",
+        found=name,
+        allowed=known,
+    )

@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Literal, Self, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
 from torch import Tensor
 from torch.func import vmap
 
 from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel, masked
-from fedloom.settings import Settings
 
 TRACKING = 0.1
 """Fraction by which a step moves running statistics towards the batch's: torch's batch-normalization momentum."""
@@ -38,57 +37,19 @@ _is_missing = partial(operator.is_, None)
 Parameters: TypeAlias = dict[str, Tensor]
 """Parameters w of g clients: named leaves, ``[*shape]`` if g is 1, else ``[g, *shape]``."""
 
-Correction: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], dict[str, list[Tensor]]], list[Tensor]]
-"""Elementwise ``(gradients, w, start, given) -> gradients``."""
+Change: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], Mapping[str, list[Tensor]]], list[Tensor]]
+"""Elementwise function ``(gradients, w, start, given) -> gradients`` of lists of leaves."""
 
 
-class LocalSGD(Settings):
-    """Settings of mini-batch SGD on a client; exactly one of ``steps`` and ``epochs`` is set."""
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Change of the gradients of every step, before λ_θ, clipping and momentum.
 
-    steps: int | None = Field(default=None, ge=1, description="local SGD steps k (exactly one of steps and epochs)")
-    epochs: int | None = Field(default=None, ge=1, description="passes over the train split, short batches dropped")
-    batch_size: int = Field(default=32, ge=1, description="batch size b; a client with fewer examples uses them all")
-    lr: float = Field(default=0.01, gt=0, description="learning rate")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum, fresh at every visit")
-    lambda_theta: float = Field(default=0.0, ge=0, description="λ_θ of the term λ_θ‖θ‖² (papers/001, eq. 1)")
-    clip: float | None = Field(default=None, gt=0, description="largest gradient norm; null does not clip")
-    mask_absent: bool = Field(default=False, description="set logits of labels absent from the train split to -inf")
+    ``given`` has vectors ``[g, d]`` for ``change``, which receives them as lists of leaves.
+    """
 
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError(f"exactly one of steps and epochs: found steps={self.steps}, epochs={self.epochs}")
-        return self
-
-    @model_validator(mode="after")
-    def _shrinking(self) -> Self:
-        if 2 * self.lr * self.lambda_theta >= 1:
-            raise ValueError(
-                f"lambda_theta: found {self.lambda_theta:g} with lr {self.lr:g}; allowed: 2 · lr · lambda_theta below "
-                "1, from where on steps on the term overshoot"
-            )
-        return self
-
-    def count(self, examples: int) -> int:
-        """Return the steps that a client with this many train examples makes in one visit."""
-        if examples == 0:
-            return 0
-        return self.steps or (self.epochs or 0) * (examples // min(self.batch_size, examples))
-
-    def update_bounds(self, examples: int) -> dict[str, float]:
-        """Return bounds of ``steps`` and, if gradients are clipped, of ``delta_theta``.
-
-        A step moves θ by lr times the momentum, whose norm is at most clip / (1 - momentum); a margin covers rounding.
-        See :meth:`ServerAlgorithm.update_bounds`.
-        """
-        steps = self.count(examples)
-        if self.clip is None:
-            return {"steps": steps}
-        return {"steps": steps, "delta_theta": 1 + 1.1 * steps * self.lr * self.clip / (1 - self.momentum)}
-
-    def with_steps(self, *, steps: int | None = None, epochs: int | None = None) -> Self:
-        """Return these settings with another number of steps or epochs."""
-        return self.model_copy(update={"steps": steps, "epochs": epochs})
+    change: Change
+    given: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 # --- a client's examples ----------------------------------------------------------------------------------------------
@@ -147,6 +108,14 @@ class Trained:
     )  # fields of the answer by name, which add to the usual ones or replace them
 
 
+def _joined(splits: Sequence[Split]) -> tuple[Tensor, Tensor | None]:
+    """Return the examples of all clients, and their labels, unless one has none."""
+    if len(splits) == 1:
+        return splits[0].x, splits[0].y
+    labels = [split.y for split in splits if split.y is not None]
+    return torch.cat([split.x for split in splits]), torch.cat(labels) if len(labels) == len(splits) else None
+
+
 class LocalTrainer:
     """Losses f_i of g clients, each of its own model w_i under the model's loss, and their gradients.
 
@@ -176,15 +145,13 @@ class LocalTrainer:
         self.stacked = len(self.members) > 1
         if self.stacked and model.needs_whole_batches:
             raise ExperimentError(
-                f"runtime.clients_at_once: found {len(self.members)} clients together, whose batches are filled up to "
-                "one length, with a model that normalizes by the batch; allowed: 1"
+                f"runtime.clients_at_once: batches of {len(self.members)} clients together are padded, and the model "
+                "normalizes by the batch; set it to 1"
             )
         clients = [group.clients[i] for i in self.members]
         splits = [examples(client, labelled=model.needs_labels) for client in clients]
-        labels = [split.y for split in splits if split.y is not None]
         self.sizes = [len(split) for split in splits]
-        self._x = torch.cat([split.x for split in splits]) if self.stacked else splits[0].x
-        self._y = None if len(labels) < len(splits) else torch.cat(labels) if self.stacked else labels[0]
+        self._x, self._y = _joined(splits)
         mask_absent = mask_absent and clients[0].classes > 0
         self._absent = torch.stack([~client.present for client in clients]).to(self._x.device) if mask_absent else None
         self._model, self._measured = self._masked(model.in_training()), self._masked(model)
@@ -385,12 +352,14 @@ class LocalTrainer:
                 # A zero step would not do: for a client that is done, zero times an overflowed value is NaN.
                 leaf.copy_(torch.where(self.each(active, leaf), leaf - lr * step, leaf))
 
-    def sgd(self, w: list[Tensor], s: LocalSGD) -> Callable[[list[Tensor], Tensor | None], None]:
-        """Return ``(gradients, active) -> None``, a clipped SGD step in place whose momentum starts at zero."""
+    def sgd(self, w: list[Tensor], s: LocalSGD, *, decay: bool = True) -> Callable[[list[Tensor], Tensor | None], None]:
+        """Return ``(gradients, active) -> None``, an SGD step in place: λ_θ if ``decay``, clipping, momentum from 0."""
         momentum = [torch.zeros_like(leaf) for leaf in w] if s.momentum else []
 
         def step(gradients: list[Tensor], active: Tensor | None = None) -> None:
             with torch.no_grad():
+                if decay and s.lambda_theta:
+                    gradients = list(torch._foreach_add(gradients, w, alpha=2 * s.lambda_theta))
                 if s.clip is not None:
                     self.clip(gradients, s.clip)
                 if momentum:
@@ -420,7 +389,7 @@ class LocalTrainer:
                 self.group.fail_client(
                     self.members[j],
                     f"training diverged at local step {bad[0] if bad else count} of {count}; "
-                    f"allowed: a smaller algorithm.{key} (found {lr:g})" + (f", {other}" if other else ""),
+                    f"lower algorithm.{key} (now {lr:g})" + (f", or try {other}" if other else ""),
                 )
         return Trained(theta, torch.tensor(counts).double()[:, None], mean_loss(losses, counts)[:, None])
 
@@ -439,7 +408,6 @@ def train(
     s: LocalSGD,
     *,
     correct: Correction | None = None,
-    given: Mapping[str, Tensor] | None = None,
     only: Literal["all", "body", "head"] = "all",
     counts: Sequence[int] | None = None,
     members: Sequence[int] | None = None,
@@ -455,10 +423,7 @@ def train(
     theta
         ``[g, d]``, the starting point of each client.
     correct
-        Changes the gradients at every step, before λ_θ, clipping and momentum: ``(gradients, w, start, given)``, an
-        elementwise function of lists of leaves.
-    given
-        Vectors ``[g, d]`` for ``correct``, which receives them as lists of leaves.
+        Changes the gradients at every step.
     only
         Part to train; the rest of θ stays bitwise unchanged.
     counts
@@ -474,9 +439,7 @@ def train(
     w = local.parameters(theta)
     names = {"all": tuple(w), "body": model.layout.body, "head": model.layout.head}[only]
     leaves = [w[name] for name in names]
-    start = [leaf.detach().clone() for leaf in leaves] if correct is not None else []
-    vectors = {name: local.parameters(vector) for name, vector in (given or {}).items()}
-    given_leaves = {name: [parts[leaf].detach() for leaf in names] for name, parts in vectors.items()}
+    changed = _corrected(local, correct, names, leaves)
     step, losses = local.sgd(leaves, s), []
     counts = [s.count(n) for n in local.sizes] if counts is None else counts
     for batch in local.batches(s.batch_size, counts, purpose):
@@ -484,13 +447,21 @@ def train(
         losses.append(loss)
         if only != "head":
             local.track(w, batch)
-        with torch.no_grad():
-            if correct is not None:
-                gradients = correct(gradients, leaves, start, given_leaves)
-            if s.lambda_theta:
-                gradients = list(torch._foreach_add(gradients, leaves, alpha=2 * s.lambda_theta))
-            step(gradients, batch.active)
+        step(changed(gradients), batch.active)
     return local.trained(local.join(w), losses, counts, key, s.lr)
+
+
+def _corrected(
+    local: LocalTrainer, correct: Correction | None, names: Sequence[str], leaves: list[Tensor]
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Return ``gradients -> gradients`` by a correction at the current leaves."""
+    if correct is None:
+        return lambda gradients: gradients
+    start = [leaf.detach().clone() for leaf in leaves]
+    vectors = {name: local.parameters(vector) for name, vector in correct.given.items()}
+    given = {name: [parts[leaf].detach() for leaf in names] for name, parts in vectors.items()}
+    change = torch.no_grad()(correct.change)
+    return lambda gradients: change(gradients, leaves, start, given)
 
 
 def laid_out(values: Tensor, like: Tensor) -> Tensor:
@@ -502,13 +473,13 @@ def laid_out(values: Tensor, like: Tensor) -> Tensor:
     return values if values.stride() == like.stride() else torch.empty_like(like).copy_(values)
 
 
-def proximal(strength: float, to: str | None = None) -> Correction:
-    """Return a correction that adds ∇ strength/2 ‖w - w̄‖², w̄ being the start or the ``given`` vector of this name."""
+def proximal(strength: float, to: Tensor | None = None) -> Correction:
+    """Return a correction that adds ∇ strength/2 ‖w - w̄‖², w̄ being the start or the vectors ``to`` ``[g, d]``."""
 
-    def correct(
+    def change(
         gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: Mapping[str, list[Tensor]]
     ) -> list[Tensor]:
-        centre = start if to is None else given[to]
+        centre = given.get("to", start)
         return list(torch._foreach_add(gradients, torch._foreach_sub(w, centre), alpha=strength))
 
-    return correct
+    return Correction(change, {} if to is None else {"to": to})

@@ -18,16 +18,31 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import Batch, LocalSGD, LocalTrainer, Parameters, laid_out, mean_loss, train
-from fedloom.algorithms.recipe import PersonalizeRequest, SharedModel, or_shared_alone
+from fedloom.algorithms.client import Batch, LocalTrainer, Parameters, laid_out, mean_loss, train
+from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, or_shared_alone
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
-from fedloom.theory.compositional import composed_loss, optimal_weights
 
 NOT_FINITE = LOSS_LIMIT
 """Value that a client reports in place of a loss that is not finite."""
+
+# --- weights of the adversary (papers/002, Lemma 1) -------------------------------------------------------------------
+
+
+def optimal_weights(losses: Tensor, gamma: float) -> Tensor:
+    """Return r = exp(f_i/γ) / Σ exp(f_j/γ), which maximizes Σ r_i f_i - γ KL(r ‖ 1/n), ``[n] -> [n]`` (eq. 17-18)."""
+    return torch.softmax(losses / gamma, dim=0)
+
+
+def composed_loss(losses: Tensor, gamma: float) -> Tensor:
+    """Return that maximum, γ log((1/n) Σ exp(f_i/γ)), a scalar between the mean and the largest loss (eq. 5 and 21)."""
+    largest = losses.max()
+    above: Tensor = gamma * torch.exp((losses - largest) / gamma).mean().log()
+    return largest + above
+
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
@@ -58,11 +73,11 @@ class ComFedLServer(base.ServerAlgorithm):
             updates = cohort.send(opening, CompositionalUpdate)  # lines 4-16
             losses = updates.first
         else:
-            there = cohort.send(opening, LossThere)
+            there = cohort.send(opening, LossAtSharedModel)
             losses, f = there.loss, there.loss[there.present, 0]
             self._refuse(cohort, losses)
             shift = f.max() if s.scale == "largest" else composed_loss(f, s.gamma)
-            updates = cohort.send(Shift(shift[None]), CompositionalUpdate)
+            updates = cohort.send(LossShift(shift[None]), CompositionalUpdate)
         self._refuse(cohort, updates.left_loss, updates.left)
         self.state["theta"] = self.state["theta"] + updates.mean(updates.delta_theta)  # line 17
         f = losses[updates.present, 0]
@@ -93,7 +108,7 @@ class ComFedLServer(base.ServerAlgorithm):
                 others = "scale: largest or normalized, " if s.scale == "literal" else ""
                 raise FloatingPointError(
                     f"{client} left the finite range at {where}, with f = {loss}, γ = {s.gamma:g} and scale: {s.scale};"
-                    f" allowed: {others}a smaller local.lr (found {s.local.lr:g}), a larger gamma"
+                    f" set {others}a smaller local.lr (now {s.local.lr:g}), or a larger gamma"
                 )
 
 
@@ -111,8 +126,8 @@ class ComFedLClient(base.ClientAlgorithm):
         theta = opening.theta.expand(len(clients), -1)
         shift, held = torch.zeros(1, dtype=torch.float64, device=theta.device), None
         if self.settings.scale != "literal":
-            there = loss_there(self.task.model, theta, clients, self.settings)
-            told: Shift = yield LossThere(there)
+            there = loss_at_shared_model(self.task.model, theta, clients, self.settings)
+            told: LossShift = yield LossAtSharedModel(there)
             shift, held = told.shift, there if self.settings.holds else None
         yield compositional_sgd(self.task.model, theta, clients, self.settings, shift, held)
         return None
@@ -137,7 +152,7 @@ class ComFedLClient(base.ClientAlgorithm):
         return adaptation.count(examples) if predictor == "personal" and adaptation is not None else 0
 
 
-def composed(
+def compose_loss(
     local: LocalTrainer, s: ComFedLSettings, w: Parameters, batch: Sequence[Batch], outer: Sequence[Batch]
 ) -> Tensor:
     """Return ℓ^i(f^i(w)), the loss whose exponential g^i takes, for each client: ``[g]`` (lines 9 and 11).
@@ -154,18 +169,18 @@ def composed(
     return value(moved, *outer)
 
 
-def loss_there(model: FlatModel, theta: Tensor, clients: ClientGroup, s: ComFedLSettings) -> Tensor:
+def loss_at_shared_model(model: FlatModel, theta: Tensor, clients: ClientGroup, s: ComFedLSettings) -> Tensor:
     """Return ℓ^i(f^i(w)) at the shared model, θ ``[g, d] -> [g, 1]`` float64."""
     local = LocalTrainer(model, clients, mask_absent=s.local.mask_absent)
     if s.losses_on == "all":
         batch = outer = local.everything()
     else:
-        batch, outer = ([pair] for pair in next(pairs(local, s, [1] * len(clients), "loss", "loss-outer")))
+        batch, outer = ([pair] for pair in next(paired_batches(local, s, [1] * len(clients), "loss", "loss-outer")))
     with torch.no_grad():
-        return reported(composed(local, s, local.parameters(theta), batch, outer))[:, None]
+        return reported(compose_loss(local, s, local.parameters(theta), batch, outer))[:, None]
 
 
-def pairs(
+def paired_batches(
     local: LocalTrainer, s: ComFedLSettings, counts: Sequence[int], *purposes: str
 ) -> Iterator[tuple[Batch, Batch]]:
     """Return the batches B and B̃ of each step (lines 8 and 10); B twice if there is no second batch."""
@@ -193,12 +208,12 @@ def compositional_sgd(
     local = LocalTrainer(model, clients, mask_absent=s.local.mask_absent)
     w = local.parameters(theta)  # line 6
     leaves, decay = list(w.values()), 2 * s.local.lambda_theta
-    step, counts = local.sgd(leaves, s.local), [s.local.count(n) for n in local.sizes]
+    step, counts = local.sgd(leaves, s.local, decay=False), [s.local.count(n) for n in local.sizes]
     steps = torch.tensor(counts, device=theta.device)
     left, left_loss = torch.zeros_like(steps), torch.zeros(len(clients), dtype=torch.float64, device=theta.device)
     losses = []
-    for t, (batch, outer) in enumerate(pairs(local, s, counts, "train", "outer")):
-        loss = composed(local, s, w, [batch], [outer])  # lines 9-11
+    for t, (batch, outer) in enumerate(paired_batches(local, s, counts, "train", "outer")):
+        loss = compose_loss(local, s, w, [batch], [outer])  # lines 9-11
         slope = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
         loss = loss.detach()
         factor = s.factor(loss if held is None else held[:, 0].to(loss.dtype), shift)
@@ -266,15 +281,15 @@ class ComFedLSettings(Settings):
     def _fit_the_objective(self) -> Self:
         if self.scale == "literal" and self.factor_at == "round":
             raise ValueError(
-                "factor_at: found round with scale literal, which asks for no loss before training; allowed: step, or "
-                "scale largest or normalized"
+                "factor_at: round needs a loss before training, for which scale: literal does not ask; set it to step, "
+                "or scale to largest or normalized"
             )
         if self.objective == "robust" and self.first_order:
-            raise ValueError("first_order: found true with objective robust; allowed: with objective damaml")
+            raise ValueError("first_order: true needs objective: damaml (got robust)")
         if self.objective == "robust" and self.local.outer_batch_size is not None:
             raise ValueError(
-                f"local.outer_batch_size: found {self.local.outer_batch_size} with objective robust, which has no "
-                "second batch; allowed: null, or objective damaml"
+                f"local.outer_batch_size: objective: robust has no second batch; set it to null (got "
+                f"{self.local.outer_batch_size}), or objective to damaml"
             )
         return self
 
@@ -306,13 +321,13 @@ class ComFedLSettings(Settings):
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-class LossThere(Message):
+class LossAtSharedModel(Message):
     """Client's loss at the shared model, before any step; the literal form does not use it."""
 
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
 
 
-class Shift(Message):
+class LossShift(Message):
     """Value subtracted from losses before their exponential is taken; the literal form does not use it."""
 
     shift: Tensor = broadcast(Quantity.OTHER)  # [1] float64
@@ -329,13 +344,19 @@ class CompositionalUpdate(Message):
     left_loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64, the loss at that step
 
 
-COMFEDL = base.Algorithm(
-    name="comfedl",
-    version=1,
-    settings=ComFedLSettings,
-    server=ComFedLServer,
-    client=ComFedLClient,
-    check_model=base.no_batch_norm("comfedl"),
-    messages=(SharedModel, LossThere, Shift, CompositionalUpdate, PersonalizeRequest),
-    titles=lambda settings: {"personal": "ComFedL", "global": "ComFedL, shared model"},
-)
+class ComFedL(base.Algorithm):
+    """Compositional federated learning."""
+
+    name = "comfedl"
+    settings = ComFedLSettings
+    server = ComFedLServer
+    client = ComFedLClient
+    messages = (SharedModel, LossAtSharedModel, LossShift, CompositionalUpdate, PersonalizeRequest)
+    needs = ("no batch norm",)
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "ComFedL", "global": "ComFedL, shared model"}
+
+
+COMFEDL = ComFedL()

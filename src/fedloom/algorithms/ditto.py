@@ -8,26 +8,21 @@ training or afterwards, starts at w. Line numbers refer to docs/algorithms/ditto
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, Trained, proximal, train
-from fedloom.algorithms.recipe import Averaging, local_sgd, shared_model
+from fedloom.algorithms.client import Trained, proximal, train
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.models.flat import FlatModel
 
 
-def shared_and_personal(model: FlatModel, group: ClientGroup, w: Tensor, s: DittoSettings) -> Trained:
-    """Train a client as in Algorithm 1: w as in FedAvg (line 3), and v_i beside it (lines 4-5)."""
-    shared = local_sgd(model, group, w, s)
-    own = near(model, group, group.load_state("v", w), w, s, s.personal)
-    group.save_state(v=own.theta)
-    return Trained(shared.theta, shared.steps + own.steps, shared.loss)
-
-
-def near(
+def train_near(
     model: FlatModel,
     group: ClientGroup,
     v: Tensor,
@@ -37,17 +32,9 @@ def near(
     who: list[int] | None = None,
 ) -> Trained:
     """Run SGD on f_i(v) + λ/2 ‖v - w‖² from v (line 5), for all clients of the group or some."""
-    pull = proximal(s.proximity, "w") if s.proximity else None
+    pull = proximal(s.proximity, to=w) if s.proximity else None
     key = "personal.lr"
-    return train(model, group, v, sgd, correct=pull, given={"w": w}, members=who, purpose="personal", key=key)
-
-
-def own_model(model: FlatModel, group: ClientGroup, w: Tensor, s: DittoSettings) -> dict[str, Tensor]:
-    """Return ``personal``, v_i, which new clients train from w (line 7), and ``global``, w."""
-    v, new = group.load_state("v", w), group.new
-    if new and s.personalize_steps:
-        v[new] = near(model, group, w[new], w[new], s, s.personal.with_steps(steps=s.personalize_steps), new).theta
-    return {"personal": v, "global": w}
+    return train(model, group, v, sgd, correct=pull, members=who, purpose="personal", key=key)
 
 
 class DittoSettings(Averaging):
@@ -62,22 +49,37 @@ class DittoSettings(Averaging):
 
     @model_validator(mode="after")
     def _contracting(self) -> Self:
-        if self.personal.lr * self.proximity >= 1:
-            raise ValueError(
-                f"proximity: found {self.proximity:g} with personal.lr {self.personal.lr:g}; allowed: personal.lr · "
-                "proximity below 1, from where on steps on the proximal term overshoot"
-            )
+        check_overshoot("proximity", self.proximity, "personal.lr", self.personal.lr)
         return self
 
 
-DITTO = shared_model(
-    "ditto",
-    DittoSettings,
-    local=shared_and_personal,
-    personalize=own_model,
-    update_bounds=lambda s, examples: (
-        s.local.update_bounds(examples) | {"steps": s.local.count(examples) + s.personal.count(examples)}
-    ),
-    stateful=True,
-    titles={"personal": "Ditto", "global": "Ditto, shared model"},
-)
+class Ditto(FedAvg):
+    """FedAvg beside personal models that stay near it."""
+
+    name = "ditto"
+    settings = DittoSettings
+    predictors = {"personal": "Ditto", "global": "Ditto, shared model"}
+    stateful = True
+
+    def train(self, model: FlatModel, group: ClientGroup, w: Tensor, s: DittoSettings) -> Trained:
+        """Train a client as in Algorithm 1: w as in FedAvg (line 3), and v_i beside it (lines 4-5)."""
+        shared = train(model, group, w, s.local)
+        own = train_near(model, group, group.load_state("v", w), w, s, s.personal)
+        group.save_state(v=own.theta)
+        return Trained(shared.theta, shared.steps + own.steps, shared.loss)
+
+    def personalize(self, model: FlatModel, group: ClientGroup, w: Tensor, s: DittoSettings) -> dict[str, Tensor]:
+        """Return ``personal``, v_i, which new clients train from w (line 7), and ``global``, w."""
+        v, new = group.load_state("v", w), group.new
+        if new and s.personalize_steps:
+            sgd = s.personal.with_steps(steps=s.personalize_steps)
+            v[new] = train_near(model, group, w[new], w[new], s, sgd, new).theta
+        return {"personal": v, "global": w}
+
+    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
+        """Return the bounds of w's training; the steps include those of v_i."""
+        steps = s.local.count(examples) + s.personal.count(examples)
+        return {**super().update_bounds(s, examples), "steps": steps}
+
+
+DITTO = Ditto()

@@ -15,10 +15,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.afl import CLIENTS_BEFOREHAND, ClientWeights, spread
+from fedloom.algorithms.afl import ClientWeights, concentration
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import LocalSGD, LocalTrainer
-from fedloom.algorithms.recipe import PersonalizeRequest, Update, fine_tune, or_shared_alone
+from fedloom.algorithms.client import LocalTrainer
+from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
@@ -43,7 +44,7 @@ class LossRequest(Message):
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 
 
-class LossThere(Message):
+class BatchLoss(Message):
     """Loss of one mini-batch at that model."""
 
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
@@ -70,12 +71,11 @@ class DRFAServer(base.ServerAlgorithm):
         moment = torch.randint(1, s.local.steps + 1, (1,), generator=round.generator("moment"))  # line 3
         updates = cohort.send(DRFATrainRequest(theta, moment.double()), NotedUpdate)  # lines 4-10
         asked = round.sample(purpose="losses")  # line 13
-        losses = asked.send(LossRequest(theta + updates.mean(updates.delta_noted)), LossThere)  # lines 12, 14
+        losses = asked.send(LossRequest(theta + updates.mean(updates.delta_noted)), BatchLoss)  # lines 12, 14
         self.state["theta"] = theta + updates.mean(updates.delta_theta)  # line 11
         rate = s.local.steps * s.gamma
         self.state["weights"] = self.weights.ascend(weights, rate, asked.clients, losses)  # lines 15-16
-        steps, loss = updates.total(updates.steps), float(updates.mean(updates.loss))
-        return {"client_steps": steps, "loss": loss, **spread(self.state["weights"])}
+        return base.statistics_of(updates) | concentration(self.state["weights"])
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model."""
@@ -98,10 +98,7 @@ class DRFAClient(base.ClientAlgorithm):
         for t, batch in enumerate(local.batches(s.batch_size, counts, "train"), start=1):
             gradients, loss = local.gradient(w, batch)
             losses.append(loss)
-            with torch.no_grad():
-                if s.lambda_theta:
-                    gradients = list(torch._foreach_add(gradients, leaves, alpha=2 * s.lambda_theta))
-                step(gradients, None)
+            step(gradients, None)
             noted = local.join(w) if t == moment else noted
         trained = local.trained(local.join(w), losses, counts, "local.lr", s.lr)
         yield NotedUpdate(trained.theta - start, trained.steps, trained.loss, noted - start)
@@ -114,14 +111,15 @@ class DRFAClient(base.ClientAlgorithm):
         local = LocalTrainer(self.task.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(opening.theta.expand(len(clients), -1))
         batch = next(local.batches(s.batch_size, [1] * len(clients), "loss"))
-        yield LossThere(local.measured(w, batch).double()[:, None])
+        yield BatchLoss(local.measured(w, batch).double()[:, None])
         return None
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the shared model, and ``personal``, the shared model after fine-tuning."""
         model, start = self.task.model, opening.theta.expand(len(clients), -1)
-        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, self.settings))
+        sgd, steps = self.settings.local, self.settings.personalize_steps
+        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the steps of fine-tuning for ``personal``."""
@@ -142,26 +140,33 @@ class DRFASettings(Settings):
     @model_validator(mode="after")
     def _same_steps(self) -> Self:
         if self.local.steps is None:
-            raise ValueError(
-                f"local.epochs: found {self.local.epochs}; allowed: local.steps, as t' is a step of all clients"
-            )
+            raise ValueError("local.epochs: set local.steps instead, because t' is a step of all clients")
         if self.gamma and not self.replace:
             raise ValueError(
-                f"replace: found false with gamma {self.gamma:g}; allowed: true, or gamma 0, as "
-                "fewer clients may come to have a weight than are drawn"
+                f"replace: with gamma {self.gamma:g}, fewer clients may come to have a weight than are drawn; set it "
+                "to true, or gamma to 0"
             )
         return self
 
 
-DRFA = base.Algorithm(
-    name="drfa",
-    version=1,
-    settings=DRFASettings,
-    server=DRFAServer,
-    client=DRFAClient,
-    check_model=base.no_batch_norm("drfa"),
-    messages=(DRFATrainRequest, NotedUpdate, LossRequest, LossThere, PersonalizeRequest),
-    needs_classes=False,
-    titles=lambda settings: {"personal": "DRFA + fine-tuning", "global": "DRFA"},
-    requires_fixed_population=lambda settings: CLIENTS_BEFOREHAND,
-)
+class DistributionallyRobustFedAvg(base.Algorithm):
+    """Distributionally robust averaging with local steps."""
+
+    name = "drfa"
+    settings = DRFASettings
+    server = DRFAServer
+    client = DRFAClient
+    messages = (DRFATrainRequest, NotedUpdate, LossRequest, BatchLoss, PersonalizeRequest)
+    needs = ("no batch norm",)
+    needs_classes = False
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "DRFA + fine-tuning", "global": "DRFA"}
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason: each client has a weight."""
+        return base.no_place_for_new_clients(self.name)
+
+
+DRFA = DistributionallyRobustFedAvg()

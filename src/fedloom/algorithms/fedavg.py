@@ -1,15 +1,246 @@
-"""Federated averaging, personalized by local steps.
+"""Federated averaging, and the base class of all methods with one shared model that every client personalizes.
 
 B. McMahan et al., Communication-efficient learning of deep networks from decentralized data, AISTATS 2017,
-arXiv 1602.05629, Algorithm 1. The global model is always reported. Each client's own predictor is the global model
-after 0 or more local SGD steps on its train split (fine-tuning). The recipe provides both.
+arXiv 1602.05629, Algorithm 1. A round sends the shared model to a cohort, every client trains it, and the server moves
+it by the mean of their changes. The global model is always reported. Each client's own predictor is the global model
+after 0 or more local SGD steps on its train split (fine-tuning). A method overrides what differs.
 """
 
-from fedloom.algorithms.recipe import FineTuning, shared_model
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms import base
+from fedloom.algorithms.averaging import Averaging, mean_update, norms_of
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.client import NothingToTrainOn, Trained, train
+from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.model_needs import check_needs
+from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.models.flat import FlatModel
+from fedloom.models.predictors import Predictors, predictors_of
 
 
-class FedAvgSettings(FineTuning):
-    """Keys of ``algorithm`` for FedAvg."""
+class FedAvgSettings(Averaging):
+    """Keys of ``algorithm`` for FedAvg, and for methods whose clients fine-tune by SGD."""
+
+    local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
+    personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 
-FEDAVG = shared_model("fedavg", FedAvgSettings, titles={"personal": "FedAvg + fine-tuning", "global": "FedAvg"})
+# --- what travels -----------------------------------------------------------------------------------------------------
+
+
+class SharedModel(Message):
+    """Opening of training: the shared model, or its shared part."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [s]
+
+
+class Update(Message):
+    """Result of local training."""
+
+    delta_theta: Tensor = rows(Quantity.MODEL_UPDATE, "s")  # [c, s]
+    steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
+    loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
+
+
+class PersonalizeRequest(Message):
+    """Opening of personalization: the same part of the model."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [s]
+
+
+# --- the method -------------------------------------------------------------------------------------------------------
+
+
+class FedAvg(base.Algorithm):
+    """Federated averaging; other methods with a shared model are subclasses.
+
+    ``s`` are the settings, and ``shared`` is the shared part of the model: ``[s]`` on the server, and a row for each of
+    g clients ``[g, s]`` on the clients.
+    """
+
+    name = "fedavg"
+    settings: ClassVar[Any] = FedAvgSettings
+    needs_classes = False
+    predictors: ClassVar[Mapping[str, str]] = {"personal": "FedAvg + fine-tuning", "global": "FedAvg"}
+    """Predictor -> name in tables, in the order in which :meth:`personalize` returns the predictors."""
+    shared: ClassVar[Literal["all", "body", "head"]] = "all"
+    """Part of the model that is sent, averaged and checkpointed: the ``body`` is all but the last linear layer."""
+    sends_all: ClassVar[bool] = False
+    """True if the server keeps and sends all of θ, and the part that is not shared keeps its initial values.
+
+    The clients' methods then receive θ ``[g, d]``; :meth:`train` still returns the shared part.
+    """
+    stateful: ClassVar[bool] = False
+    """True if clients keep a state between rounds (:meth:`ClientGroup.save_state`)."""
+    update: ClassVar[type[Update]] = Update
+    """Class of the clients' answers; ``Trained.also`` has the fields that :class:`Update` lacks."""
+
+    def train(self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any) -> Trained:
+        """Train the clients in a round; ``theta`` of the result is the shared part."""
+        return train(model, group, shared, s.local)
+
+    def aggregate(self, shared: Tensor, updates: Replies[Any], s: Any) -> Tensor:
+        """Return the shared part after a round: θ + lr Σ p_i Δθ_i."""
+        change: Tensor = s.server_lr * mean_update(updates, s)
+        return shared + change
+
+    def personalize(
+        self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any
+    ) -> Mapping[str, Tensor] | Predictors:
+        """Return θ ``[g, d]`` of each predictor, or predictors that are not vectors."""
+        return fine_tune(model, group, shared, s.local, s.personalize_steps)
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return the SGD steps by which a client with this many train examples gets ``personal``."""
+        steps: int = s.personalize_steps
+        return steps
+
+    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
+        """Return the bounds of an update (:meth:`ServerAlgorithm.update_bounds`)."""
+        bounds: Mapping[str, float] = s.local.update_bounds(examples)
+        return bounds
+
+    def server(self, settings: Any, task: Task, generator: torch.Generator) -> base.ServerAlgorithm:
+        """Return the server half; override it if rounds differ, or if more than the model is kept."""
+        return FedAvgServer(self, settings, task, generator)
+
+    def client(self, settings: Any, task: Task) -> base.ClientAlgorithm:
+        """Return the client half."""
+        return FedAvgClient(self, settings, task)
+
+    @property
+    def messages(self) -> tuple[type[Message], ...]:
+        """The three message classes."""
+        return (SharedModel, self.update, PersonalizeRequest)
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return ``predictors``."""
+        return self.predictors
+
+    def needs_each_update(self, settings: Any) -> bool:
+        """Return True if norms are bounded or the mean is trimmed."""
+        return isinstance(settings, Averaging) and settings.robust
+
+    def check_model(self, settings: Any, model: FlatModel) -> None:
+        """Check the needs; a method that shares a part of the model also needs a head."""
+        if self.shared != "all":
+            check_needs(self.name, ("head",), model)
+        super().check_model(settings, model)
+
+    def part(self, task: Task) -> slice:
+        """Return the slice of θ that is shared."""
+        size = task.model.layout.body_size
+        return {"all": slice(None), "body": slice(size), "head": slice(size, None)}[self.shared]
+
+
+class FedAvgServer(base.ServerAlgorithm):
+    """Server that keeps the shared model, or its shared part, and moves it by the result of ``aggregate``."""
+
+    def __init__(self, method: FedAvg, settings: Any, task: Task, generator: torch.Generator) -> None:
+        super().__init__(settings, task)
+        self.method = method
+        theta, part = task.model.init(generator, task.dtype), method.part(task)
+        self.sizes["s"] = len(theta[part])
+        self.state["theta"] = theta if method.sends_all else theta[part].clone()
+        self._part = part if method.sends_all else slice(None)  # of the kept tensor
+
+    def update_bounds(self, examples: int) -> Mapping[str, float]:
+        """Return the method's bounds of an update."""
+        return self.method.update_bounds(self.settings, examples)
+
+    def aggregate(self, shared: Tensor, updates: Replies[Any]) -> Tensor:
+        """Return the shared part after a round."""
+        return self.method.aggregate(shared, updates, self.settings)
+
+    def train_round(self, round: Round) -> base.Statistics:
+        """Let a cohort train the shared model, and aggregate the updates."""
+        updates = round.sample().send(SharedModel(self.state["theta"]), self.method.update)
+        theta = self.state["theta"].clone()
+        theta[self._part] = self.aggregate(theta[self._part], updates)
+        self.state["theta"] = theta
+        return base.statistics_of(updates) | norms_of(updates, self.settings)
+
+    def personalize(self, cohort: Cohort) -> Replies[Any]:
+        """Send the shared model for the clients to personalize."""
+        return cohort.send(PersonalizeRequest(self.state["theta"]))
+
+
+class FedAvgClient(base.ClientAlgorithm):
+    """Client that trains and personalizes the shared model as its method says."""
+
+    def __init__(self, method: FedAvg, settings: Any, task: Task) -> None:
+        super().__init__(settings, task)
+        self.method, self.predictors, self.stateful = method, tuple(method.predictors), method.stateful
+        self._part = method.part(task) if method.sends_all else slice(None)  # of the sent tensor
+
+    @conversation
+    def train(self, clients: ClientGroup, opening: SharedModel) -> Conversation:
+        """Train in a round."""
+        start = opening.theta.expand(len(clients), -1)
+        trained = self.method.train(self.task.model, clients, start, self.settings)
+        answer = {"delta_theta": trained.theta - start[:, self._part], "steps": trained.steps, "loss": trained.loss}
+        yield self.method.update(**{**answer, **trained.also})
+        return None
+
+    @conversation
+    def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
+        """Return the method's predictors."""
+        model, start = self.task.model, opening.theta.expand(len(clients), -1)
+
+        def make() -> Mapping[str, Tensor] | Predictors:
+            return self.method.personalize(model, clients, start, self.settings)
+
+        if "global" in self.predictors:
+            return or_shared_alone(model, clients, start, make)
+        made = make()
+        return predictors_of(model, **made) if isinstance(made, Mapping) else made
+
+    def personalization_steps(self, predictor: str, examples: int) -> int:
+        """Return the method's steps for ``personal``."""
+        return self.method.personalization_steps(self.settings, examples) if predictor == "personal" else 0
+
+
+# --- parts that other methods use -------------------------------------------------------------------------------------
+
+
+def fine_tune(model: FlatModel, group: ClientGroup, theta: Tensor, sgd: LocalSGD, steps: int) -> dict[str, Tensor]:
+    """Return ``personal``, the shared model after this many local steps, and ``global``, before them."""
+    personal = theta
+    if steps:
+        personal = train(model, group, theta, sgd.with_steps(steps=steps), purpose="fine-tune").theta
+    return {"personal": personal, "global": theta}
+
+
+def or_shared_alone(
+    model: FlatModel, group: ClientGroup, shared: Tensor, make: Callable[[], Mapping[str, Tensor] | Predictors]
+) -> Predictors:
+    """Return the predictors from ``make``, or only ``global`` for a client without examples to train on.
+
+    Parameters
+    ----------
+    shared
+        ``[g, d]``, the model behind ``global``.
+
+    Raises
+    ------
+    NothingToTrainOn
+        If such a client is one of several in the group; the group is then served one by one.
+    """
+    try:
+        made = make()
+    except NothingToTrainOn:
+        if len(group) > 1:
+            raise
+        made = {"global": shared}
+    return predictors_of(model, **made) if isinstance(made, Mapping) else made
+
+
+FEDAVG = FedAvg()

@@ -7,28 +7,17 @@ body.
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, Trained, train
-from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
-
-
-def body_alone(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> Trained:
-    """Run SGD on the body with the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
-    trained = train(model, group, theta, s.local, only="body")
-    return Trained(trained.theta[:, : model.layout.body_size], trained.steps, trained.loss)
-
-
-def fine_tuned(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> dict[str, Tensor]:
-    """Return ``personal``, θ after ``personalize_epochs`` epochs on all of it (line 4), and ``global``, before them."""
-    personal = theta
-    if s.personalize_epochs:
-        sgd = s.local.with_steps(epochs=s.personalize_epochs)
-        personal = train(model, group, theta, sgd, purpose="fine-tune").theta
-    return {"personal": personal, "global": theta}
 
 
 class FedBABUSettings(Averaging):
@@ -38,13 +27,32 @@ class FedBABUSettings(Averaging):
     personalize_epochs: int = Field(default=5, ge=0, description="epochs on body and head from the global model")
 
 
-FEDBABU = shared_model(
-    "fedbabu",
-    FedBABUSettings,
-    local=body_alone,
-    personalize=fine_tuned,
-    steps=lambda s, examples: s.local.with_steps(epochs=s.personalize_epochs).count(examples),
-    shared="body",
-    whole=True,
-    titles={"personal": "FedBABU", "global": "FedBABU, shared body and first head"},
-)
+class FedBABU(FedAvg):
+    """FedAvg of the body under a fixed head."""
+
+    name = "fedbabu"
+    settings = FedBABUSettings
+    predictors = {"personal": "FedBABU", "global": "FedBABU, shared body and first head"}
+    shared = "body"
+    sends_all = True
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> Trained:
+        """Run SGD on the body with the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
+        trained = train(model, group, theta, s.local, only="body")
+        return Trained(trained.theta[:, : model.layout.body_size], trained.steps, trained.loss)
+
+    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> dict[str, Tensor]:
+        """Return ``personal``, θ after epochs on body and head (line 4), and ``global``, θ before them."""
+        personal = theta
+        if s.personalize_epochs:
+            sgd = s.local.with_steps(epochs=s.personalize_epochs)
+            personal = train(model, group, theta, sgd, purpose="fine-tune").theta
+        return {"personal": personal, "global": theta}
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return the steps of fine-tuning."""
+        steps: int = s.local.with_steps(epochs=s.personalize_epochs).count(examples)
+        return steps
+
+
+FEDBABU = FedBABU()

@@ -14,34 +14,37 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, Task
-from fedloom.algorithms.recipe import FineTuning, SharedModelServer, mean_update, shared_model
+from fedloom.algorithms.averaging import mean_update
+from fedloom.algorithms.base import Task
+from fedloom.algorithms.fedavg import FedAvg, FedAvgServer, FedAvgSettings
 from fedloom.messages import Replies
 
 
-class OptimizingServer(SharedModelServer):
+class OptimizingServer(FedAvgServer):
     """Server that keeps w and the optimizer's state: m, and v for adaptive steps."""
 
-    def __init__(self, settings: Any, task: Task, generator: torch.Generator, **method: Any) -> None:
-        super().__init__(settings, task, generator, **method | {"aggregate": self._step})
+    def __init__(self, method: FedAvg, settings: Any, task: Task, generator: torch.Generator) -> None:
+        super().__init__(method, settings, task, generator)
         w = self.state["theta"]
         self.state["m"] = torch.zeros_like(w)
         if isinstance(settings, AdaptiveSettings):
             self.state["v"] = torch.full_like(w, settings.tau**2)  # line 1
 
-    def _step(self, w: Tensor, updates: Replies[Any], s: FineTuning) -> Tensor:
+    def aggregate(self, shared: Tensor, updates: Replies[Any]) -> Tensor:
         """Perform lines 5-8."""
+        w, s = shared, self.settings
         delta = mean_update(updates, s)  # line 5
         if isinstance(s, FedAvgMSettings):
             self.state["m"] = m = s.momentum * self.state["m"] + delta  # line 6, FedAvgM
-            return w + s.server_lr * (delta + s.momentum * m if s.nesterov else m)  # line 8, FedAvgM
-        assert isinstance(s, AdaptiveSettings)
+            along: Tensor = s.server_lr * (delta + s.momentum * m if s.nesterov else m)
+            return w + along  # line 8, FedAvgM
         self.state["m"] = m = s.beta1 * self.state["m"] + (1 - s.beta1) * delta  # line 6
         self.state["v"] = v = s.second(self.state["v"], delta.square())  # line 7
-        return w + s.server_lr * (m / (v.sqrt() + s.tau))  # line 8
+        along = s.server_lr * (m / (v.sqrt() + s.tau))
+        return w + along  # line 8
 
 
-class FedAvgMSettings(FineTuning):
+class FedAvgMSettings(FedAvgSettings):
     """Keys of ``algorithm`` for FedAvgM."""
 
     momentum: float = Field(default=0.9, ge=0, lt=1, description="the server's momentum β; 0 is FedAvg")
@@ -56,7 +59,7 @@ class FedAvgMSettings(FineTuning):
         return self
 
 
-class AdaptiveSettings(FineTuning):
+class AdaptiveSettings(FedAvgSettings):
     """Keys common to FedAdam and FedYogi; ``server_lr`` is the paper's η."""
 
     server_lr: float = Field(default=0.01, gt=0, description="rate η of the server's optimizer; tune it by decades")
@@ -81,12 +84,36 @@ class FedYogiSettings(AdaptiveSettings):
         return v - (1 - self.beta2) * square * (v - square).sign()
 
 
-def optimizing(name: str, settings: type[FineTuning], title: str) -> Algorithm:
-    """Return FedAvg with an optimizing server."""
-    titles = {"personal": f"{title} + fine-tuning", "global": title}
-    return shared_model(name, settings, server=OptimizingServer, titles=titles)
+class FedOpt(FedAvg):
+    """FedAvg with an optimizing server."""
+
+    def server(self, settings: Any, task: Task, generator: torch.Generator) -> OptimizingServer:
+        """Return the server with an optimizer."""
+        return OptimizingServer(self, settings, task, generator)
 
 
-FEDADAM = optimizing("fedadam", FedAdamSettings, "FedAdam")
-FEDYOGI = optimizing("fedyogi", FedYogiSettings, "FedYogi")
-FEDAVGM = optimizing("fedavgm", FedAvgMSettings, "FedAvgM")
+class FedAdam(FedOpt):
+    """FedAvg whose server steps by Adam."""
+
+    name = "fedadam"
+    settings = FedAdamSettings
+    predictors = {"personal": "FedAdam + fine-tuning", "global": "FedAdam"}
+
+
+class FedYogi(FedOpt):
+    """FedAvg whose server steps by Yogi."""
+
+    name = "fedyogi"
+    settings = FedYogiSettings
+    predictors = {"personal": "FedYogi + fine-tuning", "global": "FedYogi"}
+
+
+class FedAvgM(FedOpt):
+    """FedAvg whose server steps with momentum."""
+
+    name = "fedavgm"
+    settings = FedAvgMSettings
+    predictors = {"personal": "FedAvgM + fine-tuning", "global": "FedAvgM"}
+
+
+FEDADAM, FEDYOGI, FEDAVGM = FedAdam(), FedYogi(), FedAvgM()

@@ -8,22 +8,19 @@ afterwards, starts from one drawn by its own generator.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, Trained, train
-from fedloom.algorithms.fedrep import with_heads, with_own_head
-from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedrep import FedRep, with_heads
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
-
-
-def body_and_head(model: FlatModel, group: ClientGroup, body: Tensor, s: FedPerSettings) -> Trained:
-    """Train a client as in Algorithm 1: SGD on φ and h_i at once."""
-    size = body.shape[1]
-    trained = train(model, group, with_heads(model, group, body), s.local)  # lines 1-2
-    group.save_state(head=trained.theta[:, size:])  # line 3
-    return Trained(trained.theta[:, :size], trained.steps, trained.loss)
 
 
 class FedPerSettings(Averaging):
@@ -33,13 +30,24 @@ class FedPerSettings(Averaging):
     personalize_epochs: int = Field(default=20, ge=0, description="epochs by which a client without a head makes one")
 
 
-FEDPER = shared_model(
-    "fedper",
-    FedPerSettings,
-    local=body_and_head,
-    personalize=with_own_head("local"),
-    steps=lambda s, examples: s.local.with_steps(epochs=s.personalize_epochs).count(examples),
-    shared="body",
-    stateful=True,
-    titles={"personal": "FedPer"},
-)
+class FedPer(FedRep):
+    """Shared body and personal heads, trained together."""
+
+    name = "fedper"
+    settings = FedPerSettings
+    predictors = {"personal": "FedPer"}
+    head_key = "local"
+
+    def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: FedPerSettings) -> Trained:
+        """Train a client as in Algorithm 1: SGD on φ and h_i at once."""
+        size = body.shape[1]
+        trained = train(model, group, with_heads(model, group, body), s.local)  # lines 1-2
+        group.save_state(head=trained.theta[:, size:])  # line 3
+        return Trained(trained.theta[:, :size], trained.steps, trained.loss)
+
+    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
+        """Return the bounds of the body's training."""
+        return FedAvg.update_bounds(self, s, examples)
+
+
+FEDPER = FedPer()

@@ -15,14 +15,9 @@ from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Trained, proximal, train
-from fedloom.algorithms.recipe import FineTuning, shared_model
+from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
+from fedloom.algorithms.local_sgd import check_overshoot
 from fedloom.models.flat import FlatModel
-
-
-def proximal_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedProxSettings) -> Trained:
-    """Run SGD on f_i(w) + μ/2 ‖w - w_t‖² from w_t (eq. 2)."""
-    term = proximal(s.mu) if s.mu else None
-    return train(model, group, theta, s.local, correct=term, counts=work(group, s))  # lines 2, 3
 
 
 def work(group: ClientGroup, s: FedProxSettings) -> list[int]:
@@ -35,7 +30,7 @@ def work(group: ClientGroup, s: FedProxSettings) -> list[int]:
     return counts
 
 
-class FedProxSettings(FineTuning):
+class FedProxSettings(FedAvgSettings):
     """Keys of ``algorithm`` for FedProx."""
 
     mu: float = Field(default=0.01, ge=0, description="μ of the term μ/2 ‖w - w_t‖²; 0 is FedAvg")
@@ -45,17 +40,21 @@ class FedProxSettings(FineTuning):
 
     @model_validator(mode="after")
     def _stable(self) -> Self:
-        if self.local.lr * self.mu >= 1:
-            raise ValueError(
-                f"mu: found {self.mu:g} with local.lr {self.local.lr:g}; allowed: local.lr · mu below 1, from where on "
-                "steps on the proximal term overshoot"
-            )
+        check_overshoot("mu", self.mu, "local.lr", self.local.lr)
         return self
 
 
-FEDPROX = shared_model(
-    "fedprox",
-    FedProxSettings,
-    local=proximal_sgd,
-    titles={"personal": "FedProx + fine-tuning", "global": "FedProx"},
-)
+class FedProx(FedAvg):
+    """FedAvg with a proximal term, and with stragglers."""
+
+    name = "fedprox"
+    settings = FedProxSettings
+    predictors = {"personal": "FedProx + fine-tuning", "global": "FedProx"}
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedProxSettings) -> Trained:
+        """Run SGD on f_i(w) + μ/2 ‖w - w_t‖² from w_t (eq. 2)."""
+        term = proximal(s.mu) if s.mu else None
+        return train(model, group, theta, s.local, correct=term, counts=work(group, s))  # lines 2, 3
+
+
+FEDPROX = FedProx()

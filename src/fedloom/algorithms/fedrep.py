@@ -8,41 +8,19 @@ rounds. A client without a head, in training or afterwards, starts from one draw
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, Trained, train
-from fedloom.algorithms.recipe import Averaging, Personalize, shared_model
+from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
-
-
-def head_then_body(model: FlatModel, group: ClientGroup, body: Tensor, s: FedRepSettings) -> Trained:
-    """Run ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""
-    theta = with_heads(model, group, body)  # line 1
-    head = train(model, group, theta, s.head, only="head", purpose="head", key="head.lr")  # line 2
-    both = train(model, group, head.theta, s.local, only="body")  # line 3
-    group.save_state(head=both.theta[:, body.shape[1] :])  # line 4
-    return Trained(both.theta[:, : body.shape[1]], head.steps + both.steps, both.loss)
-
-
-def with_own_head(key: str) -> Personalize:
-    """Return the shared body with each client's head; a new client trains one by SGD under ``key``, the body frozen."""
-
-    def personalize(model: FlatModel, group: ClientGroup, body: Tensor, s: Any) -> dict[str, Tensor]:
-        theta, new, sgd = with_heads(model, group, body), group.new, getattr(s, key)  # line 6
-        if new and s.personalize_epochs:
-            sgd = sgd.with_steps(epochs=s.personalize_epochs)
-            made = train(
-                model, group, theta[new], sgd, members=new, only="head", purpose="personalize", key=f"{key}.lr"
-            )
-            theta[new] = made.theta
-        return {"personal": theta}
-
-    return personalize
 
 
 def with_heads(model: FlatModel, group: ClientGroup, body: Tensor) -> Tensor:
@@ -60,16 +38,46 @@ class FedRepSettings(Averaging):
     personalize_epochs: int = Field(default=20, ge=0, description="epochs by which a client without a head makes one")
 
 
-FEDREP = shared_model(
-    "fedrep",
-    FedRepSettings,
-    local=head_then_body,
-    personalize=with_own_head("head"),
-    steps=lambda s, examples: s.head.with_steps(epochs=s.personalize_epochs).count(examples),
-    update_bounds=lambda s, examples: (
-        s.local.update_bounds(examples) | {"steps": s.head.count(examples) + s.local.count(examples)}
-    ),
-    shared="body",
-    stateful=True,
-    titles={"personal": "FedRep"},
-)
+class FedRep(FedAvg):
+    """Shared body and personal heads, trained in alternation."""
+
+    name = "fedrep"
+    settings: ClassVar[Any] = FedRepSettings
+    predictors = {"personal": "FedRep"}
+    shared = "body"
+    stateful = True
+    head_key: ClassVar[str] = "head"
+    """Key of the settings by which a new client trains its head."""
+
+    def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: Any) -> Trained:
+        """Run ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""
+        theta = with_heads(model, group, body)  # line 1
+        head = train(model, group, theta, s.head, only="head", purpose="head", key="head.lr")  # line 2
+        both = train(model, group, head.theta, s.local, only="body")  # line 3
+        group.save_state(head=both.theta[:, body.shape[1] :])  # line 4
+        return Trained(both.theta[:, : body.shape[1]], head.steps + both.steps, both.loss)
+
+    def personalize(self, model: FlatModel, group: ClientGroup, body: Tensor, s: Any) -> Mapping[str, Tensor]:
+        """Return the shared body with each client's head; a new client trains one by SGD, the body frozen."""
+        theta, new = with_heads(model, group, body), group.new  # line 6
+        if new and s.personalize_epochs:
+            sgd, key = self._sgd(s), f"{self.head_key}.lr"
+            made = train(model, group, theta[new], sgd, only="head", members=new, purpose="personalize", key=key)
+            theta[new] = made.theta
+        return {"personal": theta}
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return the steps of a new client's head."""
+        return self._sgd(s).count(examples)
+
+    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
+        """Return the bounds of the body's training; the steps include those of the head."""
+        steps = s.head.count(examples) + s.local.count(examples)
+        return {**super().update_bounds(s, examples), "steps": steps}
+
+    def _sgd(self, s: Any) -> LocalSGD:
+        sgd: LocalSGD = getattr(s, self.head_key)
+        return sgd.with_steps(epochs=s.personalize_epochs)
+
+
+FEDREP = FedRep()

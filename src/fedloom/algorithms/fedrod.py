@@ -10,16 +10,18 @@ head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, Trained, examples, train
-from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.algorithms.client import Trained, examples, train
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
 from fedloom.models.flat import FlatModel, Layout, with_forward
 
@@ -63,17 +65,6 @@ class TwoHeads(FlatModel):
         return raised.loss(parameters, x, y) + summed.loss(parameters, x, y)
 
 
-def both_heads(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> Trained:
-    """Train in one visit of a client; line numbers refer to docs/algorithms/fedrod.md."""
-    d, two = theta.shape[1], TwoHeads(model)
-    h = d - model.layout.body_size
-    start = torch.cat([theta, heads(model, group, theta), raised(group, theta, s)], dim=1)  # line 1
-    trained = train(two, group, start, s.local, only="body")  # lines 2-3: all but the last entry, the offsets
-    own = {"theta": trained.theta[:, :d]} if s.personal == "local" else {}
-    group.save_state(head=trained.theta[:, d : d + h], **own)  # line 4
-    return Trained(trained.theta[:, :d], trained.steps, trained.loss)
-
-
 def heads(model: FlatModel, group: ClientGroup, theta: Tensor) -> Tensor:
     """Return personal heads ``[g, h]``: the kept one of each client, zeros for a new client."""
     return group.load_state("head", torch.zeros_like(theta[:, model.layout.body_size :]))
@@ -89,13 +80,6 @@ def _labels(client: ClientData) -> Tensor:
     labels = examples(client, labelled=True).y
     assert labels is not None
     return labels
-
-
-def with_both_heads(model: FlatModel, group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> dict[str, Tensor]:
-    """Return ``personal``, with the sum of both heads (line 6), and ``global``, θ; for new clients both are θ."""
-    size = model.layout.body_size
-    own = group.load_state("theta", theta) if s.personal == "local" else theta
-    return {"personal": torch.cat([own[:, :size], own[:, size:] + heads(model, group, theta)], 1), "global": theta}
 
 
 class FedRoDSettings(Averaging):
@@ -114,20 +98,39 @@ class FedRoDSettings(Averaging):
     @model_validator(mode="after")
     def _all_labels(self) -> Self:
         if self.local.mask_absent:
-            raise ValueError("local.mask_absent: found true; allowed: false, because the balanced loss masks by itself")
+            raise ValueError("local.mask_absent: set it to false, because the balanced loss masks labels by itself")
         return self
 
 
-FEDROD = shared_model(
-    "fedrod",
-    FedRoDSettings,
-    local=both_heads,
-    personalize=with_both_heads,
-    steps=lambda s, examples: 0,
-    needs_head=True,
-    linear_head=True,
-    by_batch=False,
-    stateful=True,
-    needs_classes=True,
-    titles={"personal": "FedRoD", "global": "FedRoD, generic head"},
-)
+class FedRoD(FedAvg):
+    """Generic head trained with balanced softmax, and personal heads."""
+
+    name = "fedrod"
+    settings = FedRoDSettings
+    needs = ("head", "linear head", "no batch norm")
+    needs_classes = True
+    predictors = {"personal": "FedRoD", "global": "FedRoD, generic head"}
+    stateful = True
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> Trained:
+        """Train in one visit of a client; line numbers refer to docs/algorithms/fedrod.md."""
+        d, two = theta.shape[1], TwoHeads(model)
+        h = d - model.layout.body_size
+        start = torch.cat([theta, heads(model, group, theta), raised(group, theta, s)], dim=1)  # line 1
+        trained = train(two, group, start, s.local, only="body")  # lines 2-3: all but the last entry, the offsets
+        own = {"theta": trained.theta[:, :d]} if s.personal == "local" else {}
+        group.save_state(head=trained.theta[:, d : d + h], **own)  # line 4
+        return Trained(trained.theta[:, :d], trained.steps, trained.loss)
+
+    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> dict[str, Tensor]:
+        """Return ``personal``, with the sum of both heads (line 6), and ``global``, θ; for new clients both are θ."""
+        size = model.layout.body_size
+        own = group.load_state("theta", theta) if s.personal == "local" else theta
+        return {"personal": torch.cat([own[:, :size], own[:, size:] + heads(model, group, theta)], 1), "global": theta}
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return 0: only training makes a personal head."""
+        return 0
+
+
+FEDROD = FedRoD()

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import Correction, LocalSGD, proximal, train
-from fedloom.algorithms.recipe import Update
+from fedloom.algorithms.client import Correction, proximal, train
+from fedloom.algorithms.fedavg import Update
+from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.predictors import Predictors, predictors_of
 from fedloom.settings import Settings
@@ -61,7 +62,7 @@ class HeurFedAMPServer(base.ServerAlgorithm):
         self.state = {"models": models.clone(), "counted": counted.clone()}
         self.state["models"][here] = (u + updates.delta_theta)[updates.present]
         self.state["counted"][here] = 1
-        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+        return base.statistics_of(updates)
 
     def _centre(self, i: int) -> Tensor:
         """Return u_i ``[d]``: the mean of the client's own model and those of counted clients."""
@@ -82,7 +83,7 @@ class HeurFedAMPServer(base.ServerAlgorithm):
         places = [self.row.get(client, -1) if self.task.same_clients else -1 for client in cohort.clients]
         own = [i >= 0 and bool(counted[i]) for i in places]
         theta = torch.stack([models[i] if mine else mean for i, mine in zip(places, own, strict=True)])
-        return cohort.send(OwnModel(theta, torch.tensor([[float(not mine)] for mine in own]).double()))
+        return cohort.send(ClientModel(theta, torch.tensor([[float(not mine)] for mine in own]).double()))
 
 
 class HeurFedAMPClient(base.ClientAlgorithm):
@@ -97,7 +98,7 @@ class HeurFedAMPClient(base.ClientAlgorithm):
         return None
 
     @conversation
-    def personalize(self, clients: ClientGroup, opening: OwnModel) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: ClientModel) -> Predictors:
         """Return ``personal``, the client's model; a new client makes one visit's steps from the mean."""
         s, theta = self.settings, opening.theta
         if new := opening.new[:, 0].nonzero().flatten().tolist():
@@ -122,11 +123,7 @@ class HeurFedAMPSettings(Settings):
 
     @model_validator(mode="after")
     def _stable(self) -> Self:
-        if self.local.lr * self.proximity >= 1:
-            raise ValueError(
-                f"proximity: found {self.proximity:g} with local.lr {self.local.lr:g}; allowed: local.lr · proximity "
-                "below 1, from where on steps on the proximal term overshoot"
-            )
+        check_overshoot("proximity", self.proximity, "local.lr", self.local.lr)
         return self
 
     @property
@@ -141,26 +138,34 @@ class Centre(Message):
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
-class OwnModel(Message):
+class ClientModel(Message):
     """Opening of personalization: w_i, or the starting point of a client without a model."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
     new: Tensor = rows(Quantity.COUNT)  # [c, 1] float64, 1 for a client without a model
 
 
-HEURFEDAMP = base.Algorithm(
-    name="heurfedamp",
-    version=1,
-    settings=HeurFedAMPSettings,
-    server=HeurFedAMPServer,
-    client=HeurFedAMPClient,
-    messages=(Centre, Update, OwnModel),
-    needs_classes=False,
-    needs_each_update=lambda settings: True,  # cosines of any two clients' models
-    titles=lambda settings: {"personal": "HeurFedAMP"},
-    requires_fixed_population=lambda settings: (
-        "name",
-        "found heurfedamp, whose server keeps a model of each client",
-        "a method whose server keeps nothing of each client",
-    ),
-)
+class HeurFedAMP(base.Algorithm):
+    """Personal models, each pulled towards similar ones."""
+
+    name = "heurfedamp"
+    settings = HeurFedAMPSettings
+    server = HeurFedAMPServer
+    client = HeurFedAMPClient
+    messages = (Centre, Update, ClientModel)
+    needs_classes = False
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "HeurFedAMP"}
+
+    def needs_each_update(self, settings: Any) -> bool:
+        """Return True: it compares the models of any two clients."""
+        return True
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason: the server keeps a model of each client."""
+        return base.no_place_for_new_clients(self.name)
+
+
+HEURFEDAMP = HeurFedAMP()

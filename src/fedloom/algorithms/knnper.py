@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import PIECE, LocalSGD, examples
-from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.algorithms.client import PIECE, examples
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import ModelPredictor, Predictors
 
@@ -102,26 +104,6 @@ def mixed(vote: Tensor, own: Tensor, mixing: float) -> Tensor:
     return torch.logaddexp(vote + first, own + second)
 
 
-def memorize(model: FlatModel, group: ClientGroup, theta: Tensor, s: KNNPerSettings) -> Predictors:
-    """Return ``personal``, the mixture, and ``global``, the shared model, without training, for all clients."""
-    found: Predictors = []
-    for client, row in zip(group.clients, theta, strict=True):
-        split = examples(client, labelled=True)
-        assert split.y is not None
-        personal = Neighbours(model, row, split.x, split.y, s.scale)
-        personal.choose(split.x, s.neighbours, s.mixing)
-        found.append({"personal": personal, "global": ModelPredictor(model, row)})
-    return found
-
-
-def check_client(s: Any, examples: int, classes: int) -> str | None:
-    """Return why a client cannot train: it has fewer examples than the smallest k; None if it can."""
-    least = min(s.neighbours)
-    if examples >= least:
-        return None
-    return f"found {examples} train examples; allowed: at least {least}, the smallest k of algorithm.neighbours"
-
-
 class KNNPerSettings(Averaging):
     """Keys of ``algorithm`` for kNN-Per."""
 
@@ -137,13 +119,36 @@ class KNNPerSettings(Averaging):
     scale: float = Field(default=100.0, ge=1e-6, description="s of a neighbour's weight exp(-distance²/(D s))")
 
 
-KNNPER = shared_model(
-    "knn-per",
-    KNNPerSettings,
-    personalize=memorize,
-    steps=lambda s, examples: 0,
-    needs_classes=True,
-    check_client=check_client,
-    needs_features=True,
-    titles={"personal": "kNN-Per", "global": "kNN-Per, shared model"},
-)
+class KNNPer(FedAvg):
+    """FedAvg, and a vote of the nearest training examples on each client."""
+
+    name = "knn-per"
+    settings = KNNPerSettings
+    needs = ("features",)
+    needs_classes = True
+    predictors = {"personal": "kNN-Per", "global": "kNN-Per, shared model"}
+
+    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: KNNPerSettings) -> Predictors:
+        """Return ``personal``, the mixture, and ``global``, the shared model, without training, for all clients."""
+        found: Predictors = []
+        for client, row in zip(group.clients, theta, strict=True):
+            split = examples(client, labelled=True)
+            assert split.y is not None
+            personal = Neighbours(model, row, split.x, split.y, s.scale)
+            personal.choose(split.x, s.neighbours, s.mixing)
+            found.append({"personal": personal, "global": ModelPredictor(model, row)})
+        return found
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return 0: clients do not train."""
+        return 0
+
+    def check_client(self, settings: Any, examples: int, classes: int) -> str | None:
+        """Reject a client with fewer examples than the smallest k."""
+        least = min(settings.neighbours)
+        if examples >= least:
+            return None
+        return f"it has {examples} train examples, and needs {least}, the smallest k of algorithm.neighbours"
+
+
+KNNPER = KNNPer()

@@ -8,30 +8,18 @@ without a common start, the features of different clients would not mean the sam
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, Trained, train
-from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
-
-
-def body_and_head(model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings) -> Trained:
-    """Perform lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
-    trained, size = train(model, group, with_bodies(model, group, theta), s.local), model.layout.body_size
-    group.save_state(body=trained.theta[:, :size])
-    return Trained(trained.theta[:, size:], trained.steps, trained.loss)
-
-
-def with_own_body(model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings) -> dict[str, Tensor]:
-    """Return the shared head on each client's body (line 5); a new client trains a body, the head frozen (line 6)."""
-    theta, new = with_bodies(model, group, theta), group.new
-    if new and s.personalize_epochs:
-        sgd = s.local.with_steps(epochs=s.personalize_epochs)
-        theta[new] = train(model, group, theta[new], sgd, members=new, only="body", purpose="personalize").theta
-    return {"personal": theta}
 
 
 def with_bodies(model: FlatModel, group: ClientGroup, theta: Tensor) -> Tensor:
@@ -47,14 +35,36 @@ class LGFedAvgSettings(Averaging):
     personalize_epochs: int = Field(default=20, ge=0, description="epochs by which a client without a body makes one")
 
 
-LGFEDAVG = shared_model(
-    "lg-fedavg",
-    LGFedAvgSettings,
-    local=body_and_head,
-    personalize=with_own_body,
-    steps=lambda s, examples: s.local.with_steps(epochs=s.personalize_epochs).count(examples),
-    shared="head",
-    whole=True,
-    stateful=True,
-    titles={"personal": "LG-FedAvg"},
-)
+class LGFedAvg(FedAvg):
+    """Personal bodies under a shared head."""
+
+    name = "lg-fedavg"
+    settings = LGFedAvgSettings
+    predictors = {"personal": "LG-FedAvg"}
+    shared = "head"
+    sends_all = True
+    stateful = True
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings) -> Trained:
+        """Perform lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
+        trained, size = train(model, group, with_bodies(model, group, theta), s.local), model.layout.body_size
+        group.save_state(body=trained.theta[:, :size])
+        return Trained(trained.theta[:, size:], trained.steps, trained.loss)
+
+    def personalize(
+        self, model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings
+    ) -> dict[str, Tensor]:
+        """Return the shared head on each client's body (line 5); a new client trains one, the head frozen (line 6)."""
+        theta, new = with_bodies(model, group, theta), group.new
+        if new and s.personalize_epochs:
+            sgd = s.local.with_steps(epochs=s.personalize_epochs)
+            theta[new] = train(model, group, theta[new], sgd, members=new, only="body", purpose="personalize").theta
+        return {"personal": theta}
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return the steps of a new client's body."""
+        steps: int = s.local.with_steps(epochs=s.personalize_epochs).count(examples)
+        return steps
+
+
+LGFEDAVG = LGFedAvg()

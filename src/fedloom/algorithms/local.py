@@ -6,14 +6,16 @@ there are no rounds, and seen and unseen clients do not differ.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from pydantic import Field
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Round, Statistics, conversation
-from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.base import ClientGroup, Cohort, Round, Statistics, Task, conversation
+from fedloom.algorithms.client import train
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Replies
 from fedloom.models.predictors import Predictors, predictors_of
@@ -23,6 +25,10 @@ from fedloom.settings import Settings
 class LocalServer(base.ServerAlgorithm):
     """Server that only requests local training."""
 
+    def __init__(self, settings: LocalSettings, task: Task, generator: torch.Generator) -> None:
+        del generator  # clients draw their own starts
+        super().__init__(settings, task)
+
     def train_round(self, round: Round) -> Statistics:
         """Refuse: the method has no rounds.
 
@@ -31,7 +37,9 @@ class LocalServer(base.ServerAlgorithm):
         ExperimentError
             Always.
         """
-        raise ExperimentError(f"local has no training rounds: found round {round.number}, allowed: federation.rounds 0")
+        raise ExperimentError(
+            f"local has no training rounds (asked for round {round.number}); set federation.rounds to 0"
+        )
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Ask each client to train."""
@@ -67,15 +75,25 @@ class LocalTrainRequest(Message):
     """Opening of personalization, without content."""
 
 
-LOCAL = base.Algorithm(
-    name="local",
-    version=1,
-    settings=LocalSettings,
-    server=lambda settings, task, generator: LocalServer(settings, task),
-    client=LocalClient,
-    messages=(LocalTrainRequest,),
-    trains=False,
-    needs_classes=False,
-    titles=lambda settings: {"personal": "Local"},
-    stepping=lambda settings, k: settings.model_copy(update={"local": settings.local.with_steps(steps=k)}),
-)
+class LocalTraining(base.Algorithm):
+    """Training of every client alone, without rounds."""
+
+    name = "local"
+    settings = LocalSettings
+    server = LocalServer
+    client = LocalClient
+    messages = (LocalTrainRequest,)
+    needs_classes = False
+    trains = False
+    has_steps = True
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "Local"}
+
+    def after_steps(self, settings: Any, steps: int) -> Any:
+        """Return settings under which a client makes this many steps in all."""
+        return settings.model_copy(update={"local": settings.local.with_steps(steps=steps)})
+
+
+LOCAL = LocalTraining()

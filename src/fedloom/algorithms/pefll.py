@@ -19,17 +19,18 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import LocalSGD, batches, examples, train
+from fedloom.algorithms.client import batches, examples, train
+from fedloom.algorithms.fedavg import Update
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
-from fedloom.algorithms.recipe import Update
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.embedding import EmbeddingNetwork, EmbeddingSettings
 from fedloom.models.flat import vjp
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import predictors_of
+from fedloom.privacy.gaussian_mechanism import MAX_DELTA, on_grid
 from fedloom.settings import Settings
-from fedloom.theory.privacy import MAX_DELTA, on_grid
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
@@ -51,11 +52,11 @@ class PeFLLServer(base.ServerAlgorithm):
         self.sizes |= {"l": size, "s": d, "eta_v": len(eta_v)}
         self.state = {
             "eta_v": eta_v,
-            **named("eta_h", eta_h),
+            **prefixed("eta_h", eta_h),
             # The descriptor's shift and scale, and a flag (0/1) that they are set.
             "standard": torch.tensor([0.0, 1.0, 0.0], dtype=task.dtype),
-            **named("step_v", self.optimizer_v.start([eta_v])),
-            **named("step_h", self.optimizer_h.start(list(eta_h.values()))),
+            **prefixed("step_v", self.optimizer_v.start([eta_v])),
+            **prefixed("step_h", self.optimizer_h.start(list(eta_h.values()))),
         }
         self._pending: Callable[[], None] | None = None
 
@@ -75,7 +76,7 @@ class PeFLLServer(base.ServerAlgorithm):
         d_v = DescriptorUpdate(back.d_v / scale)
         returned = cohort.send(d_v, EmbeddingUpdate, lambda: d_eta_h.update(back.d_eta_h()))  # lines 13-15
         self._update(d_eta_h, returned.mean(returned.d_eta_v), standard)  # lines 17-18
-        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+        return base.statistics_of(updates)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Perform Algorithm 1."""
@@ -129,13 +130,13 @@ class PeFLLServer(base.ServerAlgorithm):
             pending()
 
 
-def named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors under names with a prefix, as a part of the state."""
     return {f"{prefix}.{key}": value for key, value in tensors.items()}
 
 
 def under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the part of a state with this prefix, the inverse of :func:`named`."""
+    """Return the part of a state with this prefix, the inverse of :func:`prefixed`."""
     return {key.removeprefix(f"{prefix}."): value for key, value in state.items() if key.startswith(f"{prefix}.")}
 
 
@@ -266,8 +267,8 @@ class DescriptorSettings(Settings):
     def _of_all_data(self) -> Self:
         if self.privacy is not None and "batch" in (self.train, self.evaluate):
             raise ValueError(
-                f"privacy: found with train: {self.train} and evaluate: {self.evaluate}; allowed: with all for both, "
-                "since the noise is that of a mean over all of a client's examples"
+                "privacy: set train and evaluate to all, because the noise is that of a mean over all of a client's "
+                f"examples (got {self.train} and {self.evaluate})"
             )
         return self
 
@@ -297,7 +298,7 @@ class ServerUpdate(Settings):
     def _decays_one_way(self) -> Self:
         if self.decay == "l2" and self.rule != "adam":
             raise ValueError(
-                f"decay: found l2 with rule {self.rule}, whose shrink is the gradient of λ‖η‖²; allowed: with rule adam"
+                "decay: l2 needs rule: adam, because the shrink of rule: paper is the gradient of λ‖η‖² already"
             )
         return self
 
@@ -331,36 +332,6 @@ class PeFLLSettings(Settings):
         """Return the optimizer of lines 17 and 18 for one of the two networks."""
         s = self.server
         return ShrinkAndAdd(self.local.lr, decay) if s.rule == "paper" else AdamAscent(s.lr, decay, s.decay == "l2")
-
-
-def promised(settings: PeFLLSettings) -> base.Privacy | None:
-    """Return the privacy guarantee of a descriptor; updates of clients in training are not covered."""
-    private = settings.descriptor.privacy
-    if private is None:
-        return None
-    return base.Privacy((Descriptor.__name__,), private.clip, private.noise_multiplier, private.delta)
-
-
-def private(settings: PeFLLSettings, clip: float | None, noise_multiplier: float, delta: float) -> PeFLLSettings:
-    """Return the settings for a client that requests a descriptor with this noise.
-
-    Raises
-    ------
-    ExperimentError
-        If neither the client nor the run sets C.
-    """
-    known = settings.descriptor.privacy
-    if clip is None and known is None:
-        raise ExperimentError(
-            f"{argument('clip')} must be given, because the run was trained without "
-            "algorithm.descriptor.privacy.clip: a "
-            "number above 0, chosen without a look at the data that it protects.",
-            key="clip",
-        )
-    asked = {"clip": known.clip if clip is None and known is not None else clip}
-    privacy = DescriptorPrivacy.model_validate(asked | {"noise_multiplier": noise_multiplier, "delta": delta})
-    how = {"train": "all", "evaluate": "all", "privacy": privacy}
-    return settings.model_copy(update={"descriptor": settings.descriptor.model_copy(update=how)})
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
@@ -402,13 +373,14 @@ class EmbeddingUpdate(Message):
     d_eta_v: Tensor = rows(Quantity.EMBEDDING_NETWORK_UPDATE, "eta_v")  # [c, |η_v|]
 
 
-PEFLL = base.Algorithm(
-    name="pefll",
-    version=1,
-    settings=PeFLLSettings,
-    server=PeFLLServer,
-    client=PeFLLClient,
-    messages=(
+class PeFLL(base.Algorithm):
+    """Learning to learn personalized models from descriptors."""
+
+    name = "pefll"
+    settings = PeFLLSettings
+    server = PeFLLServer
+    client = PeFLLClient
+    messages = (
         PeFLLTrainRequest,
         DescriptorRequest,
         Descriptor,
@@ -416,15 +388,54 @@ PEFLL = base.Algorithm(
         Update,
         DescriptorUpdate,
         EmbeddingUpdate,
-    ),
-    requires_fixed_population=lambda settings: (
-        ("descriptor.size", "found null, which is 1 + n/4 for n clients", "a number")
-        if settings.descriptor.size is None
-        else None
-    ),
-    labelled=lambda settings: settings.embedding.labels,
-    needs_each_update=lambda settings: True,  # line 12
-    titles=lambda settings: {"personal": "PeFLL + fine-tuning" if settings.personalize_steps else "PeFLL"},
-    privacy=promised,
-    private=private,
-)
+    )
+    answers_privately = True
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "PeFLL + fine-tuning" if settings.personalize_steps else "PeFLL"}
+
+    def needs_each_update(self, settings: Any) -> bool:
+        """Return True: the hypernetwork learns from each client's own (line 12)."""
+        return True
+
+    def labelled(self, settings: Any) -> bool:
+        """Return True if the embedding network takes labels."""
+        return bool(settings.embedding.labels)
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason if the size of the descriptor follows from the number of clients."""
+        if settings.descriptor.size is not None:
+            return None
+        return "descriptor.size", "null makes it 1 + n/4 for n clients, and their number changes; set a number"
+
+    def privacy(self, settings: Any) -> base.Privacy | None:
+        """Return the privacy guarantee of a descriptor; updates of clients in training are not covered."""
+        private = settings.descriptor.privacy
+        if private is None:
+            return None
+        return base.Privacy((Descriptor.__name__,), private.clip, private.noise_multiplier, private.delta)
+
+    def private(self, settings: Any, clip: float | None, noise_multiplier: float, delta: float) -> PeFLLSettings:
+        """Return the settings for a client that requests a descriptor with this noise.
+
+        Raises
+        ------
+        ExperimentError
+            If neither the client nor the run sets C.
+        """
+        known = settings.descriptor.privacy
+        if clip is None and known is None:
+            raise ExperimentError(
+                f"{argument('clip')} must be given, because the run was trained without "
+                "algorithm.descriptor.privacy.clip: a number above 0, chosen without a look at the data that it "
+                "protects.",
+                key="clip",
+            )
+        asked = {"clip": known.clip if clip is None else clip, "noise_multiplier": noise_multiplier, "delta": delta}
+        how = {"train": "all", "evaluate": "all", "privacy": DescriptorPrivacy.model_validate(asked)}
+        changed: PeFLLSettings = settings.model_copy(update={"descriptor": settings.descriptor.model_copy(update=how)})
+        return changed
+
+
+PEFLL = PeFLL()

@@ -9,38 +9,23 @@ docs/algorithms/per-fedavg.md.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import Batch, LocalSGD, LocalTrainer, Parameters, Trained, laid_out, train
-from fedloom.algorithms.recipe import FineTuning, shared_model
+from fedloom.algorithms.client import Batch, LocalTrainer, Parameters, Trained, laid_out, train
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
-
-
-def meta_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: PerFedAvgSettings) -> Trained:
-    """Train a client as in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
-    local = LocalTrainer(model, group, mask_absent=s.local.mask_absent)
-    w = local.parameters(theta)
-    leaves, counts, losses = list(w.values()), [s.local.count(n) for n in local.sizes], []
-    step, purposes = local.sgd(leaves, s.local), ("train", "inner", "hessian")[: 2 if s.hessian == "none" else 3]
-    drawn = [local.batches(s.local.batch_size, counts, purpose) for purpose in purposes]
-    for outer, inner, *third in zip(*drawn, strict=True):
-        gradients, loss = meta_gradient(local, w, s, inner, outer, *third)
-        losses.append(loss)
-        with torch.no_grad():
-            if s.local.lambda_theta:
-                gradients = list(torch._foreach_add(gradients, leaves, alpha=2 * s.local.lambda_theta))
-            step(gradients, outer.active)  # line 7
-    also = "a smaller algorithm.inner_lr"
-    return local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, also)
+from fedloom.settings import Settings
 
 
 def meta_gradient(
-    local: LocalTrainer, w: Parameters, s: PerFedAvgSettings, inner: Batch, outer: Batch, third: Batch | None = None
+    local: LocalTrainer, w: Parameters, s: MetaLearning, inner: Batch, outer: Batch, third: Batch | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Return ∇F_i(w_i), to first order if there is no third batch, and F_i(w_i) ``[g]``."""
     slope, _ = local.gradient(w, inner)
@@ -70,17 +55,13 @@ def along(w: Parameters, direction: list[Tensor], by: float) -> Parameters:
         return {name: laid_out(to, leaf).requires_grad_() for (name, leaf), to in zip(w.items(), moved, strict=True)}
 
 
-def adapted(model: FlatModel, group: ClientGroup, theta: Tensor, s: PerFedAvgSettings) -> dict[str, Tensor]:
-    """Return ``personal``, w after SGD steps at rate α (line 9), and ``global``, w."""
-    personal = theta
-    if s.adaptation is not None:
-        personal = train(model, group, theta, s.adaptation, purpose="fine-tune", key="inner_lr").theta
-    return {"personal": personal, "global": theta}
+class MetaLearning(Settings):
+    """Keys of methods whose clients train F_i; ``local.lr`` is the paper's β."""
 
-
-class PerFedAvgSettings(FineTuning):
-    """Keys of ``algorithm`` for Per-FedAvg; ``local.lr`` is the paper's β."""
-
+    local: LocalSGD = Field(
+        default=LocalSGD(epochs=1), description="SGD on F_i; epochs count one of the batches of a step"
+    )
+    personalize_steps: int = Field(default=1, ge=0, description="steps by inner_lr from the shared model to personal")
     inner_lr: float = Field(
         default=0.01, ge=0, description="α, rate of the inner step and of personalization; 0 is FedAvg"
     )
@@ -91,16 +72,13 @@ class PerFedAvgSettings(FineTuning):
     delta: float | None = Field(
         default=None, ge=1e-6, le=1, description="δ of finite_difference, times q; null is 0.001 there"
     )
-    local: LocalSGD = Field(
-        default=LocalSGD(epochs=1), description="SGD on F_i; epochs count one of the batches of a step"
-    )
-    personalize_steps: int = Field(default=1, ge=0, description="steps by inner_lr from the shared model to personal")
 
     @model_validator(mode="after")
     def _delta_where_it_is_used(self) -> Self:
         if self.delta is not None and self.hessian != "finite_difference":
             raise ValueError(
-                f"delta: found {self.delta:g} with hessian {self.hessian}; allowed: with finite_difference"
+                f"delta: only hessian: finite_difference uses it (got {self.delta:g} with hessian {self.hessian}); set "
+                "it to null"
             )
         return self
 
@@ -118,12 +96,42 @@ class PerFedAvgSettings(FineTuning):
         return self.local.with_steps(steps=self.personalize_steps).model_copy(update=plain)
 
 
-PER_FEDAVG = shared_model(
-    "per-fedavg",
-    PerFedAvgSettings,
-    local=meta_sgd,
-    personalize=adapted,
-    steps=lambda s, examples: 0 if s.adaptation is None else s.personalize_steps,
-    by_batch=False,
-    titles={"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"},
-)
+class PerFedAvgSettings(MetaLearning, Averaging):
+    """Keys of ``algorithm`` for Per-FedAvg."""
+
+
+class PerFedAvg(FedAvg):
+    """Shared model that one step of SGD adapts."""
+
+    name = "per-fedavg"
+    settings: ClassVar[Any] = PerFedAvgSettings
+    needs = ("no batch norm",)
+    predictors = {"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"}
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MetaLearning) -> Trained:
+        """Train a client as in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
+        local = LocalTrainer(model, group, mask_absent=s.local.mask_absent)
+        w = local.parameters(theta)
+        leaves, counts, losses = list(w.values()), [s.local.count(n) for n in local.sizes], []
+        step, purposes = local.sgd(leaves, s.local), ("train", "inner", "hessian")[: 2 if s.hessian == "none" else 3]
+        drawn = [local.batches(s.local.batch_size, counts, purpose) for purpose in purposes]
+        for outer, inner, *third in zip(*drawn, strict=True):
+            gradients, loss = meta_gradient(local, w, s, inner, outer, *third)
+            losses.append(loss)
+            step(gradients, outer.active)  # line 7
+        also = "a smaller algorithm.inner_lr"
+        return local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, also)
+
+    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MetaLearning) -> dict[str, Tensor]:
+        """Return ``personal``, w after SGD steps at rate α (line 9), and ``global``, w."""
+        personal = theta
+        if s.adaptation is not None:
+            personal = train(model, group, theta, s.adaptation, purpose="fine-tune", key="inner_lr").theta
+        return {"personal": personal, "global": theta}
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return the steps of adaptation."""
+        return 0 if s.adaptation is None else s.personalize_steps
+
+
+PER_FEDAVG = PerFedAvg()

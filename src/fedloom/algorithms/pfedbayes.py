@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field, model_validator
@@ -19,13 +19,8 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import LocalTrainer, NothingToTrainOn
-from fedloom.algorithms.optimizers import adam_
-from fedloom.errors import ExperimentError
-from fedloom.messages import Message, Quantity, Replies, broadcast, rows
-from fedloom.models.predictors import Ensemble, Predictors
-from fedloom.settings import Settings
-from fedloom.theory.gaussian import (
+from fedloom.algorithms.client import Batch, LocalTrainer, NothingToTrainOn
+from fedloom.algorithms.mean_field import (
     MU,
     RHO,
     MeanField,
@@ -35,6 +30,11 @@ from fedloom.theory.gaussian import (
     prior_gradient,
     softplus,
 )
+from fedloom.algorithms.optimizers import adam_
+from fedloom.errors import ExperimentError
+from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.models.predictors import Ensemble, Predictors
+from fedloom.settings import Settings
 
 
 class PFedBayesServer(base.ServerAlgorithm):
@@ -97,9 +97,9 @@ class PFedBayesClient(base.ClientAlgorithm):
         s = self.settings
         prior = opening.v.expand(len(clients), -1, -1)
         q, w = MeanField(prior if s.reset else clients.load_state("v", prior)), MeanField(prior)
-        adam = Moments.none(prior)
+        adam = AdamMoments.none(prior)
         if s.moments == "kept":
-            adam = Moments(clients.load_state("moments", adam.of), clients.load_state("steps", adam.steps))
+            adam = AdamMoments(clients.load_state("moments", adam.of), clients.load_state("steps", adam.steps))
         loss = self.visit(clients, range(len(clients)), q, w, s.steps, "train", adam)
         clients.save_state(v=q.v, **({"moments": adam.of, "steps": adam.steps} if s.moments == "kept" else {}))
         yield LocalizedGaussian(w.v, torch.full_like(loss, s.steps), loss)
@@ -133,7 +133,7 @@ class PFedBayesClient(base.ClientAlgorithm):
         w: MeanField,
         steps: int,
         purpose: str,
-        moments: Moments | None = None,
+        moments: AdamMoments | None = None,
     ) -> Tensor:
         """Run the loop of ClientUpdate (Algorithm 1) for g members of a group.
 
@@ -152,40 +152,45 @@ class PFedBayesClient(base.ClientAlgorithm):
             If gradient descent exceeds its stability bound under this prior.
         """
         s, local = self.settings, LocalTrainer(self.task.model, clients, members=members)
-        n = torch.tensor(local.sizes, dtype=q.mu.dtype, device=q.mu.device)[:, None]
         noises = [clients.generator(i, f"{purpose}-noise") for i in members]
-        lr_q = s.lr_personal / n if s.objective == "mean" else torch.full_like(n, s.lr_personal)
-        if why := unstable(s, float(lr_q.max()), float(w.sigma.min())):
-            raise ExperimentError(why)
-        adam = s.optimizer == "adam"
-        if adam:
-            moments = Moments.none(q.v) if moments is None else moments
-            descend_q, descend_w = by_adam(q, s.lr_personal, moments, 0), by_adam(w, s.lr_global, moments, 1)
-        else:
-            descend_q, descend_w = by_gradient(q, lr_q), by_gradient(w, torch.full_like(n, s.lr_global))
-        layout, by_batch = self.task.model.layout, self.task.model.needs_whole_batches
+        moments = AdamMoments.none(q.v) if moments is None else moments
+        descend_q, descend_w = self._steps(local, q, w, moments)
         losses = []
         totals = [size / s.samples for size in local.sizes]  # n/K of eq. 27, over a batch's mean
         for batch in local.batches(s.batch_size, [steps] * len(members), purpose, totals):
             draws = [normals(q.mu, noises).mul_(s.noise) for _ in range(s.samples)]
-            thetas = [q.sample(noise) for noise in draws]
+            thetas = [q.sample(noise) for noise in draws]  # eq. 26
             sampled = [local.gradient_at(theta, batch) for theta in thetas]
             d_mu = reduce(torch.add, [d_theta for d_theta, _ in sampled])
             d_sigma = reduce(torch.add, [d_theta * noise for (d_theta, _), noise in zip(sampled, draws, strict=True)])
             losses.append(reduce(torch.add, [loss for _, loss in sampled]))
             add_posterior_gradient(d_mu, d_sigma, q, w, s.zeta)
-            descend_q(d_mu, d_sigma.mul_(q.slope))
+            descend_q(d_mu, d_sigma.mul_(q.slope))  # eq. 27
             if purpose == "train":
-                descend_w(*prior_gradient(q, w))
-            if by_batch:
-                means = [layout.split(of.mu[0]) for of in ((q, w) if purpose == "train" else (q,))]
-                local.track(layout.split(thetas[-1][0]), batch, *means)
-        if adam and moments is not None:
-            moments.steps.add_(steps)
-        steep = s.objective == "total" and not adam
+                descend_w(*prior_gradient(q, w))  # eq. 28
+            self._track(local, batch, thetas[-1], (q, w) if purpose == "train" else (q,))
+        moments.steps.add_(steps)
+        steep = s.objective == "total" and s.optimizer == "gd"
         also = "objective: mean, whose steps do not grow with n, or optimizer: adam" if steep else ""
         trained = local.trained(q.mu + q.rho, losses, [steps] * len(members), "lr_personal", s.lr_personal, also)
         return trained.loss / torch.tensor(local.sizes)[:, None]
+
+    def _steps(self, local: LocalTrainer, q: MeanField, w: MeanField, moments: AdamMoments) -> tuple[Step, Step]:
+        """Return the steps of q and of w; raises ExperimentError for gradient descent beyond its stability bound."""
+        s = self.settings
+        n = torch.tensor(local.sizes, dtype=q.mu.dtype, device=q.mu.device)[:, None]
+        lr_q = s.lr_personal / n if s.objective == "mean" else torch.full_like(n, s.lr_personal)
+        if why := unstable(s, float(lr_q.max()), float(w.sigma.min())):
+            raise ExperimentError(why)
+        if s.optimizer == "adam":
+            return by_adam(q, s.lr_personal, moments, 0), by_adam(w, s.lr_global, moments, 1)
+        return by_gradient(q, lr_q), by_gradient(w, torch.full_like(n, s.lr_global))
+
+    def _track(self, local: LocalTrainer, batch: Batch, theta: Tensor, fields: Sequence[MeanField]) -> None:
+        """Move the running statistics in the means of these Gaussians; only a single client can have some."""
+        if self.task.model.needs_whole_batches:
+            layout = self.task.model.layout
+            local.track(layout.split(theta[0]), batch, *(layout.split(of.mu[0]) for of in fields))
 
     def _predictor(self, v: Tensor, generator: torch.Generator) -> Ensemble:
         """Return the mean prediction of S networks drawn from N(μ, σ²), or for S = 0 that of the mean network."""
@@ -198,6 +203,10 @@ class PFedBayesClient(base.ClientAlgorithm):
         return self.settings.personalize_steps if predictor == "personal" else 0
 
 
+Step: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Step in place along ``(∂/∂μ, ∂/∂ρ)``."""
+
+
 def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     """Draw standard normals ``[g, d]`` on the CPU, each client's from its own generator."""
     noise = torch.empty(like.shape, dtype=like.dtype)
@@ -206,7 +215,7 @@ def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     return noise.to(like.device)
 
 
-def by_gradient(of: MeanField, lr: Tensor) -> Callable[[Tensor, Tensor], None]:
+def by_gradient(of: MeanField, lr: Tensor) -> Step:
     """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of gradient descent in place at rate ``lr`` ``[g, 1]``."""
 
     def step(d_mu: Tensor, d_rho: Tensor) -> None:
@@ -218,7 +227,7 @@ def by_gradient(of: MeanField, lr: Tensor) -> Callable[[Tensor, Tensor], None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Moments:
+class AdamMoments:
     """Adam's state for g clients, changed in place."""
 
     of: Tensor  # [g, 2, 2, 2, d]: of q and w, first and second, of μ and ρ
@@ -231,7 +240,7 @@ class Moments:
         return cls(v.new_zeros(g, 2, 2, 2, d), v.new_zeros(g, 1, dtype=torch.float32))
 
 
-def by_adam(of: MeanField, lr: float, moments: Moments, which: int) -> Callable[[Tensor, Tensor], None]:
+def by_adam(of: MeanField, lr: float, moments: AdamMoments, which: int) -> Step:
     """Return ``(∂/∂μ, ∂/∂ρ) -> None``, a step of Adam in place; ``which`` is 0 for the moments of q, 1 for those of w.
 
     Every client is a separate parameter, since clients may have made different numbers of steps.
@@ -293,7 +302,7 @@ class PFedBayesSettings(Settings):
     @model_validator(mode="after")
     def _has_moments(self) -> Self:
         if self.moments == "kept" and self.optimizer != "adam":
-            raise ValueError(f"moments: found kept with optimizer {self.optimizer}, which has none; allowed: adam")
+            raise ValueError("moments: kept needs optimizer: adam, because gradient descent has no moments")
         return self
 
     @model_validator(mode="after")
@@ -306,11 +315,11 @@ class PFedBayesSettings(Settings):
 def unstable(s: PFedBayesSettings, lr_q: float, sigma: float) -> str | None:
     """Return why gradient descent on ζ·KL, a parabola of curvature ζ/σ_w² in μ, would diverge; None if it would not."""
     bound = 2 * sigma**2
-    for what, found in (("zeta · lr_personal", s.zeta * lr_q), ("lr_global", s.lr_global)):
-        if s.optimizer == "gd" and found >= bound:
+    for what, rate in (("zeta · lr_personal", s.zeta * lr_q), ("lr_global", s.lr_global)):
+        if s.optimizer == "gd" and rate >= bound:
             return (
-                f"{what}: found {found:.3g}, allowed with optimizer gd: below 2σ_w² = {bound:.3g} (σ_w = {sigma:.3g}), "
-                "from where on gradient descent on KL(q_i ‖ w) diverges; with optimizer adam there is no such bound"
+                f"{what}: {rate:.3g} is too large, because gradient descent on KL(q_i ‖ w) diverges from 2σ_w² = "
+                f"{bound:.3g} on (σ_w = {sigma:.3g}); lower it, or use optimizer: adam, which has no such bound"
             )
     return None
 
@@ -338,12 +347,18 @@ class Prior(Message):
     v: Tensor = broadcast(Quantity.GAUSSIAN)  # [2, d]
 
 
-PFEDBAYES = base.Algorithm(
-    name="pfedbayes",
-    version=1,
-    settings=PFedBayesSettings,
-    server=PFedBayesServer,
-    client=PFedBayesClient,
-    messages=(GlobalGaussian, LocalizedGaussian, Prior),
-    titles=lambda settings: {"personal": "pFedBayes", "global": "pFedBayes, global model"},
-)
+class PFedBayes(base.Algorithm):
+    """Personal Gaussians over θ under a shared prior."""
+
+    name = "pfedbayes"
+    settings = PFedBayesSettings
+    server = PFedBayesServer
+    client = PFedBayesClient
+    messages = (GlobalGaussian, LocalizedGaussian, Prior)
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "pFedBayes", "global": "pFedBayes, global model"}
+
+
+PFEDBAYES = PFedBayes()

@@ -20,9 +20,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import PIECE, LocalSGD, LocalTrainer, Trained, examples
-from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.algorithms.client import PIECE, LocalTrainer, Trained, examples
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError
 from fedloom.models.flat import FlatModel
@@ -212,7 +214,7 @@ def polya_gamma(f: Tensor, random: np.random.Generator) -> Tensor:
     return torch.from_numpy(random_polyagamma(1.0, f.numpy(), random_state=random))
 
 
-def numbers(generator: torch.Generator) -> np.random.Generator:
+def numpy_generator(generator: torch.Generator) -> np.random.Generator:
     """Return a NumPy generator seeded from a client's generator."""
     return np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
 
@@ -244,9 +246,12 @@ def visit(model: FlatModel, group: ClientGroup, i: int, body: Tensor, s: PFedGPS
     """Perform lines 3-10: SGD steps on the body of one client, each on all of its examples."""
     client, sgd = group.clients[i], s.sgd
     local, x, y = LocalTrainer(model, group, members=[i]), *labelled(client)
-    if (wrong := check_client(s, len(x), int(client.present.sum()))) is not None:
+    if (wrong := unusable(s, len(x), int(client.present.sum()))) is not None:
         raise DataError(f"client {client.id}: {wrong}")
-    w, random = local.parameters(F.pad(body, (0, model.layout.size - body.shape[1]))), numbers(group.generator(i, "gp"))
+    w, random = (
+        local.parameters(F.pad(body, (0, model.layout.size - body.shape[1]))),
+        numpy_generator(group.generator(i, "gp")),
+    )
     leaves, losses, splits = [w[name] for name in model.layout.body], [], None
     step = local.sgd(leaves, sgd)
     for _ in range(s.steps):
@@ -261,13 +266,6 @@ def visit(model: FlatModel, group: ClientGroup, i: int, body: Tensor, s: PFedGPS
     return local.trained(local.join(w)[:, : body.shape[1]], losses, [s.steps], "lr", s.lr)
 
 
-def learn(model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Trained:
-    """Visit the clients of a group one by one: each has a tree and matrices of its own size."""
-    made = [visit(model, group, i, body[i : i + 1], s) for i in range(len(group))]
-    theta, steps, loss = (torch.cat([getattr(one, name) for one in made]) for name in ("theta", "steps", "loss"))
-    return Trained(theta, steps, loss)
-
-
 def labelled(client: ClientData) -> tuple[Tensor, Tensor]:
     """Return a client's train examples and labels."""
     split = examples(client, labelled=True)
@@ -275,12 +273,12 @@ def labelled(client: ClientData) -> tuple[Tensor, Tensor]:
     return split.x, split.y
 
 
-def check_client(s: Any, examples: int, classes: int) -> str | None:
+def unusable(s: PFedGPSettings, examples: int, classes: int) -> str | None:
     """Return why a client cannot train; None if it can."""
     if classes == 1:
-        return "found train examples of one class; allowed: of two or more, between which a Gaussian process decides"
+        return "its train examples are of one class, and a Gaussian process decides between two or more"
     if examples > s.max_examples:
-        return f"found {examples} train examples; allowed: at most algorithm.max_examples ({s.max_examples})"
+        return f"it has {examples} train examples, more than algorithm.max_examples ({s.max_examples}) permits"
     return None
 
 
@@ -346,16 +344,6 @@ class GPTree:
         return log_p.to(z.dtype)
 
 
-def collect_training_data(model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Predictors:
-    """Return ``personal`` for seen and unseen clients alike, without training."""
-    found: Predictors = []
-    for i, client in enumerate(group.clients):
-        if (wrong := check_client(s, len(client.train), 2)) is not None:
-            raise DataError(f"client {client.id}: {wrong}")
-        found.append({"personal": GPTree(model, body[i], client, s, numbers(group.generator(i, "gp")))})
-    return found
-
-
 class PFedGPSettings(Averaging):
     """Keys of ``algorithm`` for pFedGP; ``weighting`` defaults to the paper's, uniform."""
 
@@ -382,11 +370,7 @@ class PFedGPSettings(Averaging):
 
     @model_validator(mode="after")
     def _shrinking(self) -> Self:
-        if self.lr * self.weight_decay >= 1:
-            raise ValueError(
-                f"weight_decay: found {self.weight_decay:g} with lr {self.lr:g}; allowed: lr · weight_decay below 1, "
-                "from where on decay alone overshoots"
-            )
+        check_overshoot("weight_decay", self.weight_decay, "lr", self.lr)
         return self
 
     @property
@@ -395,16 +379,43 @@ class PFedGPSettings(Averaging):
         return LocalSGD(steps=self.steps, lr=self.lr, momentum=self.momentum, clip=self.clip)
 
 
-PFEDGP = shared_model(
-    "pfedgp",
-    PFedGPSettings,
-    local=learn,
-    personalize=collect_training_data,
-    steps=lambda s, examples: 0,
-    update_bounds=lambda s, examples: s.sgd.update_bounds(examples),
-    shared="body",
-    needs_classes=True,
-    own_loss=False,
-    check_client=check_client,
-    titles={"personal": "pFedGP"},
-)
+class PFedGP(FedAvg):
+    """Shared body, and a tree of Gaussian processes on each client."""
+
+    name = "pfedgp"
+    settings = PFedGPSettings
+    needs = ("default loss",)
+    needs_classes = True
+    predictors = {"personal": "pFedGP"}
+    shared = "body"
+
+    def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Trained:
+        """Visit the clients of a group one by one: each has a tree and matrices of its own size."""
+        made = [visit(model, group, i, body[i : i + 1], s) for i in range(len(group))]
+        theta, steps, loss = (torch.cat([getattr(one, name) for one in made]) for name in ("theta", "steps", "loss"))
+        return Trained(theta, steps, loss)
+
+    def personalize(self, model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Predictors:
+        """Return ``personal`` for seen and unseen clients alike, without training."""
+        found: Predictors = []
+        for i, client in enumerate(group.clients):
+            if (wrong := unusable(s, len(client.train), 2)) is not None:
+                raise DataError(f"client {client.id}: {wrong}")
+            found.append({"personal": GPTree(model, body[i], client, s, numpy_generator(group.generator(i, "gp")))})
+        return found
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return 0: Gaussian processes are not trained."""
+        return 0
+
+    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
+        """Return the bounds of the body's training."""
+        bounds: Mapping[str, float] = s.sgd.update_bounds(examples)
+        return bounds
+
+    def check_client(self, settings: Any, examples: int, classes: int) -> str | None:
+        """Reject a client with one class, or with more examples than a step can process."""
+        return unusable(settings, examples, classes)
+
+
+PFEDGP = PFedGP()

@@ -9,6 +9,7 @@ numbers refer to docs/algorithms/pfedhn.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import LocalSGD, train
+from fedloom.algorithms.client import train
+from fedloom.algorithms.fedavg import Update
+from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.algorithms.optimizers import MomentumAscent
-from fedloom.algorithms.pefll import named, under
-from fedloom.algorithms.recipe import Update
+from fedloom.algorithms.pefll import prefixed, under
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import Predictors, predictors_of
@@ -45,8 +47,8 @@ class PFedHNServer(base.ServerAlgorithm):
         self.state = {
             "embeddings": table,
             "embeddings.momentum": torch.zeros_like(table),
-            **named("h", weights),
-            **named("step", self.optimizer.start(list(weights.values()))),
+            **prefixed("h", weights),
+            **prefixed("step", self.optimizer.start(list(weights.values()))),
         }
 
     def update_bounds(self, examples: int) -> dict[str, float]:
@@ -69,7 +71,7 @@ class PFedHNServer(base.ServerAlgorithm):
         there = updates.present  # the other rows, and their momentum, do not change
         new["embeddings"][mine[there]], new["embeddings.momentum"][mine[there]] = e[there], momentum[there]
         self.state.update(new)
-        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+        return base.statistics_of(updates)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Make the models of known clients, and search for the embeddings of the others."""
@@ -150,11 +152,7 @@ class PFedHNSettings(Settings):
     @model_validator(mode="after")
     def _shrinking(self) -> Self:
         for key, rate in (("server_lr", self.server_lr), ("embedding_lr", self.embedding_lr or 0.0)):
-            if rate * self.server_decay >= 1:
-                raise ValueError(
-                    f"{key}: found {rate:g} with server_decay {self.server_decay:g}; allowed: {key} · server_decay "
-                    "below 1, from where on decay alone overshoots"
-                )
+            check_overshoot(key, rate, "server_decay", self.server_decay)
         return self
 
     def optimizer(self, lr: float) -> MomentumAscent:
@@ -181,19 +179,27 @@ class GeneratedModel(Message):
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
-PFEDHN = base.Algorithm(
-    name="pfedhn",
-    version=1,
-    settings=PFedHNSettings,
-    server=PFedHNServer,
-    client=PFedHNClient,
-    messages=(PFedHNTrainRequest, TrialModel, GeneratedModel, Update),
-    needs_classes=False,
-    needs_each_update=lambda settings: True,
-    requires_fixed_population=lambda settings: (
-        "name",
-        "found pfedhn, whose server has an embedding of each client",
-        "a method whose server keeps nothing of each client",
-    ),
-    titles=lambda settings: {"personal": "pFedHN"},
-)
+class PFedHN(base.Algorithm):
+    """Hypernetwork on the server, with an embedding of each client."""
+
+    name = "pfedhn"
+    settings = PFedHNSettings
+    server = PFedHNServer
+    client = PFedHNClient
+    messages = (PFedHNTrainRequest, TrialModel, GeneratedModel, Update)
+    needs_classes = False
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "pFedHN"}
+
+    def needs_each_update(self, settings: Any) -> bool:
+        """Return True: the hypernetwork learns from each client's own."""
+        return True
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason: the server keeps an embedding of each client."""
+        return base.no_place_for_new_clients(self.name)
+
+
+PFEDHN = PFedHN()

@@ -9,40 +9,19 @@ to batch, starting at w, which the paper leaves open.
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, LocalTrainer, Trained, proximal, train
-from fedloom.algorithms.recipe import Averaging, shared_model
+from fedloom.algorithms.client import LocalTrainer, Trained, proximal, train
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.models.flat import FlatModel
-
-
-def moreau_steps(model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> Trained:
-    """Train a client as in Algorithm 1: R steps of w_i along λ(w_i - θ_i), the gradient of its Moreau envelope."""
-    local = LocalTrainer(model, group)
-    w, personal = local.parameters(theta), local.parameters(theta)  # line 1
-    w_i, theta_i = list(w.values()), list(personal.values())
-    correct, losses = proximal(s.proximity), []
-    for batch in local.batches(s.batch_size, [s.steps] * len(group), "train"):  # line 2
-        for _ in range(s.inner_steps):  # line 3
-            gradients, loss = local.gradient(personal, batch)
-            losses.append(loss)
-            with torch.no_grad():
-                local.descend(theta_i, correct(gradients, theta_i, w_i, {}), s.inner_lr)
-        with torch.no_grad():
-            local.descend(w_i, list(torch._foreach_sub(w_i, theta_i)), s.lr * s.proximity)  # line 4
-    return local.trained(local.join(w), losses, [s.steps * s.inner_steps] * len(group), "inner_lr", s.inner_lr)
-
-
-def proximal_model(model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
-    """Return ``personal``, θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖², and ``global``, w."""
-    correct = proximal(s.proximity)  # line 6
-    made = train(model, group, theta, by_epochs(s), correct=correct, purpose="personalize", key="inner_lr")
-    return {"personal": made.theta, "global": theta}
 
 
 def by_epochs(s: PFedMeSettings) -> LocalSGD:
@@ -64,21 +43,47 @@ class PFedMeSettings(Averaging):
     @model_validator(mode="after")
     def _contracting(self) -> Self:
         for key, rate in (("lr", self.lr), ("inner_lr", self.inner_lr)):
-            if rate * self.proximity >= 1:
-                raise ValueError(
-                    f"{key}: found {rate:g} with proximity {self.proximity:g}; allowed: {key} · proximity below 1, "
-                    "from where on steps on the proximal term overshoot"
-                )
+            check_overshoot(key, rate, "proximity", self.proximity)
         return self
 
 
-PFEDME = shared_model(
-    "pfedme",
-    PFedMeSettings,
-    local=moreau_steps,
-    personalize=proximal_model,
-    steps=lambda s, examples: by_epochs(s).count(examples),
-    update_bounds=lambda s, examples: {"steps": s.steps * s.inner_steps},
-    by_batch=False,
-    titles={"personal": "pFedMe", "global": "pFedMe, shared model"},
-)
+class PFedMe(FedAvg):
+    """Shared model that follows the Moreau envelopes of the clients' losses."""
+
+    name = "pfedme"
+    settings = PFedMeSettings
+    needs = ("no batch norm",)
+    predictors = {"personal": "pFedMe", "global": "pFedMe, shared model"}
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> Trained:
+        """Train a client as in Algorithm 1: R steps of w_i along λ(w_i - θ_i), the gradient of its Moreau envelope."""
+        local = LocalTrainer(model, group)
+        w, personal = local.parameters(theta), local.parameters(theta)  # line 1
+        w_i, theta_i = list(w.values()), list(personal.values())
+        pull, losses = proximal(s.proximity).change, []
+        for batch in local.batches(s.batch_size, [s.steps] * len(group), "train"):  # line 2
+            for _ in range(s.inner_steps):  # line 3
+                gradients, loss = local.gradient(personal, batch)
+                losses.append(loss)
+                with torch.no_grad():
+                    local.descend(theta_i, pull(gradients, theta_i, w_i, {}), s.inner_lr)
+            with torch.no_grad():
+                local.descend(w_i, list(torch._foreach_sub(w_i, theta_i)), s.lr * s.proximity)  # line 4
+        return local.trained(local.join(w), losses, [s.steps * s.inner_steps] * len(group), "inner_lr", s.inner_lr)
+
+    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:
+        """Return ``personal``, θ_i, an approximate minimum of f_i(θ) + λ/2 ‖θ - w‖², and ``global``, w."""
+        correct = proximal(s.proximity)  # line 6
+        made = train(model, group, theta, by_epochs(s), correct=correct, purpose="personalize", key="inner_lr")
+        return {"personal": made.theta, "global": theta}
+
+    def personalization_steps(self, s: Any, examples: int) -> int:
+        """Return the steps that make θ_i."""
+        return by_epochs(s).count(examples)
+
+    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
+        """Return the bound of the number of steps."""
+        return {"steps": s.steps * s.inner_steps}
+
+
+PFEDME = PFedMe()

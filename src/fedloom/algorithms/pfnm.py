@@ -2,7 +2,7 @@
 
 M. Yurochkin, M. Agarwal, S. Ghosh, K. Greenewald, T. N. Hoang, Y. Khazaeni, Bayesian nonparametric federated learning
 of neural networks, ICML 2019, arXiv 1905.12022, §3 and §4 (several rounds). Clients train networks with one hidden
-layer of the model's width. The server matches their neurons (fedloom.theory.matching). The global network has one
+layer of the model's width. The server matches their neurons (``neuron_matching``). The global network has one
 neuron per atom, so its width changes, and a client continues from its own atoms.
 """
 
@@ -17,15 +17,16 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import LocalSGD, train
-from fedloom.algorithms.recipe import PersonalizeRequest, Update, fine_tune, or_shared_alone
+from fedloom.algorithms.client import train
+from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
+from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.neuron_matching import match, pool
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
-from fedloom.theory.matching import match, pooled
 
 
 def width(task: Task) -> int:
@@ -64,7 +65,9 @@ class PFNMServer(base.ServerAlgorithm):
         try:
             from scipy.optimize import linear_sum_assignment
         except ImportError as error:
-            raise ExperimentError("pfnm: found no package scipy here", hint="pip install 'fedloom[pfnm]'") from error
+            raise ExperimentError(
+                "pfnm needs the package scipy, which is not installed", hint="pip install 'fedloom[pfnm]'"
+            ) from error
         self._assign = lambda gain: torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
         self.sizes |= {"s": task.model.layout.size, "C": task.classes}
         self.row = {client: i for i, client in enumerate(task.roster)}
@@ -93,7 +96,7 @@ class PFNMServer(base.ServerAlgorithm):
             else:
                 starts.append(self.task.model.init(round.generator(f"start/{client}"), self.task.dtype))
         theta = torch.stack(starts)
-        updates = cohort.send(Subnetwork(theta), Trained)  # line 4
+        updates = cohort.send(Subnetwork(theta), CountedUpdate)  # line 4
         here = torch.tensor(where)[updates.present]
         models, atoms, classes = (self.state[name].clone() for name in ("models", "atoms", "classes"))
         models[here] = (theta + updates.delta_theta)[updates.present]
@@ -108,8 +111,7 @@ class PFNMServer(base.ServerAlgorithm):
             centre=self._centre(),
         )  # fmt: skip
         self.state |= {"models": models, "atoms": atoms, "classes": classes}
-        steps, loss = updates.total(updates.steps), float(updates.mean(updates.loss))
-        return {"client_steps": steps, "loss": loss, "width": float(atoms.max() + 1)}
+        return base.statistics_of(updates) | {"width": float(atoms.max() + 1)}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the global network, or an untrained one of the clients' width before the first round."""
@@ -138,7 +140,7 @@ class PFNMServer(base.ServerAlgorithm):
         if not known.any():
             return None
         (v, out), p = neurons(self.task, self.state["models"][known]), self._precisions(self.state["classes"][known])
-        total, precision, _ = pooled(v, p, self.state["atoms"][known], prior, self._centre())
+        total, precision, _ = pool(v, p, self.state["atoms"][known], prior, self._centre())
         p_out, mean = p[:, -out.shape[1] :], self.settings.bias_mean
         return total / precision, (prior * mean + (p_out * out).sum(0)) / (prior + p_out.sum(0))
 
@@ -154,14 +156,15 @@ class PFNMClient(base.ClientAlgorithm):
         trained = train(self.task.model, clients, opening.theta, self.settings.local)
         labels = [client.train.y for client in clients.clients]
         counts = [torch.bincount(y, minlength=self.task.classes).double() for y in labels if y is not None]
-        yield Trained(trained.theta - opening.theta, trained.steps, trained.loss, torch.stack(counts))
+        yield CountedUpdate(trained.theta - opening.theta, trained.steps, trained.loss, torch.stack(counts))
         return None
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the global network, and ``personal``, that network after fine-tuning."""
         model, start = wide(self.task, opening.theta), opening.theta.expand(len(clients), -1)
-        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, self.settings))
+        sgd, steps = self.settings.local, self.settings.personalize_steps
+        return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the steps of fine-tuning for ``personal``."""
@@ -193,41 +196,43 @@ class Subnetwork(Message):
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
 
 
-class Trained(Update):
+class CountedUpdate(Update):
     """Result of local training, and the client's number of examples per class."""
 
     classes: Tensor = rows(Quantity.COUNT, "C")  # [c, C] float64
 
 
-def check_model(s: PFNMSettings, model: FlatModel) -> None:
-    """Reject models other than a perceptron with one hidden layer, or wider than the global network may become.
+class ProbabilisticMatching(base.Algorithm):
+    """Averaging of networks whose neurons are matched."""
 
-    Raises
-    ------
-    ExperimentError
-        If the model is rejected: the key to change, and the values found and allowed.
-    """
-    if not isinstance(model, MLP) or len(model.layout.entries) != 4:
-        raise ExperimentError(
-            "model.name: found a model of another form, with pfnm; allowed: mlp with one number in hidden"
-        )
-    if s.cap < (units := model.layout.entries[0][1][0]):
-        raise ExperimentError(f"algorithm.cap: found {s.cap}; allowed: at least {units}, the model's hidden units")
+    name = "pfnm"
+    settings = PFNMSettings
+    server = PFNMServer
+    client = PFNMClient
+    messages = (Subnetwork, CountedUpdate, PersonalizeRequest)
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "PFNM + fine-tuning", "global": "PFNM"}
+
+    def needs_each_update(self, settings: Any) -> bool:
+        """Return True: neurons are matched before they are averaged."""
+        return True
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason: the server keeps a network of each client."""
+        return base.no_place_for_new_clients(self.name)
+
+    def check_model(self, settings: Any, model: FlatModel) -> None:
+        """Reject models other than a perceptron with one hidden layer, or wider than the global network may become."""
+        if not isinstance(model, MLP) or len(model.layout.entries) != 4:
+            raise ExperimentError(
+                "model.name: pfnm matches the neurons of one hidden layer; use mlp with one number in hidden"
+            )
+        if settings.cap < (units := model.layout.entries[0][1][0]):
+            raise ExperimentError(
+                f"algorithm.cap: the model has {units} hidden units, and the cap is {settings.cap}; raise it"
+            )
 
 
-PFNM = base.Algorithm(
-    name="pfnm",
-    version=1,
-    settings=PFNMSettings,
-    server=PFNMServer,
-    client=PFNMClient,
-    messages=(Subnetwork, Trained, PersonalizeRequest),
-    check_model=check_model,
-    needs_each_update=lambda settings: True,  # neurons are matched before they are averaged
-    titles=lambda settings: {"personal": "PFNM + fine-tuning", "global": "PFNM"},
-    requires_fixed_population=lambda settings: (
-        "name",
-        "found pfnm, whose server keeps a network of each client",
-        "a method whose server keeps nothing of each client",
-    ),
-)
+PFNM = ProbabilisticMatching()

@@ -9,14 +9,16 @@ sums.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import LocalSGD, LocalTrainer, Trained, train
-from fedloom.algorithms.recipe import Update, shared_model
+from fedloom.algorithms.client import LocalTrainer, Trained, train
+from fedloom.algorithms.fedavg import FedAvg, Update
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.messages import Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
 from fedloom.settings import Settings
@@ -28,40 +30,7 @@ class FairUpdate(Update):
     h: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] float64
 
 
-def fair_sgd(model: FlatModel, group: ClientGroup, theta: Tensor, s: QFedAvgSettings) -> Trained:
-    """Perform lines 5-7: SGD from w, and F_k at the received w, over all train data."""
-    local = LocalTrainer(model, group, mask_absent=s.local.mask_absent)
-    f = local.measured(local.parameters(theta), *local.everything()).double() + s.epsilon
-    trained = train(model, group, theta, s.local)  # line 5
-    change, weight = trained.theta - theta, f**s.q
-    h = s.q * f ** (s.q - 1) * change.double().square().sum(1) / s.local.lr + weight  # lines 6-7, L being 1/lr
-    overflown = f.isfinite() & ~(weight.to(change.dtype) * h).isfinite()
-    for i in overflown.nonzero()[:, 0].tolist():
-        group.fail_client(
-            i, f"F_k^q overflows, F_k being {float(f[i]):.3g}; allowed: a smaller algorithm.q (found {s.q:g})"
-        )
-    answer = {"delta_theta": weight.to(change.dtype)[:, None] * change, "h": h[:, None]}
-    return dataclasses.replace(trained, also=answer)
-
-
-def fair_mean(theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tensor:
-    """Return w - Σ Δ_k / Σ h_k over the clients that answered (line 8).
-
-    Raises
-    ------
-    FloatingPointError
-        If F_k^q, and with it h_k, underflows to 0 for all of them.
-    """
-    total = updates.total(updates.h)
-    if total == 0:
-        raise FloatingPointError(
-            f"the step is not finite, as every F_k^q is 0; allowed: a smaller algorithm.q (found {s.q:g})"
-        )
-    change: Tensor = updates.mean(updates.delta_theta) / (total / int(updates.present.sum()))
-    return theta + change
-
-
-class PlainSGD(LocalSGD):
+class MomentumFreeSGD(LocalSGD):
     """SGD settings without momentum by default, so that one step has size 1/L."""
 
     momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum; L = 1/lr counts without")
@@ -72,16 +41,50 @@ class QFedAvgSettings(Settings):
 
     q: float = Field(default=0.2, ge=0, description="the larger, the more the largest losses count; 0 is FedAvg")
     epsilon: float = Field(default=1e-10, gt=0, description="added to F_k, whose power q - 1 may be negative")
-    local: PlainSGD = Field(default=PlainSGD(steps=5), description="local training in a round; L is 1/lr")
+    local: MomentumFreeSGD = Field(default=MomentumFreeSGD(steps=5), description="local training in a round; L is 1/lr")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 
-Q_FEDAVG = shared_model(
-    "q-fedavg",
-    QFedAvgSettings,
-    local=fair_sgd,
-    aggregate=fair_mean,
-    update_bounds=lambda s, examples: {"steps": s.local.count(examples)},
-    update=FairUpdate,
-    titles={"personal": "q-FedAvg + fine-tuning", "global": "q-FedAvg"},
-)
+class QFedAvg(FedAvg):
+    """FedAvg that weights clients with larger losses more."""
+
+    name = "q-fedavg"
+    settings = QFedAvgSettings
+    predictors = {"personal": "q-FedAvg + fine-tuning", "global": "q-FedAvg"}
+    update = FairUpdate
+
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: QFedAvgSettings) -> Trained:
+        """Perform lines 5-7: SGD from w, and F_k at the received w, over all train data."""
+        local = LocalTrainer(model, group, mask_absent=s.local.mask_absent)
+        f = local.measured(local.parameters(theta), *local.everything()).double() + s.epsilon
+        trained = train(model, group, theta, s.local)  # line 5
+        change, weight = trained.theta - theta, f**s.q
+        h = s.q * f ** (s.q - 1) * change.double().square().sum(1) / s.local.lr + weight  # lines 6-7, L being 1/lr
+        overflown = f.isfinite() & ~(weight.to(change.dtype) * h).isfinite()
+        for i in overflown.nonzero()[:, 0].tolist():
+            group.fail_client(i, f"F_k^q overflows, F_k being {float(f[i]):.3g}; lower algorithm.q (now {s.q:g})")
+        answer = {"delta_theta": weight.to(change.dtype)[:, None] * change, "h": h[:, None]}
+        return dataclasses.replace(trained, also=answer)
+
+    def aggregate(self, theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tensor:
+        """Return w - Σ Δ_k / Σ h_k over the clients that answered (line 8).
+
+        Raises
+        ------
+        FloatingPointError
+            If F_k^q, and with it h_k, underflows to 0 for all of them.
+        """
+        total = updates.total(updates.h)
+        if total == 0:
+            raise FloatingPointError(
+                f"the step is not finite, because every F_k^q is 0; lower algorithm.q (now {s.q:g})"
+            )
+        change: Tensor = updates.mean(updates.delta_theta) / (total / int(updates.present.sum()))
+        return theta + change
+
+    def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
+        """Return the bound of the number of steps."""
+        return {"steps": s.local.count(examples)}
+
+
+Q_FEDAVG = QFedAvg()

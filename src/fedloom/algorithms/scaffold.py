@@ -9,18 +9,20 @@ docs/algorithms/scaffold.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import LocalSGD, train
-from fedloom.algorithms.recipe import FineTuning, PersonalizeRequest, fine_tune, or_shared_alone
+from fedloom.algorithms.client import Correction, train
+from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
+from fedloom.algorithms.local_sgd import PlainSGD
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
+from fedloom.settings import Settings
 
 
 class ScaffoldServer(base.ServerAlgorithm):
@@ -42,7 +44,7 @@ class ScaffoldServer(base.ServerAlgorithm):
         share = int(updates.present.sum()) / len(self.task.roster)
         self.state["theta"] = theta + self.settings.server_lr * updates.mean(updates.delta_theta)  # line 8
         self.state["c"] = c + share * updates.mean(updates.delta_c)  # line 9
-        return {"client_steps": updates.total(updates.steps), "loss": float(updates.mean(updates.loss))}
+        return base.statistics_of(updates)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model."""
@@ -59,8 +61,9 @@ class ScaffoldClient(base.ClientAlgorithm):
         """Perform lines 3-7."""
         w, c = (vector.expand(len(clients), -1) for vector in (opening.theta, opening.c))
         c_i = clients.load_state("c", torch.zeros_like(w))
-        s = self.settings.local
-        trained = train(self.task.model, clients, w, s, correct=controlled, given={"c": c, "c_i": c_i})  # lines 3-5
+        s = self.settings.local.sgd
+        control = Correction(controlled, {"c": c, "c_i": c_i})
+        trained = train(self.task.model, clients, w, s, correct=control)  # lines 3-5
         mean_step = (w - trained.theta) / (trained.steps.to(w) * s.lr)
         new = c_i - c + mean_step  # line 6
         clients.save_state(c=new)
@@ -71,7 +74,13 @@ class ScaffoldClient(base.ClientAlgorithm):
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return the shared model, fine-tuned as in FedAvg."""
         model, w = self.task.model, opening.theta.expand(len(clients), -1)
-        return or_shared_alone(model, clients, w, lambda: fine_tune(model, clients, w, self.settings))
+        sgd, steps = self.settings.local.sgd, self.settings.personalize_steps
+        return or_shared_alone(
+            model,
+            clients,
+            w,
+            lambda: fine_tune(model, clients, w, sgd, steps),
+        )
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return ``personalize_steps`` for ``personal``."""
@@ -79,38 +88,19 @@ class ScaffoldClient(base.ClientAlgorithm):
 
 
 def controlled(
-    gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: dict[str, list[Tensor]]
+    gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: Mapping[str, list[Tensor]]
 ) -> list[Tensor]:
     """Return g_i(y_i) - c_i + c (line 5)."""
     del w, start
     return list(torch._foreach_add(gradients, torch._foreach_sub(given["c"], given["c_i"])))
 
 
-class PlainSGD(LocalSGD):
-    """SGD settings whose mean step is the mean gradient, as line 6 requires: no momentum, no clipping."""
+class ScaffoldSettings(Settings):
+    """Keys of ``algorithm`` for SCAFFOLD: plain steps, whose mean is the mean gradient, and means by client."""
 
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="0: c_i is made of plain steps")
-    clip: None = Field(default=None, description="null: c_i is made of plain steps")
-
-
-class ScaffoldSettings(FineTuning):
-    """Keys of ``algorithm`` for SCAFFOLD; ``server_lr`` is the paper's η_g."""
-
-    weighting: Literal["uniform"] = Field(
-        default="uniform", description="c is a mean in which every client counts once"
-    )
-    max_norm: None = Field(default=None, description="null: c would have no bound")
-    trim: Literal[0] = Field(default=0, description="0: c is the mean of the clients' own")
-    local: PlainSGD = Field(default=PlainSGD(steps=50), description="local training in a round, without momentum")
-
-    @model_validator(mode="after")
-    def _plain(self) -> Self:
-        if self.local.momentum:
-            raise ValueError(
-                f"local.momentum: found {self.local.momentum:g}; allowed: 0, with which the mean step of a visit is "
-                "the mean gradient that a client keeps"
-            )
-        return self
+    server_lr: float = Field(default=1.0, gt=0, description="η_g, factor on the average update")
+    local: PlainSGD = Field(default=PlainSGD(steps=50), description="local training in a round")
+    personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 
 class ModelAndControl(Message):
@@ -129,19 +119,24 @@ class ControlledUpdate(Message):
     delta_c: Tensor = rows(Quantity.GRADIENT, "d")  # [c, d]
 
 
-SCAFFOLD = base.Algorithm(
-    name="scaffold",
-    version=1,
-    settings=ScaffoldSettings,
-    server=ScaffoldServer,
-    client=ScaffoldClient,
-    check_model=base.no_batch_norm("scaffold"),
-    messages=(ModelAndControl, ControlledUpdate, PersonalizeRequest),
-    needs_classes=False,
-    titles=lambda settings: {"personal": "SCAFFOLD + fine-tuning", "global": "SCAFFOLD"},
-    requires_fixed_population=lambda settings: (
-        "name",
-        "found scaffold, whose control variate is a mean over a fixed roster",
-        "fedavg, fedprox",
-    ),
-)
+class Scaffold(base.Algorithm):
+    """FedAvg with control variates."""
+
+    name = "scaffold"
+    settings = ScaffoldSettings
+    server = ScaffoldServer
+    client = ScaffoldClient
+    messages = (ModelAndControl, ControlledUpdate, PersonalizeRequest)
+    needs = ("no batch norm",)
+    needs_classes = False
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": "SCAFFOLD + fine-tuning", "global": "SCAFFOLD"}
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason: c is a mean over a fixed roster."""
+        return base.no_place_for_new_clients(self.name)
+
+
+SCAFFOLD = Scaffold()

@@ -7,43 +7,43 @@ simplex. Clients are those of Per-FedAvg; the server weights them, and updates t
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any
 
-from pydantic import Field, model_validator
+import torch
+from pydantic import Field
 
-from fedloom.algorithms.afl import CLIENTS_BEFOREHAND, WeightedServer
-from fedloom.algorithms.client import LocalSGD
-from fedloom.algorithms.per_fedavg import PerFedAvgSettings, adapted, meta_sgd
-from fedloom.algorithms.recipe import shared_model
+from fedloom.algorithms import base
+from fedloom.algorithms.afl import WeightedServer
+from fedloom.algorithms.base import Task
+from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.per_fedavg import MetaLearning, PerFedAvg
 
 
-class TRMAMLSettings(PerFedAvgSettings):
-    """Keys of ``algorithm`` for TR-MAML: those of Per-FedAvg and ``weights_lr``."""
+class TRMAMLSettings(MetaLearning):
+    """Keys of ``algorithm`` for TR-MAML: those of Per-FedAvg but the weights of clients, which are p."""
 
+    server_lr: float = Field(default=1.0, gt=0, description="factor on the average update")
     weights_lr: float = Field(
         default=0.08, ge=0, le=1e6, description="step size of the clients' weights p; 0 keeps them equal"
     )
-    weighting: Literal["examples", "uniform"] = Field(default="uniform", description="uniform: p alone weights clients")
-    max_norm: None = Field(default=None, description="null: p, which follows what clients say of losses, has no bound")
-    trim: Literal[0] = Field(default=0, description="0: p weights clients")
     inner_lr: float = Field(default=0.05, ge=0, description="α, rate of the inner step and of personalization")
     local: LocalSGD = Field(default=LocalSGD(steps=5, lr=0.1, momentum=0.0), description="SGD on F_i")
 
-    @model_validator(mode="after")
-    def _weighted_by_p(self) -> Self:
-        if self.weighting != "uniform":
-            raise ValueError(f"weighting: found {self.weighting}; allowed: uniform, since p weights the clients")
-        return self
+
+class TRMAML(PerFedAvg):
+    """Per-FedAvg for the worst mixture of clients."""
+
+    name = "tr-maml"
+    settings = TRMAMLSettings
+    predictors = {"personal": "TR-MAML", "global": "TR-MAML, shared model"}
+
+    def server(self, settings: Any, task: Task, generator: torch.Generator) -> WeightedServer:
+        """Return the server, which keeps a weight of each client."""
+        return WeightedServer(self, settings, task, generator)
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason: each client has a weight."""
+        return base.no_place_for_new_clients(self.name)
 
 
-TR_MAML = shared_model(
-    "tr-maml",
-    TRMAMLSettings,
-    local=meta_sgd,
-    personalize=adapted,
-    steps=lambda s, examples: 0 if s.adaptation is None else s.personalize_steps,
-    server=WeightedServer,
-    by_batch=False,
-    titles={"personal": "TR-MAML", "global": "TR-MAML, shared model"},
-    requires_fixed_population=lambda settings: CLIENTS_BEFOREHAND,
-)
+TR_MAML = TRMAML()

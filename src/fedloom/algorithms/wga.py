@@ -12,6 +12,7 @@ or Adam.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any, Literal, Self
 
@@ -19,17 +20,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms import base
+from fedloom.algorithms import base, collaboration
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
-from fedloom.algorithms.client import Batch, LocalSGD, LocalTrainer, train
+from fedloom.algorithms.client import Batch, LocalTrainer, train
+from fedloom.algorithms.collaboration import CollaborationConstants, next_bias, weighted_gradient
+from fedloom.algorithms.fedavg import or_shared_alone
+from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import adam_direction
-from fedloom.algorithms.recipe import or_shared_alone
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
 from fedloom.settings import Settings
-from fedloom.theory import collaboration
-from fedloom.theory.collaboration import next_bias, weighted_gradient
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
@@ -64,38 +65,52 @@ class WGAServer(base.ServerAlgorithm):
         """Perform ``steps_per_round`` iterations of Algorithm 1 for every user in the cohort."""
         s, size, cohort = self.settings, self.sizes["block"], round.sample(always=self.always)
         users = [client for client in cohort.clients if client in self.row]
+        blocks = [users[i : i + size] for i in range(0, len(users), size)]
         new = {name: tensor.clone() for name, tensor in self.state.items()}
         steps, losses = 0.0, []
         for step in range(s.steps_per_round):
             t = (round.number - 1) * s.steps_per_round + step
             answered: list[tuple[int, Replies[Gradients]]] = []
-            for block in [users[i : i + size] for i in range(0, len(users), size)]:
-                theta = new["theta"][[self.row[user] for user in block]]
-                whose, number = [self.roster[user] for user in block], torch.tensor([step]).double()
-                replies = cohort.send(SharedStates(theta, torch.tensor(whose).double(), number), Gradients)
-                truth = cohort.send(TrueGradients(theta), Gradients) if s.rule == "oracle" else None
-                steps += replies.total(replies.steps) + (0 if truth is None else truth.total(truth.steps))
-                present = replies.present if truth is None else truth.present
+            for block in blocks:
+                exchange = self._exchange(cohort, block, step, new["theta"])
+                steps += exchange.steps
+                answered.append((len(block), exchange.replies))
                 for j, user in enumerate(block):
                     at = cohort.clients.index(user)
-                    if not present[at]:
-                        continue  # without its own gradient a user makes no step
-                    mine = {name: tensor[self.row[user]] for name, tensor in new.items() if name != "variances"}
-                    g, true = replies.gradient[:, j], None if truth is None else truth.gradient[:, j]
-                    weights = self._weights(cohort.clients, g, present, new, at)
-                    direction = g[at]
-                    if s.rule != "alone" and weights.any():
-                        bias = None if true is None else replies.mean(true, weights) - true[at]
+                    if exchange.present[at]:  # without its own gradient a user makes no step
                         noise = round.generator(f"oracle/{step}/{user}")
-                        n = 1 / float(weights.square().sum())  # N, if the weights are equal
-                        direction = self._aggregate(mine, g[at], replies.mean(g, weights), n, t, bias, noise)
-                    self._step(mine, direction)
-                    losses.append(float(replies.loss[at]))
-                answered.append((len(block), replies))
+                        self._move_user(new, exchange, j, at, t, noise)
+                        losses.append(float(exchange.replies.loss[at]))
             self._note_variances(new, cohort, answered)
         self.state = new
         statistics = {"client_steps": steps, "users": float(len(losses)) / s.steps_per_round}
         return statistics | ({"loss": sum(losses) / len(losses)} if losses else {})
+
+    def _exchange(self, cohort: Cohort, block: Sequence[str], step: int, states: Tensor) -> Exchange:
+        """Ask the cohort for gradients at the states of some users, and for the true ones if the rule has an oracle."""
+        theta = states[[self.row[user] for user in block]]
+        owners, number = torch.tensor([self.roster[user] for user in block]).double(), torch.tensor([step]).double()
+        replies = cohort.send(SharedStates(theta, owners, number), Gradients)
+        truth = cohort.send(TrueGradients(theta), Gradients) if self.settings.rule == "oracle" else None
+        return Exchange(cohort.clients, replies, truth)
+
+    def _move_user(
+        self, new: dict[str, Tensor], exchange: Exchange, j: int, at: int, t: int, noise: torch.Generator
+    ) -> None:
+        """Make the step of the j-th user of a block, the client in row ``at``, along its aggregated gradient."""
+        row = self.row[exchange.clients[at]]
+        mine = {name: tensor[row] for name, tensor in new.items() if name != "variances"}
+        g, replies = exchange.replies.gradient[:, j], exchange.replies
+        weights = self._weights(exchange.clients, g, exchange.present, new, at)
+        direction = g[at]
+        if self.settings.rule != "alone" and weights.any():
+            bias = None
+            if exchange.truth is not None:
+                true = exchange.truth.gradient[:, j]
+                bias = replies.mean(true, weights) - true[at]
+            n = 1 / float(weights.square().sum())  # N, if the weights are equal
+            direction = self._aggregate(mine, g[at], replies.mean(g, weights), n, t, bias, noise)
+        self._step(mine, direction)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send each user its own state; other clients get the mean of all states and make their own steps from it."""
@@ -105,7 +120,7 @@ class WGAServer(base.ServerAlgorithm):
         states = torch.stack([mean if i is None else theta[i] for i in mine])
         steps = torch.tensor([[0.0 if i is not None else self.settings.personalize_steps] for i in mine])
         cohort.record("user", torch.tensor([[float(i is not None)] for i in mine], dtype=torch.float64))
-        return cohort.send(OwnModel(states, mean, steps.double()))
+        return cohort.send(UserModel(states, mean, steps.double()))
 
     def _aggregate(
         self,
@@ -173,6 +188,28 @@ class WGAServer(base.ServerAlgorithm):
                 known[1] += 1
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Gradients of a cohort at the states of some users."""
+
+    clients: tuple[str, ...]
+    replies: Replies[Gradients]
+    truth: Replies[Gradients] | None
+    """True gradients, for the rule ``oracle``."""
+
+    @property
+    def present(self) -> Tensor:
+        """Clients that answered the whole exchange, ``[c]``."""
+        present: Tensor = (self.replies if self.truth is None else self.truth).present
+        return present
+
+    @property
+    def steps(self) -> float:
+        """Number of gradients evaluated."""
+        total: float = self.replies.total(self.replies.steps)
+        return total + (0 if self.truth is None else self.truth.total(self.truth.steps))
+
+
 # --- the client -------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +225,7 @@ class WGAClient(base.ClientAlgorithm):
         for key, client in [("user", settings.user), *(("weights", client) for client in weights)]:
             if client is not None and client not in task.roster:
                 some = " or ".join(task.roster[:1] + task.roster[-1:])
-                raise ExperimentError(f"algorithm.{key}: found {client!r}; allowed: a seen client, such as {some}")
+                raise ExperimentError(f"algorithm.{key}: {client!r} is not a seen client; choose one, such as {some}")
 
     @conversation
     def train(self, clients: ClientGroup, opening: SharedStates) -> Conversation:
@@ -220,7 +257,7 @@ class WGAClient(base.ClientAlgorithm):
             message = yield Gradients(gradient, variance / states.clamp(min=1), loss, count)
 
     @conversation
-    def personalize(self, clients: ClientGroup, opening: OwnModel) -> Predictors:
+    def personalize(self, clients: ClientGroup, opening: UserModel) -> Predictors:
         """Return ``personal``, the client's own state or the mean after its own steps, and ``global``, the mean."""
         s, model, mean = self.settings, self.task.model, opening.mean.expand(len(clients), -1)
 
@@ -285,7 +322,7 @@ For a harmonic β, t counts the observations of the user's own estimate, which i
 
 
 class Known(Settings):
-    """Constants that theory needs for an optimal α or β (fedloom.theory.collaboration; docs/theory.md)."""
+    """Constants that theory needs for an optimal α or β (docs/theory.md)."""
 
     bias: float = Field(ge=0, description="ζ², squared distance between the helpers' mean gradient and user 0's")
     noise: float = Field(ge=0, description="σ², variance of one user's stochastic gradient")
@@ -293,9 +330,9 @@ class Known(Settings):
     smoothness: float = Field(default=1.0, gt=0, description="L")
     scaling: float = Field(default=0.0, ge=0, description="m, how much the squared bias grows with ‖∇f_0‖²")
 
-    def problem(self, helpers: float) -> collaboration.Problem:
-        """Return the problem with these constants and N helpers; the μ of the PL condition affects no weight."""
-        return collaboration.Problem(helpers, self.bias, self.noise, self.smoothness, self.smoothness, self.scaling)
+    def constants(self, helpers: float) -> CollaborationConstants:
+        """Return the constants for N helpers; the μ of the PL condition affects no weight."""
+        return CollaborationConstants(helpers, self.bias, self.noise, self.smoothness, self.smoothness, self.scaling)
 
 
 class WGASettings(Settings):
@@ -331,22 +368,25 @@ class WGASettings(Settings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
+        self._check_schedules()
+        if self.user is not None and self.users == "all":
+            raise ValueError(f"user: with users: all every client is one; set it to null (got {self.user!r})")
+        if self.weights == "inverse_variance" and (self.batch_size < 2 or self.local_steps > 1):
+            raise ValueError(
+                "weights: inverse_variance estimates a variance from one step of at least 2 examples (got batch_size "
+                f"{self.batch_size} and local_steps {self.local_steps})"
+            )
+        return self
+
+    def _check_schedules(self) -> None:
         for name in ("alpha", "beta"):
             schedule = getattr(self, name)
             if schedule == ():
-                raise ValueError(f"{name}: found an empty list; allowed: at least one number")
+                raise ValueError(f"{name}: the list is empty; give at least one number")
             if schedule == "optimal" and self.known is None:
-                raise ValueError(f"{name}: found optimal without known; allowed: known: {{bias, noise, horizon}}")
+                raise ValueError(f"{name}: optimal needs known: {{bias, noise, horizon}}")
         if self.beta == "optimal" and self.known is not None and self.known.horizon is None:
-            raise ValueError("beta: found optimal without known.horizon; allowed: T, exchanges in the whole run")
-        if self.user is not None and self.users == "all":
-            raise ValueError(f"user: found {self.user!r} with users: all; allowed: null, or users: one")
-        if self.weights == "inverse_variance" and (self.batch_size < 2 or self.local_steps > 1):
-            raise ValueError(
-                f"weights: found inverse_variance with batch_size {self.batch_size} and local_steps "
-                f"{self.local_steps}; allowed: at least 2 examples and 1 step, to estimate a variance from"
-            )
-        return self
+            raise ValueError("beta: optimal needs known.horizon: T, exchanges in the whole run")
 
     def block_of(self, roster: Sequence[str]) -> int:
         """Return the rows of :class:`Gradients`, the same for every message of a run."""
@@ -356,18 +396,18 @@ class WGASettings(Settings):
         """Return α of exchange t = 0, 1, ... with this number of helpers."""
         if self.known is None or self.alpha != "optimal":
             return _at(self.alpha, t)
-        problem = self.known.problem(helpers)
+        constants = self.known.constants(helpers)
         if self.rule == "oracle":
-            return collaboration.optimal_alpha_oracle(problem, self.oracle_variance)
+            return collaboration.optimal_alpha_oracle(constants, self.oracle_variance)
         if self.rule == "bc":
-            return collaboration.optimal_alpha_bc(problem, self.lr, beta)
-        return collaboration.optimal_alpha(problem, self.lr)
+            return collaboration.optimal_alpha_bc(constants, self.lr, beta)
+        return collaboration.optimal_alpha(constants, self.lr)
 
     def beta_at(self, t: int, helpers: float) -> float:
         """Return β of exchange t = 0, 1, ... with this number of helpers."""
         if self.known is None or self.known.horizon is None or self.beta != "optimal":
             return _at(self.beta, t)
-        return collaboration.optimal_beta(self.known.problem(helpers), self.known.horizon)
+        return collaboration.optimal_beta(self.known.constants(helpers), self.known.horizon)
 
 
 def _at(schedule: float | tuple[float, ...] | str, t: int) -> float:
@@ -405,7 +445,7 @@ class Gradients(Message):
     steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64, gradients evaluated
 
 
-class OwnModel(Message):
+class UserModel(Message):
     """Opening of personalization: the client's own state, or the mean of all for a client without one."""
 
     theta: Tensor = rows(Quantity.MODEL)  # [c, d]
@@ -415,23 +455,29 @@ class OwnModel(Message):
 
 RULES = {"alone": "Alone", "wga": "WGA", "bc": "Bias Correction", "oracle": "Bias Correction, oracle"}
 
-WGA = base.Algorithm(
-    name="wga",
-    version=1,
-    settings=WGASettings,
-    server=WGAServer,
-    client=WGAClient,
-    check_model=base.no_batch_norm("wga"),
-    messages=(SharedStates, TrueGradients, Gradients, OwnModel),
-    needs_classes=False,
-    needs_each_update=lambda settings: True,  # a user's own gradient is weighted separately
-    requires_fixed_population=lambda settings: (
-        "name",
-        "found wga, whose server has a place for each client",
-        "a method whose server keeps nothing of each client",
-    ),
-    titles=lambda settings: {
-        "personal": RULES[settings.rule],
-        "global": f"{RULES[settings.rule]}, mean of all",
-    },
-)
+
+class WeightedGradientAveraging(base.Algorithm):
+    """Weighted gradient averaging and Bias Correction."""
+
+    name = "wga"
+    settings = WGASettings
+    server = WGAServer
+    client = WGAClient
+    messages = (SharedStates, TrueGradients, Gradients, UserModel)
+    needs = ("no batch norm",)
+    needs_classes = False
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of each predictor in tables."""
+        return {"personal": RULES[settings.rule], "global": f"{RULES[settings.rule]}, mean of all"}
+
+    def needs_each_update(self, settings: Any) -> bool:
+        """Return True: a user's own gradient is weighted separately."""
+        return True
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason: the server has a place for each client."""
+        return base.no_place_for_new_clients(self.name)
+
+
+WGA = WeightedGradientAveraging()

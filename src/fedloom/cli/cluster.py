@@ -60,7 +60,7 @@ def submit(
     if namespace is not None:
         settings = settings.model_copy(update={"namespace": namespace})
     e = experiments.load(experiment, set_ or ())
-    federate.check(e, settings, TaskConfig())
+    federate.check_cluster_settings(e, settings, TaskConfig())
     if run_id is None:
         run_id = f"{e.name}-{hashlib.sha256(e.resolved_yaml().encode()).hexdigest()[:8]}"
     dataset = assemble.make_partition(e) if partition is None else assemble.open_partition(e, partition, verify=True)
@@ -70,7 +70,7 @@ def submit(
             e, dataset.folder, out, backend="kubernetes", cluster=settings, run_id=run_id, unattended=True, say=say
         )
         return
-    started = federate.submit(e, dataset.folder, cluster=settings, run_id=run_id, say=say)
+    started = federate.submit_federation(e, dataset.folder, cluster=settings, run_id=run_id, say=say)
     typer.echo(f"{started.name}: run id {run_id}, run {started.run}")
     typer.echo(
         f"see: fedloom cluster status|logs|stop {started.name}; the same with --wait --out DIR fetches it", err=True
@@ -87,9 +87,9 @@ def status(
     from fedloom.cluster.api import Api
 
     api = Api(namespace)
-    found = [federations.find(api, name)] if name is not None else federations.federations(api)
+    found = [federations.find_federation(api, name)] if name is not None else federations.federations(api)
     for one in found:
-        typer.echo(described(one, federations.progress(api, one)))
+        typer.echo(described(one, federations.federation_progress(api, one)))
     if not found:
         typer.echo(f"no federation in namespace {api.namespace}", err=True)
 
@@ -108,7 +108,9 @@ def logs(
     from fedloom.cluster.api import Api
 
     api = Api(namespace)
-    for line in federations.logs(api, federations.find(api, name), worker=worker, followed=follow):
+    for line in federations.federation_logs(
+        api, federations.find_federation(api, name), worker=worker, followed=follow
+    ):
         typer.echo(line)
 
 
@@ -119,8 +121,8 @@ def stop(name: Name, namespace: Namespace = None) -> None:
     from fedloom.cluster.api import Api
 
     api = Api(namespace)
-    found = federations.find(api, name)
-    for what in federations.stop(api, found):
+    found = federations.find_federation(api, name)
+    for what in federations.stop_federation(api, found):
         typer.echo(f"deleted {what}")
     typer.echo(f"what it has published stays in {found.run}")
 

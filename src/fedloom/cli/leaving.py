@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
     """Show a worker's announcements of its packed clients, and the content of their answers; send nothing."""
     from fedloom import experiment as experiments
-    from fedloom.algorithms.base import available, find
+    from fedloom.algorithms.base import available, find_algorithm
     from fedloom.data.own import OwnClients
     from fedloom.errors import ExperimentError
     from fedloom.runner.leaving import announcements, answers, is_measured, measures, moments, of_experiment
@@ -37,7 +37,7 @@ def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
     if e is None:
         classes = len(next(iter(clients.cards.values())).classes)
         for name in available():
-            _show(f"\n{name}: in training, and when a client gets its model", answers(find(name)))
+            _show(f"\n{name}: in training, and when a client gets its model", answers(find_algorithm(name)))
         _show("\nAll methods: in an evaluation, with two predictors", measures(2, classes))
         typer.echo("\nsizes of a model: with --experiment FILE")
     else:

@@ -103,7 +103,7 @@ def local(
     if known != "unseen_clients":
         arguments["backend"] = "local"
     everything = logging.getLogger("fedloom").isEnabledFor(logging.DEBUG)
-    local.run(known, arguments, out, say=lambda line: typer.echo(line, err=True), everything=everything)
+    local.run_pipeline(known, arguments, out, say=lambda line: typer.echo(line, err=True), everything=everything)
     for page in sorted(out.glob("*.md")):
         typer.echo(page.read_text(encoding="utf-8"))
     for found in sorted((*out.glob("*.html"), *out.glob("run"), *out.glob("runs"))):
@@ -164,7 +164,7 @@ def submit(
     kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
     order = submit.Order(known, arguments, run_name, experiment_name, service_account, pipeline_root)
     with _terminable():
-        started = submit.submit(kubeflow, order, lambda line: typer.echo(line, err=True))
+        started = submit.submit_pipeline(kubeflow, order, lambda line: typer.echo(line, err=True))
         typer.echo(f"run {started.run}: {started.link}")
         if wait:
             _await(kubeflow, started, terminate=terminate_on_interrupt)
@@ -202,7 +202,7 @@ def stop(
 
     kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
     kubeflow.check()
-    if submit.stop(kubeflow, run):
+    if submit.stop_run(kubeflow, run):
         typer.echo(f"stopping {kubeflow.link(run)}")
     else:
         typer.echo(f"has ended already: {kubeflow.link(run)}")
@@ -284,7 +284,7 @@ def _checked(name: str, arguments: dict[str, Any]) -> str:
     ExperimentError
         If the run would be refused.
     """
-    from fedloom.cluster.federate import check
+    from fedloom.cluster.federate import check_cluster_settings
     from fedloom.cluster.settings import ClusterSettings, TaskConfig
     from fedloom.experiment import loads
     from fedloom.kubeflow import planning
@@ -299,7 +299,7 @@ def _checked(name: str, arguments: dict[str, Any]) -> str:
         if settings.storage_secret is None:  # the pipeline's parameter has a default
             settings = settings.model_copy(update={"storage_secret": arguments.get("storage_secret", "default")})
         for text in experiments:
-            check(loads(text), settings, TaskConfig())
+            check_cluster_settings(loads(text), settings, TaskConfig())
     return loads(planned.experiment).name
 
 
@@ -315,7 +315,7 @@ def _await(kubeflow: Kubeflow, started: Any, *, terminate: bool) -> None:
     from fedloom.kubeflow import submit
 
     with submit.stopping(kubeflow, started, terminate=terminate):
-        submit.wait(kubeflow, started.run, lambda line: typer.echo(line, err=True))
+        submit.wait_for_run(kubeflow, started.run, lambda line: typer.echo(line, err=True))
     typer.echo("succeeded")
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedloom.cluster.manifests import COMPONENT, FINAL
+from fedloom.cluster.manifests import AGGREGATOR, COMPONENT, FINAL, WORKER
 from fedloom.errors import FAILURES, ExitCode, FedloomError, QuorumError, WorkerLostError
+from fedloom.processes import Told
 
 KILLED = 137
 AGAIN = "start it again with the same run id: it goes on from what was published"
@@ -24,7 +25,7 @@ class End:
 
 @dataclass(frozen=True)
 class Exit:
-    """Termination of a pod's container."""
+    """Termination of a pod's container; ``message`` has the reports of its process, or the end of its log."""
 
     pod: str
     code: int
@@ -32,13 +33,22 @@ class Exit:
     message: str
 
     @property
-    def words(self) -> str:
-        """Last output: the error, if the log ends with one, else the last line."""
-        lines = [line for line in self.message.strip().splitlines() if line.strip()]
-        for i in range(len(lines) - 1, -1, -1):
-            if lines[i].startswith("error: "):
-                return "\n".join(lines[i:]).removeprefix("error: ")
-        return lines[-1].strip() if lines else "it said nothing"
+    def summary(self) -> str:
+        """Message of the error that the process reported, else the last line that it printed."""
+        told = Told(self.message)
+        if told.failure is not None:
+            return told.failure.message
+        said = told.bug or "\n".join(told.notices) or self.message
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        return lines[-1] if lines else "it said nothing"
+
+    def explain(self, component: str) -> tuple[str, str | None]:
+        """Return a sentence on how the container ended, and the remedy if one is known."""
+        failure = Told(self.message).failure
+        summary, hint = self.summary, None if failure is None else failure.hint
+        if self.code == KILLED and self.reason == "OOMKilled":
+            summary, hint = "it used more memory than it may", f"raise cluster.{component}.limits.memory"
+        return f"ended with code {self.code} ({name_of(self.code)}): {summary}", hint
 
 
 def end_of(job: Mapping[str, Any]) -> End | None:
@@ -51,18 +61,19 @@ def end_of(job: Mapping[str, Any]) -> End | None:
 
 def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
     """Return the failed containers of a component, in the order in which they ended."""
-    found = []
-    for pod in pods:
-        if (pod["metadata"].get("labels") or {}).get(COMPONENT) != component:
-            continue
-        status = pod.get("status") or {}
-        for container in status.get("containerStatuses") or ():
-            ended = (container.get("state") or {}).get("terminated")
-            if ended and ended.get("exitCode"):
-                reason = str(status.get("reason") or ended.get("reason") or "")
-                failed = Exit(pod["metadata"]["name"], ended["exitCode"], reason, str(ended.get("message") or ""))
-                found.append((str(ended.get("finishedAt") or ""), failed))
+    own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(COMPONENT) == component]
+    found = [
+        (str(ended.get("finishedAt") or ""), _exit(pod, ended))
+        for pod in own
+        for container in (pod.get("status") or {}).get("containerStatuses") or ()
+        if (ended := (container.get("state") or {}).get("terminated")) and ended.get("exitCode")
+    ]
     return [failed for _, failed in sorted(found, key=lambda pair: pair[0])]
+
+
+def _exit(pod: Mapping[str, Any], ended: Mapping[str, Any]) -> Exit:
+    reason = str(pod["status"].get("reason") or ended.get("reason") or "")
+    return Exit(pod["metadata"]["name"], ended["exitCode"], reason, str(ended.get("message") or ""))
 
 
 def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
@@ -82,13 +93,9 @@ def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
     if not failed:
         return WorkerLostError(f"the aggregator failed: {end.reason}: {end.message}", hint=AGAIN)
     last = failed[-1]
-    kind = FAILURES.get(last.code, WorkerLostError)
-    message, _, hint = last.words.partition("\n  ")
-    if last.code == KILLED and last.reason == "OOMKilled":
-        message, hint = "it used more memory than it may", "raise cluster.aggregator.limits.memory"
-    if not hint and last.code not in FINAL:
-        hint = AGAIN
-    return kind(f"the aggregator ended with code {last.code} ({name_of(last.code)}): {message}", hint=hint or None)
+    ended, hint = last.explain(AGGREGATOR)
+    again = None if last.code in FINAL else AGAIN
+    return FAILURES.get(last.code, WorkerLostError)(f"the aggregator {ended}", hint=hint or again)
 
 
 def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) -> FedloomError | None:
@@ -117,12 +124,9 @@ def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) ->
     if not failed:
         return WorkerLostError(text, hint=AGAIN)
     last = failed[-1]
-    final = last.code in FINAL
-    kind = FAILURES[last.code] if final else WorkerLostError
-    message, _, hint = last.words.partition("\n  ")
-    if last.code == KILLED and last.reason == "OOMKilled":
-        message, hint = "it used more memory than it may", "raise cluster.worker.limits.memory"
-    return kind(f"{text}; {last.pod} ended with code {last.code} ({name_of(last.code)}): {message}", hint=hint or AGAIN)
+    ended, hint = last.explain(WORKER)
+    kind = FAILURES[last.code] if last.code in FINAL else WorkerLostError
+    return kind(f"{text}; {last.pod} {ended}", hint=hint or AGAIN)
 
 
 def count_indexes(ranges: str) -> int:

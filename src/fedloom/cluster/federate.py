@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom import digests
 from fedloom.cluster import local
 from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_pod, rights_hint
-from fedloom.cluster.manifests import INSTANCE, RUN_ID, Federation, Manifest, identity, label, owners_of_pod
+from fedloom.cluster.manifests import INSTANCE, RUN_ID, FederationSpec, Manifest, identity, label, owners_of_pod
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
 from fedloom.models.factories import FACTORIES
@@ -96,12 +96,14 @@ def federate(
             # The result is returned as files; a store would give all federations one location, that of this folder.
             here = experiment.model_copy(update={"storage": None})
             path.write_text(here.resolved_yaml(), encoding="utf-8")
-            local.run(path, partition, out, deadline_s=cluster.deadline_s, say=say)
+            local.run_locally(path, partition, out, deadline_s=cluster.deadline_s, say=say)
     elif backend == "kubernetes":
         step = _Step(experiment, partition, cluster, run_id, task, TaskConfig.read(task_config), unattended, say)
         _on_kubernetes(step, out)
     else:
-        raise ExperimentError(f"backend: found {backend!r}; allowed: local, kubernetes")
+        raise ExperimentError(
+            f"backend must be local or kubernetes (got {backend})", key="backend", allowed=["local", "kubernetes"]
+        )
 
 
 def cleanup(run_id: str, namespace: str | None = None, *, say: Say = _print) -> list[str]:
@@ -142,7 +144,7 @@ class Submitted:
     run: str
 
 
-def submit(
+def submit_federation(
     experiment: Experiment, partition: Path, *, cluster: ClusterSettings, run_id: str, say: Say = _print
 ) -> Submitted:
     """Start a detached federation on Kubernetes, or attach to a running one.
@@ -163,8 +165,9 @@ def submit(
     step = _Step(experiment, partition, cluster, run_id, "federate", TaskConfig(), True, say)
     if cluster.orphan_after_s is not None:
         raise ExperimentError(
-            f"cluster.orphan_after_s: found {cluster.orphan_after_s:g}, and nobody who stays with the federation; "
-            f"allowed: null, or submit {argument('wait')}"
+            f"cluster.orphan_after_s is {cluster.orphan_after_s:g}, and no launcher stays with the federation; "
+            f"set it to null, or give {argument('wait')}",
+            key="cluster.orphan_after_s",
         )
     run, launcher = _prepared(step)
     name = f"fl-{identity(run_id, step.task)}"
@@ -239,46 +242,27 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
     from fedloom.cluster.launcher import Launcher
     from fedloom.data.manifest import read_manifest
     from fedloom.data.remote import publish
-    from fedloom.storage import open_store
 
     cluster, say = step.cluster, step.say
-    check(step.experiment, cluster, step.task_config)
+    check_cluster_settings(step.experiment, cluster, step.task_config)
     experiment = step.experiment.located()  # as the aggregator records it
     manifest = read_manifest(step.partition)
-    plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
-    own, endpoint_from = dict(os.environ), None
-    if cluster.s3_endpoint is not None:  # pods' address of the store; a launcher outside may use another
-        plain[ENDPOINT] = cluster.s3_endpoint
-        if not own.get(ENDPOINT):
-            own[ENDPOINT] = cluster.s3_endpoint
-            endpoint_from = f"cluster.s3_endpoint (or {ENDPOINT}, if the launcher alone reaches the store elsewhere)"
-    store = open_store(str(experiment.storage).rstrip("/"), own, endpoint_from=endpoint_from)
+    store, plain = _store(experiment, cluster)
     run = store.under(f"runs/{experiment.name}-{identity(step.run_id, step.task)}")
     store.check()
     if _finished(run, experiment):
         return run, None
-    api = Api(cluster.namespace)
-    missing = api.missing_rights()
-    if missing:
-        raise RefusedError(
-            f"Kubernetes, namespace {api.namespace}: these credentials do not allow: {', '.join(missing)}",
-            hint=rights_hint(api.namespace),
-        )
-    if cluster.orphan_after_s is not None and not in_cluster() and (missing := api.missing_rights(FORWARDING)):
-        raise RefusedError(
-            f"cluster.orphan_after_s: found {cluster.orphan_after_s:g}, and a launcher outside of the cluster that "
-            f"cannot show the aggregator that it is there: these credentials do not allow: {', '.join(missing)}",
-            hint=f"leave it out, or: {rights_hint(api.namespace)}",
-        )
-    watched = cluster.orphan_after_s is not None or (in_cluster() and not step.unattended)
-    if cluster.token_secret is not None and watched and not own.get(TOKEN):
+    api, inside = Api(cluster.namespace), in_cluster()
+    _check_rights(api, cluster, inside=inside)
+    watched = cluster.orphan_after_s is not None or (inside and not step.unattended)
+    if cluster.token_secret is not None and watched and not os.environ.get(TOKEN):
         raise ExperimentError(
-            f"cluster.token_secret: found {cluster.token_secret}, and no {TOKEN} in this environment; allowed: both, "
-            "as an aggregator that its launcher cannot watch would end",
+            f"cluster.token_secret is {cluster.token_secret}, and this environment has no {TOKEN}: set it, because an "
+            "aggregator that its launcher cannot watch would end",
+            key="cluster.token_secret",
         )
     shards = store.under(f"partitions/{manifest.fingerprint}")
-    orphan_after_s = ORPHAN_AFTER_S if in_cluster() and not step.unattended else None
-    federation = Federation(
+    federation = FederationSpec(
         run_id=step.run_id,
         task=step.task,
         namespace=api.namespace,
@@ -292,16 +276,46 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
         threads=experiment.runtime.threads,
         clients_at_once=experiment.runtime.clients_at_once,
         storage_environment={**plain, **_permission(experiment)},
-        orphan_after_s=cluster.orphan_after_s or orphan_after_s,
+        orphan_after_s=cluster.orphan_after_s or (ORPHAN_AFTER_S if watched else None),
     )
     workers = pluralize(federation.workers, "worker")
     say(f"federation {federation.name} in namespace {api.namespace}, {workers}; run {run.url}")
     publish(step.partition, shards)
     _publish_experiment(run, experiment)
-    return run, Launcher(federation, api, say, owners=_owners(api), inside=in_cluster())
+    return run, Launcher(federation, api, say, owners=_owners(api), inside=inside)
 
 
-def check(experiment: Experiment, cluster: ClusterSettings, task_config: TaskConfig) -> None:
+def _store(experiment: Experiment, cluster: ClusterSettings) -> tuple[Store, dict[str, str]]:
+    """Return the experiment's store, and the variables by which pods reach it; credentials come from a Secret."""
+    from fedloom.storage import open_store
+
+    plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
+    own, endpoint_from = dict(os.environ), None
+    if cluster.s3_endpoint is not None:  # pods' address of the store; a launcher outside may use another
+        plain[ENDPOINT] = cluster.s3_endpoint
+        if not own.get(ENDPOINT):
+            own[ENDPOINT] = cluster.s3_endpoint
+            endpoint_from = f"cluster.s3_endpoint (or {ENDPOINT}, if the launcher alone reaches the store elsewhere)"
+    return open_store(str(experiment.storage).rstrip("/"), own, endpoint_from=endpoint_from), plain
+
+
+def _check_rights(api: Api, cluster: ClusterSettings, *, inside: bool) -> None:
+    """Raise RefusedError if these credentials lack a right that the launcher needs."""
+    if missing := api.missing_rights():
+        raise RefusedError(
+            f"Kubernetes, namespace {api.namespace}: these credentials do not allow: {', '.join(missing)}",
+            hint=rights_hint(api.namespace),
+        )
+    if cluster.orphan_after_s is not None and not inside and (missing := api.missing_rights(FORWARDING)):
+        raise RefusedError(
+            f"cluster.orphan_after_s is {cluster.orphan_after_s:g}, and this launcher outside of the cluster cannot "
+            f"show the aggregator that it is there: these credentials do not allow: {', '.join(missing)}",
+            hint=f"leave it out, or: {rights_hint(api.namespace)}",
+            key="cluster.orphan_after_s",
+        )
+
+
+def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, task_config: TaskConfig) -> None:
     """Reject settings that cannot run on any cluster.
 
     Raises
@@ -311,29 +325,35 @@ def check(experiment: Experiment, cluster: ClusterSettings, task_config: TaskCon
     """
     if not (experiment.storage or "").startswith("s3://"):
         raise ExperimentError(
-            f"storage: found {experiment.storage or 'none'}; allowed with backend kubernetes: s3://BUCKET/PREFIX, "
-            "where pods find partition, checkpoints and states"
+            f"storage is {experiment.storage or 'not set'}; with backend kubernetes set it to s3://BUCKET/PREFIX, "
+            "where pods find partition, checkpoints and states",
+            key="storage",
+            found=experiment.storage,
         )
     if cluster.image is None:
-        raise ExperimentError(f"cluster.image: found none; allowed: {ALLOWED_IMAGE}")
+        raise ExperimentError(f"cluster.image is not set; give {ALLOWED_IMAGE}", key="cluster.image")
     if cluster.storage_secret is None and "AWS_ACCESS_KEY_ID" not in cluster.env:
         raise ExperimentError(
-            "cluster.storage_secret: found none; allowed: the name of a Secret with the credentials of the storage",
+            "cluster.storage_secret is not set; name a Secret with the credentials of the storage",
             hint="kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... "
             "--from-literal=AWS_SECRET_ACCESS_KEY=...",
+            key="cluster.storage_secret",
         )
+    _check_device(experiment.runtime.device, cluster, task_config)
+
+
+def _check_device(device: str, cluster: ClusterSettings, task_config: TaskConfig) -> None:
     limits = {**cluster.worker.limits, **((task_config.resources or {}).get("limits") or {})}
     gpu = cluster.gpu is not None or any("gpu" in resource for resource in limits)
-    device = experiment.runtime.device
     if gpu and device == "cpu":
         raise ExperimentError(
-            "cluster.gpu: found a GPU for each worker, and runtime.device: cpu; allowed: runtime.device: cuda, or no "
-            "GPU"
+            "cluster.gpu asks for a GPU for each worker, and runtime.device is cpu; set that to cuda, or ask for none",
+            key="cluster.gpu",
         )
     if device == "cuda" and not gpu and not any("/" in resource for resource in limits):
         raise ExperimentError(
-            "cluster.gpu: found no GPU for the workers, and runtime.device: cuda; allowed: cluster.gpu, or "
-            "runtime.device: cpu"
+            "cluster.gpu is not set, and runtime.device is cuda; set cluster.gpu, or runtime.device to cpu",
+            key="cluster.gpu",
         )
 
 
@@ -371,7 +391,7 @@ def _publish_experiment(run: Store, experiment: Experiment) -> None:
     except Taken:
         if _experiment_at(run) != text:
             raise ExperimentError(
-                f"{run.url}: found another experiment there, which ran with the same run id and task",
+                f"{run.url} holds another experiment, which ran with the same run id and task",
                 hint="use another run id or task",
             ) from None
 

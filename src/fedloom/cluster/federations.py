@@ -84,7 +84,7 @@ def federations(api: Api, selector: str = OURS) -> list[Status]:
     return found
 
 
-def find(api: Api, name: str) -> Status:
+def find_federation(api: Api, name: str) -> Status:
     """Return the federation with a name or a run id.
 
     Raises
@@ -98,12 +98,12 @@ def find(api: Api, name: str) -> Status:
         return found[0]
     known = ", ".join(f"{one.name} ({one.run_id})" for one in found or there) or "none"
     raise ExperimentError(
-        f"namespace {api.namespace}: found {len(found) or 'no'} federations called {name}; there: {known}",
+        f"namespace {api.namespace} has {len(found) or 'no'} federations called {name}; choose from {known}",
         hint="fedloom cluster status lists them; one that has ended is gone an hour later, and its run is in the store",
     )
 
 
-def progress(api: Api, status: Status) -> Progress | None:
+def federation_progress(api: Api, status: Status) -> Progress | None:
     """Return the progress of a running aggregator; None if it does not answer."""
     if status.state != "running":
         return None
@@ -115,7 +115,7 @@ def progress(api: Api, status: Status) -> Progress | None:
             return None
 
 
-def logs(api: Api, status: Status, *, worker: int | None = None, followed: bool = False) -> Iterator[str]:
+def federation_logs(api: Api, status: Status, *, worker: int | None = None, followed: bool = False) -> Iterator[str]:
     """Yield the log lines of a federation's aggregator, or of one of its workers, from its newest pod.
 
     Parameters
@@ -147,7 +147,7 @@ def logs(api: Api, status: Status, *, worker: int | None = None, followed: bool 
     yield from api.follow_log(name, component) if followed else api.log(name, component).splitlines()
 
 
-def stop(api: Api, status: Status) -> list[str]:
+def stop_federation(api: Api, status: Status) -> list[str]:
     """Stop a federation: its pods are asked to stop and its objects are deleted; published results stay.
 
     Returns

@@ -23,7 +23,7 @@ from fedloom.cluster.manifests import (
     FINAL,
     PORT,
     WORKER,
-    Federation,
+    FederationSpec,
     Manifest,
     aggregator_job,
     completed,
@@ -56,7 +56,7 @@ class Launcher:
     Parameters
     ----------
     federation
-        Federation to run.
+        FederationSpec to run.
     api
         Client of the cluster.
     say
@@ -69,7 +69,7 @@ class Launcher:
 
     def __init__(
         self,
-        federation: Federation,
+        federation: FederationSpec,
         api: Api,
         say: Callable[[str], None],
         *,
@@ -296,7 +296,7 @@ class Launcher:
             if one.pod not in self._reported:
                 self._reported.add(one.pod)
                 reason = f", {one.reason}" if one.reason not in ("", "Error") else ""
-                self._say(f"{one.pod} ended with code {one.code} ({name_of(one.code)}{reason}): {one.words}")
+                self._say(f"{one.pod} ended with code {one.code} ({name_of(one.code)}{reason}): {one.summary}")
 
     def _report_phases(self, pods: Sequence[Manifest]) -> None:
         """Report changes of the pods' phases: the only progress before the aggregator answers."""

@@ -30,7 +30,7 @@ STOP_S = 60.0
 """Seconds that a run may take to stop: the current round, and a checkpoint."""
 
 
-def run(
+def run_locally(
     experiment: Path, partition: Path, out: Path, *, deadline_s: float | None = None, say: Callable[[str], None]
 ) -> None:
     """Run an experiment on a partition in separate processes.

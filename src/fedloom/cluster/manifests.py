@@ -16,11 +16,14 @@ from typing import Any, TypeAlias
 
 from fedloom.cluster.settings import DEFAULT_REQUESTS, OWN, AggregatorPod, ClusterSettings, Resources, TaskConfig
 from fedloom.errors import ExitCode
+from fedloom.processes import TELL_PARENT
 from fedloom.trust.options import TOKEN
 
 Manifest: TypeAlias = dict[str, Any]
 
 PORT = 7733
+TERMINATION_LOG = "/dev/termination-log"
+"""File in a pod whose content becomes the container's termination message."""
 USER = 65532
 RUN_ID, TASK, DIGEST, ATTEMPT = (f"{OWN}{word}" for word in ("run-id", "task", "spec-digest", "attempt"))
 NAME, INSTANCE, COMPONENT, MANAGED_BY = (
@@ -51,7 +54,7 @@ def label(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Federation:
+class FederationSpec:
     """Complete input for the objects of one federation.
 
     Attributes
@@ -119,7 +122,7 @@ class Federation:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def service(federation: Federation) -> Manifest:
+def service(federation: FederationSpec) -> Manifest:
     """Return the Service through which workers and the launcher reach the aggregator, whichever pod it runs in."""
     spec = {
         "selector": {INSTANCE: federation.name, COMPONENT: AGGREGATOR},
@@ -130,7 +133,7 @@ def service(federation: Federation) -> Manifest:
     return _object(federation, "v1", "Service", federation.name, AGGREGATOR, spec)
 
 
-def aggregator_job(federation: Federation) -> Manifest:
+def aggregator_job(federation: FederationSpec) -> Manifest:
     """Return the Job of one aggregator, which is restarted from its published state if it or its node fails."""
     f, s = federation, federation.settings
     command = ["aggregator", f"{f.run_url}/experiment.yaml", "--partition", f.partition_url, "--out", "/work/run"]
@@ -162,7 +165,7 @@ def aggregator_job(federation: Federation) -> Manifest:
     return _job(f, AGGREGATOR, spec)
 
 
-def worker_job(federation: Federation) -> Manifest:
+def worker_job(federation: FederationSpec) -> Manifest:
     """Return the Job of all workers, each with its own index and retries."""
     f, s, task = federation, federation.settings, federation.task_config
     command = ["worker", "--aggregator", f"{f.name}.{f.namespace}.svc:{PORT}"]
@@ -256,7 +259,7 @@ def resources(
     return {name: {k: str(v) for k, v in values.items()} for name, values in both.items() if values}
 
 
-def _object(federation: Federation, version: str, kind: str, name: str, component: str, spec: Manifest) -> Manifest:
+def _object(federation: FederationSpec, version: str, kind: str, name: str, component: str, spec: Manifest) -> Manifest:
     metadata = {
         "name": name,
         "namespace": federation.namespace,
@@ -266,7 +269,7 @@ def _object(federation: Federation, version: str, kind: str, name: str, componen
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _job(federation: Federation, component: str, spec: Manifest) -> Manifest:
+def _job(federation: FederationSpec, component: str, spec: Manifest) -> Manifest:
     job = _object(federation, "batch/v1", "Job", f"{federation.name}-{component}", component, spec)
     if federation.settings.queue_name is not None:
         job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = federation.settings.queue_name
@@ -287,7 +290,7 @@ def _failures(action: str, component: str) -> Manifest:
     return {"rules": [{"action": action, "onExitCodes": exits}, {"action": "Ignore", "onPodConditions": disruption}]}
 
 
-def _template(federation: Federation, component: str, pod: Manifest) -> Manifest:
+def _template(federation: FederationSpec, component: str, pod: Manifest) -> Manifest:
     # Disable sidecar injection in both ways, old and new: a sidecar keeps a Job from ending, and breaks early calls.
     out = {"sidecar.istio.io/inject": "false"}
     metadata = {
@@ -298,7 +301,7 @@ def _template(federation: Federation, component: str, pod: Manifest) -> Manifest
 
 
 def _pod(
-    federation: Federation, container: Manifest, grace_s: int, where: AggregatorPod, affinity: Manifest | None
+    federation: FederationSpec, container: Manifest, grace_s: int, where: AggregatorPod, affinity: Manifest | None
 ) -> Manifest:
     settings = federation.settings
     optional = {
@@ -328,10 +331,10 @@ def _pod(
 
 
 def _container(
-    federation: Federation, name: str, image: str | None, arguments: list[str], needs: Mapping[str, Any]
+    federation: FederationSpec, name: str, image: str | None, arguments: list[str], needs: Mapping[str, Any]
 ) -> Manifest:
     s = federation.settings
-    plain = {"HOME": "/work", **federation.storage_environment, **s.env}
+    plain = {"HOME": "/work", TELL_PARENT: TERMINATION_LOG, **federation.storage_environment, **s.env}
     env: list[Manifest] = [{"name": key, "value": value} for key, value in plain.items()]
     secret = s.worker_secret or s.storage_secret if name == WORKER else s.storage_secret
     if secret is not None:
@@ -348,7 +351,8 @@ def _container(
         "args": arguments,
         "env": env,
         "resources": {**needs},
-        # Fall back to the end of the log as the reason of an exit.
+        # The process reports its error there as JSON; a process that reports nothing has the end of its log.
+        "terminationMessagePath": TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,

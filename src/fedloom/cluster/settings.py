@@ -40,14 +40,14 @@ def check_image(image: str) -> str:
     """
     parts = IMAGE.fullmatch(image)
     if parts is None or (parts["digest"] is None and parts["tag"] in (None, "latest")):
-        raise ValueError(f"found {shown(image)}; allowed: {ALLOWED_IMAGE}")
+        raise ValueError(f"give {ALLOWED_IMAGE} (got {shown(image)})")
     return image
 
 
 def _names_of_others(words: dict[str, str]) -> dict[str, str]:
     for word in words:
         if word.startswith((OWN, "app.kubernetes.io/")):
-            raise ValueError(f"found {shown(word)}; allowed: names outside {OWN} and app.kubernetes.io/")
+            raise ValueError(f"{shown(word)} is set by FedLoom; use names outside {OWN} and app.kubernetes.io/")
     return words
 
 
@@ -57,7 +57,7 @@ QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 def _are_quantities(quantities: dict[str, str | int]) -> dict[str, str | int]:
     for resource, quantity in quantities.items():
         if not QUANTITY.fullmatch(str(quantity)):
-            raise ValueError(f"{resource}: found {shown(quantity)}; allowed: a quantity such as 2, 500m or 4Gi")
+            raise ValueError(f"{resource}: give a quantity such as 2, 500m or 4Gi (got {shown(quantity)})")
     return quantities
 
 
@@ -245,7 +245,7 @@ def _read(settings: type[_S], text: str, source: str) -> _S:
     except ValueError as error:
         raise ExperimentError(f"{source}: not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ExperimentError(f"{source}: found {shown(value)}; allowed: an object")
+        raise ExperimentError(f"{source} must hold an object (got {shown(value)})", found=value)
     try:
         return settings.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:

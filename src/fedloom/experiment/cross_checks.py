@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.algorithms.base import find
+from fedloom.algorithms.base import find_algorithm
 from fedloom.data.local import tell_notes
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError
@@ -20,13 +20,13 @@ def check_compatibility(experiment: Experiment) -> list[Mistake]:
         found.append(Mistake(tuple(key.split(".")), text))
 
     data, federation, runtime = experiment.data, experiment.federation, experiment.runtime
-    algorithm = find(experiment.algorithm.name)
+    algorithm = find_algorithm(experiment.algorithm.name)
     if isinstance(data, OwnData):
         classes, shape, kind = len(data.own.classes), data.own.input_shape, data.own.kind
         closed = algorithm.requires_fixed_population(experiment.algorithm.settings)
         if closed is not None:
-            key, found_, allowed = closed
-            refuse(f"algorithm.{key}", f"{found_}, with data.own, where clients come and go; allowed: {allowed}")
+            key, why = closed
+            refuse(f"algorithm.{key}", f"{why} (with data.own, clients come and go)")
     else:
         try:
             source = data.opened()

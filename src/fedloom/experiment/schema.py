@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, create_model
 
-from fedloom.algorithms.base import available, find
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.experiment.sections import Experiment
 
 
@@ -32,6 +32,6 @@ def json_schema(algorithms: Sequence[str] | None = None) -> dict[str, Any]:
 
 @functools.cache
 def _settings_with_name(name: str) -> type[BaseModel]:
-    settings = find(name).settings
+    settings = find_algorithm(name).settings
     fields: dict[str, Any] = {"name": (Literal[name], Field(description="Which method."))}
     return create_model(settings.__name__, __base__=settings, **fields)

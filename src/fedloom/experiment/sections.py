@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from fedloom.algorithms.base import available, find
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.data.datasets import DATASETS, Dataset
 from fedloom.data.folders import data_root
 from fedloom.data.local import LOCAL, LocalFiles, local_source
@@ -283,7 +283,7 @@ def _choose_algorithm(value: Any) -> AlgorithmChoice:
         return value
     name = _named(value, available())
     keys = {key: item for key, item in value.items() if key != "name"}
-    return AlgorithmChoice(name=name, settings=_strictly(find(name).settings, keys))
+    return AlgorithmChoice(name=name, settings=_strictly(find_algorithm(name).settings, keys))
 
 
 def _dump_algorithm(choice: AlgorithmChoice) -> dict[str, Any]:

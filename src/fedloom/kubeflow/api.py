@@ -40,7 +40,7 @@ class Gone(ExperimentError):
 
 
 @dataclass(frozen=True)
-class Access:
+class ApiAccess:
     """URL and credentials of the API.
 
     Attributes
@@ -58,7 +58,7 @@ class Access:
     ca_file: Path | None = None
 
 
-def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Path | None = None) -> Access:
+def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Path | None = None) -> ApiAccess:
     """Return the URL and credentials of the API.
 
     Parameters
@@ -91,8 +91,8 @@ def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Pa
     path = os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE) if in_cluster else (token or "").partition("@")[2]
     if (token or "").startswith("@") or in_cluster:
         _read_token(Path(path), in_cluster=in_cluster)
-        return Access(host.rstrip("/"), lambda: _read_token(Path(path), in_cluster=in_cluster), ca_file)
-    return Access(host.rstrip("/"), (lambda: token) if token else None, ca_file)
+        return ApiAccess(host.rstrip("/"), lambda: _read_token(Path(path), in_cluster=in_cluster), ca_file)
+    return ApiAccess(host.rstrip("/"), (lambda: token) if token else None, ca_file)
 
 
 def _read_token(path: Path, *, in_cluster: bool) -> str:
@@ -120,7 +120,7 @@ class Kubeflow:
         If kfp is not installed.
     """
 
-    def __init__(self, access: Access, namespace: str | None) -> None:
+    def __init__(self, access: ApiAccess, namespace: str | None) -> None:
         try:
             import kfp_server_api
         except ModuleNotFoundError as error:

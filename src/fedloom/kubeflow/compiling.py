@@ -26,10 +26,12 @@ def check_name(name: str) -> str:
     """
     if (known := name.replace("-", "_")) in NAMES:
         return known
-    raise ExperimentError(f"pipeline: found {name!r}; allowed: {', '.join(NAMES)}")
+    raise ExperimentError(
+        f"there is no pipeline {name!r}; choose one of {', '.join(NAMES)}", key="pipeline", found=name, allowed=NAMES
+    )
 
 
-def pipeline(name: str) -> Any:
+def load_pipeline(name: str) -> Any:
     """Return a pipeline for kfp, given its name.
 
     Raises
@@ -48,7 +50,7 @@ def pipeline(name: str) -> Any:
 
 def parameters(name: str) -> dict[str, bool]:
     """Return the parameters of a pipeline, each with True if it is required."""
-    return {key: not spec.optional for key, spec in pipeline(name).component_spec.inputs.items()}
+    return {key: not spec.optional for key, spec in load_pipeline(name).component_spec.inputs.items()}
 
 
 def use_image(image: str) -> None:
@@ -67,7 +69,7 @@ def compile_to(name: str, path: Path) -> None:
     """Write a pipeline's compiled form; the same pipeline produces the same bytes."""
     from kfp.compiler import Compiler
 
-    Compiler().compile(pipeline(name), str(path))
+    Compiler().compile(load_pipeline(name), str(path))
 
 
 def version_of(path: Path) -> str:

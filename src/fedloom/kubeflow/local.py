@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument
 from fedloom.kubeflow import steps
-from fedloom.kubeflow.compiling import parameters, pipeline
+from fedloom.kubeflow.compiling import load_pipeline, parameters
 from fedloom.processes import TELL_PARENT, Told, environment, listen_to_parent, python, tell_failure
 
 STOP_GRACE_S = 40.0
@@ -43,7 +43,9 @@ CHECKS = {"plan", "grid"}
 """Tasks that only check settings: if one of them fails, there is nothing to keep."""
 
 
-def run(name: str, arguments: Mapping[str, Any], out: Path, *, say: Callable[[str], None], everything: bool) -> None:
+def run_pipeline(
+    name: str, arguments: Mapping[str, Any], out: Path, *, say: Callable[[str], None], everything: bool
+) -> None:
     """Run a pipeline to its end.
 
     Parameters
@@ -187,14 +189,14 @@ def _here(order: TextIO) -> None:
     missing = [key for key, needed in known.items() if needed and key not in wanted["arguments"]]
     unknown = [key for key in wanted["arguments"] if key not in known]
     if missing or unknown:
-        found = f"no {', '.join(missing)}" if missing else ", ".join(unknown)
-        raise ExperimentError(f"{wanted['name']}: found {found}; allowed: {', '.join(known)}")
+        wrong = f"needs {', '.join(missing)}" if missing else f"has no parameter {', '.join(unknown)}"
+        raise ExperimentError(f"{wanted['name']} {wrong}; its parameters are {', '.join(known)}", allowed=list(known))
     from kfp import local
 
     warnings.filterwarnings("ignore", module=r"kfp\.")  # images, memory and Secrets do not apply here
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=wanted["root"])
     try:
-        pipeline(wanted["name"])(**wanted["arguments"])
+        load_pipeline(wanted["name"])(**wanted["arguments"])
     except RuntimeError as error:  # the runner's error for a failed task
         if not Path(os.environ[TELL_PARENT]).exists():
             raise

@@ -43,7 +43,7 @@ def plan(experiment: str, overrides: Sequence[str] = ()) -> Plan:
     Raises
     ------
     ExperimentError
-        If it cannot run; lists every error, with the value found and the values allowed.
+        If it cannot run; lists every error, each with its key.
     """
     e = experiments.loads(experiment, overrides)
     return Plan(_as_json(e), _data_of(e), e.data.dataset, _dealt(e).root or "")
@@ -72,34 +72,38 @@ def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, 
     points: dict[str, dict[str, str]] = {}
     for number, method in enumerate(methods or [""], start=1):
         for seed in seeds_of(seeds) if seeds else [None]:
-            overrides = [part.strip() for part in method.split(";") if part.strip()]
-            overrides += [] if seed is None else [f"seed={seed}"]
-            try:
-                e = experiments.loads(experiment, overrides)
-            except ExperimentError as error:
-                raise ExperimentError(f"with {'; '.join(overrides) or 'no change'}: {error}") from error
+            e = _changed(experiment, method, seed)
             text = _as_json(e)
             if text in points:
                 raise ExperimentError(
-                    f"methods: found {method!r} with seed {e.seed}, which is the same run as "
-                    f"{points[text]['label']}; allowed: each once"
+                    f"method {method!r} with seed {e.seed} is the same run as {points[text]['label']}; give each once",
+                    key="methods",
                 )
             label = f"{e.algorithm.name}-{number}-seed-{e.seed}"
             points[text] = {"label": label, "experiment": text, "data": _data_of(e)}
     found = sorted({json.loads(point["data"])["dataset"] for point in points.values()})
     if len(found) > 1:
-        raise ExperimentError(f"methods: found the data sets {', '.join(found)}; allowed: one for all")
+        raise ExperimentError(f"methods must use one data set for all runs (got {', '.join(found)})", key="methods")
     return list(points.values())
+
+
+def _changed(experiment: str, method: str, seed: int | None) -> Experiment:
+    overrides = [part.strip() for part in method.split(";") if part.strip()]
+    overrides += [] if seed is None else [f"seed={seed}"]
+    try:
+        return experiments.loads(experiment, overrides)
+    except ExperimentError as error:
+        raise ExperimentError(f"with {'; '.join(overrides) or 'no change'}: {error}") from error
 
 
 def _dealt(e: Experiment) -> Data:
     if isinstance(e.data, OwnData):
         raise ExperimentError(
-            "data.own: found in a pipeline, which deals out a data set; allowed: dataset and partition"
+            "data.own: a pipeline partitions a data set; set data.dataset and data.partition", key="data.own"
         )
     if e.data.source is not None:
         raise ExperimentError(
-            f"data.source: found {e.data.source.path} in a pipeline, which runs elsewhere; allowed: a data set by name"
+            f"data.source: a pipeline runs elsewhere, without {e.data.source.path}; name a data set", key="data.source"
         )
     return e.data
 

@@ -62,7 +62,7 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
                 raise
             failure = as_storage_error(error)
         print(f"error: {failure}", file=sys.stderr, flush=True)
-        failure = failure.within(body.__name__)
+        failure = failure.within(body.__name__.removesuffix("_task"))
         print(f"{FAILURE_MARK}{json.dumps(failure.as_json())}", flush=True)
         tell_failure(failure)
         raise SystemExit(int(failure.exit_code))
@@ -71,7 +71,7 @@ def step(body: Callable[P, R]) -> Callable[P, R]:
 
 
 @step
-def plan(experiment: str, overrides: Sequence[str]) -> Plan:
+def plan_task(experiment: str, overrides: Sequence[str]) -> Plan:
     """Validate an experiment: see :func:`fedloom.kubeflow.planning.plan`."""
     from fedloom.kubeflow import planning
 
@@ -79,7 +79,7 @@ def plan(experiment: str, overrides: Sequence[str]) -> Plan:
 
 
 @step
-def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, str]]:
+def grid_task(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, str]]:
     """Return the runs of a comparison: see :func:`fedloom.kubeflow.planning.grid`."""
     from fedloom.kubeflow import planning
 
@@ -87,7 +87,7 @@ def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, 
 
 
 @step
-def fetch(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str, Any]:
+def fetch_task(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str, Any]:
     """Copy a data set to a folder; fetch it first unless this machine has it.
 
     Parameters
@@ -130,7 +130,7 @@ def fetch(dataset: str, out: Path, root: str = "", source: str = "") -> dict[str
 
 
 @step
-def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
+def partition_task(data: str, files: Path, out: Path) -> dict[str, Any]:
     """Partition a data set among clients, into a folder with a manifest and one file per client.
 
     Parameters
@@ -138,7 +138,7 @@ def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
     data
         As in :class:`Plan`.
     files
-        From :func:`fetch`.
+        From :func:`fetch_task`.
 
     Returns
     -------
@@ -176,7 +176,7 @@ def partition(data: str, files: Path, out: Path) -> dict[str, Any]:
 
 
 @step
-def federate(
+def federate_task(
     experiment: str,
     shards: Path,
     out: Path,
@@ -195,7 +195,7 @@ def federate(
     experiment
         As in :class:`Plan`.
     shards
-        From :func:`partition`.
+        From :func:`partition_task`.
     backend
         ``local``: processes of this machine or pod. ``kubernetes``: pods.
     cluster
@@ -226,7 +226,7 @@ def federate(
         with tempfile.TemporaryDirectory() as folder:  # `fedloom run` validates it; doing so here would import torch
             path = Path(folder) / "experiment.yaml"
             path.write_text(experiment, encoding="utf-8")
-            local.run(path, shards, out, deadline_s=settings.deadline_s, say=say)
+            local.run_locally(path, shards, out, deadline_s=settings.deadline_s, say=say)
     else:
         from fedloom import experiment as experiments
         from fedloom.cluster.federate import federate as launch
@@ -251,7 +251,7 @@ def federate(
 
 
 @step
-def evaluate(
+def evaluate_task(
     model: Path, shards: Path, checkpoint: str, out: Path, serve: str = "", credentials: Path = CREDENTIALS
 ) -> dict[str, Any]:
     """Evaluate a trained model on the clients of a partition, and write the results to a folder like a run's.
@@ -285,7 +285,11 @@ def evaluate(
 
     if serve:
         if checkpoint != "last":
-            raise ExperimentError(f"checkpoint: found {checkpoint} with serve; allowed: last, what the server has")
+            raise ExperimentError(
+                f"checkpoint must be last with serve, because the server chooses the round (got {checkpoint})",
+                key="checkpoint",
+                found=checkpoint,
+            )
         ca, certificate, key, token = (
             path if path.exists() else None
             for path in map(credentials.joinpath, ("ca.crt", "tls.crt", "tls.key", "token"))
@@ -320,15 +324,15 @@ def evaluate(
 
 
 @step
-def report(run: Path, statistics: Path, page: Path, table: Path) -> None:
+def report_task(run: Path, statistics: Path, page: Path, table: Path) -> None:
     """Write a run's report as one HTML page, and the results of an evaluation as a Markdown table.
 
     Parameters
     ----------
     run
-        A run's folder, or one from :func:`evaluate`.
+        A run's folder, or one from :func:`evaluate_task`.
     statistics
-        JSON file with the result of :func:`evaluate`.
+        JSON file with the result of :func:`evaluate_task`.
     """
     from fedloom.kubeflow import markdown
     from fedloom.reporting.report import write_report
@@ -340,7 +344,7 @@ def report(run: Path, statistics: Path, page: Path, table: Path) -> None:
 
 
 @step
-def compare(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path) -> None:
+def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path) -> None:
     """Compare runs side by side: an HTML page, a Markdown table, and a folder as from ``fedloom compare --out``.
 
     Parameters
@@ -353,7 +357,8 @@ def compare(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path
     from fedloom.reporting.compare_report import write_comparison
 
     if len({label for label, _ in runs}) < len(runs):
-        raise ExperimentError(f"runs: found the labels {', '.join(label for label, _ in runs)}; allowed: each once")
+        labels = ", ".join(label for label, _ in runs)
+        raise ExperimentError(f"every run needs a label of its own (got {labels})", key="runs")
     with tempfile.TemporaryDirectory() as folder:  # runs are named by their folders, artifacts all alike
         for label, run in runs:
             shutil.copytree(run, Path(folder) / label, ignore=WITHOUT)
@@ -363,7 +368,7 @@ def compare(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out: Path
 
 
 @step
-def cleanup(backend: str, run_id: str, cluster: str) -> None:
+def cleanup_task(backend: str, run_id: str, cluster: str) -> None:
     """Remove what federations of a pipeline run left on the cluster, however the run ended."""
     if backend == "kubernetes":
         from fedloom.cluster.federate import cleanup as remove

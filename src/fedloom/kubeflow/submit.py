@@ -82,7 +82,7 @@ class Started(NamedTuple):
     link: str
 
 
-def submit(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
+def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
     """Upload a pipeline's version if it does not exist, and start a run of it.
 
     The version is named by its content, so that the same pipeline is uploaded once. If anything fails or is interrupted
@@ -110,7 +110,9 @@ def _submitted(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
         pipeline = _one(
             made,
             lambda: kubeflow.pipeline(name),
-            lambda: kubeflow.make_pipeline(name, compiling.pipeline(order.pipeline).component_spec.description or ""),
+            lambda: kubeflow.make_pipeline(
+                name, compiling.load_pipeline(order.pipeline).component_spec.description or ""
+            ),
             kubeflow.delete_pipeline,
             say,
         )
@@ -182,11 +184,11 @@ def _undone(made: ExitStack, say: Say, undo: Callable[[], None]) -> None:
 
 def _withdraw(kubeflow: Kubeflow, name: str, experiment: str) -> None:
     for run in kubeflow.runs(name, experiment):
-        stop(kubeflow, run)
+        stop_run(kubeflow, run)
         kubeflow.delete_run(run)
 
 
-def wait(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL_S) -> None:
+def wait_for_run(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL_S) -> None:
     """Wait for a run to end, and report the progress of its tasks.
 
     Raises
@@ -305,7 +307,7 @@ def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[Fed
                         yield from_json(parsed_json(line.removeprefix(FAILURE_MARK)))
 
 
-def stop(kubeflow: Kubeflow, run: str) -> bool:
+def stop_run(kubeflow: Kubeflow, run: str) -> bool:
     """Stop a run; return False if it has already ended or is being stopped.
 
     Raises
@@ -337,7 +339,7 @@ def stopping(kubeflow: Kubeflow, started: Started, *, terminate: bool) -> Iterat
         yield
     except KeyboardInterrupt as error:
         if terminate:
-            stop(kubeflow, started.run)
+            stop_run(kubeflow, started.run)
             raise InterruptedRun(f"stopped the run: {started.link}") from error
         raise InterruptedRun(
             f"the run goes on: {started.link}",

@@ -162,9 +162,9 @@ class EmbeddingSettings(Settings):
     @model_validator(mode="after")
     def _sees_something(self) -> Self:
         if self.network == "linear" and not self.labels:
-            raise ValueError("network linear sees nothing but labels: found labels=False, allowed with it: True")
+            raise ValueError("network linear sees nothing but labels; set labels to true (got labels=False)")
         if self.width is not None and self.network not in ("mlp", "lstm"):
-            raise ValueError(f"network {self.network} has no free width: found width={self.width}, allowed: null")
+            raise ValueError(f"network {self.network} has no free width; set it to null (got width={self.width})")
         return self
 
     def network_for(self, kind: str, input_shape: tuple[int, ...], classes: int, size: int) -> EmbeddingNetwork:
@@ -178,8 +178,8 @@ class EmbeddingSettings(Settings):
         allowed = EMBEDDINGS[kind]
         if self.network not in allowed:
             raise ExperimentError(
-                f"algorithm.embedding.network: found {self.network!r} for inputs that are {kind}; "
-                f"allowed: {', '.join(allowed)}",
+                f"algorithm.embedding.network: {self.network!r} does not take inputs that are {kind}; choose from "
+                f"{', '.join(allowed)}",
                 hint=f"set algorithm.embedding.network: {allowed[0]}",
             )
         match self.network:
@@ -194,6 +194,6 @@ class EmbeddingSettings(Settings):
                     return LeNetEmbedding(input_shape, classes, size, labels=self.labels)
                 except ValueError as error:
                     raise ExperimentError(
-                        f"algorithm.embedding.network: found 'lenet': {error}; allowed: linear, mlp",
+                        f"algorithm.embedding.network: 'lenet': {error}; choose linear or mlp",
                         hint="algorithm.embedding.network: linear describes a client by its labels alone",
                     ) from error

@@ -47,7 +47,7 @@ class ModuleModel(FlatModel):
     Raises
     ------
     ExperimentError
-        If it cannot be flattened: the layer, and what was found and is allowed.
+        If it cannot be flattened; the message names the layer.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ def remember(module: nn.Module, name: str | None = None) -> str:
         If the object is not a module, or not the one that the run trained.
     """
     if not isinstance(module, nn.Module):
-        raise ExperimentError(f"model: found a {type(module).__name__}; allowed: an nn.Module")
+        raise ExperimentError(f"model must be an nn.Module (got a {type(module).__name__})", key="model")
     check_layers(module)
     layers, weights = hashlib.sha256(repr(module).encode()), hashlib.sha256()
     buffers = dict(module.named_buffers())
@@ -161,8 +161,8 @@ def remember(module: nn.Module, name: str | None = None) -> str:
     if name is None:
         name = f"{kind}-{weights.hexdigest()[:12]}"
     elif not name.startswith(f"{kind}-"):
-        allowed = "a module with the same layers" if name.startswith(MEMORY) else "none"
-        raise ExperimentError(f"model: found {kind}, and the run trained {name}; allowed: {allowed}")
+        remedy = "give a module with the same layers" if name.startswith(MEMORY) else "leave it out"
+        raise ExperimentError(f"model is {kind}, and the run trained {name}; {remedy}", key="model")
     _IN_MEMORY[name] = copied(module)
     return name
 
@@ -184,7 +184,7 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
     if name.startswith(MEMORY):
         if name not in _IN_MEMORY:
             raise ExperimentError(
-                f"{KEY}: found {name}, a module that another process had in memory; allowed: package:function",
+                f"{KEY}: {name} is a module that another process had in memory; name it as package:function",
                 hint="in Python, fedloom.load(RUN, model=module) says which module it is",
             )
         return lambda: copy.deepcopy(_IN_MEMORY[name])
@@ -194,14 +194,13 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
         made = getattr(importlib.import_module(package), function)
     except Exception as error:
         raise ExperimentError(
-            f"{KEY}: found {name!r}, which cannot be imported ({type(error).__name__}: {error}); allowed: "
-            "package:function",
+            f"{KEY}: {name!r} cannot be imported as package:function ({type(error).__name__}: {error})",
             hint="install its package, or name its folder in PYTHONPATH",
         ) from error
     try:
         known = inspect.signature(made).parameters
     except (TypeError, ValueError) as error:
-        raise ExperimentError(f"{KEY}: found {name!r}, which is no function; allowed: package:function") from error
+        raise ExperimentError(f"{KEY}: {name!r} is not a function; give package:function") from error
     given = {key: value for key, value in (("input_shape", input_shape), ("classes", classes)) if key in known}
 
     def make() -> nn.Module:
@@ -210,7 +209,7 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
         except Exception as error:
             raise ExperimentError(f"{KEY}: {name} failed ({type(error).__name__}: {error})") from error
         if not isinstance(found, nn.Module):
-            raise ExperimentError(f"{KEY}: {name} returned a {type(found).__name__}; allowed: an nn.Module")
+            raise ExperimentError(f"{KEY}: {name} must return an nn.Module (got a {type(found).__name__})")
         return found
 
     return make
@@ -246,21 +245,22 @@ def _head(module: nn.Module, x: Tensor, asked: str | None) -> str | None:
     module = copied(module).eval()
     layers = dict(module.named_modules())
     linear = [name for name, layer in layers.items() if name and isinstance(layer, nn.Linear)]
-    if asked is not None and asked not in linear:
+    if asked is None:
+        return next((name for name in linear[::-1] if _ends_in(module, layers[name], x)), None)
+    if asked not in linear:
         raise ExperimentError(
-            f"model.head: found {asked!r}; allowed: a linear layer: {', '.join(linear) or 'there is none'}"
+            f"model.head: {asked!r} is not a linear layer; those are {', '.join(linear) or 'missing'}"
         )
-    fits = [name for name in ([asked] if asked is not None else linear[::-1]) if _ends_in(module, layers[name], x)]
-    if asked is not None and not fits:
+    if not _ends_in(module, layers[asked], x):
         raise ExperimentError(
-            f"model.head: found {asked!r}, whose outputs are not the logits; allowed: a layer whose are"
+            f"model.head: the outputs of {asked!r} are not the logits; name the layer whose outputs are"
         )
-    if asked is not None and is_tied(module, asked):
+    if is_tied(module, asked):
         raise ExperimentError(
             f"model.head: layer {asked!r} shares a parameter with another layer. Name a layer with parameters of its "
             "own, or untie them"
         )
-    return fits[0] if fits else None
+    return asked
 
 
 def _entries(module: nn.Module, last: str | None) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -114,8 +114,8 @@ class _Trial:
         self._check_outputs(alone, 1)
         if not torch.equal(first, call(self.x)):
             raise ExperimentError(
-                f"{self.what} gives other outputs for the same inputs {mode}; allowed: nothing drawn at random, and "
-                "nothing kept from one call to the next"
+                f"{self.what} gives other outputs for the same inputs {mode}. Draw nothing at random, and keep nothing "
+                "from one call to the next"
             )
         self._check_attributes_kept(function.module, before, mode)
         function = ModuleFunction(copied(self.module).train(training))
@@ -193,12 +193,12 @@ class _Trial:
             losses = function.loss(leaves, logits, y)
         except Exception as error:
             raise ExperimentError(
-                f"{self.what}.loss(logits, y) failed ({type(error).__name__}: {error}); allowed: a loss of each example"
+                f"{self.what}.loss(logits, y) must give a loss of each example ({type(error).__name__}: {error})"
             ) from error
         if not isinstance(losses, Tensor) or losses.shape != (len(y),):
             found = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ExperimentError(
-                f"{self.what}.loss gives {found} for {len(y)} examples; allowed: one each, [{len(y)}]"
+                f"{self.what}.loss must give a loss of each of {len(y)} examples, [{len(y)}] (got {found})"
             )
         return losses
 
@@ -209,7 +209,9 @@ class _Trial:
             return
         kind = isinstance(outputs, Tensor)
         found = f"{outputs.dtype} {list(outputs.shape)}" if kind else f"a {type(outputs).__name__}"
-        raise ExperimentError(f"{self.what} gives {found} for {rows} inputs; allowed: logits, [{rows}, {self.classes}]")
+        raise ExperimentError(
+            f"{self.what} must give logits, [{rows}, {self.classes}], for {rows} inputs (got {found})"
+        )
 
     def _check_tensors_kept(self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str) -> None:
         """Reject parameters created by a call, and buffers changed by it."""
@@ -217,15 +219,15 @@ class _Trial:
         if made:
             layer = made[0].rpartition(".")[0]
             raise ExperimentError(
-                f"{named(layer, module.get_submodule(layer))} makes its parameters at run time ({made[0]}); allowed: "
+                f"{named(layer, module.get_submodule(layer))} makes its parameters at run time ({made[0]}). Use "
                 "layers that have theirs from the start"
             )
         for name, b in module.named_buffers():
             if name not in buffers or not torch.equal(buffers[name], b):
                 layer = name.rpartition(".")[0]
                 raise ExperimentError(
-                    f"{named(layer, module.get_submodule(layer))} changes its buffer {name} when it is called {mode}; "
-                    "allowed: constants. Leave the layer out, or replace it by one without a running state"
+                    f"{named(layer, module.get_submodule(layer))} changes its buffer {name} when it is called {mode}. "
+                    "Buffers must be constants: leave the layer out, or replace it by one without a running state"
                 )
 
     def _check_attributes_kept(self, module: nn.Module, before: Mapping[tuple[str, str], Any], mode: str) -> None:
@@ -267,27 +269,29 @@ def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
 
 def _comparable(value: Any, levels: int) -> Any:
     """Return a value that is equal for equal contents only; None for types that cannot be compared."""
-    found: Any = None
-    if isinstance(value, Tensor):
-        content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-        found = str(value.dtype), tuple(value.shape), content.numpy().tobytes()
-    elif isinstance(value, np.ndarray):
-        found = str(value.dtype), value.shape, value.tobytes()
-    elif isinstance(value, torch.Generator):
-        found = value.get_state().numpy().tobytes()
-    elif isinstance(value, np.random.Generator):
-        found = str(value.bit_generator.state)
-    elif isinstance(value, random.Random):
-        found = value.getstate()
-    elif isinstance(value, dict) and levels:
-        found = {str(key): _comparable(each, levels - 1) for key, each in value.items()}
-    elif isinstance(value, list | tuple) and levels:
-        found = [_comparable(each, levels - 1) for each in value]
-    elif isinstance(value, set | frozenset):
-        found = sorted(map(repr, value))
-    elif isinstance(value, int | float | str | bytes):
-        found = repr(value)
-    return found
+    match value:
+        case Tensor():
+            content = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            return str(value.dtype), tuple(value.shape), content.numpy().tobytes()
+        case np.ndarray():
+            return str(value.dtype), value.shape, value.tobytes()
+        case torch.Generator():
+            return value.get_state().numpy().tobytes()
+        case np.random.Generator():
+            return str(value.bit_generator.state)
+        case random.Random():
+            return value.getstate()
+        case set() | frozenset():
+            return sorted(map(repr, value))
+        case int() | float() | str() | bytes():
+            return repr(value)
+    return _comparable_items(value, levels - 1) if levels else None
+
+
+def _comparable_items(value: Any, levels: int) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _comparable(each, levels) for key, each in value.items()}
+    return [_comparable(each, levels) for each in value] if isinstance(value, list | tuple) else None
 
 
 @contextmanager

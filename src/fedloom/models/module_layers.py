@@ -57,20 +57,18 @@ def check_layers(module: nn.Module) -> None:
         where = named(name, layer)
         if any(is_lazy(p) for p in layer.parameters(recurse=False)):
             raise ExperimentError(
-                f"{where} makes its parameters at run time; allowed: layers that have theirs from the start"
+                f"{where} makes its parameters at run time. Use layers that have theirs from the start"
             )
         if isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.track_running_stats):
             raise ExperimentError(
-                f"{where} normalizes by the batch and keeps running statistics; allowed: GroupNorm or LayerNorm"
+                f"{where} normalizes by the batch and keeps running statistics. Use GroupNorm or LayerNorm"
             )
         rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
-            raise ExperimentError(
-                f"{where} drops at random (p = {rate:g}), and no run could be repeated; allowed: p = 0"
-            )
+            raise ExperimentError(f"{where} drops at random (p = {rate:g}), and no run could be repeated. Set p to 0")
         _check_tensors(where, layer)
     if next(module.parameters(), None) is None:
-        raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters; allowed: some to train")
+        raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters to train")
 
 
 def _check_tensors(where: str, layer: nn.Module) -> None:
@@ -87,9 +85,9 @@ def _check_tensors(where: str, layer: nn.Module) -> None:
             )
     for key, p in layer.named_parameters(recurse=False):
         if not p.requires_grad:
-            raise ExperimentError(f"{where}: {key} is frozen; allowed: parameters that are trained, and buffers")
+            raise ExperimentError(f"{where}: {key} is frozen. Train it, or make it a buffer")
         if p.dtype != torch.float32:
-            raise ExperimentError(f"{where}: {key} is {p.dtype}; allowed: torch.float32")
+            raise ExperimentError(f"{where}: {key} is {p.dtype}. Convert it to torch.float32")
 
 
 def copied(module: nn.Module) -> nn.Module:

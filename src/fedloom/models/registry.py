@@ -55,24 +55,22 @@ class ModelChoice(Settings):
         """
         if kind not in self.takes:
             raise ExperimentError(
-                f"model.name: found {self.name!r}, which takes {' and '.join(self.takes)}, for inputs that are {kind}; "
-                f"allowed: {_allowed(input_shape, classes, kind)}"
+                f"model.name: {self.name} takes {' and '.join(self.takes)}, and the inputs are {kind}; choose from "
+                f"{_allowed(input_shape, classes, kind)}"
             )
         if self.classifies != (classes > 0):
             found = f"{classes} classes" if classes else "no classes"
             raise ExperimentError(
-                f"model.name: found {self.name!r} for data with {found}; "
-                f"allowed: {_allowed(input_shape, classes, kind)}"
+                f"model.name: {self.name} does not fit data with {found}; choose from "
+                f"{_allowed(input_shape, classes, kind)}"
             )
         if self.precision == "bfloat16" and not self.classifies:
-            raise ExperimentError(
-                f"model.precision: found bfloat16 for {self.name!r}, which multiplies no matrices; allowed: float32"
-            )
+            raise ExperimentError(f"model.precision: {self.name} multiplies no matrices; set float32 (got bfloat16)")
         try:
             model = self.make(input_shape, classes)
         except ValueError as error:
             allowed = _allowed(input_shape, classes, kind)
-            raise ExperimentError(f"model.name: found {self.name!r}: {error}; allowed: {allowed}") from error
+            raise ExperimentError(f"model.name: {self.name}: {error}; choose from {allowed}") from error
         return bfloat16(model) if self.precision == "bfloat16" else model
 
     @abstractmethod
@@ -243,10 +241,10 @@ class ModuleSettings(ModelChoice):
         Raises
         ------
         ExperimentError
-            If it cannot be made or flattened: the layer, and what was found and is allowed.
+            If it cannot be made or flattened; the message names the layer.
         """
         if not classes:
-            raise ExperimentError(f"model.name: found {self.name!r} for data with no classes; allowed: quadratic")
+            raise ExperimentError(f"model.name: {self.name} needs classes, and the data have none; use quadratic")
         make = factory_of(self.factory, input_shape, classes)
         if kind == "features":
             check_codes(make, input_shape)

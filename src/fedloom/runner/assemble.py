@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fedloom
-from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Task, find
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Task, find_algorithm
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import Own, OwnClients, own_manifest
 from fedloom.data.partition import partition_dataset
@@ -94,7 +94,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         roster=() if brought else trained_on.roster,
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
     )
-    parts = RunContext(experiment, manifest, find(experiment.algorithm.name), task)
+    parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), task)
     parts.algorithm.check_model(parts.settings, model)
     parts.client_half()  # raises on unsupported settings before anything is written
     return parts
@@ -226,7 +226,7 @@ def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> Non
     unfit: list[tuple[str, str]] = []
     for entry in clients if experiment.federation.rounds else ():
         classes = sum(count > 0 for count in entry.class_counts["train"])
-        wrong = find(method.name).check_client(method.settings, entry.train, classes) if entry.seen else None
+        wrong = find_algorithm(method.name).check_client(method.settings, entry.train, classes) if entry.seen else None
         if wrong is not None:
             unfit.append((entry.id, wrong))
     if unfit:

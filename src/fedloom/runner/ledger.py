@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 
 from fedloom import digests
 from fedloom.errors import DataError, ExperimentError, StorageError, argument
+from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.storage.folder import PRIVATE_FILE
-from fedloom.theory.privacy import gaussian_epsilon, together
 from fedloom.words import parsed_json
 
 VERSION = 2
@@ -54,9 +54,9 @@ class PrivacyAccountant:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 stated, before, last = self._read(file)
                 delta = guarantee.delta if stated is None else stated
-                total = gaussian_epsilon(together([*before, guarantee.noise_multiplier]), delta)
+                total = gaussian_epsilon(compose([*before, guarantee.noise_multiplier]), delta)
                 if self._budget is not None and total > self._budget:
-                    spent = gaussian_epsilon(together(before), delta)
+                    spent = gaussian_epsilon(compose(before), delta)
                     raise ExperimentError(
                         f"{argument('budget')} is {self._budget:g}, and with this request ε would be {total:.4g} at "
                         f"the ledger's δ = {delta:g} ({spent:.4g} after the {len(before)} before it in {self._path}).",

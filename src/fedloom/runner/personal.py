@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import Algorithm, ClientGroup, available, find
+from fedloom.algorithms.base import Algorithm, ClientGroup, available, find_algorithm
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.own import read_card
@@ -33,6 +33,7 @@ from fedloom.federation.loop import vocabulary
 from fedloom.federation.served import About, served_round
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictor, Predictors, predictor_of
+from fedloom.privacy.gaussian_mechanism import MAX_DELTA, gaussian_epsilon, noise_multiplier
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.ledger import PrivacyAccountant
@@ -42,7 +43,6 @@ from fedloom.runner.trained import CheckpointEvaluation, check_checkpoint, found
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
-from fedloom.theory.privacy import MAX_DELTA, gaussian_epsilon, noise_multiplier
 from fedloom.transport.newcomer import Answered, Models
 from fedloom.transport.spoken import PRECISIONS
 from fedloom.trust.options import ClientOptions, Credentials
@@ -330,8 +330,8 @@ def private(asked: PersonalizationRequest, parts: RunContext) -> RunContext:
     if asked.epsilon is None:
         return parts
     method, e = parts.algorithm, parts.experiment
-    if method.private is None:
-        able = [name for name in available() if find(name).private is not None]
+    if not method.answers_privately:
+        able = [name for name in available() if find_algorithm(name).answers_privately]
         raise ExperimentError(
             f"{argument('epsilon')} is for methods with a descriptor to add noise to ({', '.join(able)}); the run's is "
             f"{method.name}.",
@@ -355,7 +355,7 @@ def find_method(about: About) -> Algorithm:
         If it is not installed here in the run's version.
     """
     try:
-        algorithm = find(about.algorithm)
+        algorithm = find_algorithm(about.algorithm)
     except ExperimentError as error:
         raise RefusedError(f"the run's method is not installed here: {error}") from error
     if algorithm.version != about.version:

@@ -27,10 +27,10 @@ from fedloom.federation.loop_config import Extra
 from fedloom.federation.releases import count_releases
 from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, answer_shapes
+from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
 from fedloom.reporting.inputs import checked
 from fedloom.runs.files import METRICS
 from fedloom.runs.folder import RunFolder
-from fedloom.theory.privacy import gaussian_epsilon, together
 from fedloom.words import as_csv, pluralize
 
 if TYPE_CHECKING:
@@ -188,14 +188,14 @@ def _privacy(parts: RunContext, run: Loop) -> dict[str, Any]:
 
 
 def _multiplier(times: Mapping[float, int]) -> float:
-    """Return the noise multiplier of one answer that releases as much as all these together.
+    """Return the noise multiplier of one answer that releases as much as all these compose.
 
     ``times`` maps noise multipliers to numbers of answers.
     """
     if not all(times):
         return 0.0
     each = [z / math.sqrt(count) for z, count in times.items()]
-    return each[0] if len(each) == 1 else together(each)
+    return each[0] if len(each) == 1 else compose(each)
 
 
 def _new_client(parts: RunContext, run: Loop) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.algorithms.base import find
+from fedloom.algorithms.base import find_algorithm
 from fedloom.data.federated import FederatedDataset
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment import Experiment, OwnData
@@ -37,5 +37,6 @@ def check_roster(e: Experiment, options: RunOptions) -> None:
     ExperimentError
         Names the first such client and the reason.
     """
-    if find(e.algorithm.name).check_client(e.algorithm.settings, 1, 1) is not None:  # the least that a client can have
+    least = find_algorithm(e.algorithm.name).check_client(e.algorithm.settings, 1, 1)  # that a client can have
+    if least is not None:
         run_dataset(e, options)

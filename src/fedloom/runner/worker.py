@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import available, find
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
 from fedloom.data.own import AGAIN, Own, OwnClients, own_manifest, read_own_shard
 from fedloom.errors import DataError, ExperimentError, RefusedError, argument
@@ -100,7 +100,7 @@ class Worker:
             worker=name,
             clients=self._serves.clients,
             members=self._serves.members(options.class_counts) if isinstance(self._serves, OwnDataProvider) else (),
-            algorithms={known: find(known).version for known in available()},
+            algorithms={known: find_algorithm(known).version for known in available()},
             device=options.device,
         )
 

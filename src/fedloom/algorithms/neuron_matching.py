@@ -17,7 +17,7 @@ Assign = Callable[[Tensor], Tensor]
 """Assignment ``[L, I] -> [L]`` of rows to distinct columns with the largest sum."""
 
 
-def pooled(
+def pool(
     neurons: Tensor, precisions: Tensor, assignment: Tensor, prior: float, centre: Tensor | float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return μ0/σ0² + Σ p v, 1/σ0² + Σ p, and the number of neurons of each atom: ``[I, K], [I, K], [I]``.
@@ -56,13 +56,13 @@ def gains(
     v, p
         Neurons ``[L, K]`` of the network and their precisions ``[K]``.
     total, precision, count
-        Values of :func:`pooled` for the atoms of the other networks.
+        Values of :func:`pool` for the atoms of the other networks.
     networks
         J, including this one.
     new
         Number of columns for atoms that are not yet assigned.
     centre
-        As for :func:`pooled`.
+        As for :func:`pool`.
     """
     a, q = p * v, precision + p
     old = (total.square() / q - total.square() / precision).sum(1) + 2 * (count / (networks - count)).log()
@@ -91,7 +91,7 @@ def match(
     Parameters
     ----------
     neurons, precisions, prior, centre
-        As for :func:`pooled`.
+        As for :func:`pool`.
     assignment
         Initial assignment, ``[J, L]``; -1 in the row of a network without one.
     cap
@@ -108,7 +108,7 @@ def match(
             others = assignment[:, 0] >= 0
             others[j] = False
             assignment[others] = without_gaps(assignment[others])
-            total, precision, count = pooled(neurons[others], precisions[others], assignment[others], prior, centre)
+            total, precision, count = pool(neurons[others], precisions[others], assignment[others], prior, centre)
             new = min(length, cap - len(count))
             args = total, precision, count, len(neurons), prior, gamma, new, centre
             assignment[j] = assign(gains(neurons[j], precisions[j], *args))

@@ -64,13 +64,6 @@ class MeanField:
         return torch.addcmul(self.mu, self.sigma, noise)
 
 
-def kl(q: MeanField, w: MeanField) -> Tensor:
-    """Return KL(q ‖ w) in nats (eq. 8), ``[..., d] -> [...]``."""
-    ratio = (q.sigma / w.sigma).square()
-    distance = ((q.mu - w.mu) / w.sigma).square()
-    return 0.5 * (ratio + distance - 1 - ratio.log()).sum(-1)
-
-
 def add_posterior_gradient(d_mu: Tensor, d_sigma: Tensor, q: MeanField, w: MeanField, scale: float) -> None:
     """Add ``scale`` · ∂KL(q ‖ w)/∂(μ_q, σ_q) in place (derivative of eq. 8)::
 

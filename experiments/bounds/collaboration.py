@@ -12,59 +12,9 @@ start.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Constants of A1-A5 for one problem.
-
-    Attributes
-    ----------
-    helpers
-        N.
-    bias
-        ζ² of A4, the part of the squared gradient distance that does not shrink with ‖∇f_0‖.
-    noise
-        σ² of A5, the variance of one user's stochastic gradient (summed over coordinates).
-    smoothness, pl
-        L of A1; μ of A2.
-    scaling
-        m of A4.
-    dissimilarity
-        δ of A3.
-    growth
-        M of Appendix A's A5, the part of the variance that grows with ‖∇f_0‖².
-    """
-
-    helpers: float
-    bias: float
-    noise: float
-    smoothness: float = 1.0
-    pl: float = 1.0
-    scaling: float = 0.0
-    dissimilarity: float = 0.0
-    growth: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Check the constants.
-
-        Raises
-        ------
-        ValueError
-            If a constant is out of range.
-        """
-        if not self.helpers > 0:
-            raise ValueError(f"helpers: found {self.helpers}, allowed: above 0")
-        if not 0 < self.pl <= self.smoothness:
-            raise ValueError(f"pl: found {self.pl}, allowed: above 0 and at most smoothness, {self.smoothness}")
-        for name in ("bias", "noise", "scaling", "dissimilarity", "growth"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: found {getattr(self, name)}, allowed: 0 or more")
+from fedloom.algorithms.collaboration import CollaborationConstants as Constants
 
 
 def weighted_variance(alpha: float, noise: float, helpers: float, oracle: float = 0.0) -> float:
@@ -81,7 +31,7 @@ def weighted_variance(alpha: float, noise: float, helpers: float, oracle: float 
 # --- the best weight and what it brings -------------------------------------------------------------------------------
 
 
-def relative_bias(p: Problem, step_size: float) -> float:
+def relative_bias(p: Constants, step_size: float) -> float:
     """Return r = ζ²/(L η σ²), the ratio of bias to noise in :func:`wga_floor`; infinite without noise.
 
     With η = 1/(μT), which up to a factor ln T is the step size at which T steps forget the start, it is μ T ζ²/(L σ²):
@@ -92,21 +42,7 @@ def relative_bias(p: Problem, step_size: float) -> float:
     return p.bias / (p.smoothness * step_size * p.noise) if p.noise else math.inf
 
 
-def optimal_alpha(p: Problem, step_size: float) -> float:
-    """Return the α that minimizes :func:`wga_floor`: papers/004, "Speedup over training alone", with our constants.
-
-    With A = L η σ², D = A/N + ζ² and q = m A - L η M ζ² it is the smaller root of q α² - (A + D + q) α + A = 0. For
-    m = M = 0 this is 1/(1 + 1/N + r), r = :func:`relative_bias`; without bias and m N/(N + 1), whatever M is.
-    """
-    a = p.smoothness * step_size * p.noise
-    if a == 0:
-        return 0.0  # no noise to reduce: collaboration could only add bias
-    growing = p.smoothness * step_size * p.growth * p.bias
-    b = a * (1 + p.scaling) + a / p.helpers + p.bias - growing
-    return 2 * a / (b + math.sqrt(b * b - 4 * (p.scaling * a - growing) * a))
-
-
-def mean_estimation_loss(p: Problem, alpha: float, samples: int) -> float:
+def mean_estimation_loss(p: Constants, alpha: float, samples: int) -> float:
     """Return E F of (1 - α) x̄_0 + α x̄_avg: ((1 - α)² σ²/T + α² (σ²/(N T) + ζ²))/2.
 
     T is the number of samples per user (papers/004, §4). f_i(x) = E(x - s_i)²/2, so F is half the squared error of m_0.
@@ -126,37 +62,10 @@ def speedup(helpers: float, relative: float) -> float:
     return 1 + helpers / (1 + helpers * relative) if math.isfinite(relative) else 1.0
 
 
-def optimal_alpha_oracle(p: Problem, oracle: float) -> float:
-    """Return the α that minimizes :func:`weighted_variance`: 1/(1 + (1 + v²/σ²)/N) (papers/004, after Theorem 2)."""
-    return p.helpers * p.noise / (p.helpers * p.noise + p.noise + oracle) if p.noise else 0.0
-
-
-def relative_bias_bc(p: Problem, step_size: float, beta: float) -> float:
-    """Return r for BC with equal Hessians (δ = 0): β (1 + 1/N) / ((2 - β) L η), independent of ζ."""
-    return beta * (1 + 1 / p.helpers) / ((2 - beta) * p.smoothness * step_size)
-
-
-def optimal_alpha_bc(p: Problem, step_size: float, beta: float) -> float:
-    """Return the α that minimizes the floor of :func:`bc_bound_pl` for δ = 0: 1/(1 + 1/N + r), r as above."""
-    return 1 / (1 + 1 / p.helpers + relative_bias_bc(p, step_size, beta)) if p.noise else 0.0
-
-
-def optimal_beta(p: Problem, steps: int) -> float:
-    """Return the β that minimizes :func:`bc_bound` for δ = 0: 2/(1 + √(1 + 4V/a)), a = ζ²/T, V = σ² (1 + 1/N).
-
-    This is about √(ζ²/(TV)), and 1 without noise. A small β keeps c_0 = 0 for long, a large one keeps the noise in c
-    (docs/theory.md, Theorem 3).
-    """
-    observed, start = p.noise * (1 + 1 / p.helpers), p.bias / steps
-    if start == 0:
-        return 0.0 if observed else 1.0
-    return 2 / (1 + math.sqrt(1 + 4 * observed / start))
-
-
 # --- Theorem 1 and 2 --------------------------------------------------------------------------------------------------
 
 
-def descent(p: Problem, alpha: float, step_size: float) -> float:
+def descent(p: Constants, alpha: float, step_size: float) -> float:
     """Return 1 - α² m - L η M ((1 - α)² + α²/N), the share of a step's descent left by the growing bias and noise.
 
     Raises
@@ -165,35 +74,35 @@ def descent(p: Problem, alpha: float, step_size: float) -> float:
         If it is not positive: no bound is known in that case.
     """
     if alpha**2 * p.scaling >= 1:
-        raise ValueError(f"alpha: found {alpha}, allowed: below {1 / math.sqrt(p.scaling):g} = 1/√m")
+        raise ValueError(f"alpha must be below {1 / math.sqrt(p.scaling):g} = 1/√m (got {alpha})")
     left = 1 - alpha**2 * p.scaling
     growing = p.smoothness * weighted_variance(alpha, p.growth, p.helpers)
     if step_size * growing >= left:
-        raise ValueError(f"step_size: found {step_size:g}, allowed: below {left / growing:g}")
+        raise ValueError(f"step_size must be below {left / growing:g} (got {step_size:g})")
     return left - step_size * growing
 
 
-def wga_floor(p: Problem, alpha: float, step_size: float, oracle: float = 0.0) -> float:
+def wga_floor(p: Constants, alpha: float, step_size: float, oracle: float = 0.0) -> float:
     """Return (α² ζ² + L η σ²(α)) / :func:`descent`: 2μ times the loss at which WGA stalls (Theorem 1, PL case)."""
     left = descent(p, alpha, step_size)
     noise = p.smoothness * step_size * weighted_variance(alpha, p.noise, p.helpers, oracle)
     return (alpha**2 * p.bias + noise) / left
 
 
-def wga_bound(p: Problem, alpha: float, step_size: float, steps: int, excess: float) -> float:
+def wga_bound(p: Constants, alpha: float, step_size: float, steps: int, excess: float) -> float:
     """Return the bound on (1/T) Σ E‖∇f_0(x_t)‖², t < T, for η ≤ 1/L (form of Theorem 1, nonconvex case)."""
     _check_step(p, step_size)
     return 2 * excess / (step_size * steps * descent(p, alpha, step_size)) + wga_floor(p, alpha, step_size)
 
 
-def wga_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, excess: float) -> float:
+def wga_bound_pl(p: Constants, alpha: float, step_size: float, steps: int, excess: float) -> float:
     """Return the bound on E F(x_T) for η ≤ 1/L under A2 (form of Theorem 1, PL case)."""
     _check_step(p, step_size)
     contraction = 1 - step_size * p.pl * descent(p, alpha, step_size)
     return float(contraction**steps * excess + wga_floor(p, alpha, step_size) / (2 * p.pl))
 
 
-def oracle_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, excess: float, oracle: float) -> float:
+def oracle_bound_pl(p: Constants, alpha: float, step_size: float, steps: int, excess: float, oracle: float) -> float:
     """Return the bound on E F(x_T) with an unbiased oracle of the mean bias, of variance v²/N (Theorem 2, PL case).
 
     It depends on neither ζ nor m.
@@ -207,13 +116,15 @@ def oracle_bound_pl(p: Problem, alpha: float, step_size: float, steps: int, exce
 # --- Theorem 3 --------------------------------------------------------------------------------------------------------
 
 
-def bc_step_size(p: Problem, alpha: float, beta: float) -> float:
+def bc_step_size(p: Constants, alpha: float, beta: float) -> float:
     """Return the largest η for which :func:`bc_bound` holds; for δ > 0 the PL case also needs η ≤ β/(2μ)."""
     slow = math.inf if alpha * p.dissimilarity == 0 else beta / (4 * math.sqrt(2) * alpha * p.dissimilarity)
     return min(1 / p.smoothness, slow)
 
 
-def bc_bound(p: Problem, alpha: float, beta: float, step_size: float, steps: int, excess: float, bias: float) -> float:
+def bc_bound(
+    p: Constants, alpha: float, beta: float, step_size: float, steps: int, excess: float, bias: float
+) -> float:
     """Return the bound on (1/T) Σ E‖∇f_0(x_t)‖², t < T (form of Theorem 3, nonconvex case).
 
     Parameters
@@ -237,7 +148,7 @@ def bc_bound(p: Problem, alpha: float, beta: float, step_size: float, steps: int
 
     left = 1 - of(p.growth)
     if left <= 0:
-        raise ValueError(f"growth: found {p.growth:g}, allowed: below {1 / of(1.0):g} at this α, β and η")
+        raise ValueError(f"growth must be below {1 / of(1.0):g} at this α, β and η (got {p.growth:g})")
     if p.dissimilarity == 0:
         start = 2 * excess / step_size + alpha**2 * bias / (beta * (2 - beta))
     else:
@@ -246,7 +157,7 @@ def bc_bound(p: Problem, alpha: float, beta: float, step_size: float, steps: int
 
 
 def bc_bound_pl(
-    p: Problem, alpha: float, beta: float, step_size: float, steps: int, excess: float, bias: float
+    p: Constants, alpha: float, beta: float, step_size: float, steps: int, excess: float, bias: float
 ) -> float:
     """Return the bound on E F(x_T) under A2 (form of Theorem 3, PL case); arguments as in :func:`bc_bound`.
 
@@ -258,7 +169,7 @@ def bc_bound_pl(
         If η is too large, or M is not 0.
     """
     if p.growth:
-        raise ValueError(f"growth: found {p.growth:g}, allowed: 0")
+        raise ValueError(f"growth must be 0 (got {p.growth:g})")
     allowed = bc_step_size(p, alpha, beta)
     variance = weighted_variance(alpha, p.noise, p.helpers)
     observed = p.noise * (1 + 1 / p.helpers)
@@ -279,17 +190,23 @@ def bc_bound_pl(
     return float((1 - step_size * p.pl / 2) ** steps * start + floor / p.pl)
 
 
-def _check_step(p: Problem, step_size: float, allowed: float | None = None) -> None:
+def _check_step(p: Constants, step_size: float, allowed: float | None = None) -> None:
     allowed = 1 / p.smoothness if allowed is None else allowed
     if not 0 < step_size <= allowed * (1 + 1e-12):
-        raise ValueError(f"step_size: found {step_size:g}, allowed: above 0 and at most {allowed:g}")
+        raise ValueError(f"step_size must be above 0 and at most {allowed:g} (got {step_size:g})")
 
 
 # --- exact losses on a quadratic --------------------------------------------------------------------------------------
 
 
 def quadratic_losses(
-    p: Problem, curvature: float, alpha: float, beta: float | None, step_size: float, steps: int, start: float
+    p: Constants,
+    curvature: float,
+    alpha: float,
+    beta: float | None,
+    step_size: float,
+    steps: int,
+    start: float,
 ) -> list[float]:
     """Return the exact E F(x_t), t = 0 ... T, on the one-dimensional noisy quadratic model (papers/004, §6).
 
@@ -331,21 +248,3 @@ def quadratic_losses(
         )
         losses.append(curvature * zz / 2)
     return losses
-
-
-def weighted_gradient(own: Tensor, helpers: Tensor, alpha: float | Tensor, bias: float | Tensor = 0.0) -> Tensor:
-    """Return (1 - α) g_0 + α (g_avg - c): papers/004, Algorithm 2 (c = 0) and Algorithm 3.
-
-    Parameters
-    ----------
-    own, helpers
-        g_0 and g_avg, of the same shape.
-    bias
-        c, the estimate of g_avg - g_0 before this exchange.
-    """
-    return (1 - alpha) * own + alpha * (helpers - bias)
-
-
-def next_bias(bias: Tensor, own: Tensor, helpers: Tensor, beta: float | Tensor) -> Tensor:
-    """Return (1 - β) c + β b for the observed bias b = g_avg - g_0: papers/004, Algorithm 3, last two lines."""
-    return (1 - beta) * bias + beta * (helpers - own)

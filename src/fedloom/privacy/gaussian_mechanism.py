@@ -58,7 +58,7 @@ def noise_multiplier(epsilon: float, delta: float, releases: int = 1) -> float:
     return math.sqrt(releases) * _least(lambda z: gaussian_delta(epsilon, z) <= delta, 0.0)
 
 
-def together(multipliers: Iterable[float]) -> float:
+def compose(multipliers: Iterable[float]) -> float:
     """Return the multiplier of one release that discloses as much as all of these together; inf for none."""
     told = sum(z**-2 for z in multipliers)
     return 1 / math.sqrt(told) if told else math.inf

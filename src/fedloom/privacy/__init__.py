@@ -1,0 +1,1 @@
+"""Differential privacy: the guarantees of mechanisms, and their composition."""

@@ -1,1 +1,0 @@
-"""Bounds and optimal weights of the papers, as functions (docs/theory.md)."""
