@@ -273,7 +273,7 @@ def _store_official(source: Source, root: Path, fetchers: Sequence[Fetcher], rep
                     fill(staging / name, content)
                 sync(staging)
         except FetchFailed as failure:
-            log.info("%s: %s failed: %s", source.name, fetcher.title, failure)
+            log.debug("%s: not available from %s: %s", source.name, fetcher.title, failure)
             tried.append(f"  - {fetcher.title}: {failure}")
         else:
             log.info("%s: fetched by %s", source.name, fetcher.title)
