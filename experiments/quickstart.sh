@@ -1,8 +1,7 @@
 #!/bin/sh
-# What `make run` does: the quickstart for PeFLL, FedAvg and Local, then one table of what each client would get, and a
-# figure of how far a new client's own steps take it. Interrupted, it goes on where it was.
-# `experiments/quickstart.sh 2-4` makes it for these seeds, in a folder named after the vector instructions that torch is
-# told to use (ATEN_CPU_CAPABILITY; native: not told). Settings and how they were chosen: docs/results/quickstart.md
+# `make run`: train PeFLL, FedAvg and Local on the quickstart, and compare what each client would get. An interrupted run
+# resumes. `experiments/quickstart.sh 2-4` runs these seeds, in a folder named after ATEN_CPU_CAPABILITY (native if unset).
+# Settings and how they were chosen: docs/results/quickstart.md
 set -eu
 cd "$(dirname "$0")/.."
 runs=${FEDLOOM_RUNS:-runs/quickstart}${1:+/${ATEN_CPU_CAPABILITY:-native}}
@@ -11,7 +10,8 @@ local="batch_size: 10, clip: 50.0"
 run() {
     out="$runs/$1"
     shift
-    .venv/bin/fedloom run experiments/quickstart.yaml --out "$out" --resume --set "evaluation.own_steps=[0, 1, 2, 5, 10, 20, 50]" "$@"
+    [ ! -e "$out" ] || set -- --resume "$@"
+    .venv/bin/fedloom run experiments/quickstart.yaml --out "$out" --set "evaluation.own_steps=[0, 1, 2, 5, 10, 20, 50]" "$@"
 }
 
 seeds=${1:+--seeds $1}

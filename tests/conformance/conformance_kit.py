@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation, find_algorithm
 from fedloom.data.federated import FederatedDataset
-from fedloom.evaluation.summary import Evaluation
+from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop
@@ -180,11 +180,11 @@ class Federation:
         stop = threading.Event() if stop is None else stop
         return assemble.loop(self.parts, carrier or self.carrier(name), folder, LoopHooks(Quiet(), stop), replay=again)
 
-    def run(self, name: str, carrier: Carrier | None = None, replay: str | None = None) -> Evaluation:
+    def run(self, name: str, carrier: Carrier | None = None, replay: str | None = None) -> EvaluationResult:
         """Run from the beginning to the end."""
         return self.loop(name, carrier, replay).run()
 
-    def resume(self, name: str) -> Evaluation:
+    def resume(self, name: str) -> EvaluationResult:
         """Go on in a folder, in new objects only."""
         loop = self.loop(name)
         loop.resume()

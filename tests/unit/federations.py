@@ -19,7 +19,7 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import metrics
-from fedloom.evaluation.summary import Evaluation
+from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.control import Control
 from fedloom.federation.inprocess import InProcess
@@ -177,7 +177,7 @@ class Federation:
         self.loop.server.settle()
         return {name: tensor.clone() for name, tensor in self.loop.server.state.items()}
 
-    def run(self) -> Evaluation:
+    def run(self) -> EvaluationResult:
         """Run all rounds."""
         return self.loop.run()
 

@@ -14,17 +14,9 @@ from fedloom import digests
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
+from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
 from fedloom.evaluation.measure import nothing_measured
-from fedloom.evaluation.summary import (
-    Communication,
-    Evaluation,
-    calibration_document,
-    client_rows,
-    confusion_document,
-    confusion_table,
-    metrics_line,
-    summary,
-)
+from fedloom.evaluation.summary import Communication, EvaluationResult, RunCost, RunDescription, metrics_line, summary
 from fedloom.evaluation.uncertainty import averaged, calibration_counts, client_document, uncertainty_counts
 from fedloom.runs.folder import RunFolder
 from fedloom.words import as_csv
@@ -152,7 +144,7 @@ def write_run(
             uncertainty = client_document(
                 uncertainty, number, clients=ids, seen=seen, calibration=calibration[:, 0], uncertainty=sums[:, 0]
             )
-        evaluation = Evaluation(
+        evaluation = EvaluationResult(
             number,
             ids,
             seen,
@@ -182,24 +174,13 @@ def write_run(
             )
         )
     extra: dict[str, Any] = {algorithm: {} if new_client is None else {"new_client": new_client}}
+    titles = find_algorithm(algorithm).titles(find_algorithm(algorithm).settings()) if algorithm in available() else {}
     result = summary(
         evaluation,
         lines,
+        RunDescription("two-class", algorithm, "fashion-mnist", "lenet", seed, titles),
+        RunCost(rounds[-1], 5, communication, duration_s=312.4, client_steps=250 * rounds[-1], training_s=280.0),
         label_mask=label_mask,
-        name="two-class",
-        algorithm=algorithm,
-        dataset="fashion-mnist",
-        model="lenet",
-        seed=seed,
-        rounds=rounds[-1],
-        clients_per_round=5,
-        communication=communication,
-        duration_s=312.4,
-        client_steps=250 * rounds[-1],
-        training_s=280.0,
-        titles=find_algorithm(algorithm).titles(find_algorithm(algorithm).settings())
-        if algorithm in available()
-        else {},
         extra=extra,
     )
     journal = [

@@ -21,25 +21,25 @@ from typer.testing import CliRunner
 
 from fedloom.cli.main import app
 from fedloom.errors import DataError, ExperimentError, StorageError
-from fedloom.reporting.compare import Comparison, best_by_validation, compare
-from fedloom.reporting.compare_figures import COLOURS, curves, looks, spent
+from fedloom.reporting.compare import RunComparison, best_by_validation, compare_runs
+from fedloom.reporting.compare_figures import COLOURS, draw_curves, draw_spent, line_styles
+from fedloom.reporting.compare_findings import Finding, findings, sentence
 from fedloom.reporting.compare_report import write_comparison
 from fedloom.reporting.compare_tables import (
     as_latex,
     as_text,
-    block_title,
     choices_as_text,
     escaped,
     headings,
     own_steps_as_text,
     pairs_as_csv,
-    reach_note,
     rows_as_csv,
 )
 from fedloom.reporting.significance import holm
 from fedloom.words import as_csv
 
 pytestmark = pytest.mark.xdist_group("compare")
+UNRENDERED = pytest.mark.usefixtures("unrendered")
 
 
 def experiment(algorithm: str, seed: int, name: str, clients: int = 12, **more: Any) -> str:
@@ -74,7 +74,7 @@ def run(
     **more: Any,
 ) -> Path:
     text = experiment(algorithm, seed, folder.name, clients, **(settings or {}))
-    more = {"rounds": (0, 2), **more}
+    more = {"rounds": (0, 1, 2, 4), **more}
     return write_run(folder, algorithm=algorithm, seed=seed, n=clients, unseen=unseen, experiment=text, **more)
 
 
@@ -101,7 +101,7 @@ def measured(folder: Path, accuracies: Sequence[float], validation: float = 0.5)
     return folder
 
 
-def text_rows(comparison: Comparison) -> list[list[str]]:
+def text_rows(comparison: RunComparison) -> list[list[str]]:
     (rows,) = as_text(comparison).values()
     return [[cell.text for cell in row] for row in rows]
 
@@ -131,7 +131,7 @@ def test_one_row_for_each_kind_of_model(tmp_path: Path) -> None:
         run(tmp_path / "b", "fedavg", predictors=("personal", "global"), new_client=COSTS),
         run(tmp_path / "c", "local", rounds=(0,)),
     ]
-    found = compare(folders)
+    found = compare_runs(folders)
     assert [row.label for row in found.rows] == ["PeFLL", "FedAvg", "FedAvg + fine-tuning", "Local"]
     summary = json.loads((folders[1] / "summary.json").read_text())
     fedavg, tuned = found.rows[1], found.rows[2]
@@ -153,7 +153,7 @@ def test_one_row_for_each_kind_of_model(tmp_path: Path) -> None:
 
 def test_seeds_are_merged(tmp_path: Path) -> None:
     folders = [run(tmp_path / f"seed-{seed}", "pefll", seed=seed) for seed in (1, 2, 3)]
-    found = compare(folders)
+    found = compare_runs(folders)
     (row,) = found.rows
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     means = [summary["seen"]["accuracy_mean"] for summary in summaries]
@@ -176,10 +176,10 @@ def test_seeds_are_merged(tmp_path: Path) -> None:
 def test_rows_of_a_method_are_told_apart_by_what_differs(tmp_path: Path) -> None:
     settings = [lr(rate) | {"server": {"lr": 0.001}} for rate in (0.01, 0.05)]
     folders = [run(tmp_path / str(i), "pefll", settings=one) for i, one in enumerate(settings)]
-    assert [row.details for row in compare(folders).rows] == [("lr 0.01",), ("lr 0.05",)]
+    assert [row.details for row in compare_runs(folders).rows] == [("lr 0.01",), ("lr 0.05",)]
     settings[1]["server"] = {"lr": 0.002}
     folders = [run(tmp_path / f"both-{i}", "pefll", settings=one) for i, one in enumerate(settings)]
-    found = compare([*folders, run(tmp_path / "local", "local", rounds=(0,))])
+    found = compare_runs([*folders, run(tmp_path / "local", "local", rounds=(0,))])
     assert [row.label for row in found.rows] == [
         "PeFLL, local.lr 0.01, server.lr 0.001",
         "PeFLL, local.lr 0.05, server.lr 0.002",
@@ -190,7 +190,7 @@ def test_rows_of_a_method_are_told_apart_by_what_differs(tmp_path: Path) -> None
 
 
 def test_an_equal_seed_is_not_merged(tmp_path: Path) -> None:
-    found = compare([run(tmp_path / "c", "pefll"), run(tmp_path / "d", "pefll")])
+    found = compare_runs([run(tmp_path / "c", "pefll"), run(tmp_path / "d", "pefll")])
     assert [row.label for row in found.rows] == ["PeFLL, c", "PeFLL, d"]
     assert found.chosen == ()  # they are one setting
     assert [(pair.clients, pair.better, pair.worse, pair.p) for pair in found.pairs] == [(9, 0, 0, 1), (3, 0, 0, 1)]
@@ -198,7 +198,7 @@ def test_an_equal_seed_is_not_merged(tmp_path: Path) -> None:
 
 def test_the_same_folder_twice_is_one_run(tmp_path: Path) -> None:
     folder = run(tmp_path / "c", "pefll")
-    (row,) = compare([folder, tmp_path / "." / "c", tmp_path]).rows
+    (row,) = compare_runs([folder, tmp_path / "." / "c", tmp_path]).rows
     assert len(row.runs) == 1
 
 
@@ -206,11 +206,11 @@ def test_a_personal_model_that_is_the_global_one_has_no_row(tmp_path: Path) -> N
     folder = run(tmp_path / "a", "fedavg", predictors=("personal", "global"))
     summary = json.loads((folder / "summary.json").read_text())
     edit(folder, seen=summary["global"]["seen"], unseen=summary["global"]["unseen"])
-    assert [row.method for row in compare([folder]).rows] == ["FedAvg"]
+    assert [row.method for row in compare_runs([folder]).rows] == ["FedAvg"]
 
 
 def test_a_method_without_an_answer_for_unseen_clients(tmp_path: Path) -> None:
-    found = compare([edit(run(tmp_path / "a", "pefll"), unseen=None), run(tmp_path / "b", "local", rounds=(0,))])
+    found = compare_runs([edit(run(tmp_path / "a", "pefll"), unseen=None), run(tmp_path / "b", "local", rounds=(0,))])
     assert found.rows[0].over_seeds("unseen") is None
     assert text_rows(found)[0][3:5] == ["–", "–"]
     assert [pair.why for pair in found.pairs if pair.group == "unseen"] == ["PeFLL has no result for unseen clients"]
@@ -222,9 +222,9 @@ def test_different_data_are_different_blocks(tmp_path: Path) -> None:
         run(tmp_path / "b", "pefll", clients=20, unseen=5),
         run(tmp_path / "c", "local", rounds=(0,)),
     ]
-    found = compare(folders)
+    found = compare_runs(folders)
     assert [row.label for row in found.rows] == ["PeFLL", "Local", "PeFLL"]
-    assert [block_title(found, block) for block in found.blocks] == [
+    assert [found.labels[block] for block in found.blocks] == [
         "fashion-mnist, clients 12",
         "fashion-mnist, clients 20",
     ]
@@ -237,7 +237,7 @@ def test_what_was_made_elsewhere_or_with_other_seeds_is_said(tmp_path: Path) -> 
     folders = [run(tmp_path / "a", "pefll"), run(tmp_path / "b", "pefll", seed=2), run(tmp_path / "c", "local")]
     environment = json.loads((folders[0] / "environment.json").read_text())
     put(folders[0] / "environment.json", json.dumps(environment | {"torch": "1.0"}))
-    environments, seeds = compare(folders).notices
+    environments, seeds = compare_runs(folders).notices
     assert "torch" in environments
     assert "seeds" in seeds
 
@@ -252,24 +252,24 @@ def test_a_folder_of_runs_stands_for_the_finished_ones_in_it(tmp_path: Path) -> 
         run(sweep / f"lr={value}", "pefll", settings=lr(value))
     (run(sweep / "lr=1", "pefll", settings=lr(1.0)) / "summary.json").unlink()
     (sweep / "comparison").mkdir()
-    found = compare([sweep])
+    found = compare_runs([sweep])
     assert [row.details for row in found.rows] == [("lr 0.003",), ("lr 0.02",), ("lr 0.1",)]
     assert len(found.notices) == 1
     assert "lr=1" in found.notices[0]
     with pytest.raises(DataError, match=r"lr=1: .*summary\.json"):
-        compare([sweep, sweep / "lr=1"])
+        compare_runs([sweep, sweep / "lr=1"])
     for folder in sweep.glob("lr=0*"):
         (folder / "summary.json").unlink()
     with pytest.raises(DataError, match="4 runs"):
-        compare([sweep])
+        compare_runs([sweep])
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty: found .*experiment\.yaml"):
-        compare([tmp_path / "empty"])
-    with pytest.raises(DataError, match="nowhere: found"):
-        compare([tmp_path / "nowhere"])
+    with pytest.raises(DataError, match=r"empty.*experiment\.yaml"):
+        compare_runs([tmp_path / "empty"])
+    with pytest.raises(DataError, match="nowhere"):
+        compare_runs([tmp_path / "nowhere"])
 
 
 @pytest.mark.parametrize(
@@ -294,14 +294,14 @@ def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str | None, 
         else:
             put(folder / file, content)
     with pytest.raises(DataError, match=message):
-        compare([folder])
+        compare_runs([folder])
 
 
 def test_an_experiment_that_cannot_be_read(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "pefll")
     put(folder / "experiment.yaml", "name: x\n")
     with pytest.raises(DataError, match=r"experiment\.yaml: "):
-        compare([folder])
+        compare_runs([folder])
 
 
 def test_a_history_without_its_best_round_is_named(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_history_without_its_best_round_is_named(tmp_path: Path) -> None:
     assert 0 < len(kept) < len(lines)
     put(folder / "metrics.jsonl", "".join(kept))
     with pytest.raises(DataError, match=rf"metrics\.jsonl: lacks round {best}, the best of summary\.json"):
-        compare([folder])
+        compare_runs([folder])
 
 
 # The paired test
@@ -331,7 +331,7 @@ def three(tmp_path: Path) -> list[Path]:
 
 
 def test_pairs_are_tested_over_clients_and_corrected(tmp_path: Path) -> None:
-    found = compare(three(tmp_path))
+    found = compare_runs(three(tmp_path))
     pairs = {(pair.first, pair.second): pair for pair in found.pairs if pair.group == "seen"}
     assert set(pairs) == {(1, 0), (2, 0), (1, 2)}  # the better one first
     all_above = pairs[1, 0]
@@ -357,12 +357,12 @@ def test_pairs_are_tested_over_clients_and_corrected(tmp_path: Path) -> None:
 def test_the_reference_is_what_validation_prefers_or_is_named(tmp_path: Path) -> None:
     folders = three(tmp_path)
     measured(folders[2], SIMILAR, 0.6)
-    found = compare(folders)
+    found = compare_runs(folders)
     (reference,) = found.references.values()
-    assert (reference.row, reference.because) == (2, "of highest validation accuracy")
+    assert (reference.row, reference.because) == (2, "best on validation")
     assert found.marks("seen") == ["", "best", "tied"]  # the reference is not told from the best
     for name in ("Local", "local"):
-        found = compare(folders, name)
+        found = compare_runs(folders, name)
         assert [reference.row for reference in found.references.values()] == [1]
         assert found.marks("seen") == ["", "best", "tied"]
     with_it = [pair for pair in found.pairs if pair.group == "seen" and 1 in (pair.first, pair.second)]
@@ -372,20 +372,20 @@ def test_the_reference_is_what_validation_prefers_or_is_named(tmp_path: Path) ->
     assert sorted(line["against"] for line in lines) == ["", "Local", "Local"]
     assert all(line["p_holm"] for line in lines)  # over all pairs, as before
     with pytest.raises(ExperimentError, match=r"against must be one of PeFLL, Local, FedAvg.*FedProx"):
-        compare(folders, "FedProx")
+        compare_runs(folders, "FedProx")
 
 
 def test_of_several_settings_of_a_named_method_validation_takes_one(tmp_path: Path) -> None:
     for value, validation in {0.01: 0.5, 0.02: 0.7, 0.04: 0.6}.items():
         measured(run(tmp_path / f"lr={value}", "pefll", settings=lr(value)), WORSE, validation)
     measured(run(tmp_path / "other", "local"), BETTER, 0.9)
-    assert [r.row for r in compare([tmp_path]).references.values()] == [3]
-    assert [r.row for r in compare([tmp_path], "pefll").references.values()] == [1]
-    assert [r.row for r in compare([tmp_path], "PeFLL, lr 0.04").references.values()] == [2]
+    assert [r.row for r in compare_runs([tmp_path]).references.values()] == [3]
+    assert [r.row for r in compare_runs([tmp_path], "pefll").references.values()] == [1]
+    assert [r.row for r in compare_runs([tmp_path], "PeFLL, lr 0.04").references.values()] == [2]
 
 
 def test_a_turned_pair_is_the_other_way_round(tmp_path: Path) -> None:
-    (pair, *_) = compare(three(tmp_path)).pairs
+    (pair, *_) = compare_runs(three(tmp_path)).pairs
     turned = pair.turned()
     assert pair.median is not None
     assert pair.bootstrap is not None
@@ -396,26 +396,57 @@ def test_a_turned_pair_is_the_other_way_round(tmp_path: Path) -> None:
     assert turned.turned() == pair
 
 
-def test_what_cannot_be_told_whatever_happens_is_said(tmp_path: Path) -> None:
-    note = reach_note(compare(three(tmp_path / "three")))
-    seen, unseen = note.split("; ")
-    assert tells(seen, "seen clients", "9 clients", "2 comparisons", "0.0078")  # 2 · 2⁻⁸
-    assert tells(unseen, "unseen clients", "3 clients", "2 comparisons", "0.5", "no difference")
-    assert "no difference" not in seen
+def found_of(comparison: RunComparison, group: str) -> Finding:
+    (finding,) = (finding for finding in findings(comparison) if finding.group == group)
+    return finding
+
+
+def test_a_winner_is_significantly_better_than_every_other_row(tmp_path: Path) -> None:
+    found = compare_runs(three(tmp_path))
+    seen = found_of(found, "seen")
+    assert (seen.best.label, seen.second.label, seen.winner) == ("Local", "FedAvg + fine-tuning", None)
+    assert [row.label for row in seen.close] == ["FedAvg + fine-tuning"]
+    pair = next(pair for pair in found.pairs if pair.group == "seen" and (pair.first, pair.second) == (1, 2))
+    assert (seen.pair, seen.p) == (pair, pair.p_holm)
+    alone = compare_runs([tmp_path / "a", tmp_path / "b"])
+    seen = found_of(alone, "seen")
+    assert seen.winner is seen.best
+    assert seen.pair is not None
+    assert seen.pair.bootstrap is not None
+    assert seen.p == pytest.approx(2 / 2**9)
+    low, high = (f"{100 * end:+.1f}" for end in seen.pair.bootstrap)
+    mean, lead = 100 * statistics.mean(BETTER), 100 * seen.pair.mean if seen.pair.mean else 0
+    facts = ("Local", f"{mean:.1f} %", f"{lead:.1f} points", "PeFLL", f"{low} to {high}", "1 seed, 9 clients", "0.0039")
+    assert tells(sentence(alone, seen), *facts)
+
+
+def test_a_winner_named_beforehand_is_corrected_over_its_own_pairs(tmp_path: Path) -> None:
+    found = compare_runs(three(tmp_path), "Local")
+    pair = next(pair for pair in found.pairs if pair.group == "seen" and (pair.first, pair.second) == (1, 2))
+    assert found_of(found, "seen").p == pair.p_against
+
+
+def test_rows_of_other_clients_are_untested(tmp_path: Path) -> None:
+    found = compare_runs([run(tmp_path / "a", "pefll"), run(tmp_path / "b", "local", seed=2)])
+    for finding in findings(found):
+        assert (finding.winner, finding.pair, finding.close) == (None, None, ())
+        assert finding.untested == (finding.second,)
+
+
+def test_too_few_clients_for_any_difference_are_counted(tmp_path: Path) -> None:
+    found = compare_runs(three(tmp_path / "three"))
+    assert found_of(found, "seen").too_few is None  # 3 · 2⁻⁸ = 0.012
+    assert found_of(found, "unseen").too_few == 3
     folders = [run(tmp_path / f"x{i}", "pefll", settings=lr(0.01 * (i + 1))) for i in range(14)]
-    assert tells(reach_note(compare(folders)), "0.051", "no difference")
-    folders = [
-        measured(run(tmp_path / f"{name}{seed}", name, seed=seed), [v + 0.01 * seed for v in base])
-        for name, base in (("pefll", WORSE), ("local", BETTER))
-        for seed in (1, 2, 3)
-    ]
-    assert tells(reach_note(compare(folders)), "3 seeds", "1 comparison", "2.48 times")
+    found = compare_runs(folders)
+    assert found_of(found, "seen").too_few == 9  # 91 · 2⁻⁸ = 0.36
+    assert "9 clients" in sentence(found, found_of(found, "seen"))
 
 
 def test_all_seeds_that_both_have_are_paired(tmp_path: Path) -> None:
     folders = [run(tmp_path / f"p{seed}", "pefll", seed=seed) for seed in (1, 2, 3)]
     folders += [run(tmp_path / f"l{seed}", "local", seed=seed) for seed in (2, 3, 4)]
-    found = compare(folders)
+    found = compare_runs(folders)
     pair = next(pair for pair in found.pairs if pair.group == "seen")
     assert (pair.seeds, pair.clients, pair.over) == ((2, 3), 18, "seeds")
     assert found.tested_over == "seeds"
@@ -429,7 +460,7 @@ def test_seeds_are_the_observations_where_there_are_several(tmp_path: Path) -> N
     for seed, gain in gains.items():
         folders.append(measured(run(tmp_path / f"a{seed}", "pefll", seed=seed), [value + gain for value in base]))
         folders.append(measured(run(tmp_path / f"b{seed}", "local", seed=seed), base))
-    found = compare(folders)
+    found = compare_runs(folders)
     pair = next(pair for pair in found.pairs if pair.group == "seen")
     means = list(gains.values())
     assert pair.mean == pytest.approx(0.05)
@@ -445,11 +476,8 @@ def test_seeds_are_the_observations_where_there_are_several(tmp_path: Path) -> N
     assert pair.bootstrap is not None
     assert 0 <= float(line["bootstrap_low"]) <= pair.bootstrap[0] < 0.05 < float(line["bootstrap_high"]) <= 0.1
     assert float(line["t_low"]) < 0
-    page = write_comparison(found, tmp_path / "page").read_text()
-    assert "each seed is one observation" in page
-    one = compare(folders[:2])
-    assert "under this one training" in write_comparison(one, tmp_path / "one").read_text()
-    assert "under this one training" in as_latex(one)
+    assert tells(sentence(found, found_of(found, "seen")), "PeFLL", "5.0 points", "Local", "3 seeds", f"{pair.p:.2g}")
+    one = compare_runs(folders[:2])
     (alone,) = [pair for pair in one.pairs if pair.group == "seen"]
     assert (alone.over, alone.interval, alone.p) == ("clients", None, pytest.approx(2 / 2**9))
     assert alone.bootstrap == pytest.approx((0.1, 0.1))
@@ -460,12 +488,12 @@ def test_clients_of_different_partitions_are_not_paired(tmp_path: Path) -> None:
     partition = json.loads((b / "partition.json").read_text())
     partition["clients"][0]["sha256"] = "f" * 64
     put(b / "partition.json", json.dumps(partition))
-    found = compare([a, b])
+    found = compare_runs([a, b])
     (why,) = {pair.why for pair in found.pairs}
     assert "partitions" in why
     assert all(pair.p is None and pair.clients == 0 for pair in found.pairs)
     assert sorted(found.marks("seen")) == ["", "best"]
-    found = compare([a, run(tmp_path / "c", "local", seed=2)])
+    found = compare_runs([a, run(tmp_path / "c", "local", seed=2)])
     assert {pair.why for pair in found.pairs} == {"they have no seed in common"}
 
 
@@ -473,7 +501,7 @@ def test_the_fingerprint_is_the_manifests(tmp_path: Path) -> None:
     from fedloom.data.manifest import read_manifest
 
     folder = run(tmp_path / "a", "pefll")
-    assert compare([folder]).rows[0].runs[0].partition == read_manifest(folder).fingerprint
+    assert compare_runs([folder]).rows[0].runs[0].partition == read_manifest(folder).fingerprint
 
 
 # Validation
@@ -484,14 +512,14 @@ def test_settings_are_chosen_on_validation_never_on_test(tmp_path: Path) -> None
     for value, (validation, accuracies) in values.items():
         measured(run(tmp_path / f"lr={value}", "pefll", settings=lr(value)), accuracies, validation)
     measured(run(tmp_path / "other", "local"), BETTER)
-    found = compare([tmp_path])
+    found = compare_runs([tmp_path])
     (choice,) = best_by_validation([tmp_path])
     assert found.rows[choice.row].details == ("lr 0.02",)
     assert (choice.candidates, choice.validation, choice.runner_up, choice.edges) == (3, 0.7, 0.6, ())
     measured(tmp_path / "lr=0.04", BETTER, 0.8)
     (choice,) = best_by_validation([tmp_path])
     assert choice.edges == ("algorithm.local.lr",)
-    cells = choices_as_text(compare([tmp_path]))[0]
+    cells = choices_as_text(compare_runs([tmp_path]))[0]
     assert " ".join(cells[0].split()) == "PeFLL lr 0.04 (lr at the edge of its grid)"
     assert cells[1:4] == ("3", "80.0", "70.0")
 
@@ -512,7 +540,7 @@ def test_the_best_round_stands_beside_the_last(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     best = lines[1]
     edit(folder, best={key: best[key] for key in ("round", "seen", "unseen", "global")})
-    (row,) = compare([folder]).rows
+    (row,) = compare_runs([folder]).rows
     assert row.validation(best=True) == (best["validation_pooled"], None)
     assert row.validation(best=False) == (lines[2]["validation_pooled"], None)
     assert row.at_best("unseen") == (best["unseen"]["accuracy_mean"], None)
@@ -522,7 +550,7 @@ def test_the_best_round_stands_beside_the_last(tmp_path: Path) -> None:
 
 
 def test_csv_has_everything_in_full_precision(tmp_path: Path) -> None:
-    found = compare(three(tmp_path))
+    found = compare_runs(three(tmp_path))
     rows = list(csv.DictReader(rows_as_csv(found).splitlines()))
     assert [row["label"] for row in rows] == ["PeFLL", "Local", "FedAvg + fine-tuning"]
     assert float(rows[0]["seen_accuracy"]) == statistics.mean(WORSE)
@@ -540,7 +568,7 @@ def test_latex_escapes() -> None:
 
 
 def test_latex_marks_the_best(tmp_path: Path) -> None:
-    text = as_latex(compare(three(tmp_path), "Local"))
+    text = as_latex(compare_runs(three(tmp_path), "Local"))
     assert f"Local & 1 & \\textbf{{{100 * statistics.mean(BETTER):.1f}}} $\\pm$" in text
     assert f"FedAvg + fine-tuning & 1 & \\underline{{{100 * statistics.mean(SIMILAR):.1f}}} $\\pm$" in text
 
@@ -549,7 +577,7 @@ def test_latex_marks_the_best(tmp_path: Path) -> None:
 def test_latex_compiles(tmp_path: Path) -> None:
     folders = [run(tmp_path / "runs" / "a_b", "pefll"), run(tmp_path / "runs" / "c", "pefll")]
     folders += [run(tmp_path / "runs" / "d", "local", clients=20, unseen=5)]
-    text = as_latex(compare(folders))
+    text = as_latex(compare_runs(folders))
     assert r"PeFLL, a\_b" in text
     special = escaped("\\ ~ ^ < > | \" ' & % $ # _ { } ± –")
     document = rf"\documentclass{{article}}\usepackage{{booktabs}}\begin{{document}}{text}{special}\end{{document}}"
@@ -574,7 +602,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_comparison(compare([many]), tmp_path_factory.mktemp("out") / "comparison").parent
+    return write_comparison(compare_runs([many]), tmp_path_factory.mktemp("out") / "comparison").parent
 
 
 def test_a_comparison_on_paper(many: Path, written: Path) -> None:
@@ -587,28 +615,30 @@ def test_a_comparison_on_paper(many: Path, written: Path) -> None:
         "Settings that differ", "Runs",
     ]  # fmt: skip
     assert len(page) < 1_000_000
-    found = compare([many])
+    found = compare_runs([many])
     assert len(found.rows) == 11
     assert len(next(iter(found.featured.values()))) == 3
-    assert "Shown are 3 of 11 rows" in page
+    assert "3 of 11 rows" in page
     row = found.rows[0].over_seeds("seen")
     assert row is not None
     assert row.std is not None
     assert f"{100 * row.mean:.1f} ± {100 * row.std:.1f}" in page
 
 
+@UNRENDERED
 def test_many_methods_are_counted_where_their_names_would_fill_the_page(tmp_path: Path) -> None:
     names = ("apfl", "ditto", "fedavg", "fedper", "fedprox", "fedrep", "local", "pefll")
     for i, name in enumerate(names):  # one client's accuracy tells them apart, which no test takes for a difference
         folder = run(tmp_path / name, name, rounds=(0,) if name == "local" else (0, 2))
         measured(folder, [0.5] * 8 + [0.5 + 0.01 * i], 0.5 + 0.01 * i)
-    found = compare([tmp_path])
+    found = compare_runs([tmp_path])
     page = write_comparison(found, tmp_path / "out").read_text()
-    assert "<h1>8 methods compared</h1>" in page
-    assert "Not told from it: 7 of the 7 others." in page
+    assert "8 methods" in page[page.index("<h1>") : page.index("</h1>")]
+    assert len(found_of(found, "seen").close) == 7
+    assert 'data-group="seen" data-best="PeFLL" data-winner=""' in page
     table = page[page.index("<h2>Paired comparison") : page.index("<h2>Validation")]
     assert table.count('<th scope="col"') == 10  # without a column for the best, which is in every pair
-    assert "; less: PeFLL" in table
+    assert all(title.endswith("PeFLL") for title in re.findall(r'<th scope="rowgroup"[^>]*>([^<]*)', table))
 
 
 def test_the_page_asks_nobody_for_anything(written: Path) -> None:
@@ -634,13 +664,14 @@ def test_colours_are_the_pages_and_the_same_in_every_figure(written: Path) -> No
 def test_the_same_runs_give_the_same_bytes_in_place_of_the_earlier_ones(many: Path, written: Path) -> None:
     before = {path: path.read_bytes() for path in written.rglob("*") if path.is_file()}
     (written / "figures" / "left-over.svg").write_text("of an earlier version")
-    write_comparison(compare([many]), written)
+    write_comparison(compare_runs([many]), written)
     assert {path: path.read_bytes() for path in written.rglob("*") if path.is_file()} == before
     assert [path.name for path in written.parent.iterdir()] == [written.name]
 
 
+@UNRENDERED
 def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compare([run(tmp_path / "a", "pefll")])
+    found = compare_runs([run(tmp_path / "a", "pefll")])
     write = Path.write_text
 
     def full_disk(self: Path, *args: Any, **more: Any) -> int:
@@ -657,18 +688,19 @@ def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "pefll")
     with pytest.raises(ExperimentError, match="a new folder"):
-        write_comparison(compare([folder]), folder)
+        write_comparison(compare_runs([folder]), folder)
     assert (folder / "summary.json").exists()
 
 
+@UNRENDERED
 def test_one_run_and_several_blocks_have_pages_too(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone", "local", rounds=(0,), unseen=0)
-    page = write_comparison(compare([alone]), tmp_path / "one").read_text()
+    page = write_comparison(compare_runs([alone]), tmp_path / "one").read_text()
     assert "<h2>Paired comparison" not in page
     others = [run(tmp_path / f"<{name}>", name, clients=20, unseen=5) for name in ("pefll", "fedavg")]
-    page = write_comparison(compare([alone, *others]), tmp_path / "three").read_text()
+    page = write_comparison(compare_runs([alone, *others]), tmp_path / "three").read_text()
     assert {path.name for path in (tmp_path / "three" / "figures").iterdir()} == {
-        "accuracy-1.svg", "accuracy-2.svg", "clients-1.svg", "clients-2.svg", "pairs-2.svg", "training-loss-2.svg",
+        "accuracy-2.svg", "clients-1.svg", "clients-2.svg", "pairs-2.svg", "training-loss-2.svg",
     }  # fmt: skip
     assert "&lt;pefll&gt;" in page
     assert "<pefll>" not in page
@@ -677,7 +709,7 @@ def test_one_run_and_several_blocks_have_pages_too(tmp_path: Path) -> None:
 def test_one_run_is_drawn_over_rounds_alone(tmp_path: Path) -> None:
     one, two = run(tmp_path / "a", "pefll"), run(tmp_path / "b", "fedavg")
     for folders, over in (([one], {"rounds"}), ([one, two], {"rounds", "communication", "client steps"})):
-        page = write_comparison(compare(folders), tmp_path / "out").read_text()
+        page = write_comparison(compare_runs(folders), tmp_path / "out").read_text()
         assert set(re.findall(r"Test accuracy over ([a-z ]+)<", page)) == over
         assert "Training loss over rounds" in page
 
@@ -687,12 +719,12 @@ def test_training_loss_is_the_mean_over_the_rounds_that_all_seeds_have(tmp_path:
     for folder, losses in zip(folders, ({1: 4.0, 2: 3.0, 3: 1.0}, {1: 2.0, 2: 2.0}), strict=True):
         lines = [{"round": t, "outcome": "done", "statistics": {"loss": loss}} for t, loss in losses.items()]
         put(folder / "journal.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    (row,) = compare(folders).rows
+    (row,) = compare_runs(folders).rows
     assert row.training_loss == {1: 3.0, 2: 2.5}
 
 
 def test_looks_are_told_apart() -> None:
-    found = looks(map(str, range(20)))
+    found = line_styles(map(str, range(20)))
     assert len(set(found.values())) == 20
 
 
@@ -704,6 +736,7 @@ def command(arguments: Sequence[str | Path], monkeypatch: pytest.MonkeyPatch) ->
     return CliRunner().invoke(app, ["compare", *map(str, arguments)])
 
 
+@UNRENDERED
 def test_the_command_fits_eighty_columns(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = command([many, "--out", tmp_path / "c"], monkeypatch)
     assert done.exit_code == 0, done.output
@@ -712,9 +745,10 @@ def test_the_command_fits_eighty_columns(many: Path, tmp_path: Path, monkeypatch
     assert max(map(len, table)) <= 80
     assert not any("…" in line for line in table)
     assert sum(line.startswith("FedAvg + fine-tuning") for line in lines) == 6  # five rates, and the choice
-    assert "Tested against " in done.output
-    named = command([many, "--against", "PeFLL"], monkeypatch)
-    assert "Tested against PeFLL (named by --against)." in named.output
+    (finding,) = (finding for finding in findings(compare_runs([many])) if finding.group == "unseen")
+    words = " ".join(done.output.split())
+    assert tells(words, finding.best.label, "2 seeds")
+    assert command([many, "--against", "PeFLL"], monkeypatch).exit_code == 0
     assert isinstance(command([many, "--against", "nobody"], monkeypatch).exception, ExperimentError)
     assert "Best on validation" in done.output
     assert (tmp_path / "c" / "compare.html").exists()
@@ -728,7 +762,7 @@ def test_the_command_refuses_before_it_reads(many: Path, tmp_path: Path, monkeyp
 
 
 def test_settings_leave_out_what_changes_no_number(many: Path) -> None:
-    settings: Mapping[str, Any] = compare([many]).rows[0].settings
+    settings: Mapping[str, Any] = compare_runs([many]).rows[0].settings
     assert not {"name", "seed", "data.root", "runtime.workers"} & set(settings)
 
 
@@ -736,16 +770,16 @@ def test_many_methods_are_drawn_once_each_with_room_for_them(tmp_path: Path) -> 
     """Of sixteen methods with two models each the legend alone filled a figure."""
     methods = ("apfl", "ditto", "fedavg", "fedbabu", "fedprox", "fedrod", "per-fedavg", "pfedme", "scaffold")
     folders = [run(tmp_path / name, name, predictors=("personal", "global")) for name in methods]
-    found = compare([*folders, run(tmp_path / "pefll", "pefll")])
+    found = compare_runs([*folders, run(tmp_path / "pefll", "pefll")])
     assert len(found.rows) == 19
     (shown,) = found.featured.values()
     assert [found.rows[i].predictor for i in shown] == ["personal"] * 10
     out = write_comparison(found, tmp_path / "out").parent
-    assert "Shown are 10 of 19 rows" in (out / "compare.html").read_text()
+    assert "10 of 19 rows" in (out / "compare.html").read_text()
     assert (out / "figures" / "spent.svg").exists()
     rows = [found.rows[i] for i in shown]
-    for draw in (curves, spent):
-        figure = draw(rows, looks(row.label for row in rows)).figure
+    for draw in (draw_curves, draw_spent):
+        figure = draw(rows, line_styles(row.label for row in rows)).figure
         heights = [axes.get_position().height * figure.get_figheight() for axes in figure.axes]
         assert min(heights) > 1.5  # inches
 
@@ -764,28 +798,23 @@ def with_steps(tmp_path: Path) -> list[Path]:
 
 
 def test_steps_of_a_new_clients_own_are_one_line_for_each_run(tmp_path: Path) -> None:
-    found = compare(with_steps(tmp_path))
+    found = compare_runs(with_steps(tmp_path))
     (places,) = found.stepping.values()
     rows = [found.rows[i] for i in places]
     assert [row.label for row in rows] == ["PeFLL", "FedAvg + fine-tuning"]  # not the global model's row, not Local
     assert {k: v.mean for k, v in rows[0].own_steps.items()} == pytest.approx({0: 0.85, 5: 0.92})
     assert rows[0].own_steps[0].std == pytest.approx(0.0707, abs=1e-4)
-    (text,) = own_steps_as_text(found)
-    lines = text.splitlines()
-    assert text.isascii()
-    assert max(map(len, lines)) <= 80
-    assert lines[-3].split() == ["steps", "0", "5", "20"]
-    assert lines[-2].split() == ["P", "PeFLL", "85.0", "92.0", "-"]
-    assert lines[-1].split()[-3:] == ["50.0", "91.0", "70.0"]
-    plot = [line.partition("|")[2] for line in lines if "|" in line]
-    assert sum(line.count("F") + line.count("*") for line in plot) == 3
-    assert plot[0].strip().startswith(("P", "*"))  # 92.0 is the highest
+    ((titles, lines),) = own_steps_as_text(found).values()
+    assert titles[1:] == ("0", "5", "20")
+    assert lines[0] == ("PeFLL", "85.0", "92.0", "–")
+    assert lines[1][1:] == ("50.0", "91.0", "70.0")
 
 
+@UNRENDERED
 def test_steps_of_their_own_are_on_the_page_and_in_a_table(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write_comparison(compare(with_steps(tmp_path / "runs")), out)
-    assert "New clients and their own steps" in (out / "compare.html").read_text()
+    write_comparison(compare_runs(with_steps(tmp_path / "runs")), out)
+    assert "New clients after local steps" in (out / "compare.html").read_text()
     assert (out / "figures" / "own-steps.svg").read_text().startswith("<svg")
     rows = list(csv.DictReader((out / "own_steps.csv").read_text().splitlines()))
     assert [(row["label"], row["seed"], row["steps"], row["accuracy"]) for row in rows] == [
@@ -798,6 +827,6 @@ def test_steps_of_their_own_are_on_the_page_and_in_a_table(tmp_path: Path) -> No
         ("FedAvg + fine-tuning", "1", "20", "0.7"),
     ]
     plain = tmp_path / "plain"
-    write_comparison(compare([tmp_path / "runs" / "l"]), plain)
+    write_comparison(compare_runs([tmp_path / "runs" / "l"]), plain)
     assert not (plain / "own_steps.csv").exists()
-    assert own_steps_as_text(compare([tmp_path / "runs" / "l"])) == []
+    assert own_steps_as_text(compare_runs([tmp_path / "runs" / "l"])) == {}

@@ -23,7 +23,7 @@ from fedloom.evaluation.descriptors import (
     descriptor_correlation,
     descriptor_document,
     principal_axes,
-    project,
+    project_descriptors,
     spearman,
 )
 
@@ -118,7 +118,7 @@ def test_unequal_rows_are_refused() -> None:
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(0, 1000))
 def test_map_keeps_the_variance_of_numpys_covariance(n: int, dim: int, seed: int) -> None:
     v = torch.randn(n, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    xy, explained = project(v, principal_axes(v))
+    xy, explained = project_descriptors(v, principal_axes(v))
     assert xy.shape == (n, 2)
     eigenvalues = np.sort(np.linalg.eigvalsh(np.cov(v.T.numpy(), ddof=0).reshape(dim, dim)))[::-1] if n > 1 else [0.0]
     expected = [eigenvalues[k] if k < len(eigenvalues) else 0.0 for k in range(2)]
@@ -129,13 +129,13 @@ def test_map_keeps_the_variance_of_numpys_covariance(n: int, dim: int, seed: int
 
 def test_map_has_a_fixed_sign_and_survives_degenerate_input() -> None:
     v = torch.tensor([[1.0, 2.0, 0.0], [-1.0, -2.0, 0.1], [0.5, 1.0, -3.0]])
-    xy, _ = project(v, principal_axes(v))
-    moved, _ = project(v + 100, principal_axes(v + 100))
+    xy, _ = project_descriptors(v, principal_axes(v))
+    moved, _ = project_descriptors(v + 100, principal_axes(v + 100))
     np.testing.assert_allclose(xy, moved, atol=1e-4, rtol=0)
-    mirrored, _ = project(-v, principal_axes(-v))  # the axes are the same, the points are mirrored
+    mirrored, _ = project_descriptors(-v, principal_axes(-v))  # the axes are the same, the points are mirrored
     np.testing.assert_allclose(mirrored, -xy, atol=1e-12)
     for degenerate in (torch.zeros(0, 3), torch.ones(4, 3), torch.ones(1, 3)):
-        xy, explained = project(degenerate, principal_axes(degenerate))
+        xy, explained = project_descriptors(degenerate, principal_axes(degenerate))
         assert not xy.any()
         assert not explained.any()
 
@@ -223,5 +223,5 @@ def test_absent_clients_are_on_no_map() -> None:
     present = torch.tensor([True, False, *[True] * 6])
     last = documents((0, 1), v, present=present)["maps"][-1]
     assert [point is None for point in last["xy"]] == (~present).tolist()
-    expected, _ = project(v[1][present], principal_axes(v[1][present]))
+    expected, _ = project_descriptors(v[1][present], principal_axes(v[1][present]))
     np.testing.assert_allclose([point for point in last["xy"] if point], expected, rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.data.manifest import ClientEntry
+from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document
 from fedloom.evaluation.summary import (
     Communication,
-    Evaluation,
+    EvaluationResult,
+    RunCost,
+    RunDescription,
     best,
-    calibration_document,
     calibration_of_clients,
-    client_rows,
-    confusion_document,
     group_statistics,
     groups,
     late,
@@ -48,7 +49,7 @@ KEYS = {
 TRAFFIC = Communication(payload_up=1000, payload_down=2000)
 
 
-def evaluation(n: int = 6, predictors: tuple[str, ...] = ("personal", "global"), round: int = 3) -> Evaluation:
+def evaluation(n: int = 6, predictors: tuple[str, ...] = ("personal", "global"), round: int = 3) -> EvaluationResult:
     generator = torch.Generator().manual_seed(n)
     total = torch.randint(5, 30, (n, 1, 2, 1), generator=generator).double().expand(n, len(predictors), 2, 2)
     correct = (torch.rand(total.shape, generator=generator).double() * total).floor()
@@ -62,10 +63,10 @@ def evaluation(n: int = 6, predictors: tuple[str, ...] = ("personal", "global"),
     uncertainty = torch.rand(n, len(predictors), 3, generator=generator).double()
     uncertainty[..., 0] = calibration[..., 0].sum(-1)
     present = torch.ones(n, dtype=torch.bool)
-    return Evaluation(round, ids, seen, present, predictors, counts, confusion, calibration, uncertainty)
+    return EvaluationResult(round, ids, seen, present, predictors, counts, confusion, calibration, uncertainty)
 
 
-def altered(e: Evaluation, **changes: Any) -> Evaluation:
+def altered(e: EvaluationResult, **changes: Any) -> EvaluationResult:
     return dataclasses.replace(e, **changes)
 
 
@@ -164,7 +165,7 @@ def test_best_is_the_earliest_of_the_highest_validation() -> None:
     assert best([]) is None
 
 
-def line(e: Evaluation) -> dict[str, Any]:
+def line(e: EvaluationResult) -> dict[str, Any]:
     return metrics_line(
         e,
         label_mask=False,
@@ -205,21 +206,9 @@ def test_metrics_line_is_json() -> None:
 
 def test_summary_has_the_keys_of_the_design() -> None:
     e = evaluation()
-    arguments: dict[str, Any] = {
-        "label_mask": False,
-        "name": "quickstart",
-        "algorithm": "pefll",
-        "dataset": "fashion-mnist",
-        "model": "lenet",
-        "seed": 1,
-        "rounds": 3,
-        "clients_per_round": 2,
-        "communication": TRAFFIC,
-        "duration_s": 12.5,
-        "client_steps": 600,
-        "training_s": 2.0,
-    }
-    found = summary(e, [line(e)], **arguments, extra={"pefll": {"spearman": 0.5}})
+    about = RunDescription("quickstart", "pefll", "fashion-mnist", "lenet", 1)
+    cost = RunCost(3, 2, TRAFFIC, duration_s=12.5, client_steps=600, training_s=2.0)
+    found = summary(e, [line(e)], about, cost, label_mask=False, extra={"pefll": {"spearman": 0.5}})
     assert list(found) == [
         "name",
         "algorithm",
@@ -246,7 +235,7 @@ def test_summary_has_the_keys_of_the_design() -> None:
     assert found["best"]["round"] == 3
     assert found["best"]["seen"] == found["seen"]
     assert found["communication"] == {"payload_up": 1000, "payload_down": 2000, "wire_up": None, "wire_down": None}
-    untrained = summary(e, [], **(arguments | {"client_steps": 0, "training_s": 0.0}))
+    untrained = summary(e, [], about, replace(cost, client_steps=0, training_s=0.0), label_mask=False)
     assert untrained["client_steps_per_s"] is None
     assert untrained["best"] is None
 
@@ -307,9 +296,9 @@ def test_client_rows_and_csv() -> None:
 
 def test_shapes_are_checked() -> None:
     e = evaluation()
-    with pytest.raises(ValueError, match="counts has shape"):
+    with pytest.raises(ValueError, match=r"counts .*\(6, 1, 2, 2, 3\)"):
         altered(e, predictors=("personal",))
-    with pytest.raises(ValueError, match="needed: personal"):
+    with pytest.raises(ValueError, match=r"predictors .*personal"):
         altered(e, predictors=("mine", "global"))
     with pytest.raises(ValueError, match="record 'v'"):
         altered(e, records={"v": torch.zeros(2, 3)})

@@ -17,7 +17,7 @@ from fedloom.algorithms.client import NothingToTrainOn
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.evaluation.measure import TOTAL
-from fedloom.evaluation.summary import Evaluation, groups
+from fedloom.evaluation.summary import EvaluationResult, groups
 from fedloom.models.predictors import predictor_of
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,9 @@ def lacking(c: ClientData, what: str) -> ClientData:
     return replace(c, train=Split(x[:0], y[:0]) if what == "examples" else Split(x, None))
 
 
-def measured(folder: Path, name: str, data: list[ClientData]) -> tuple[Evaluation, dict[str, Any], dict[str, Tensor]]:
+def measured(
+    folder: Path, name: str, data: list[ClientData]
+) -> tuple[EvaluationResult, dict[str, Any], dict[str, Tensor]]:
     f = made(folder, name, data=data, unseen=["c2"], **STEPS.get(name, {}))
     evaluation = f.run()
     return evaluation, f.predictors[f.loop.round, "c2"], f.state

@@ -11,7 +11,6 @@ from scipy import stats
 from fedloom.reporting.significance import (
     EXACT_UP_TO,
     RESAMPLES,
-    clear_mean,
     hierarchical_bootstrap,
     holm,
     least_p,
@@ -81,17 +80,6 @@ def test_the_least_p_is_that_of_signs_which_all_agree() -> None:
         assert least_p(n) == signed_rank_test([float(i) for i in range(1, n + 1)])
         assert least_p(n) == pytest.approx(stats.wilcoxon(np.arange(1, n + 1), method="exact").pvalue, rel=1e-12)
     assert least_p(0) == 1
-
-
-@pytest.mark.parametrize(("n", "p"), [(2, 0.05), (3, 0.05), (3, 0.05 / 28), (3, 0.05 / 406), (10, 0.01)])
-def test_a_mean_so_clear_has_that_p(n: int, p: float) -> None:
-    assert clear_mean(n, p) == pytest.approx(stats.t.isf(p / 2, n - 1) / np.sqrt(n), rel=1e-6)
-    values = np.random.default_rng(n).normal(0, 1, n)
-    values = (values - values.mean()) / values.std(ddof=1) + clear_mean(n, p)
-    assert t_test(values.tolist()) == pytest.approx(p, rel=1e-6)
-
-
-# Over seeds
 
 
 @pytest.mark.parametrize("n", range(2, 13))

@@ -303,9 +303,9 @@ class Comparison:
     """
 
     def __init__(self, folders: Sequence[str | Path], against: str | None = None) -> None:
-        from fedloom.reporting.compare import compare
+        from fedloom.reporting.compare import compare_runs
 
-        self._comparison = compare(folders, against)
+        self._comparison = compare_runs(folders, against)
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import typer
 
 from fedloom.cli.tables import print_table
 from fedloom.cli.use import show_comparison
-from fedloom.reporting.compare import compare
+from fedloom.reporting.compare import compare_runs
 
 
 def show_sweep(folder: Path) -> None:
@@ -17,7 +17,7 @@ def show_sweep(folder: Path) -> None:
     If settings were tried, show test accuracy only for those chosen on validation: showing all would invite choosing
     by test accuracy. `fedloom compare SWEEP` shows everything.
     """
-    comparison = compare([folder])
+    comparison = compare_runs([folder])
     tried = {
         (comparison.rows[choice.row].block, comparison.rows[choice.row].runs[0].method) for choice in comparison.chosen
     }

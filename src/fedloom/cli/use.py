@@ -287,40 +287,35 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
     from rich.text import Text
 
     from fedloom.cli.tables import print_table
-    from fedloom.reporting.compare import compare
+    from fedloom.reporting import compare_tables as tables
+    from fedloom.reporting.compare import compare_runs
+    from fedloom.reporting.compare_findings import caution, findings, sentence
     from fedloom.reporting.compare_report import check_out, write_comparison
-    from fedloom.reporting.compare_tables import (
-        as_text,
-        choice_headings,
-        choices_as_text,
-        headings,
-        own_steps_as_text,
-        reach_note,
-        reference_note,
-        test_note,
-        text_title,
-    )
 
     if out is not None:
         check_out(out)
-    comparison = compare(runs, against)
+    comparison = compare_runs(runs, against)
     for notice in comparison.notices:
         typer.echo(notice, err=True)
     several = len(comparison.blocks) > 1
     styles = {"best": "bold", "tied": "underline"}
-    for title, lines in as_text(comparison).items():
-        about = text_title(comparison)
+    for label, lines in tables.as_text(comparison).items():
+        title = tables.text_title(comparison) + (f"\n{label}" if several else "")
         rows = [[Text(cell.text, styles.get(cell.mark, "")) for cell in cells] for cells in lines]
-        print_table(f"{about}\n{title}" if several else about, headings(comparison), rows)
+        print_table(title, tables.headings(comparison), rows)
     if sys.stdout.isatty() and len(comparison.rows) > 1:
-        typer.echo(f"bold: best; underlined: not told from {test_note(comparison)}")
-    if reach := reach_note(comparison):
-        for line in textwrap.wrap(f"Tested against {reference_note(comparison)}. {reach[0].upper()}{reach[1:]}.", 80):
-            typer.echo(line)
+        typer.echo(textwrap.fill(tables.marks_note(comparison), 80))
     if comparison.chosen:
-        title = f"\nBest on validation ({comparison.scale.words})"
-        print_table(title, choice_headings(comparison), choices_as_text(comparison))
-    for figure in own_steps_as_text(comparison):
-        typer.echo(f"\n{figure}")
+        typer.echo()
+        title = f"Best on validation ({comparison.scale.words})"
+        print_table(title, tables.choice_headings(comparison), tables.choices_as_text(comparison))
+    for label, (headings, steps) in tables.own_steps_as_text(comparison).items():
+        typer.echo()
+        title = f"Unseen clients, {comparison.scale.words}"
+        print_table(f"{title}\n{label}" if several else title, headings, steps)
+    typer.echo()
+    for text in (*(sentence(comparison, finding) for finding in findings(comparison)), caution(comparison)):
+        if text:
+            typer.echo(textwrap.fill(text, 80))
     if out is not None:
         write_comparison(comparison, out)

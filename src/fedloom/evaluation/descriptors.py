@@ -149,7 +149,7 @@ def principal_axes(v: Tensor) -> Tensor:
     return axes
 
 
-def project(v: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
+def project_descriptors(v: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
     """Return coordinates of descriptors on two axes, and the share of their variance along these.
 
     Parameters
@@ -200,12 +200,8 @@ def descriptor_document(
     Returns
     -------
     dict
-        ``round``, ``spearman``, ``spearman_std``, ``excluded``: lists with one entry per evaluated round (null if no
-        unseen client has a coefficient), or, beyond :data:`CURVE`, for every second, fourth, ... and the last;
-        ``clients`` {``ids``, ``class`` (majority class, the lowest on ties), ``seen``}; ``maps``, ascending:
-        {``round``, ``explained`` [2] (fractions of the variance of this round's descriptors),
-        ``xy`` (per client [x, y] around the mean, or null if absent), ``descriptors`` (base64 of
-        ``[n, l]`` float32, little-endian, zero rows for absent clients)}.
+        Lists by evaluated round (beyond :data:`CURVE`, by every second, fourth, ... and the last), clients, and maps;
+        see docs/evaluation.md.
     """
     kept = curve(before["round"], round) if before else []
     new = {
@@ -249,7 +245,7 @@ def _mapped(rounds: Sequence[int]) -> list[int]:
 
 
 def _map(round: int, v: Tensor, present: Tensor, axes: Tensor) -> dict[str, Any]:
-    xy, explained = project(v[present], axes)
+    xy, explained = project_descriptors(v[present], axes)
     points = iter([[float(f"{x:.5g}") for x in point] for point in xy.tolist()])
     kept = (v * present[:, None]).float().contiguous().numpy().astype("<f4")
     return {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
-from fedloom.evaluation.uncertainty import BINS, Ensemble, averaged, calibration_counts, uncertainty_counts
+from fedloom.evaluation.uncertainty import BINS, EnsemblePredictor, averaged, calibration_counts, uncertainty_counts
 from fedloom.messages import Metrics
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _SLACK = 1.001
 _log = logging.getLogger("fedloom.evaluation")
 
 
-class Measured(NamedTuple):
+class Measurements(NamedTuple):
     """Measurements of P predictors on one client; the fields of :class:`~fedloom.messages.Metrics` for it.
 
     Attributes
@@ -106,26 +106,43 @@ def implausible(measured: Metrics, *, validation: int, test: int) -> str | None:
     """
     counts, confusion, calibration, uncertainty = (tensor[0] for tensor in measured.tensors().values())
     sizes = torch.tensor([[validation], [test]], dtype=torch.float64)
+    return (
+        _implausible_counts(counts, sizes, classes=confusion.shape[-1])
+        or _implausible_confusion(confusion, test)
+        or _implausible_confidence(calibration, uncertainty, test)
+    )
+
+
+def _implausible_counts(counts: Tensor, sizes: Tensor, *, classes: int) -> str | None:
     correct, total, loss = counts.unbind(-1)
     if not _whole(correct, total) or not ((total == 0) | (total == sizes)).all():
-        return f"counts of {float(total.max()):g} examples, allowed: 0, or all {validation} and {test} of its splits"
+        validation, test = (int(size) for size in sizes)
+        return f"counts of {float(total.max()):g} examples, not 0 or all {validation} and {test} of its splits"
     if (correct > total).any():
         return f"{float(correct.max()):g} right predictions of {float(total.max()):g} examples"
-    classes = confusion.shape[-1]
-    worst = (LOSS_CAP if classes else OWN_LOSS_CAP) * _SLACK
-    if (loss > worst * total).any() or (loss < (_SLACK - 1 if classes else worst) * -total).any():
+    most = (LOSS_CAP if classes else OWN_LOSS_CAP) * _SLACK
+    least = _SLACK - 1 if classes else most
+    if (loss > most * total).any() or (loss < least * -total).any():
         return f"summed losses from {float(loss.min()):g} to {float(loss.max()):g} of {float(total.max()):g} examples"
+    return None
+
+
+def _implausible_confusion(confusion: Tensor, test: int) -> str | None:
     if confusion.numel() and (confusion.min() < 0 or confusion.max() > test or (confusion.sum((1, 2)) > test).any()):
-        return f"predictions of {int(confusion.max())} examples with one label, allowed: 0 to {test} in all"
+        return f"predictions of {int(confusion.max())} examples with one label, of {test} test examples in all"
+    return None
+
+
+def _implausible_confidence(calibration: Tensor, uncertainty: Tensor, test: int) -> str | None:
     examples, confidence, right = calibration.unbind(-1)
-    summed, entropy, information = uncertainty.unbind(-1)
+    summed, *sums = uncertainty.unbind(-1)
     if not _whole(examples, right, summed) or examples.sum(1).max() > test or summed.max() > test:
-        return f"predictions with a confidence of {float(examples.sum(1).max()):g} examples, allowed: 0 to {test}"
+        return f"predictions with a confidence of {float(examples.sum(1).max()):g} examples, of {test} test examples"
     if (right > examples).any() or not ((confidence >= 0) & (confidence <= _SLACK * examples)).all():
         return "more right predictions, or a higher confidence, than examples"
-    for sums in (entropy, information):
-        if not ((sums >= -summed) & (sums <= LOSS_CAP * summed)).all():
-            return f"summed uncertainties of {float(sums.abs().max()):g} nats of {float(summed.max()):g} examples"
+    for total in sums:
+        if not ((total >= -summed) & (total <= LOSS_CAP * summed)).all():
+            return f"summed uncertainties of {float(total.abs().max()):g} nats of {float(summed.max()):g} examples"
     return None
 
 
@@ -136,7 +153,7 @@ def _whole(*counts: Tensor) -> bool:
 
 def measure(
     predictors: Mapping[str, Predictor], client: ClientData, names: Sequence[str], *, batch_size: int
-) -> Measured:
+) -> Measurements:
     """Count each predictor's correct predictions on validation and test data, and its confidence on the latter.
 
     The masked reading sets the log-probability of every class absent from the client's train split to -inf and
@@ -167,33 +184,40 @@ def measure(
         If a name has no predictor, or ``batch_size`` is not positive.
     """
     if batch_size < 1:
-        raise ValueError(f"batch_size: found {batch_size}, allowed: 1 or more")
-    missing = [name for name in names if name not in predictors]
+        raise ValueError(f"batch_size must be 1 or more (got {batch_size})")
+    _check_missing([name for name in names if name not in predictors], predictors, client, names)
+    mask = None if client.train.y is None or len(client.train) == 0 else client.present
+    nothing = _nothing(client)
+    found = {id(predictor): predictor for name, predictor in predictors.items() if name in names}  # two names may share
+    with torch.no_grad():
+        rows = {key: _measure(predictor, client, mask, batch_size) for key, predictor in found.items()}
+    measured = [rows[id(predictors[name])] if name in predictors else nothing for name in names]
+    broken = [name for name, row in zip(names, measured, strict=True) if not all(t.isfinite().all() for t in row)]
+    if broken:  # the predictor broke its contract
+        raise ArithmeticError(f"client {client.id}: the measurements of {broken[0]!r} are not finite")
+    return Measurements(*(torch.stack(tensors) for tensors in zip(*measured, strict=True)))
+
+
+def _check_missing(
+    missing: Sequence[str], predictors: Mapping[str, Predictor], client: ClientData, names: Sequence[str]
+) -> None:
+    """Raise if predictors are missing, unless the client has nothing to train on and has one."""
     nothing_to_train_on = len(client.train) == 0 or (client.train.y is None and client.classes > 0)
     if missing and not (nothing_to_train_on and len(missing) < len(names)):
         raise ValueError(f"client {client.id} has no predictor {missing[0]!r} (it has: {', '.join(predictors)})")
     if missing:
         _log.info("client %s has nothing to train on: %s is not measured", client.id, ", ".join(missing))
-    mask = None if client.train.y is None or len(client.train) == 0 else client.present
-    found: dict[int, Measured] = {}
-    with torch.no_grad():
-        for name in names:
-            if name in predictors and id(predictors[name]) not in found:  # one predictor may have two names
-                found[id(predictors[name])] = _measure(predictors[name], client, mask, batch_size)
-    nothing = Measured(*(t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()))
-    rows = [found[id(predictors[name])] if name in predictors else nothing for name in names]
-    for name, row in zip(names, rows, strict=True):
-        if not all(bool(tensor.isfinite().all()) for tensor in row):  # the predictor broke its contract
-            raise ArithmeticError(f"client {client.id}: what was measured of {name!r} is not finite")
-    return Measured(*(torch.stack(tensors) for tensors in zip(*rows, strict=True)))
 
 
-def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batch_size: int) -> Measured:
+def _nothing(client: ClientData) -> Measurements:
+    """Return the measurements of one predictor without test examples."""
+    return Measurements(*(t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()))
+
+
+def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batch_size: int) -> Measurements:
     """Run :func:`measure` for one predictor, and return its rows of the result."""
-    counts, confusion, calibration, uncertainty = (
-        t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()
-    )
-    ensemble = predictor if isinstance(predictor, Ensemble) else None
+    counts, confusion, calibration, uncertainty = _nothing(client)
+    ensemble = predictor if isinstance(predictor, EnsemblePredictor) else None
     for s, split in enumerate((client.validation, client.test)):
         if client.classes == 0:
             counts[s, 0] += _losses(predictor, split, batch_size)
@@ -215,7 +239,7 @@ def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batc
                 confusion += pairs.view(client.classes, client.classes).cpu()
                 calibration += calibration_counts(log_p, y)
                 uncertainty += uncertainty_counts(log_p, None if draws is None else draws[:, whole])
-    return Measured(counts, confusion, calibration, uncertainty)
+    return Measurements(counts, confusion, calibration, uncertainty)
 
 
 @runtime_checkable

@@ -1,8 +1,7 @@
-"""Computation of ``metrics.jsonl``, ``clients.csv`` and ``summary.json`` from the clients' counts."""
+"""Computation of ``metrics.jsonl`` and ``summary.json`` from the clients' counts."""
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,9 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.measure import CORRECT, LOSS, READINGS, SPLITS, TOTAL, shapes
-from fedloom.evaluation.uncertainty import calibration_errors, calibration_rows, edges, group_uncertainty
+from fedloom.evaluation.uncertainty import calibration_errors, group_uncertainty
 
 Statistics: TypeAlias = dict[str, Any]
 """Statistics of a group of clients: JSON values, see :func:`group_statistics`."""
@@ -34,7 +32,7 @@ class Communication:
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class EvaluationResult:
     """Measurements of the clients after a round.
 
     Attributes
@@ -77,16 +75,16 @@ class Evaluation:
             If they do not agree, or there is no ``personal`` predictor.
         """
         if "personal" not in self.predictors:
-            raise ValueError(f"predictors: found {', '.join(self.predictors)}, needed: personal")
+            raise ValueError(f"predictors must have 'personal' (got {', '.join(self.predictors)})")
         n = len(self.clients)
         measured = shapes(len(self.predictors), self.confusion.shape[-1])
         for name, trailing in {"seen": (), "present": (), **measured}.items():
-            found, allowed = tuple(getattr(self, name).shape), (n, *trailing)
-            if found != allowed:
-                raise ValueError(f"{name} has shape {found}, allowed: {allowed}")
+            shape, expected = tuple(getattr(self, name).shape), (n, *trailing)
+            if shape != expected:
+                raise ValueError(f"{name} must have shape {expected} (got {shape})")
         for name, tensor in self.records.items():
             if tensor.shape[:1] != (n,):
-                raise ValueError(f"record {name!r} has shape {tuple(tensor.shape)}, allowed: ({n}, ...)")
+                raise ValueError(f"record {name!r} must have shape ({n}, ...) (got {tuple(tensor.shape)})")
 
     @property
     def classes(self) -> int:
@@ -144,7 +142,7 @@ def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | No
 
 
 def predictor_statistics(
-    evaluation: Evaluation, predictor: str, group: Tensor, *, label_mask: bool
+    evaluation: EvaluationResult, predictor: str, group: Tensor, *, label_mask: bool
 ) -> Statistics | None:
     """Return test statistics of one predictor over the clients in ``group`` ``[n]`` bool, in both readings.
 
@@ -158,7 +156,7 @@ def predictor_statistics(
     return statistics | {other: group_statistics(evaluation.of(predictor, "test", other)[group])}
 
 
-def groups(evaluation: Evaluation, *, label_mask: bool) -> dict[str, Statistics | None]:
+def groups(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, Statistics | None]:
     """Return ``seen`` and ``unseen`` of the personal predictor, and ``global`` of the global one over all clients.
 
     ``global`` contains ``seen`` and ``unseen`` for the two groups separately; it is None for a method without a global
@@ -180,7 +178,7 @@ def groups(evaluation: Evaluation, *, label_mask: bool) -> dict[str, Statistics 
     return both("personal") | {"global": overall}
 
 
-def uncertainties(evaluation: Evaluation) -> dict[str, dict[str, float] | None]:
+def uncertainties(evaluation: EvaluationResult) -> dict[str, dict[str, float] | None]:
     """Return the uncertainty of ``seen``, ``unseen`` (personal) and ``global``: see ``group_uncertainty``."""
     everyone = torch.ones_like(evaluation.seen)
     wanted = {
@@ -191,7 +189,7 @@ def uncertainties(evaluation: Evaluation) -> dict[str, dict[str, float] | None]:
     return {name: _uncertainty(evaluation, predictor, group) for name, (predictor, group) in wanted.items()}
 
 
-def calibration_of_clients(evaluation: Evaluation, group: str) -> float | None:
+def calibration_of_clients(evaluation: EvaluationResult, group: str) -> float | None:
     """Return the mean calibration error over the clients of ``seen``, ``unseen`` or ``global``."""
     errors = calibration_errors(evaluation.calibration[:, evaluation.predictors.index(_predictor_of(group))])
     wanted = {"seen": evaluation.seen, "unseen": ~evaluation.seen}.get(group, torch.ones_like(evaluation.seen))
@@ -204,7 +202,7 @@ def _predictor_of(group: str) -> str:
     return "global" if group == "global" else "personal"
 
 
-def _uncertainty(evaluation: Evaluation, predictor: str, group: Tensor) -> dict[str, float] | None:
+def _uncertainty(evaluation: EvaluationResult, predictor: str, group: Tensor) -> dict[str, float] | None:
     """Return the uncertainty of one predictor over the present clients in ``group`` ``[n]`` bool; None without any."""
     if predictor not in evaluation.predictors:
         return None
@@ -212,27 +210,27 @@ def _uncertainty(evaluation: Evaluation, predictor: str, group: Tensor) -> dict[
     return group_uncertainty(evaluation.calibration[members, p], evaluation.uncertainty[members, p])
 
 
-def validation_pooled(evaluation: Evaluation, *, label_mask: bool) -> float | None:
+def validation_pooled(evaluation: EvaluationResult, *, label_mask: bool) -> float | None:
     """Return the pooled validation accuracy of seen clients' personal predictors; None without examples or classes."""
     counts = evaluation.of("personal", "validation", "masked" if label_mask else "unmasked")[evaluation.seen]
     total = float(counts[:, TOTAL].sum())
     return float(counts[:, CORRECT].sum()) / total if total and evaluation.classes else None
 
 
-def validation_loss(evaluation: Evaluation) -> float | None:
+def validation_loss(evaluation: EvaluationResult) -> float | None:
     """Return the mean validation loss of seen clients' personal predictors; None with classes or without examples."""
     counts = evaluation.of("personal", "validation", "unmasked")[evaluation.seen]
     total = float(counts[:, TOTAL].sum())
     return float(counts[:, LOSS].sum()) / total if total and not evaluation.classes else None
 
 
-def validation_score(evaluation: Evaluation, *, label_mask: bool) -> float | None:
+def validation_score(evaluation: EvaluationResult, *, label_mask: bool) -> float | None:
     """Return the score that the best round maximizes: pooled validation accuracy, or -loss without classes."""
     loss = validation_loss(evaluation)
     return validation_pooled(evaluation, label_mask=label_mask) if loss is None else -loss
 
 
-def left_out(evaluation: Evaluation, *, label_mask: bool) -> dict[str, int]:
+def left_out(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, int]:
     """Return the numbers of clients left out of statistics: ``absent`` (no answer), ``untested`` (no test data)."""
     total = evaluation.of("personal", "test", "masked" if label_mask else "unmasked")[:, TOTAL]
     present = evaluation.present.bool()
@@ -240,7 +238,7 @@ def left_out(evaluation: Evaluation, *, label_mask: bool) -> dict[str, int]:
 
 
 def metrics_line(
-    evaluation: Evaluation,
+    evaluation: EvaluationResult,
     *,
     label_mask: bool,
     train_loss: float | None,
@@ -328,16 +326,23 @@ def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     found: dict[str, Any] = {"evaluations": len(lines), "rounds": [lines[0]["round"], lines[-1]["round"]]}
     for group in ("seen", "unseen", "global"):
         of_group = [line[group] for line in lines if line[group] is not None]
-        found[group] = {} if len(of_group) == len(lines) else None
-        for key in ("accuracy_mean", "accuracy_pooled", "loss_mean") if found[group] is not None else ():
-            values = [one[key] for one in of_group if one.get(key) is not None]
-            if len(values) == len(lines) and (key != "loss_mean" or not found[group]):
-                mean = math.fsum(values) / len(values)
-                found[group][key] = {"mean": mean, "lowest": min(values), "highest": max(values)}
+        found[group] = _over_evaluations(of_group) if len(of_group) == len(lines) else None
     return found
 
 
-def own_steps(after: Mapping[int, Evaluation], *, label_mask: bool) -> list[dict[str, Any]] | None:
+def _over_evaluations(groups: Sequence[Statistics]) -> dict[str, dict[str, float]]:
+    """Return mean, lowest and highest of a group's accuracies, or of its losses if there are no accuracies."""
+    found: dict[str, dict[str, float]] = {}
+    for keys in (("accuracy_mean", "accuracy_pooled"), ("loss_mean",)):
+        for key in keys if not found else ():
+            values = [one[key] for one in groups if one.get(key) is not None]
+            if len(values) == len(groups):
+                mean = math.fsum(values) / len(values)
+                found[key] = {"mean": mean, "lowest": min(values), "highest": max(values)}
+    return found
+
+
+def own_steps(after: Mapping[int, EvaluationResult], *, label_mask: bool) -> list[dict[str, Any]] | None:
     """Return ``own_steps`` of ``summary.json``: {``steps``, ``unseen``} for each number of a client's own steps.
 
     ``unseen`` is as in the summary itself. The list is None if no steps were requested.
@@ -356,28 +361,53 @@ def line_score(line: Mapping[str, Any]) -> float | None:
     return accuracy if loss is None else -float(loss)
 
 
+@dataclass(frozen=True)
+class RunDescription:
+    """Description of a run in its summary; ``titles`` are the names of the method's predictors in tables."""
+
+    name: str
+    algorithm: str
+    dataset: str
+    model: str
+    seed: int
+    titles: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """Cost of a run.
+
+    Attributes
+    ----------
+    rounds
+        Number of rounds trained.
+    clients_per_round
+        None for a method without rounds.
+    client_steps, training_s
+        Local SGD steps, and wall time of the training rounds that made them, including aggregation and wire, excluding
+        evaluation and start-up.
+    """
+
+    rounds: int
+    clients_per_round: int | None
+    communication: Communication
+    duration_s: float
+    client_steps: int
+    training_s: float
+
+
 def summary(
-    final: Evaluation,
+    final: EvaluationResult,
     history: Iterable[Mapping[str, Any]],
+    about: RunDescription,
+    cost: RunCost,
     *,
-    last: Sequence[Mapping[str, Any]] = (),
     label_mask: bool,
-    name: str,
-    algorithm: str,
-    dataset: str,
-    model: str,
-    seed: int,
-    rounds: int,
-    clients_per_round: int | None,
-    communication: Communication,
-    duration_s: float,
-    client_steps: int,
-    training_s: float,
-    titles: Mapping[str, str] | None = None,
-    after_steps: Mapping[int, Evaluation] | None = None,
+    last: Sequence[Mapping[str, Any]] = (),
+    after_steps: Mapping[int, EvaluationResult] | None = None,
     extra: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the object of ``summary.json``: the keys of DESIGN §7, and ``uncertainty``.
+    """Return the object of ``summary.json``.
 
     Parameters
     ----------
@@ -387,11 +417,6 @@ def summary(
         Lines of ``metrics.jsonl``, including that of the best round.
     last
         Last :data:`LATE` lines of it.
-    rounds
-        Number of rounds trained.
-    client_steps, training_s
-        Local SGD steps, and wall time of the training rounds that made them, including aggregation and wire, excluding
-        evaluation and start-up. Their ratio is None for a method without rounds.
     after_steps
         Number of own steps -> evaluation of the unseen clients after them.
     extra
@@ -403,15 +428,16 @@ def summary(
     ValueError
         If ``extra`` uses a key of the summary itself.
     """
+    steps, seconds = cost.client_steps, cost.training_s
     result = {
-        "name": name,
-        "algorithm": algorithm,
-        "titles": dict(titles or {}),
-        "dataset": dataset,
-        "model": model,
-        "seed": seed,
-        "rounds": rounds,
-        "clients_per_round": clients_per_round,
+        "name": about.name,
+        "algorithm": about.algorithm,
+        "titles": dict(about.titles),
+        "dataset": about.dataset,
+        "model": about.model,
+        "seed": about.seed,
+        "rounds": cost.rounds,
+        "clients_per_round": cost.clients_per_round,
         **groups(final, label_mask=label_mask),
         "own_steps": own_steps(after_steps or {}, label_mask=label_mask),
         "best": best(history),
@@ -420,98 +446,11 @@ def summary(
             name: None if found is None else {**found, "ece_clients": calibration_of_clients(final, name)}
             for name, found in uncertainties(final).items()
         },
-        "communication": asdict(communication),
-        "duration_s": duration_s,
-        "client_steps_per_s": client_steps / training_s if client_steps and training_s > 0 else None,
+        "communication": asdict(cost.communication),
+        "duration_s": cost.duration_s,
+        "client_steps_per_s": steps / seconds if steps and seconds > 0 else None,
     }
     return _extended(result, extra)
-
-
-def client_rows(evaluation: Evaluation, entries: Iterable[ClientEntry]) -> list[dict[str, str]]:
-    """Return the lines of ``clients.csv``, in the order of the evaluation.
-
-    Columns: ``id``, ``seen`` (true, false), ``train``, ``validation``, ``test`` (examples), ``labels`` (classes of the
-    train split, separated by spaces), then for each predictor ``<p>_accuracy_unmasked``, ``<p>_loss_unmasked``,
-    ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split, empty without such a reading; ``<p>_ece``, its own
-    calibration error there (unmasked); and ``owner``, the name of its natural owner, empty for partitioned examples.
-    """
-    by_id = {entry.id: entry for entry in entries}
-    calibrations = evaluation.calibration.unbind(1)
-    errors = {p: calibration_errors(c).tolist() for p, c in zip(evaluation.predictors, calibrations, strict=True)}
-    rows = []
-    for i, client in enumerate(evaluation.clients):
-        entry = by_id[client]
-        row = {
-            "id": client,
-            "seen": str(entry.seen).lower(),
-            "train": str(entry.train),
-            "validation": str(entry.validation),
-            "test": str(entry.test),
-            "labels": " ".join(str(label) for label, count in enumerate(entry.class_counts["train"]) if count),
-        }
-        for predictor in evaluation.predictors:
-            for reading in READINGS:
-                correct, total, loss = evaluation.of(predictor, "test", reading)[i].tolist()
-                row[f"{predictor}_accuracy_{reading}"] = (
-                    f"{correct / total:.6f}" if total and evaluation.classes else ""
-                )
-                row[f"{predictor}_loss_{reading}"] = f"{loss / total:.6f}" if total else ""
-            error = errors[predictor][i]
-            row[f"{predictor}_ece"] = "" if math.isnan(error) else f"{error:.6f}"
-        rows.append({**row, "owner": entry.owner or ""})
-    return rows
-
-
-def confusion_document(evaluation: Evaluation, class_names: Sequence[str]) -> dict[str, Any]:
-    """Return the content of ``confusion.json``: predicted against true classes on the test split, unmasked.
-
-    ``round``, ``classes``, and for each predictor (None if the method lacks it) ``seen`` and ``unseen``: sums over the
-    group's clients, a row per class and a column per predicted class, None for a group without clients.
-    """
-    document: dict[str, Any] = {
-        "round": evaluation.round,
-        "classes": list(class_names),
-        "personal": None,
-        "global": None,
-    }
-    for p, predictor in enumerate(evaluation.predictors):
-        document[predictor] = {}
-        for name, group in (("seen", evaluation.seen), ("unseen", ~evaluation.seen)):
-            members = evaluation.confusion[group & evaluation.present, p]
-            document[predictor][name] = members.sum(0).tolist() if len(members) else None
-    return document
-
-
-def confusion_table(evaluation: Evaluation) -> str:
-    """Return the content of ``confusion.csv``: each personal model's predicted and true classes, test split, unmasked.
-
-    It has a line ``id,class,predicted,examples`` for each pair of classes that occurs, in the order of the evaluation,
-    with classes by number. Clients that did not answer, or have no labelled test examples, have no lines.
-    """
-    text, p = io.StringIO(), evaluation.predictors.index("personal")
-    text.write("id,class,predicted,examples\n")
-    for client, found, present in zip(evaluation.clients, evaluation.confusion[:, p], evaluation.present, strict=True):
-        if present:
-            places = found.nonzero()
-            for (j, k), n in zip(places.tolist(), found[places.unbind(1)].tolist(), strict=True):
-                text.write(f"{client},{j},{k},{n}\n")
-    return text.getvalue()
-
-
-def calibration_document(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the content of ``calibration.json``: accuracy by confidence on the test split, unmasked.
-
-    ``round``; ``edges``, the bin edges; and for each predictor (None if the method lacks it) ``seen`` and ``unseen``:
-    for each bin the number of examples of the group, their mean confidence and their accuracy. None for a group without
-    examples.
-    """
-    document: dict[str, Any] = {"round": evaluation.round, "edges": edges(), "personal": None, "global": None}
-    for p, predictor in enumerate(evaluation.predictors):
-        document[predictor] = {
-            name: calibration_rows(evaluation.calibration[group & evaluation.present, p])
-            for name, group in (("seen", evaluation.seen), ("unseen", ~evaluation.seen))
-        }
-    return document
 
 
 def _extended(line: dict[str, Any], extra: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ ENTROPY, INFORMATION = 1, 2
 
 
 @runtime_checkable
-class Ensemble(Protocol):
+class EnsemblePredictor(Protocol):
     """Predictor that averages the probabilities of several networks."""
 
     def draws_log_probabilities(self, x: Tensor) -> Tensor:
@@ -160,9 +160,7 @@ def client_document(
     Returns
     -------
     dict
-        ``edges`` of the bins of confidence; ``clients`` {``ids``, ``seen``}; ``rounds``, ascending: {``round``, and one
-        entry per client of ``examples`` and ``right`` (by bin), and of ``entropy`` and ``mutual_information`` (means in
-        nats), null for a client without predictions}.
+        ``edges``, ``clients`` and ``rounds``; null for a client without predictions.
     """
     n = uncertainty[:, EXAMPLES]
     means = (uncertainty / n.clamp(min=1)[:, None]).tolist()

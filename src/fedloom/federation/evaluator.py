@@ -16,7 +16,7 @@ from fedloom.data.federated import Manifest
 from fedloom.errors import DataError, FedloomError, InterruptedRun, argument
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
-from fedloom.evaluation.summary import Evaluation
+from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.client_side import EVALUATE, after_steps_purpose
@@ -104,7 +104,7 @@ class Evaluator:
         self._held_out = {entry.id: (entry.validation, entry.test) for entry in self.manifest.clients}
         self.monitor.know(self.manifest.clients)
 
-    def evaluate(self) -> Evaluation:
+    def evaluate(self) -> EvaluationResult:
         """Personalize every client, seen and unseen, and have it measure the result."""
         return self._evaluate(Attempt(self.round, 0))
 
@@ -116,7 +116,7 @@ class Evaluator:
                 self._personalize(session, session.hold(clients[start : start + self.schedule.evaluation_cohort]))
         return attempt.losses
 
-    def _evaluate(self, attempt: Attempt, steps: int | None = None) -> Evaluation:
+    def _evaluate(self, attempt: Attempt, steps: int | None = None) -> EvaluationResult:
         """Measure every client, or, given a number of local steps, the unseen ones after these steps."""
         with tracing.span("evaluation", round=self.round, algorithm=self.algorithm.name):
             planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
@@ -143,7 +143,7 @@ class Evaluator:
                 attempt.payload_up // answered - results.metrics.client_bytes(),
                 attempt.payload_down // (len(clients) - skipped),
             )
-        return Evaluation(
+        return EvaluationResult(
             round=self.round,
             clients=tuple(clients),
             seen=torch.tensor([self.manifest.entry(client).seen for client in clients]),

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom import tracing
 from fedloom.algorithms.base import Algorithm, Statistics
 from fedloom.errors import GO_ON, InterruptedRun, QuorumError, argument
-from fedloom.evaluation.summary import Communication, Evaluation, metrics_line, validation_score
+from fedloom.evaluation.summary import Communication, EvaluationResult, metrics_line, validation_score
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.cohort import RoundAttempt, TooFewReplies
 from fedloom.federation.evaluator import Evaluator
@@ -58,7 +58,7 @@ class Loop(Evaluator):
         self.extra = extra
         self.best: Best | None = None
         self._evaluated = -1
-        self.after_steps: dict[int, Evaluation] = {}
+        self.after_steps: dict[int, EvaluationResult] = {}
         self._saved_at = time.monotonic()
 
     def _settle(self, attempt: Attempt) -> None:
@@ -132,7 +132,7 @@ class Loop(Evaluator):
             self.checkpoints.close()
             self._helper.shutdown()
 
-    def run(self) -> Evaluation:
+    def run(self) -> EvaluationResult:
         """Run to the last round and return its evaluation.
 
         Raise QuorumError if a round failed ``attempts`` times; InterruptedRun if ``stop`` was set; StorageError if
@@ -147,7 +147,7 @@ class Loop(Evaluator):
             self.checkpoints.close()
             self._helper.shutdown()
 
-    def _run(self) -> Evaluation:
+    def _run(self) -> EvaluationResult:
         evaluation = self._make_rounds()
         if evaluation is None or evaluation.round != self.round:  # resumed after the last round
             self._settle(Attempt(self.round, 0))
@@ -161,9 +161,9 @@ class Loop(Evaluator):
         self.personalization_payload = payload
         return evaluation
 
-    def _make_rounds(self) -> Evaluation | None:
+    def _make_rounds(self) -> EvaluationResult | None:
         """Run all remaining rounds, and return the last evaluation made on the way."""
-        evaluation: Evaluation | None = None
+        evaluation: EvaluationResult | None = None
         if self._evaluation_due() and self._evaluated != self.round:
             evaluation = self._evaluate_and_note()
             self._checkpoint()
@@ -279,7 +279,7 @@ class Loop(Evaluator):
             return s.measure_last
         return self.round % s.evaluate_every == 0
 
-    def _evaluate_and_note(self) -> Evaluation:
+    def _evaluate_and_note(self) -> EvaluationResult:
         started = time.perf_counter()
         attempt = Attempt(self.round, 0, outcome=EVALUATED)
         self._settle(attempt)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm
-from fedloom.evaluation.summary import Evaluation
+from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
 from fedloom.runs.checkpoint import Best
 from fedloom.runs.journal import Attempt
 
-Extra = Callable[[Evaluation], dict[str, dict[str, Any]]]
+Extra = Callable[[EvaluationResult], dict[str, dict[str, Any]]]
 """Sub-objects that a method adds to metrics.jsonl and summary.json, from what its server half recorded."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedloom.reporting.compare import Comparison
+    from fedloom.reporting.compare import RunComparison
 
 DASH = "–"
 GROUPS = {"seen": "seen", "unseen": "unseen", "global model": "global"}
@@ -44,11 +44,13 @@ def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
     return (mean, *(f"{100 * row[key]:.1f}" for key in others))
 
 
-def comparison(found: Comparison) -> str:
+def comparison(found: RunComparison) -> str:
     """Return runs side by side, best in bold, as in the pages of ``fedloom compare``."""
-    from fedloom.reporting.compare_tables import as_text, headings, test_note, text_title
+    from fedloom.reporting.compare_findings import findings, sentence
+    from fedloom.reporting.compare_tables import as_text, headings, marks_note, text_title
 
-    parts = [f"{text_title(found)}. Bold: best; italic: not told from {test_note(found)}.\n"]
+    parts = [f"{sentence(found, finding)}\n\n" for finding in findings(found)]
+    parts.append(f"{text_title(found)}. {marks_note(found, tied='italic')}\n")
     marks = {"best": "**", "tied": "*", "": ""}
     for title, lines in as_text(found).items():
         rows = [[f"{marks[cell.mark]}{cell.text}{marks[cell.mark]}" for cell in line] for line in lines]

@@ -278,7 +278,7 @@ def evaluate_task(
         for each true class, over all clients; None for data without classes.
     """
     from fedloom.data.manifest import read_manifest
-    from fedloom.evaluation import summary
+    from fedloom.evaluation import documents, summary
     from fedloom.runner import personal, trained
     from fedloom.runs.folder import RunFolder
     from fedloom.trust.options import ClientOptions
@@ -314,10 +314,10 @@ def evaluate_task(
     evaluated.reopen_lines()
     evaluated.rewrite("metrics.jsonl", [line])
     evaluated.write("partition.json", manifest.to_json())
-    evaluated.write("clients.csv", as_csv(summary.client_rows(evaluation, manifest.clients)))
-    evaluated.write("confusion.csv", summary.confusion_table(evaluation))
-    evaluated.write_json("confusion.json", summary.confusion_document(evaluation, manifest.class_names))
-    evaluated.write_json("calibration.json", summary.calibration_document(evaluation))
+    evaluated.write("clients.csv", as_csv(documents.client_rows(evaluation, manifest.clients)))
+    evaluated.write("confusion.csv", documents.confusion_table(evaluation))
+    evaluated.write_json("confusion.json", documents.confusion_document(evaluation, manifest.class_names))
+    evaluated.write_json("calibration.json", documents.calibration_document(evaluation))
     rows = evaluation.confusion[:, evaluation.predictors.index("personal")].sum(0).tolist()  # counts, [C, C]
     confusion = {"class_names": list(manifest.class_names), "rows": rows} if manifest.classes else None
     return {**found.statistics, "confusion": confusion}
@@ -353,7 +353,7 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
         Label and folder of each run.
     """
     from fedloom.kubeflow import markdown
-    from fedloom.reporting.compare import compare as compared
+    from fedloom.reporting.compare import compare_runs
     from fedloom.reporting.compare_report import write_comparison
 
     if len({label for label, _ in runs}) < len(runs):
@@ -362,7 +362,7 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
     with tempfile.TemporaryDirectory() as folder:  # runs are named by their folders, artifacts all alike
         for label, run in runs:
             shutil.copytree(run, Path(folder) / label, ignore=WITHOUT)
-        found = compared([Path(folder)])
+        found = compare_runs([Path(folder)])
         shutil.copyfile(write_comparison(found, out), page)
     table.write_text(markdown.comparison(found), encoding="utf-8")
 

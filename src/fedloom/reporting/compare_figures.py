@@ -13,9 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
-from fedloom.reporting.compare import ACCURACY, FEATURED, MeanStd, Row, differences, spread
-from fedloom.reporting.compare_tables import GROUP_NAMES
+from fedloom.reporting.compare import FEATURED
+from fedloom.reporting.compare_findings import GROUP_NAMES
+from fedloom.reporting.compare_rows import ACCURACY, MeanStd, Row, Scale, differences, mean_std, own_steps_of
 from fedloom.reporting.drawing import FULL, INK, MANY_ROUNDS, as_svg, neighbours, over_rounds, panel, percent, sheet
+from fedloom.reporting.page import FEWEST_POINTS
 from fedloom.reporting.run_results import GROUPS, USERS
 
 COLOURS = {
@@ -31,7 +33,7 @@ _SPENT = (("rounds", "round"), ("communication", "payload, both directions"), ("
 
 
 @dataclass(frozen=True)
-class Look:
+class LineStyle:
     """Drawing style of a method; after eight methods, colours repeat with other line styles and markers."""
 
     name: str
@@ -49,87 +51,93 @@ class Look:
         return " ".join(f"{2 * length:g}" for length in self.dash)
 
 
-def looks(labels: Iterable[str]) -> dict[str, Look]:
+def line_styles(labels: Iterable[str]) -> dict[str, LineStyle]:
     """Return a style for each label, in order of appearance."""
     distinct = list(dict.fromkeys(labels))
     return {
-        label: Look(f"m{i % len(COLOURS)}", DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
+        label: LineStyle(f"m{i % len(COLOURS)}", DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)])
         for i, label in enumerate(distinct)
     }
 
 
+def has_curves(rows: Sequence[Row]) -> bool:
+    """Return whether some row was evaluated often enough for a curve (:data:`FEWEST_POINTS`)."""
+    return any(len(_curve(row, group)) >= FEWEST_POINTS for row in rows for group in _groups_and_users(rows))
+
+
 @as_svg
-def curves(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+def draw_curves(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     """Draw mean test accuracy (or loss) over rounds, bytes and client steps, with a row of panels per group.
 
     Lines are means over seeds, bands ± one standard deviation. A method evaluated only once, e.g. without rounds, is a
     horizontal line. The axis starts slightly below the lowest accuracy, or ends slightly above the highest loss, of a
     trained round; an untrained model may lie outside. A single row is drawn over rounds only, because its other panels
-    would look the same. More than :data:`FEATURED` rows are drawn over rounds only, too; see :func:`spent`.
+    would look the same. More than :data:`FEATURED` rows are drawn over rounds only, too; see :func:`draw_spent`.
     """
-    users = any(row.over_seeds(USERS) is not None for row in rows)
-    shown, scale = [*([USERS] if users else []), *_groups(rows)], rows[0].scale
+    shown = _groups_and_users(rows)
     over = _SPENT if 1 < len(rows) <= FEATURED else _SPENT[:1]
     figure = sheet(FULL, 0.8 + (2.1 if len(rows) <= FEATURED else 3.4) * len(shown))
     grid = figure.subplots(len(shown), len(over), sharex="col", sharey="row", squeeze=False)
     for group, line in zip(shown, grid, strict=True):
-        trained = []
-        for row in rows:
-            curve = _curve(row, group)
-            if not curve:
-                continue
-            means = [point.mean for _, point in curve]
-            trained += means[1:] if len(means) > 2 else means
-            for k, axes in enumerate(line):
-                _draw_curve(axes, [(x[k], point) for x, point in curve], styles[row.label], row.label)
-        line[0].set_ylabel(GROUP_NAMES[group])
-        if scale is ACCURACY:
-            line[0].set_ylim(max(0.0, min([0.95, *trained]) - 0.05), 1.0)
-            percent(line[0].yaxis)
-        elif trained:
-            line[0].set_ylim(*_around(trained))
-    for top, bottom, (title, label) in zip(grid[0], grid[-1], over, strict=True):
-        top.set_title(f"Test {scale.name} over {title}")
-        bottom.set_xlabel(label)
-        bottom.set_xlim(left=0)
-        _scale_of_spent(bottom, title)
+        _draw_curves_of(group, line, rows, styles)
+    _label_spent(grid, rows[0].scale, over, "over")
     _legend(figure, grid[0][0], grid[-1][0])
     return figure
 
 
+def _draw_curves_of(group: str, line: Sequence[Axes], rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> None:
+    """Draw the curves of a group on a row of panels with one vertical scale."""
+    trained = []
+    for row in rows:
+        curve = _curve(row, group)
+        means = [point.mean for _, point in curve]
+        trained += means[1:] if len(means) > 2 else means
+        for k, axes in enumerate(line if curve else ()):
+            _draw_curve(axes, [(x[k], point) for x, point in curve], styles[row.label], row.label)
+    line[0].set_ylabel(GROUP_NAMES[group])
+    if rows[0].scale is ACCURACY:
+        line[0].set_ylim(max(0.0, min([0.95, *trained]) - 0.05), 1.0)
+        percent(line[0].yaxis)
+    elif trained:
+        line[0].set_ylim(*_around(trained))
+
+
 @as_svg
-def spent(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+def draw_spent(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     """Draw test accuracy (or loss) in the last round against the bytes and client steps of training, a point per row.
 
     Bars are ± one standard deviation over seeds.
     """
-    users = any(row.over_seeds(USERS) is not None for row in rows)
-    shown, scale = [*([USERS] if users else []), *_groups(rows)], rows[0].scale
+    shown = _groups_and_users(rows)
     figure = sheet(FULL, 0.8 + 2.9 * len(shown))
     grid = figure.subplots(len(shown), 2, sharex="col", sharey="row", squeeze=False)
     for group, line in zip(shown, grid, strict=True):
-        for row in rows:
-            value, about = row.over_seeds(group), [result.curve[-1] for result in row.results]
-            if value is None:
-                continue
-            bytes_and_steps = [sum(p.payload for p in about), sum(p.client_steps for p in about)]
-            look = styles[row.label]
-            for axes, total in zip(line, bytes_and_steps, strict=True):
-                axes.errorbar(
-                    total / len(about), value.mean, yerr=value.std, color=COLOURS[look.name], marker=look.marker,
-                    markersize=5, linewidth=0.9, linestyle="none", label=row.label,
-                )  # fmt: skip
         line[0].set_ylabel(GROUP_NAMES[group])
-        if scale is ACCURACY:
-            percent(line[0].yaxis)
-    for top, bottom, (title, label) in zip(grid[0], grid[-1], _SPENT[1:], strict=True):
-        top.set_title(f"Test {scale.name} and {title}")
-        bottom.set_xlabel(label)
-        bottom.set_xlim(left=0)
-        bottom.set_xmargin(0.08)
-        _scale_of_spent(bottom, title)
+        for row in rows:
+            value, look = row.over_seeds(group), styles[row.label]
+            spent = (row.training("payload"), row.training("client_steps"))
+            for axes, total in zip(line, spent, strict=True):
+                if value is not None and total is not None:
+                    axes.errorbar(
+                        total.mean, value.mean, yerr=value.std, color=COLOURS[look.name], marker=look.marker,
+                        markersize=5, linewidth=0.9, linestyle="none", label=row.label,
+                    )  # fmt: skip
+    if rows[0].scale is ACCURACY:
+        percent(*(line[0].yaxis for line in grid))
+    _label_spent(grid, rows[0].scale, _SPENT[1:], "and")
+    for axes in grid[-1]:
+        axes.set_xmargin(0.08)
     _legend(figure, grid[0][0], grid[-1][0])
     return figure
+
+
+def _label_spent(grid: Any, scale: Scale, over: Sequence[tuple[str, str]], link: str) -> None:
+    """Label the columns of panels by what was spent."""
+    for top, bottom, (title, label) in zip(grid[0], grid[-1], over, strict=True):
+        top.set_title(f"Test {scale.name} {link} {title}")
+        bottom.set_xlabel(label)
+        bottom.set_xlim(left=0)
+        _scale_of_spent(bottom, title)
 
 
 def _scale_of_spent(axes: Axes, title: str) -> None:
@@ -139,7 +147,7 @@ def _scale_of_spent(axes: Axes, title: str) -> None:
 
 
 @as_svg
-def training_loss(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+def draw_training_losses(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     """Draw training loss over rounds for trained rows: means over seeds, and over adjacent rounds if there are many."""
     figure, axes = panel(2.9, FULL)
     last = 0
@@ -161,15 +169,14 @@ def training_loss(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
 
 
 @as_svg
-def own_steps(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+def draw_own_steps(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     """Draw test accuracy (or loss) of unseen clients over the number of their extra local steps.
 
     Lines are means over seeds; with several seeds, each also has a small dot. Steps are evenly spaced on the axis,
     whatever their values.
     """
     figure, axes = panel(3.4, FULL)
-    scale = rows[0].scale
-    ticks = sorted({k for row in rows for k in row.own_steps})
+    ticks = own_steps_of(rows)
     for row in rows:
         found, look = row.own_steps, styles[row.label]
         x = [ticks.index(k) for k in found]
@@ -178,58 +185,64 @@ def own_steps(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
             dots = [run.own_steps[k].mean for k in found]
             axes.plot(x, dots, ".", color=COLOURS[look.name], markersize=4, alpha=0.6)
     axes.set_xticks(range(len(ticks)), [str(k) for k in ticks])
-    axes.set_xlabel("steps that the client makes itself")
-    axes.set_ylabel(f"test {scale.name}")
+    axes.set_xlabel("local steps of the client")
+    axes.set_ylabel(f"test {rows[0].scale.name}")
     axes.set_title("A client that was never seen in training")
-    if scale is ACCURACY:
+    if rows[0].scale is ACCURACY:
         percent(axes.yaxis)
     _legend(figure, axes)
     return figure
 
 
 @as_svg
-def clients(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     """Draw the empirical distribution of the clients' test accuracy (or loss) in the last round, over all seeds."""
     shown = _groups(rows)
-    scale = rows[0].scale
     figure = sheet(FULL, 3.1)
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for group, axes in zip(shown, panels, strict=True):
-        values = {
-            row.label: sorted(r / n for result in row.results for r, n in result.clients[group].values())
-            for row in rows
-        }
+        values = {row.label: sorted(row.client_values(group)) for row in rows}
         all_values = [value for found in values.values() for value in found]
         left, right = _around(all_values or [0.0])
-        if scale is ACCURACY:
+        if rows[0].scale is ACCURACY:
             left, right = max(0.0, min([1.0, *all_values]) - 0.02), 1.005
-        end = 1.0 if scale is ACCURACY else right
+            percent(axes.xaxis)
         for label, found in values.items():
             if found:
                 x, y = _steps(found)
-                axes.plot([*x, end], [*y, 1.0], **styles[label].line, label=label)
-        axes.set(title=f"{group.capitalize()} clients", xlabel=f"test {scale.name}", ylim=(0, 1.01))
+                axes.plot(
+                    [*x, min(1.0, right) if rows[0].scale is ACCURACY else right],
+                    [*y, 1.0],
+                    **styles[label].line,
+                    label=label,
+                )
+        axes.set(title=f"{group.capitalize()} clients", xlabel=f"test {rows[0].scale.name}", ylim=(0, 1.01))
         axes.set_xlim(left, right)
-        percent(axes.yaxis, *([axes.xaxis] if scale is ACCURACY else []))
         axes.grid(visible=True, axis="x")
+    percent(panels[0].yaxis)
     panels[0].set_ylabel("share of clients at or below")
     _legend(figure, *panels)
     return figure
 
 
-def best_of(rows: Sequence[Row], group: str) -> Row | None:
+def _best_of(rows: Sequence[Row], group: str) -> Row | None:
     """Return the row with the highest mean accuracy or lowest mean loss, the first on ties; None without results."""
     measured = [row for row in rows if row.over_seeds(group) is not None]
-    return max(measured, key=lambda row: row.scale.sign * _mean(row, group), default=None)
+    return max(measured, key=lambda row: row.scale.sign * row.mean(group), default=None)
+
+
+def has_losses(rows: Sequence[Row]) -> bool:
+    """Return whether some row has the training losses of enough rounds for a curve (:data:`FEWEST_POINTS`)."""
+    return any(len(row.training_loss) >= FEWEST_POINTS for row in rows)
 
 
 def has_pairs(rows: Sequence[Row]) -> bool:
-    """Return whether :func:`pairs` has data: some row shares clients with the best."""
+    """Return whether :func:`draw_pairs` has data: some row shares clients with the best."""
     return bool(_panels(rows))
 
 
 @as_svg
-def pairs(rows: Sequence[Row], styles: Mapping[str, Look]) -> Figure:
+def draw_pairs(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     """Draw each method's difference to the best on average, client by client, sorted.
 
     A line crosses zero at the share of clients for which the best on average is not better.
@@ -256,7 +269,7 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]
     """Return for each group the best row, and the others' differences to it, client by client and by label."""
     found = []
     for group in GROUPS:
-        best = best_of(rows, group)
+        best = _best_of(rows, group)
         if best is not None:
             lines = {
                 row.label: [d for of_seed in differences(row, best, group).values() for d in of_seed]
@@ -269,15 +282,14 @@ def _panels(rows: Sequence[Row]) -> list[tuple[str, Row, dict[str, list[float]]]
     return found
 
 
+def _groups_and_users(rows: Sequence[Row]) -> list[str]:
+    """Return the groups for which some row has a result, user 0 first."""
+    return [group for group in (USERS, *GROUPS) if any(row.over_seeds(group) is not None for row in rows)]
+
+
 def _groups(rows: Sequence[Row]) -> list[str]:
     """Return the groups, of seen and unseen clients, for which some row has a result."""
-    return [group for group in GROUPS if any(row.over_seeds(group) is not None for row in rows)]
-
-
-def _mean(row: Row, group: str) -> float:
-    found = row.over_seeds(group)
-    assert found is not None
-    return found.mean
+    return [group for group in _groups_and_users(rows) if group != USERS]
 
 
 def _around(losses: Sequence[float]) -> tuple[float, float]:
@@ -293,7 +305,7 @@ def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], MeanS
     found: list[tuple[tuple[float, float, float], MeanStd]] = []
     for number in sorted(set.intersection(*(set(points) for points in by_round))):
         points = [points[number] for points in by_round]
-        value = spread(point.mean.get(group) for point in points)
+        value = mean_std(point.mean.get(group) for point in points)
         if value is not None:
             n = len(points)
             x = (number, sum(p.payload for p in points) / n, sum(p.client_steps for p in points) / n)
@@ -301,7 +313,7 @@ def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], MeanS
     return found
 
 
-def _draw_curve(axes: Axes, curve: Sequence[tuple[float, MeanStd]], look: Look, label: str) -> None:
+def _draw_curve(axes: Axes, curve: Sequence[tuple[float, MeanStd]], look: LineStyle, label: str) -> None:
     x = [x for x, _ in curve]
     mean = [point.mean for _, point in curve]
     std = [point.std or 0.0 for _, point in curve]

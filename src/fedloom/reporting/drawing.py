@@ -143,6 +143,14 @@ def dots(axes: Axes, x: Array, y: Array, seen: NDArray[np.bool_]) -> None:
     axes.grid(visible=True, axis="both")
 
 
+def framed(axes: Axes) -> None:
+    """Frame the axes of a map: without grid or ticks."""
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set(visible=True, alpha=0.35)
+
+
 def neighbours(values: Sequence[float], most: int = MANY_ROUNDS) -> Array:
     """Return means of adjacent values, grouped so that at most ``most`` values remain."""
     together = -(-len(values) // most)
@@ -163,12 +171,12 @@ def point_url(k: int) -> str:
     return f"point:{k}"
 
 
-def annotated(svg: str, notes: Sequence[str], links: Sequence[str | None]) -> str:
+def annotated(svg: str, notes: Sequence[str], links: Mapping[int, str]) -> str:
     """Give each marked point its note, shown as a tooltip, and its link, if it has one."""
 
     def point(match: re.Match[str]) -> str:
         k = int(match[1])
-        tag, link = ("a", f' href="#{links[k]}"') if links[k] is not None else ("g", "")
+        tag, link = ("a", f' href="#{links[k]}"') if k in links else ("g", "")
         return f"<{tag}{link}><title>{escape(notes[k])}</title>{match[2]}</{tag}>"
 
     return re.sub(r'<a xlink:href="point:(\d+)"[^>]*>(.*?)</a>', point, svg, flags=re.DOTALL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,13 +28,14 @@ from fedloom.reporting.drawing import (
     Array,
     as_svg,
     dots,
+    framed,
     neighbours,
     over_rounds,
     panel,
     percent,
-    point_url,
     sheet,
 )
+from fedloom.reporting.words import human_time
 
 HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(COLOURS["seen"], opacity) for opacity in (0, 1)])
 """Colour map of heat maps, from transparent to opaque: zero shows the page, light or dark, and lightness varies
@@ -54,48 +54,36 @@ _EVERYONE = ("true", "false")
 
 
 @as_svg
-def learning_curve(lines: Sequence[Mapping[str, Any]], what: Literal["accuracy", "loss"]) -> Figure:
-    """Draw mean test accuracy (or loss) over rounds, with a band of ± one standard deviation over clients.
-
-    Parameters
-    ----------
-    lines
-        Evaluated rounds, in ascending order.
-    what
-        ``loss`` if the data have no classes; it has no band.
-    """
+def draw_learning_curve(lines: Sequence[Mapping[str, Any]], what: Literal["accuracy", "loss"]) -> Figure:
+    """Draw mean test accuracy (or loss) over rounds, with a band of ± one standard deviation over clients."""
     figure, axes = panel(2.6)
     top = 0.0
     for name, colour in COLOURS.items():
-        those = [line for line in lines if line[name] is not None]
-        if not those:
+        measured = [line for line in lines if line[name] is not None]
+        if not measured:
             continue
-        x, mean = [line["round"] for line in those], np.array([line[name][f"{what}_mean"] for line in those])
+        x, mean = [line["round"] for line in measured], np.array([line[name][f"{what}_mean"] for line in measured])
         if what == "accuracy":
-            std = np.array([line[name]["accuracy_std"] for line in those])
+            std = np.array([line[name]["accuracy_std"] for line in measured])
             low, high = np.clip(mean - std, 0, 1), np.clip(mean + std, 0, 1)
             axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
             top = max(top, float(high.max()))
-        dash, marker = "--" if name == "global" else "-", "o" if len(those) <= 25 else None
+        dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
         axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=LABELS[name], clip_on=False)
-    axes.set(title=f"Test {what}", ylabel=f"mean over clients{'' if what == 'accuracy' else ', nats'}")
     over_rounds(axes, lines[-1]["round"])
     if what == "accuracy":
-        axes.set_ylim(0, min(1.0, math.ceil(10 * top + 0.5) / 10))
+        axes.set(title="Test accuracy", ylabel="mean over clients", ylim=(0, min(1.0, math.ceil(10 * top + 0.5) / 10)))
         percent(axes.yaxis)
-    axes.legend(loc="lower right" if what == "accuracy" else "best")
+        axes.legend(loc="lower right")
+    else:
+        axes.set(title="Test loss", ylabel="mean over clients, nats")
+        axes.legend(loc="best")
     return figure
 
 
 @as_svg
-def training_loss(losses: Mapping[int, float]) -> Figure:
-    """Draw training loss over rounds; beyond :data:`MANY_ROUNDS`, the line shows means of adjacent rounds.
-
-    Parameters
-    ----------
-    losses
-        Loss by round, in ascending order.
-    """
+def draw_training_loss(losses: Mapping[int, float]) -> Figure:
+    """Draw training loss over rounds; beyond :data:`MANY_ROUNDS`, the line shows means of adjacent rounds."""
     figure, axes = panel(2.6)
     if len(losses) > MANY_ROUNDS:
         axes.plot([*losses], [*losses.values()], color=COLOURS["seen"], linewidth=0.6, alpha=0.3)
@@ -110,16 +98,8 @@ def training_loss(losses: Mapping[int, float]) -> Figure:
 
 
 @as_svg
-def distribution(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
-    """Draw the empirical distribution of clients' test accuracy: the share of clients at or below each value.
-
-    Parameters
-    ----------
-    rows
-        Rows of ``clients.csv``.
-    reading
-        ``unmasked`` or ``masked``.
-    """
+def draw_distribution(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
+    """Draw the empirical distribution of clients' test accuracy: the share of clients at or below each value."""
     groups = (("seen", "personal", ("true",)), ("unseen", "personal", ("false",)), ("global", "global", _EVERYONE))
     curves = {name: np.sort(_accuracies(_measured(rows, p, reading, of), p, reading)) for name, p, of in groups}
     figure, axes = panel(3.3)
@@ -143,16 +123,8 @@ def distribution(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
 
 
 @as_svg
-def before_after(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
-    """Draw test accuracy of the global model against that of the personalized model, one point per client.
-
-    Parameters
-    ----------
-    rows
-        Rows of ``clients.csv``.
-    reading
-        ``unmasked`` or ``masked``.
-    """
+def draw_gains(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
+    """Draw test accuracy of the global model against that of the personalized model, one point per client."""
     both = _measured(_measured(rows, "personal", reading), "global", reading)
     figure, axes = panel(3.3)
     x, y = (_accuracies(both, predictor, reading) for predictor in ("global", "personal"))
@@ -178,24 +150,16 @@ def before_after(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
     return figure
 
 
-def shares(counts: Sequence[Sequence[int]]) -> Array:
+def _shares(counts: Sequence[Sequence[int]]) -> Array:
     """Return rows scaled to sum to one, ``[r, c]``; a row of zeros stays zero."""
     values = np.asarray(counts, dtype=np.float64)
     return np.asarray(values / np.maximum(values.sum(1, keepdims=True), 1))
 
 
 @as_svg
-def confusion(counts: Sequence[Sequence[int]], class_names: Sequence[str], title: str) -> Figure:
-    """Draw a confusion matrix: a row per true class, in percent of its examples.
-
-    Parameters
-    ----------
-    counts
-        ``C x C``: numbers of examples by true class (row) and predicted class (column).
-    class_names
-        Names of the C classes.
-    """
-    share, names = shares(counts), [shown(name) for name in class_names]
+def draw_confusion(counts: Sequence[Sequence[int]], class_names: Sequence[str], title: str) -> Figure:
+    """Draw a confusion matrix: a row per true class, in percent of its examples."""
+    share, names = _shares(counts), [class_label(name) for name in class_names]
     c, longest, width = len(names), max(map(len, names)), FULL if confusion_is_wide(class_names) else HALF
     figure = sheet(width, width, layout="compressed")
     axes = figure.add_subplot()
@@ -220,144 +184,57 @@ def confusion(counts: Sequence[Sequence[int]], class_names: Sequence[str], title
 
 def confusion_is_wide(class_names: Sequence[str]) -> bool:
     """Return whether the matrix needs the full page width: many classes with long names."""
-    return len(class_names) > 30 and max(len(shown(name)) for name in class_names) > 2
+    return len(class_names) > 30 and max(len(class_label(name)) for name in class_names) > 2
 
 
 @as_svg
-def partition(mixes: Mapping[str, Sequence[Sequence[int]]], class_names: Sequence[str]) -> Figure:
+def draw_partition(mixes: Mapping[str, Sequence[Sequence[int]]], class_names: Sequence[str]) -> Figure:
     """Draw the partition: a column per client with its class proportions, and its number of training examples above.
 
     Clients are ordered by their most frequent class and its share. Beyond :data:`MANY_CLIENTS`, neighbouring clients
     share a column, which shows their means.
-
-    Parameters
-    ----------
-    mixes
-        Training examples per class, a row per client, for ``seen`` and ``unseen``.
-    class_names
-        Names of the C classes.
     """
-    names, c = [shown(name) for name in class_names], len(class_names)
     groups = {name: np.asarray(rows, dtype=np.float64) for name, rows in mixes.items() if len(rows)}
-    together = math.ceil(sum(len(rows) for rows in groups.values()) / MANY_CLIENTS)
-    columns = {name: _neighbours(rows, together) for name, rows in groups.items()}
-    unequal = len({float(size) for rows in groups.values() for size in rows.sum(1)}) > 1
-    heat, above = min(max(0.165 * c, 0.8), 4.6), 0.6 if unequal else 0.0
-    figure = sheet(FULL, heat + above + 0.55)
-    rows: list[Any] = [[f"sizes {name}" for name in columns], [*columns]]
-    axes: dict[str, Axes] = figure.subplot_mosaic(
-        rows if unequal else rows[1:],
+    together = math.ceil(sum(map(len, groups.values())) / MANY_CLIENTS)
+    columns = {name: _columns(rows, together) for name, rows in groups.items()}
+    sizes = np.concatenate([rows.sum(1) for rows in groups.values()])
+    unequal, c = bool((sizes != sizes[0]).any()), len(class_names)
+    heat, above = min(max(0.165 * c, 0.8), 4.6), 0.6
+    figure = sheet(FULL, heat + above * unequal + 0.55)
+    axes = figure.subplots(
+        1 + unequal,
+        len(columns),
+        squeeze=False,
         width_ratios=[max(len(sizes), 3) for sizes, _ in columns.values()],
         height_ratios=[above, heat] if unequal else None,
     )
-    for k, (name, (sizes, mix)) in enumerate(columns.items()):
-        image = _heat(axes[name], mix.T)
-        axes[name].set_xticks([])
-        axes[name].set_xlabel("clients")
-        if k == 0:
-            _class_ticks(axes[name].yaxis, names, 72 * heat / c)
-        else:
-            axes[name].set_yticks([])
-        top = axes[f"sizes {name}" if unequal else name]
-        top.set_title(f"{len(groups[name])} {name}")
-        if unequal:
-            edges = np.arange(len(sizes) + 1) - 0.5
-            top.fill_between(edges, [*sizes, sizes[-1]], step="post", color=COLOURS[name], alpha=0.6, linewidth=0)
-            top.set(xlim=(edges[0], edges[-1]), ylim=(0, 1.05 * max(float(s.max()) for s, _ in columns.values())))
-            top.tick_params(labelbottom=False, bottom=False, labelleft=k == 0, left=k == 0)
-            top.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
-            top.set_ylabel("examples" if k == 0 else "")
-    _heat_bar(figure, image, [axes[name] for name in columns], "share of the client's examples")
+    for axis, (_, mix) in zip(axes[-1], columns.values(), strict=True):
+        image = _heat(axis, mix.T)
+        axis.set(xticks=[], yticks=[], xlabel="clients")
+    _class_ticks(axes[-1, 0].yaxis, [class_label(name) for name in class_names], 72 * heat / c)
+    if unequal:
+        _draw_sizes(axes[0], {name: sizes for name, (sizes, _) in columns.items()})
+    for axis, (name, rows) in zip(axes[0], groups.items(), strict=True):
+        axis.set_title(f"{len(rows)} {name}")
+    _heat_bar(figure, image, list(axes[-1]), "share of the client's examples")
     return figure
 
 
-@as_svg
-def descriptor_map(document: Mapping[str, Any], class_names: Sequence[str]) -> Figure:
-    """Draw the last round's descriptors on their two principal axes; each point carries its client's number.
-
-    Parameters
-    ----------
-    document
-        Content of ``descriptors.json``.
-    class_names
-        Names of the C classes.
-    """
-    last, clients = document["maps"][-1], document["clients"]
-    legend, colours = _class_colours(clients["class"], clients["seen"], class_names)
-    figure, axes = panel(3.35 + 0.17 * math.ceil(len(legend) / 5))
-    _points(axes, last, clients["seen"], colours, size=13, raster=len(colours) > MANY_POINTS, marked=True)
-    first, second = (f"{share:.0%} of the variance" for share in last["explained"])
-    axes.set(title=f"Descriptors of the clients, round {last['round']}", xlabel=f"principal component 1, {first}")
-    axes.set_ylabel(f"principal component 2, {second}")
-    axes.set_aspect("equal", adjustable="datalim")
-    narrow = {"ncols": 5, "columnspacing": 0.9, "handletextpad": 0, "fontsize": 7.5}
-    figure.legend(handles=legend, loc="outside lower left", **narrow)
-    return figure
+def _draw_sizes(axes: Sequence[Axes], sizes: Mapping[str, Array]) -> None:
+    """Draw the numbers of examples of each group's columns on one scale."""
+    most = 1.05 * max(float(each.max()) for each in sizes.values())
+    for k, (top, (name, each)) in enumerate(zip(axes, sizes.items(), strict=True)):
+        edges = np.arange(len(each) + 1) - 0.5
+        top.fill_between(edges, [*each, each[-1]], step="post", color=COLOURS[name], alpha=0.6, linewidth=0)
+        top.set(xlim=(edges[0], edges[-1]), ylim=(0, most), ylabel="examples" if k == 0 else "")
+        top.tick_params(labelbottom=False, bottom=False, labelleft=k == 0, left=k == 0)
+        top.yaxis.set_major_locator(MaxNLocator(nbins=2, integer=True))
 
 
 @as_svg
-def descriptor_maps(document: Mapping[str, Any]) -> Figure:
-    """Draw small maps of the descriptors over training, on the axes of the last map and with the same scale.
-
-    Parameters
-    ----------
-    document
-        Content of ``descriptors.json``.
-    """
-    maps, clients = document["maps"], document["clients"]
-    _, colours = _class_colours(clients["class"], clients["seen"], ())
-    points = np.array([point for each in maps for point in each["xy"] if point is not None], dtype=np.float64)
-    reach = 1.06 * np.maximum(np.abs(points).max(0), 1e-12) if len(points) else np.ones(2)
-    cells = max(4, len(maps))
-    figure = sheet(FULL, 0.9 * FULL / cells + 0.5)
-    for each, axes in zip(maps, figure.subplots(1, cells)[: len(maps)], strict=True):
-        _points(axes, each, clients["seen"], colours, size=6, raster=len(points) > MANY_POINTS)
-        axes.set(title=f"Round {each['round']}", xlim=(-reach[0], reach[0]), ylim=(-reach[1], reach[1]))
-        axes.set_xlabel(f"{sum(each['explained']):.0%} of the variance", fontsize=7.5)
-    for axes in figure.axes[len(maps) :]:
-        axes.set_visible(False)
-    return figure
-
-
-@as_svg
-def correlation(document: Mapping[str, Any]) -> Figure:
-    """Draw the rank correlation between descriptor distances and distances of class proportions, over rounds.
-
-    Parameters
-    ----------
-    document
-        Content of ``descriptors.json``.
-    """
-    figure, axes = panel(3.35)
-    columns = (document["round"], document["spearman"], document["spearman_std"])
-    known = [(r, m, s or 0.0) for r, m, s in zip(*columns, strict=True) if m is not None]
-    axes.set(title="Descriptor distance and class mix", ylabel="Spearman's ρ, unseen clients")
-    over_rounds(axes, max(document["round"]))
-    if not known:
-        axes.set_yticks([])
-        axes.text(0.5, 0.5, "no unseen client has a coefficient", transform=axes.transAxes, ha="center", alpha=0.7)
-        return figure
-    rounds, mean, std = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
-    low, high = np.clip(mean - std, -1, 1), np.clip(mean + std, -1, 1)
-    axes.fill_between(rounds, low, high, color=COLOURS["unseen"], alpha=0.13, linewidth=0)
-    axes.plot(rounds, mean, color=COLOURS["unseen"], marker="o", markersize=2.6, clip_on=False)
-    axes.axhline(mean[0], color=INK, linewidth=0.7, linestyle=":", alpha=0.6)
-    axes.set_ylim(min(0.0, math.floor(10 * float(low.min())) / 10), 1)
-    return figure
-
-
-@as_svg
-def phases_over_rounds(rounds: Sequence[int], phases: Sequence[Mapping[str, float]]) -> Figure:
-    """Draw stacked seconds per phase over rounds; beyond :data:`MANY_ROUNDS`, a bar is the mean of adjacent rounds.
-
-    Parameters
-    ----------
-    rounds
-        Round numbers, in ascending order.
-    phases
-        ``{phase: seconds}``, one per round.
-    """
-    names = phase_names(phases)
+def draw_phases_by_round(rounds: Sequence[int], phases: Sequence[Mapping[str, float]]) -> Figure:
+    """Draw stacked seconds per phase over rounds; beyond :data:`MANY_ROUNDS`, a bar is the mean of adjacent rounds."""
+    names = _phase_names(phases)
     means = {name: neighbours([phase.get(name, 0.0) for phase in phases]) for name in names}
     together = math.ceil(len(rounds) / MANY_ROUNDS)
     edges = np.array([*rounds[::together], rounds[-1] + 1], dtype=np.float64) - 0.5
@@ -373,24 +250,16 @@ def phases_over_rounds(rounds: Sequence[int], phases: Sequence[Mapping[str, floa
 
 
 @as_svg
-def phases_total(phases: Sequence[Mapping[str, float]], others: Mapping[str, float]) -> Figure:
-    """Draw total seconds per phase, in the colours of :func:`phases_over_rounds`, and time spent outside phases.
-
-    Parameters
-    ----------
-    phases
-        ``{phase: seconds}``, one per round.
-    others
-        Seconds outside phases, by use.
-    """
-    names = phase_names(phases)
+def draw_phase_totals(phases: Sequence[Mapping[str, float]], others: Mapping[str, float]) -> Figure:
+    """Draw total seconds per phase, in the colours of :func:`draw_phases_by_round`, and time spent outside phases."""
+    names = _phase_names(phases)
     seconds = [sum(phase.get(name, 0.0) for phase in phases) for name in names]
     colours = [_phase_colour(k) for k in range(len(names))] + [OTHER] * len(others)
     figure, axes = panel(_time_height(len(names)))
     names, seconds = [*names, *others], [*seconds, *others.values()]
     total = sum(seconds)
     bars = axes.barh(names, seconds, height=0.66, color=colours)
-    axes.bar_label(bars, [f"{_clock(s)} ({s / total:.0%})" if total else _clock(s) for s in seconds], padding=3)
+    axes.bar_label(bars, [f"{human_time(s)} ({s / total:.0%})" if total else human_time(s) for s in seconds], padding=3)
     axes.set(title="Time in all", xlim=(0, 1.6 * max([*seconds, 1e-9])), ylim=(max(len(names), 5) - 0.5, -0.5))
     axes.grid(visible=False)
     axes.tick_params(axis="both", length=0)
@@ -399,12 +268,12 @@ def phases_total(phases: Sequence[Mapping[str, float]], others: Mapping[str, flo
     return figure
 
 
-def phase_names(phases: Sequence[Mapping[str, float]]) -> list[str]:
+def _phase_names(phases: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the phases' names in order of first occurrence."""
     return list(dict.fromkeys(name for phase in phases for name in phase))
 
 
-def shown(name: str) -> str:
+def class_label(name: str) -> str:
     """Return a class name as a label: symbols for invisible characters, and long names shortened."""
     signs = {" ": "␣", "\n": "⏎", "\t": "⇥", "": "∅"}
     return signs.get(name, name if len(name) <= 16 else f"{name[:15]}…")
@@ -421,75 +290,19 @@ def _accuracies(rows: Sequence[Mapping[str, str]], predictor: str, reading: str)
     return np.array([float(row[f"{predictor}_accuracy_{reading}"]) for row in rows], dtype=np.float64)
 
 
-def _neighbours(rows: Array, together: int) -> tuple[Array, Array]:
+def _columns(rows: Array, together: int) -> tuple[Array, Array]:
     """Return sizes and class proportions of clients ``[n, C]``, sorted by main class, ``together`` per column."""
-    sizes, mix = rows.sum(1), shares(rows.tolist())
+    sizes, mix = rows.sum(1), _shares(rows.tolist())
     main = mix.argmax(1)
     order = np.lexsort((np.arange(len(rows)), -mix[np.arange(len(rows)), main], main))
     groups = [order[i : i + together] for i in range(0, len(rows), together)]
     return np.array([sizes[g].mean() for g in groups]), np.array([mix[g].mean(0) for g in groups])
 
 
-def _points(
-    axes: Axes,
-    each: Mapping[str, Any],
-    seen: Sequence[bool],
-    colours: Sequence[str],
-    *,
-    size: float,
-    raster: bool,
-    marked: bool = False,
-) -> None:
-    """Draw the clients of a map: circles for seen ones, outlined diamonds for unseen ones.
-
-    If ``marked``, points carry their client's number for :func:`~fedloom.reporting.drawing.annotated`.
-    """
-    for kind, marker, area in ((True, "o", size), (False, "D", 1.5 * size)):
-        those = [k for k, point in enumerate(each["xy"]) if point is not None and seen[k] is kind]
-        xy = np.array([each["xy"][k] for k in those], dtype=np.float64).reshape(-1, 2)
-        axes.scatter(
-            xy[:, 0], xy[:, 1], c=[colours[k] for k in those], marker=marker, s=area, alpha=0.9, rasterized=raster,
-            urls=[point_url(k) for k in those] if marked and not raster else None,
-            linewidths=0 if kind else 0.05 * size, edgecolors="none" if kind else INK,
-        )  # fmt: skip
-    axes.tick_params(labelbottom=False, labelleft=False)
-    _framed(axes)
-
-
-def _class_colours(
-    classes: Sequence[int], seen: Sequence[bool], class_names: Sequence[str]
-) -> tuple[list[Line2D], list[str]]:
-    """Return the legend and each client's colour: its class's colour if that class is frequent, else grey."""
-
-    def mark(label: str, colour: str, marker: str = "o") -> Line2D:
-        edge = INK if marker == "D" else "none"
-        return Line2D([], [], ls="", marker=marker, markersize=4.5, color=colour, markeredgecolor=edge, label=label)
-
-    present = Counter(classes)
-    room = len(CLASS_COLOURS) if len(present) <= len(CLASS_COLOURS) else len(CLASS_COLOURS) - 1
-    frequent = sorted(sorted(present, key=lambda k: (-present[k], k))[:room])
-    # If there are few classes, each keeps its colour whichever others are present.
-    fixed = max(present, default=0) < len(CLASS_COLOURS)
-    colours = {k: CLASS_COLOURS[k if fixed else i] for i, k in enumerate(frequent)}
-    legend = [mark(shown(class_names[k]), colours[k]) for k in frequent] if class_names else []
-    if len(present) > len(frequent):
-        legend.append(mark("another class", OTHER))
-    legend += [mark("seen", INK)] if any(seen) else []
-    legend += [mark("unseen", OTHER, "D")] if not all(seen) else []
-    return legend, [colours.get(k, OTHER) for k in classes]
-
-
 def _heat(axes: Axes, share: Array, aspect: Literal["auto", "equal"] = "auto") -> AxesImage:
     """Draw shares as opacities, by their square roots, so that small ones are visible."""
-    _framed(axes)
+    framed(axes)
     return axes.imshow(share, cmap=HEAT, norm=PowerNorm(0.5, 0, 1), interpolation="none", aspect=aspect)
-
-
-def _framed(axes: Axes) -> None:
-    axes.grid(visible=False)
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set(visible=True, alpha=0.35)
 
 
 def _heat_bar(figure: Figure, image: AxesImage, beside: Axes | Sequence[Axes], label: str) -> None:
@@ -525,12 +338,3 @@ def _time_height(phases: int) -> float:
 
 def _phase_colour(k: int) -> str:
     return CLASS_COLOURS[k % len(CLASS_COLOURS)]
-
-
-def _clock(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{seconds / 3600:.1f} h"

@@ -67,12 +67,12 @@ class _Groups(_Part):
     @model_validator(mode="after")
     def _one_reading(self) -> _Groups:
         inner = () if self.all is None else (self.all, self.all.seen, self.all.unseen)
-        found = {group.other for group in (self.seen, self.unseen, *inner) if group is not None}
-        if any(len(other) != 1 for other in found) or len(found) > 1:
-            raise ValueError("groups must have one other reading, the same one: masked, or unmasked")
         groups = [group for group in (self.seen, self.unseen, *inner) if group is not None]
-        readings = [each for group in groups for each in (group, group.masked, group.unmasked) if each is not None]
-        if len({each.accuracy_mean is None for each in readings}) > 1:
+        others = {group.other for group in groups}
+        if groups and others not in ({frozenset({"masked"})}, {frozenset({"unmasked"})}):
+            raise ValueError("groups must have one other reading, the same one: masked, or unmasked")
+        readings = [each for group in groups for each in (group, group.masked, group.unmasked)]
+        if len({each.accuracy_mean is None for each in readings if each is not None}) > 1:
             raise ValueError("either all groups have accuracies, or none has")
         return self
 
@@ -343,7 +343,7 @@ def checked(run: RunFolder, name: str) -> dict[str, Any]:
     return found
 
 
-def check(run: RunFolder, names: Sequence[str]) -> None:
+def check_files(run: RunFolder, names: Sequence[str]) -> None:
     """Raise if any existing file is malformed or belongs to another run.
 
     Raises
@@ -376,7 +376,7 @@ def check_compared(run: RunFolder) -> None:
     """
     summary = checked(run, "summary.json")
     method = summary["algorithm"]
-    check(run, ("clients.csv",))
+    check_files(run, ("clients.csv",))
     lines = list(run.metrics())
     try:
         TypeAdapter(list[_Compared]).validate_python(lines, strict=False)

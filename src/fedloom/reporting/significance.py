@@ -7,12 +7,12 @@ per seed (:func:`t_test`). Clients of several seeds are never pooled into one te
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 from fedloom.data.keyed import make_rng
 
@@ -43,17 +43,15 @@ def signed_rank_test(differences: Sequence[float]) -> float:
     "Remarks on zeros and ties in the Wilcoxon signed rank procedures", JASA 54 (1959).
     """
     d = np.asarray(differences, dtype=np.float64)
-    ranks = mean_ranks(np.abs(d))
-    ranks, positive = ranks[d != 0], d[d != 0] > 0
-    if not len(ranks):
+    if not d.any():
         return 1.0
-    statistic = float(ranks[positive].sum())
-    mean = float(ranks.sum()) / 2
     if len(d) > EXACT_UP_TO:
-        z = (statistic - mean) / math.sqrt(float((ranks**2).sum()) / 4)
-        return math.erfc(abs(z) / math.sqrt(2))
-    distribution = _rank_sums(np.rint(2 * ranks).astype(np.int64))  # mean ranks are multiples of a half
-    far = np.abs(np.arange(len(distribution)) - 2 * mean) >= abs(2 * statistic - 2 * mean)
+        return float(stats.wilcoxon(d, zero_method="pratt", method="approx", correction=False).pvalue)
+    ranks = stats.rankdata(np.abs(d))[d != 0]
+    doubled = np.rint(2 * ranks).astype(np.int64)  # mean ranks are multiples of a half
+    distribution = _rank_sums(doubled)
+    total, positive = int(doubled.sum()), int(doubled[d[d != 0] > 0].sum())
+    far = np.abs(2 * np.arange(total + 1) - total) >= abs(2 * positive - total)
     return min(1.0, float(distribution[far].sum()))
 
 
@@ -72,22 +70,18 @@ def t_test(values: Sequence[float]) -> float:
 
     Source: Student, "The probable error of a mean", Biometrika 6 (1908).
     """
-    mean, error = _mean_and_error(values)
-    if error == 0:
-        return 1.0 if mean == 0 else 0.0
-    return 1 - _within(abs(mean) / error, len(values) - 1)
+    if len(set(values)) == 1:
+        return 0.0 if values[0] else 1.0
+    t = np.mean(values) / stats.sem(values)
+    return float(2 * stats.t.sf(abs(t), len(values) - 1))
 
 
 def t_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """Return Student's confidence interval for the population mean of two or more values."""
-    mean, error = _mean_and_error(values)
-    reach = error * _solved(lambda t: _within(t, len(values) - 1), level)
-    return mean - reach, mean + reach
-
-
-def clear_mean(n: int, p: float) -> float:
-    """Return the |mean|, in sample standard deviations (ddof = 1), at which a t test of n ≥ 2 values gives p."""
-    return _solved(lambda t: _within(t, n - 1), 1 - p) / math.sqrt(n)
+    if len(set(values)) == 1:
+        return values[0], values[0]
+    low, high = stats.t.interval(level, len(values) - 1, np.mean(values), stats.sem(values))
+    return float(low), float(high)
 
 
 def hierarchical_bootstrap(values: Sequence[Sequence[float]], level: float = 0.95) -> tuple[float, float]:
@@ -125,39 +119,6 @@ def _drawn_weights(sizes: tuple[int, ...]) -> NDArray[np.float64]:
     return weights
 
 
-def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error."""
-    mean = math.fsum(values) / len(values)
-    squares = math.fsum((value - mean) ** 2 for value in values)
-    return mean, math.sqrt(squares / (len(values) - 1) / len(values))
-
-
-def _within(t: float, degrees: int) -> float:
-    """Return the probability that a variable with Student's distribution is between -t and t.
-
-    Source: M. Abramowitz, I. Stegun, Handbook of Mathematical Functions (1964), 26.7.3 and 26.7.4.
-    """
-    angle = math.atan(t / math.sqrt(degrees))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = degrees % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for k in range(odd, degrees - 1, 2):  # powers of the cosine
-        total += term
-        term *= cosine**2 * (k + 1) / (k + 2)
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
-
-
-def _solved(increasing: Callable[[float], float], value: float) -> float:
-    """Return where an increasing function from 0 at 0 towards 1 has a value, by bisection."""
-    low, high = 0.0, 1.0
-    while increasing(high) < value:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if increasing(middle) < value else (low, middle)
-    return high
-
-
 def holm(p: Sequence[float]) -> list[float]:
     """Return p-values adjusted so that all conclusions at a level hold jointly at that level.
 
@@ -165,20 +126,11 @@ def holm(p: Sequence[float]) -> list[float]:
 
     Source: S. Holm, "A simple sequentially rejective multiple test procedure", Scand. J. Statistics 6 (1979).
     """
-    adjusted = [0.0] * len(p)
-    largest = 0.0
-    for k, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        largest = max(largest, min(1.0, (len(p) - k) * p[i]))
-        adjusted[i] = largest
-    return adjusted
-
-
-def mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return ranks from 1; equal values share their mean rank."""
-    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    shared: NDArray[np.float64] = (2 * last - counts + 1) / 2
-    return shared[which]
+    order = np.argsort(p, kind="stable")
+    raised = np.maximum.accumulate(np.minimum(np.asarray(p)[order] * np.arange(len(p), 0, -1), 1.0))
+    adjusted = np.empty(len(p))
+    adjusted[order] = raised
+    return [float(value) for value in adjusted]
 
 
 def _rank_sums(ranks: NDArray[np.int64]) -> NDArray[np.float64]:

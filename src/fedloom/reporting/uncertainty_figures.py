@@ -10,22 +10,16 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from fedloom.reporting.drawing import COLOURS, FULL, HALF, INK, LABELS, OTHER, as_svg, dots, percent, sheet
-from fedloom.reporting.significance import mean_ranks
 
 PICTURED = 5
 """Number of clients shown individually, as in papers/003, Figure 3."""
 
 
 @as_svg
-def reliability(document: Mapping[str, Any]) -> Figure:
+def draw_reliability(document: Mapping[str, Any]) -> Figure:
     """Draw accuracy over confidence by bin, with the share of examples in each bin below.
 
     A calibrated predictor lies on the diagonal; an overconfident one lies below it.
-
-    Parameters
-    ----------
-    document
-        ``calibration.json``: ``edges``, and for each predictor and group rows of (examples, confidence, accuracy).
     """
     figure = sheet(HALF, 4.1)
     upper, lower = figure.subplots(2, 1, height_ratios=[5, 2])
@@ -47,17 +41,12 @@ def reliability(document: Mapping[str, Any]) -> Figure:
 
 
 @as_svg
-def clients_over_training(document: Mapping[str, Any]) -> Figure:
+def draw_confidence_over_training(document: Mapping[str, Any]) -> Figure:
     """Draw the confidence of some clients' models before, early in and after training (papers/003, Figure 3).
 
     There is a row for each kept round, and a column for each of five clients: those at the minimum, the quartiles and
     the maximum of entropy after the last round. Bars are the client's test examples by confidence, with correct
     predictions in colour.
-
-    Parameters
-    ----------
-    document
-        ``uncertainty.json``.
     """
     rounds, ids, seen = document["rounds"], document["clients"]["ids"], document["clients"]["seen"]
     columns = _pictured(rounds[-1]["entropy"])
@@ -88,14 +77,8 @@ def clients_over_training(document: Mapping[str, Any]) -> Figure:
 
 
 @as_svg
-def accuracy_by_uncertainty(document: Mapping[str, Any]) -> Figure:
-    """Draw each client's accuracy after the last round over its entropy and over its mutual information.
-
-    Parameters
-    ----------
-    document
-        ``uncertainty.json``.
-    """
+def draw_accuracy_by_uncertainty(document: Mapping[str, Any]) -> Figure:
+    """Draw each client's accuracy after the last round over its entropy and over its mutual information."""
     last = document["rounds"][-1]
     here = [i for i, counts in enumerate(last["examples"]) if counts is not None]
     seen = np.asarray(document["clients"]["seen"], dtype=bool)[here]
@@ -104,7 +87,7 @@ def accuracy_by_uncertainty(document: Mapping[str, Any]) -> Figure:
     for key, axes in zip(("entropy", "mutual_information"), figure.subplots(2, 1), strict=True):
         x, name = np.array([last[key][i] for i in here], dtype=np.float64), key.replace("_", " ")
         dots(axes, x, accuracy, seen)
-        r = rank_correlation(x, accuracy)
+        r = _rank_correlation(x, accuracy)
         axes.set(title=f"Accuracy by {name}", ylabel="accuracy")
         axes.set_xlabel(f"mean {name}, nats" + ("" if r is None else f" (Spearman's ρ {r:.2f})"))
         percent(axes.yaxis, bins=4)
@@ -112,11 +95,17 @@ def accuracy_by_uncertainty(document: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:
+def _rank_correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float | None:
     """Return Spearman's coefficient, with mean ranks for ties; None for fewer than three values or constant ones."""
     if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
         return None
-    return float(np.corrcoef(mean_ranks(a), mean_ranks(b))[0, 1])
+    return float(np.corrcoef(_mean_ranks(a), _mean_ranks(b))[0, 1])
+
+
+def _mean_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return ranks; equal values share their mean rank. A report of a run needs no scipy."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[which])
 
 
 def _pictured(entropy: Sequence[float | None]) -> list[int]:

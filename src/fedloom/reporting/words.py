@@ -1,8 +1,9 @@
-"""Wording of methods, sizes and readings on pages and in tables."""
+"""Wording of methods, numbers, sizes and times on pages and in tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -27,3 +28,25 @@ def human_bytes(count: int | None) -> str:
 def is_masked(group: Mapping[str, Any]) -> bool:
     """Return whether a group's statistics are those under the label mask, with the unmasked ones nested."""
     return "unmasked" in group
+
+
+def in_percent(fraction: float) -> str:
+    """Return a fraction in percent with one decimal, without the sign."""
+    return f"{100 * fraction:.1f}"
+
+
+def number_range(values: Sequence[int]) -> str:
+    """Return the lowest, highest and median value, or the value that all are."""
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}, median {statistics.median(values):g}"
+
+
+def human_time(seconds: float) -> str:
+    """Return a duration with two or three digits: ``4.0 ms``, ``2.00 s``, ``13 s``, ``5 min 12 s``, ``1 h 40 min``."""
+    if seconds < 0.1:
+        return f"{1000 * seconds:.1f} ms"
+    if seconds < 100:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import DataError, ExperimentError
-from fedloom.evaluation.summary import Evaluation
+from fedloom.evaluation.summary import EvaluationResult
 from fedloom.experiment import Experiment
 from fedloom.federation.carrier import Carrier
 from fedloom.federation.control import NAME as CONTROL
@@ -271,7 +271,7 @@ class Engine:
         if notices is not None:
             notices.tell("training", f"resuming after round {loop.round}", round=loop.round)
 
-    def train(self, loop: Loop) -> Evaluation:
+    def train(self, loop: Loop) -> EvaluationResult:
         """Run the rounds to their end and return the last evaluation."""
         gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
         log.info("ready to train after %.2f s", time.perf_counter() - self.started_at)
@@ -280,7 +280,7 @@ class Engine:
         finally:
             gc.unfreeze()  # the process may run more experiments and must free this one's objects
 
-    def conclude(self, parts: RunContext, loop: Loop, final: Evaluation) -> RunResult:
+    def conclude(self, parts: RunContext, loop: Loop, final: EvaluationResult) -> RunResult:
         """Write and publish the results of a run whose rounds have ended."""
         self.publication.gather_releases()
         remove(self.folder, "report.html")  # a report must match the summary beside it

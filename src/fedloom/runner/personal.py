@@ -25,7 +25,7 @@ from fedloom.data.own import read_card
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, argument
 from fedloom.evaluation.measure import metrics, nothing_measured
-from fedloom.evaluation.summary import Evaluation
+from fedloom.evaluation.summary import EvaluationResult
 from fedloom.experiment import Experiment, OwnData, Runtime
 from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.federation.client_side import ClientConfig, ClientSide
@@ -551,7 +551,7 @@ def evaluate_served(
         loop.predictors,
         batch_size=parts.experiment.evaluation.batch_size,
     )
-    evaluation = Evaluation(
+    evaluation = EvaluationResult(
         round=max(rounds),
         clients=clients,
         seen=torch.zeros(len(clients), dtype=torch.bool),

@@ -9,16 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fedloom.digests import RESTORE
 from fedloom.errors import GO_ON, DataError, QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
-from fedloom.evaluation.summary import (
-    LATE,
-    Evaluation,
-    calibration_document,
-    client_rows,
-    confusion_document,
-    confusion_table,
-    predictor_statistics,
-    summary,
-)
+from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
+from fedloom.evaluation.summary import LATE, EvaluationResult, RunCost, RunDescription, predictor_statistics, summary
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.inprocess import InProcess
@@ -49,7 +41,7 @@ def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: boo
     """
     mask = e.evaluation.label_mask
 
-    def extra(evaluation: Evaluation) -> dict[str, dict[str, Any]]:
+    def extra(evaluation: EvaluationResult) -> dict[str, dict[str, Any]]:
         if keep:
             _keep_uncertainty(folder, evaluation)
         if "user" in evaluation.records:
@@ -85,7 +77,7 @@ def _earlier(folder: RunFolder, name: str, clients: Sequence[str]) -> dict[str, 
     return found if found is not None and found["clients"]["ids"] == list(clients) else None
 
 
-def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
+def _keep_uncertainty(folder: RunFolder, evaluation: EvaluationResult) -> None:
     """Add a round to ``uncertainty.json`` if the personal predictors are distributions over networks."""
     p = evaluation.predictors.index("personal")
     uncertainty = evaluation.uncertainty[:, p]
@@ -102,7 +94,7 @@ def _keep_uncertainty(folder: RunFolder, evaluation: Evaluation) -> None:
     folder.write_json("uncertainty.json", document)
 
 
-def conclude(parts: RunContext, run: Loop, final: Evaluation, duration_s: float) -> dict[str, Any]:
+def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: float) -> dict[str, Any]:
     """Write ``clients.csv``, ``summary.json`` and the other final results; return the summary.
 
     Raise QuorumError if the last evaluation asked clients and none of them could be measured, so that there are no
@@ -123,28 +115,27 @@ def conclude(parts: RunContext, run: Loop, final: Evaluation, duration_s: float)
         raise DataError(f"{folder.path / METRICS}: damaged, it lacks round {run.best.round}, the best", hint=RESTORE)
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     extra[e.algorithm.name] |= _privacy(parts, run)
-    steps = run.client_steps()
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
     folder.write_json("confusion.json", confusion_document(final, parts.manifest.class_names))
     folder.write("confusion.csv", confusion_table(final))
     folder.write_json("calibration.json", calibration_document(final))
+    titles = parts.algorithm.titles(parts.settings)
+    about = RunDescription(e.name, e.algorithm.name, e.data.dataset, e.model.name, e.seed, titles)
+    cost = RunCost(
+        run.round,
+        e.federation.clients_per_round if parts.algorithm.trains else None,
+        run.communication(),
+        duration_s,
+        run.client_steps(),
+        run.training_seconds(),
+    )
     result = summary(
         final,
         [] if best is None else [best],
-        last=folder.last_evaluations(LATE, run.round),
+        about,
+        cost,
         label_mask=e.evaluation.label_mask,
-        name=e.name,
-        algorithm=e.algorithm.name,
-        dataset=e.data.dataset,
-        model=e.model.name,
-        seed=e.seed,
-        rounds=run.round,
-        clients_per_round=e.federation.clients_per_round if parts.algorithm.trains else None,
-        communication=run.communication(),
-        duration_s=duration_s,
-        client_steps=steps,
-        training_s=run.training_seconds(),
-        titles=parts.algorithm.titles(parts.settings),
+        last=folder.last_evaluations(LATE, run.round),
         after_steps=run.after_steps,
         extra=extra,
     )

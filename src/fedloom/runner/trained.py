@@ -16,7 +16,7 @@ from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
-from fedloom.evaluation.summary import Evaluation, groups
+from fedloom.evaluation.summary import EvaluationResult, groups
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.runner import assemble
@@ -34,7 +34,7 @@ class CheckpointEvaluation:
     """Result of evaluating a checkpoint."""
 
     statistics: dict[str, Any]
-    evaluation: Evaluation
+    evaluation: EvaluationResult
     parts: RunContext
 
 
@@ -63,7 +63,7 @@ def found_of(
     partition: str | Path | None,
     parts: RunContext,
     dataset: FederatedDataset,
-    evaluation: Evaluation,
+    evaluation: EvaluationResult,
     extra: Mapping[str, Any],
 ) -> CheckpointEvaluation:
     """Return the statistics of an evaluation of a partition's clients, together with ``extra``.

@@ -1,0 +1,107 @@
+"""Content of ``clients.csv``, ``confusion.json``, ``confusion.csv`` and ``calibration.json``."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fedloom.data.manifest import ClientEntry
+from fedloom.evaluation.measure import READINGS
+from fedloom.evaluation.summary import EvaluationResult
+from fedloom.evaluation.uncertainty import calibration_errors, calibration_rows, edges
+
+
+def client_rows(evaluation: EvaluationResult, entries: Iterable[ClientEntry]) -> list[dict[str, str]]:
+    """Return the lines of ``clients.csv``, in the order of the evaluation.
+
+    Columns: ``id``, ``seen`` (true, false), ``train``, ``validation``, ``test`` (examples), ``labels`` (classes of the
+    train split, separated by spaces), then for each predictor ``<p>_accuracy_unmasked``, ``<p>_loss_unmasked``,
+    ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split, empty without such a reading; ``<p>_ece``, its own
+    calibration error there (unmasked); and ``owner``, the name of its natural owner, empty for partitioned examples.
+    """
+    by_id = {entry.id: entry for entry in entries}
+    columns = [_predictor_columns(evaluation, predictor) for predictor in evaluation.predictors]
+    rows = []
+    for i, client in enumerate(evaluation.clients):
+        entry = by_id[client]
+        row = {
+            "id": client,
+            "seen": str(entry.seen).lower(),
+            **{split: str(entry.size(split)) for split in ("train", "validation", "test")},
+            "labels": " ".join(str(label) for label, count in enumerate(entry.class_counts["train"]) if count),
+        }
+        for column in columns:
+            row |= column[i]
+        rows.append({**row, "owner": entry.owner or ""})
+    return rows
+
+
+def _predictor_columns(evaluation: EvaluationResult, predictor: str) -> list[dict[str, str]]:
+    """Return each client's accuracies, losses and calibration error of one predictor, empty where unknown."""
+    errors = calibration_errors(evaluation.calibration[:, evaluation.predictors.index(predictor)]).tolist()
+    rows: list[dict[str, str]] = [{} for _ in evaluation.clients]
+    for reading in READINGS:
+        counts = evaluation.of(predictor, "test", reading).tolist()
+        for row, (correct, total, loss) in zip(rows, counts, strict=True):
+            accuracy = correct / total if total and evaluation.classes else math.nan
+            row[f"{predictor}_accuracy_{reading}"] = _number(accuracy)
+            row[f"{predictor}_loss_{reading}"] = _number(loss / total if total else math.nan)
+    return [row | {f"{predictor}_ece": _number(error)} for row, error in zip(rows, errors, strict=True)]
+
+
+def _number(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.6f}"
+
+
+def confusion_document(evaluation: EvaluationResult, class_names: Sequence[str]) -> dict[str, Any]:
+    """Return the content of ``confusion.json``: predicted against true classes on the test split, unmasked.
+
+    ``round``, ``classes``, and for each predictor (None if the method lacks it) ``seen`` and ``unseen``: sums over the
+    group's clients, a row per class and a column per predicted class, None for a group without clients.
+    """
+    document: dict[str, Any] = {
+        "round": evaluation.round,
+        "classes": list(class_names),
+        "personal": None,
+        "global": None,
+    }
+    for p, predictor in enumerate(evaluation.predictors):
+        document[predictor] = {}
+        for name, group in (("seen", evaluation.seen), ("unseen", ~evaluation.seen)):
+            members = evaluation.confusion[group & evaluation.present, p]
+            document[predictor][name] = members.sum(0).tolist() if len(members) else None
+    return document
+
+
+def confusion_table(evaluation: EvaluationResult) -> str:
+    """Return the content of ``confusion.csv``: each personal model's predicted and true classes, test split, unmasked.
+
+    It has a line ``id,class,predicted,examples`` for each pair of classes that occurs, in the order of the evaluation,
+    with classes by number. Clients that did not answer, or have no labelled test examples, have no lines.
+    """
+    text, p = io.StringIO(), evaluation.predictors.index("personal")
+    text.write("id,class,predicted,examples\n")
+    for client, found, present in zip(evaluation.clients, evaluation.confusion[:, p], evaluation.present, strict=True):
+        if present:
+            places = found.nonzero()
+            for (j, k), n in zip(places.tolist(), found[places.unbind(1)].tolist(), strict=True):
+                text.write(f"{client},{j},{k},{n}\n")
+    return text.getvalue()
+
+
+def calibration_document(evaluation: EvaluationResult) -> dict[str, Any]:
+    """Return the content of ``calibration.json``: accuracy by confidence on the test split, unmasked.
+
+    ``round``; ``edges``, the bin edges; and for each predictor (None if the method lacks it) ``seen`` and ``unseen``:
+    for each bin the number of examples of the group, their mean confidence and their accuracy. None for a group without
+    examples.
+    """
+    document: dict[str, Any] = {"round": evaluation.round, "edges": edges(), "personal": None, "global": None}
+    for p, predictor in enumerate(evaluation.predictors):
+        document[predictor] = {
+            name: calibration_rows(evaluation.calibration[group & evaluation.present, p])
+            for name, group in (("seen", evaluation.seen), ("unseen", ~evaluation.seen))
+        }
+    return document

@@ -1,0 +1,313 @@
+"""Rows of a comparison: the runs of one method under one setting, which differ only in the seed."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from fedloom.reporting.page import DASH
+from fedloom.reporting.run_results import GROUPS, PREDICTORS, USERS, NewClient, Result, RunResults
+
+
+class MeanStd(NamedTuple):
+    """Mean over seeds, and sample standard deviation (ddof = 1); None for a single seed."""
+
+    mean: float
+    std: float | None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Quality measure of rows: test accuracy, or test loss if the data have no classes.
+
+    Attributes
+    ----------
+    name
+        ``accuracy`` or ``loss``.
+    sign
+        1 if higher is better, -1 if lower is.
+    unit, step
+        Unit of displayed values and of displayed differences.
+    best
+        ``highest`` or ``lowest``.
+    """
+
+    name: str
+    sign: int
+    unit: str
+    step: str
+    best: str
+
+    @property
+    def is_loss(self) -> bool:
+        """True if less is better."""
+        return self.sign < 0
+
+    @property
+    def words(self) -> str:
+        """Name with its unit, for a table's title."""
+        return f"{self.name},{self.unit}" if self.unit else self.name
+
+    def shown(self, value: MeanStd | None) -> str:
+        """Return percent with one decimal, or a loss with five digits; with ± if there is a standard deviation."""
+        if value is None:
+            return DASH
+        if self is ACCURACY:
+            return f"{100 * value.mean:.1f}" + (f" ± {100 * value.std:.1f}" if value.std is not None else "")
+        return f"{value.mean:#.5g}".rstrip(".") + (f" ± {value.std:#.2g}".rstrip(".") if value.std is not None else "")
+
+    def shown_difference(self, difference: float) -> str:
+        """Return a difference with its sign, in percentage points or as a loss."""
+        if not difference:
+            return "0"
+        return f"{difference:+.3g}" if self.is_loss else f"{100 * difference:+.1f}"
+
+
+ACCURACY = Scale("accuracy", 1, " %", " points", "highest")
+LOSS = Scale("loss", -1, "", "", "lowest")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One predictor under one setting; its runs differ only in the seed.
+
+    Attributes
+    ----------
+    method
+        Name of the method in tables.
+    details
+        Settings that distinguish the row from others of the same method, each as ``key value``.
+    block
+        Key of the rows measured on the same kind of data in the same way; "best" means best within a block.
+    """
+
+    method: str
+    details: tuple[str, ...]
+    block: str
+    predictor: str
+    runs: tuple[RunResults, ...]
+
+    @property
+    def label(self) -> str:
+        """Method and details on one line."""
+        return ", ".join((self.method, *self.details))
+
+    @property
+    def is_own(self) -> bool:
+        """True if the row is about the clients' final models, which is so for one row of each run."""
+        return self.predictor == "personal" or "personal" not in _shown_predictors(self.runs)
+
+    def matches(self, name: str | None) -> bool:
+        """Return whether a name is the row's label, method or algorithm; True for None."""
+        return name is None or name in (self.label, self.method, self.runs[0].method, self.runs[0].algorithm)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """Settings by dotted key, the same in all runs of the row."""
+        return self.runs[0].settings
+
+    @property
+    def results(self) -> tuple[Result, ...]:
+        """Results, one per run."""
+        return tuple(run.results[self.predictor] for run in self.runs)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seeds, one per run."""
+        return tuple(run.seed for run in self.runs)
+
+    @property
+    def new_client(self) -> NewClient:
+        """Costs of a new client, means over seeds."""
+        columns = zip(*(result.new_client for result in self.results), strict=True)
+        return NewClient(*(mean_of(column) for column in columns))
+
+    @property
+    def scale(self) -> Scale:
+        """Measure of the row's quality."""
+        return LOSS if self.runs[0].by_loss else ACCURACY
+
+    def over_seeds(self, group: str, statistic: str = "mean") -> MeanStd | None:
+        """Return a statistic of :class:`GroupStatistics` over seeds; None unless every run has it."""
+        found = [result.groups.get(group) for result in self.results]
+        return mean_std(None if one is None else getattr(one, statistic) for one in found)
+
+    def mean(self, group: str) -> float:
+        """Return the mean over seeds of a group for which the row has a result."""
+        found = self.over_seeds(group)
+        if found is None:
+            raise ValueError(f"{self.label} has no result for {group}")
+        return found.mean
+
+    def client_values(self, group: str) -> list[float]:
+        """Return the clients' accuracies or losses in the last round, over all seeds."""
+        return [right / examples for result in self.results for right, examples in result.clients[group].values()]
+
+    def of_runs(self, quantity: str) -> MeanStd | None:
+        """Return an attribute of :class:`RunResults`, such as ``duration_s``, over seeds."""
+        return mean_std(getattr(run, quantity) for run in self.runs)
+
+    def training(self, quantity: str) -> MeanStd | None:
+        """Return an attribute of the last :class:`CurvePoint`, such as ``client_steps``, over seeds."""
+        return mean_std(getattr(result.curve[-1], quantity) for result in self.results)
+
+    @property
+    def training_loss(self) -> dict[int, float]:
+        """Mean training loss over seeds by round, for rounds that every seed has."""
+        rounds = set.intersection(*(set(run.training_loss) for run in self.runs))
+        return {t: math.fsum(run.training_loss[t] for run in self.runs) / len(self.runs) for t in sorted(rounds)}
+
+    @property
+    def own_steps(self) -> dict[int, MeanStd]:
+        """Mean over unseen clients by number of extra local steps, over seeds; only where every run has it."""
+        steps = set.intersection(*(set(run.own_steps) for run in self.runs))
+        found = {k: mean_std(run.own_steps[k].mean for run in self.runs) for k in sorted(steps)}
+        return {k: value for k, value in found.items() if value is not None}
+
+    def validation(self, *, best: bool) -> MeanStd | None:
+        """Return the pooled validation accuracy (or mean validation loss) of the last round, or of the best."""
+        points = [result.best if best else result.curve[-1] for result in self.results]
+        return mean_std(None if point is None else point.validation for point in points)
+
+    def at_best(self, group: str) -> MeanStd | None:
+        """Return the mean test accuracy (or loss) of the round that is best on validation."""
+        return mean_std(None if result.best is None else result.best.mean.get(group) for result in self.results)
+
+
+def rows_of(runs: Sequence[RunResults]) -> list[Row]:
+    """Return a row for each setting and predictor, in blocks.
+
+    Runs that differ only in name and seed form one row per predictor. If two of them also share the seed, as a run and
+    its replay do, they are listed separately: merging would count one result twice.
+    """
+    merged: dict[str, list[RunResults]] = {}
+    for run in runs:
+        merged.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
+    blocks: dict[str, list[Row]] = {}
+    for same in merged.values():
+        distinct = len({run.seed for run in same}) == len(same)
+        for group in [same] if distinct else [[run] for run in same]:
+            first, block = group[0], _block(group[0])
+            for predictor in _shown_predictors(group):
+                method = first.titles.get(predictor, f"{first.method} ({predictor})")
+                blocks.setdefault(block, []).append(Row(method, (), block, predictor, tuple(group)))
+    return [row for rows in blocks.values() for row in _with_details(rows)]
+
+
+def _shown_predictors(runs: Sequence[RunResults]) -> list[str]:
+    """Return the global predictor, if any, and the personal one if it differs or is made for some users only."""
+    if not all("global" in run.results for run in runs):
+        return [p for p in PREDICTORS if all(p in run.results for run in runs)]
+    pairs = [(run.results["global"].groups, run.results["personal"].groups) for run in runs]
+    if any(shared[group] != personal[group] for shared, personal in pairs for group in GROUPS):
+        return list(PREDICTORS)
+    return ["personal" if any(USERS in personal for _, personal in pairs) else "global"]
+
+
+def _with_details(rows: Sequence[Row]) -> list[Row]:
+    """Add to the rows of a block the settings that distinguish rows of one method, or else the names of their runs.
+
+    If the models differ, every row states its model.
+    """
+    models = [key for key in differing([row.settings for row in rows]) if key.startswith("model.")]
+    found = []
+    for row in rows:
+        keys = [*models, *differing([other.settings for other in rows if other.method == row.method])]
+        found.append(replace(row, details=tuple(setting_labels(dict.fromkeys(keys), row.settings))))
+    labels = [row.label for row in found]
+    return [
+        replace(row, details=(*row.details, *(run.name for run in row.runs))) if labels.count(row.label) > 1 else row
+        for row in found
+    ]
+
+
+def _block(run: RunResults) -> str:
+    return json.dumps([run.dataset, of_block(run), run.masked], sort_keys=True)
+
+
+def of_block(run: RunResults) -> dict[str, Any]:
+    """Return the settings that define a block: those of the data and, if losses are compared, of the model."""
+    wanted = ("data.", "model.") if run.by_loss else ("data.",)
+    return {key: value for key, value in run.settings.items() if key.startswith(wanted)}
+
+
+def block_labels(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the data set of each block, with the settings that distinguish the block from others."""
+    first = {row.block: row for row in reversed(rows)}
+    keys = [key for key in differing([of_block(row.runs[0]) for row in first.values()]) if key != "data.dataset"]
+    found = {}
+    for block, row in first.items():
+        labels = [row.runs[0].dataset, *setting_labels(keys, row.settings)]
+        found[block] = ", ".join([*labels, *(["masked"] if row.runs[0].masked else [])])
+    return found
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the dotted keys whose value or presence differs."""
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return tuple(key for key in keys if len({json.dumps(one[key]) if key in one else "" for one in settings}) > 1)
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return the shortest distinct suffix of each dotted key, ignoring a final ``name`` or ``scheme``."""
+    stems = {key: re.sub(r"\.(name|scheme)$", "", key).split(".") for key in keys}
+    found = {}
+    for key, steps in stems.items():
+        length = 1
+        while length < len(steps) and any(o != key and stems[o][-length:] == steps[-length:] for o in stems):
+            length += 1
+        found[key] = ".".join(steps[-length:])
+    return found
+
+
+def shown_value(value: Any) -> str:
+    """Return a setting's value as a user would write it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def setting_labels(keys: Iterable[str], settings: Mapping[str, Any]) -> list[str]:
+    """Return ``key value`` for each setting that there is, by the keys' short names."""
+    names = short_names(tuple(keys))
+    return [f"{name} {shown_value(settings[key])}" for key, name in names.items() if key in settings]
+
+
+def own_steps_of(rows: Iterable[Row]) -> list[int]:
+    """Return the numbers of extra local steps after which some row was evaluated."""
+    return sorted({k for row in rows for k in row.own_steps})
+
+
+def mean_std(values: Iterable[float | None]) -> MeanStd | None:
+    """Return mean and sample standard deviation; None if there are no values or one is missing."""
+    known = list(values)
+    mean = mean_of(known)
+    if mean is None:
+        return None
+    return MeanStd(mean, statistics.stdev(v for v in known if v is not None) if len(known) > 1 else None)
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Return the mean; None if there are no values or one is missing."""
+    known = list(values)
+    return None if not known or None in known else statistics.fmean(v for v in known if v is not None)
+
+
+def differences(first: Row, second: Row, group: str) -> dict[int, list[float]]:
+    """Return each client's difference, first minus second, by seed, for seeds with the same partition in both rows."""
+    others = {(run.seed, run.partition): run.results[second.predictor] for run in second.runs}
+    found: dict[int, list[float]] = {}
+    for run, result in zip(first.runs, first.results, strict=True):
+        if (run.seed, run.partition) not in others:
+            continue
+        theirs = others[run.seed, run.partition].clients[group]
+        for client, (right, examples) in result.clients[group].items():
+            if client in theirs:
+                right_2, examples_2 = theirs[client]
+                # A single division of integers: equal differences are then equal floats.
+                difference = (right * examples_2 - right_2 * examples) / (examples * examples_2)
+                found.setdefault(run.seed, []).append(difference)
+    return found

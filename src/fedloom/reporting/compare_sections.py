@@ -1,0 +1,379 @@
+"""Sections of a comparison's page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedloom.reporting.compare import FEATURED, LEVEL, RunComparison
+from fedloom.reporting.compare_findings import GROUP_NAMES
+from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_value
+from fedloom.reporting.compare_tables import cost_cells, edge_note, marks_note, mean_only, reference_note, value_cell
+from fedloom.reporting.page import DASH, Cell, Panel, Part, Section, Table, TableRow
+from fedloom.reporting.run_results import GROUPS, USERS
+from fedloom.reporting.words import human_bytes, human_time
+from fedloom.words import pluralize
+
+if TYPE_CHECKING:
+    from fedloom.reporting.compare_figures import LineStyle
+    from fedloom.reporting.compare_pairs import Pair
+    from fedloom.reporting.drawing import Drawing
+
+TESTS = {
+    "clients": "With one seed the test is Wilcoxon's signed-rank test over its clients (equal pairs ranked as Pratt "
+    "does), and the interval a bootstrap over them. A small p says that, of these clients after this training, one "
+    "method is better more often or by more than chance would have it. It says nothing about training again, because "
+    "the clients of a federation share its training: that takes several seeds.",
+    "seeds": "With several seeds the test is a t test over the seeds' mean differences, and the interval Student's. "
+    "The clients of a seed share its training, so each seed is one observation. A small p says that training again "
+    "with other seeds would show the same; with two or three seeds, only large and consistent differences have one.",
+}
+"""Explanation of the test by its unit of observation."""
+
+
+def line_styles_of(comparison: RunComparison) -> dict[str, LineStyle]:
+    """Return the styles of the rows in figures, by label."""
+    from fedloom.reporting.compare_figures import line_styles
+
+    return line_styles(comparison.rows[i].label for featured in comparison.featured.values() for i in featured)
+
+
+def sections(comparison: RunComparison) -> tuple[Section, ...]:
+    """Return the sections that have something to show."""
+    from fedloom.reporting import compare_figures as draw
+
+    def drawn(rows: Sequence[Row]) -> bool:
+        return bool(comparison.groups)
+
+    def figures(
+        name: str,
+        paint: Callable[[Sequence[Row], Mapping[str, LineStyle]], Drawing],
+        text: str,
+        wanted: Callable[[Sequence[Row]], bool] = drawn,
+    ) -> tuple[Part, ...]:
+        return _figures(comparison, name, paint, text, lambda rows: bool(comparison.groups) and wanted(rows))
+
+    scale = comparison.scale.name
+    curves = (
+        f"Mean test {scale} over clients: mean over seeds, with a band of ± one standard deviation over several seeds. "
+        "A method without rounds is a level line. An untrained model may lie outside the figure."
+        + (" Communication: payload of all clients, both directions." if len(comparison.rows) > 1 else "")
+    )
+    losses = (
+        "Each method's own loss, mean over the cohort of each round and over seeds. Methods minimize different losses. "
+        "Of many rounds, a point is the mean of neighbours."
+    )
+    spent = (
+        f"Test {scale} in the last round against the cost of training: payload of all clients, both directions, and "
+        "client steps. Bars are ± one standard deviation over seeds."
+    )
+    better = "left" if comparison.scale.is_loss else "right"
+    clients = f"Share of the clients whose test {scale} in the last round is at or below a value: {better} is better."
+    side = "right" if comparison.scale.is_loss else "left"
+    pairs = (
+        f"Each client's {scale} minus its {scale} under the method of {comparison.scale.best} mean, sorted. Clients to "
+        f"the {side} of a line's zero are served better by the method of {comparison.scale.best} mean."
+    )
+    found = [
+        Section("Results", (_results(comparison), _costs(comparison))),
+        Section("New clients after local steps", _own_steps(comparison)),
+        Section(
+            "Learning curves",
+            (
+                *figures(scale, draw.draw_curves, curves, draw.has_curves),
+                *figures("training-loss", draw.draw_training_losses, losses, draw.has_losses),
+            ),
+        ),
+        Section("Cost of training", figures("spent", draw.draw_spent, spent, lambda rows: len(rows) > FEATURED)),
+        Section("Distribution over clients", figures("clients", draw.draw_clients, clients)),
+        Section(
+            "Paired comparison, client by client",
+            (*figures("pairs", draw.draw_pairs, pairs, draw.has_pairs), *_pairs(comparison)),
+        ),
+        Section("Validation", (_validation(comparison), *_chosen(comparison))),
+        Section("Settings that differ", (_settings(comparison),)),
+        Section("Runs", (_runs(comparison),)),
+    ]
+    return tuple(section for section in found if section.parts)
+
+
+def _figures(
+    comparison: RunComparison,
+    name: str,
+    draw: Callable[[Sequence[Row], Mapping[str, LineStyle]], Drawing],
+    text: str,
+    wanted: Callable[[Sequence[Row]], bool],
+) -> tuple[Part, ...]:
+    """Return the figure of each block that has data for it, with one explanation below the last."""
+    styles, parts = line_styles_of(comparison), []
+    for number, (block, featured) in enumerate(comparison.featured.items(), start=1):
+        rows, all_rows = [comparison.rows[i] for i in featured], len(comparison.blocks[block])
+        if not wanted(rows):
+            continue
+        note = ""
+        if len(rows) < all_rows:
+            kept = ", and of these the clients' own models" if len(rows) > FEATURED else ""
+            note = f"{len(rows)} of {all_rows} rows: of each method the setting chosen on validation{kept}."
+        title = comparison.title(block)
+        file = f"{name}-{number}" if title else name
+        parts.append(Part(title, (Panel(file, draw(rows, styles), wide=True),), text=note))
+    return _with_text(parts, text)
+
+
+def _with_text(parts: list[Part], text: str) -> tuple[Part, ...]:
+    """Add an explanation to the last part."""
+    return (*parts[:-1], replace(parts[-1], text=f"{text} {parts[-1].text}".rstrip())) if parts else ()
+
+
+def _results(comparison: RunComparison) -> Part:
+    columns = ("worst_decile",) if comparison.scale.is_loss else ("worst_decile", "pooled", "other")
+    marks = {(g, c): comparison.marks(g, c) for g in comparison.groups for c in ("mean", *columns)}
+
+    def cells(i: int, row: Row) -> tuple[Cell, ...]:
+        found = [Cell(row.label), Cell(str(len(row.seeds)))]
+        for group in comparison.groups:
+            found.append(Cell(value_cell(comparison, row, group), marks[group, "mean"][i]))
+            for column in columns if group != USERS else ():
+                found.append(Cell(mean_only(comparison, row.over_seeds(group, column)), marks[group, column][i]))
+        return tuple(found)
+
+    names = ("mean", "worst decile", "pooled", _other_reading(comparison))[: 1 + len(columns)]
+    groups = [(GROUP_NAMES[group], ("mean",) if group == USERS else names) for group in comparison.groups]
+    headings = (f"test {comparison.scale.words}", "seeds", *(name for _, under in groups for name in under))
+    above = (("", 2), *((title, len(under)) for title, under in groups))
+    table = Table(headings, _by_block(comparison, cells), above=above)
+    return Part(tables=(table,), text=_about_results(comparison))
+
+
+def _other_reading(comparison: RunComparison) -> str:
+    others = {"unmasked" if row.runs[0].masked else "masked" for row in comparison.rows}
+    return min(others) if len(others) == 1 else "other reading"
+
+
+def _about_results(comparison: RunComparison) -> str:
+    over = "seeds" if comparison.several_seeds else "clients"
+    sentences = [
+        f"Last round. Mean over clients, each counting once; ± one standard deviation over {over}.",
+        "Worst decile: mean of the worst tenth of clients.",
+        "The data have no classes: the loss is the model's own, and lower is better."
+        if comparison.scale.is_loss
+        else "Pooled: correct predictions over examples. Masked: only labels of the client's own training data can be "
+        "predicted.",
+    ]
+    if USERS in comparison.groups:
+        sentences.append("User 0 is the client that the model is made for; the other columns are about all clients.")
+    if len(comparison.rows) > 1:
+        sentences.append(marks_note(comparison))
+    return " ".join(sentences)
+
+
+def _costs(comparison: RunComparison) -> Part:
+    def cells(i: int, row: Row) -> tuple[Cell, ...]:
+        steps, rounds, time = row.training("client_steps"), row.training("round"), row.of_runs("duration_s")
+        texts = [
+            *cost_cells(row),
+            DASH if rounds is None else f"{rounds.mean:g}",
+            _both_ways(row, "payload"),
+            _both_ways(row, "wire"),
+            DASH if steps is None else f"{steps.mean:,.0f}",
+            DASH if time is None else human_time(time.mean),
+        ]
+        return (Cell(row.label), *map(Cell, texts))
+
+    headings = ("cost", "steps", "receives", "sends", "rounds", "payload", "on the wire", "client steps", "time")
+    text = (
+        "A new client: gradient steps, and bytes received and sent, for its first model. Training: all clients "
+        "together, both directions, mean over seeds. Payload: tensor bytes as the papers count them, a copy for each "
+        "client; on the wire: as measured, none in process. Time: whole run with evaluations."
+    )
+    table = Table(headings, _by_block(comparison, cells), above=(("", 1), ("a new client", 3), ("training", 5)))
+    return Part("Cost", tables=(table,), text=text)
+
+
+def _both_ways(row: Row, what: str) -> str:
+    up, down = (row.of_runs(f"{what}_{way}") for way in ("up", "down"))
+    return DASH if up is None or down is None else human_bytes(round(up.mean + down.mean))
+
+
+def _own_steps(comparison: RunComparison) -> tuple[Part, ...]:
+    """Return a figure and a table for each block with results after extra local steps (``evaluation.own_steps``)."""
+    from fedloom.reporting.compare_figures import draw_own_steps
+
+    styles, parts = line_styles_of(comparison), []
+    for number, (block, members) in enumerate(comparison.stepping.items(), start=1):
+        rows, title = [comparison.rows[i] for i in members], comparison.title(block)
+        steps = own_steps_of(rows)
+        lines = tuple(
+            TableRow(
+                (Cell(row.label), *(Cell(comparison.scale.shown(row.own_steps.get(k))) for k in steps)),
+                styles[row.label].name,
+                styles[row.label].svg_dash,
+            )
+            for row in rows
+        )
+        table = Table((f"local steps: test {comparison.scale.words}", *map(str, steps)), (("", lines),))
+        file = f"own-steps-{number}" if title else "own-steps"
+        parts.append(Part(title, (Panel(file, draw_own_steps(rows, styles), wide=True),), (table,)))
+    text = (
+        f"Test {comparison.scale.name} of the unseen clients after so many steps of local training, from the model "
+        "that the method hands them; Local starts at random. Mean over clients"
+        + (", ± one standard deviation over seeds." if comparison.several_seeds else ".")
+    )
+    return _with_text(parts, text)
+
+
+def _pairs(comparison: RunComparison) -> tuple[Part, ...]:
+    """Return a table of the featured rows compared with their block's reference; ``pairs.csv`` has all pairs."""
+    blocks = tuple(_pair_blocks(comparison))
+    if not blocks:
+        return ()
+    tested = {g: sum(p.group == g and p.p_against is not None for p in comparison.pairs) for g in GROUPS}
+    if not any(tested.values()):
+        text = "Only rows that were measured on the same clients can be compared client by client."
+    else:
+        sentences = [
+            f"{comparison.scale.name.capitalize()} minus that of {reference_note(comparison)}, over the clients that "
+            "both have. Median: over clients. Mean: over seeds, of the mean over clients, with its 95 % interval. p: "
+            f"two-sided, with Holm's correction over the comparisons with the reference ({tested['seen']} seen, "
+            f"{tested['unseen']} unseen).",
+            *(TESTS[over] for over in comparison.tested_over.split(" or ")),
+            ""
+            if comparison.against
+            else "The reference was chosen on validation data of the same trainings, so a small p says that a method "
+            "is not the best of these. To test whether it is worse than a certain method, name that method beforehand "
+            "(against).",
+            "pairs.csv has all pairs.",
+        ]
+        text = " ".join(filter(None, sentences))
+    headings = ("method", "seeds", "pairs", "better", "equal", "worse", "median", "mean", "95 %", "p (Holm)")
+    return (Part(tables=(Table(headings, blocks),), text=text),)
+
+
+def _pair_blocks(comparison: RunComparison) -> Iterator[tuple[str, tuple[TableRow, ...]]]:
+    """Yield for each group and block the featured rows compared with the reference."""
+    for group in (group for group in GROUPS if group in comparison.groups):
+        for block, featured in comparison.featured.items():
+            reference = comparison.references[block].row
+            pairs = [p.turned() if p.first == reference else p for p in comparison.pairs if p.group == group]
+            rows = [_pair_row(comparison, p) for p in pairs if p.second == reference and p.first in featured]
+            if rows:
+                about = ", ".join(filter(None, (f"{group} clients", comparison.title(block))))
+                yield f"{about}; minus {comparison.rows[reference].label}", tuple(rows)
+
+
+def _pair_row(comparison: RunComparison, pair: Pair) -> TableRow:
+    name, ends, shown = comparison.rows[pair.first].label, pair.interval or pair.bootstrap, comparison.scale
+    if pair.median is None or pair.mean is None or pair.p_against is None or ends is None:
+        return TableRow((Cell(name), Cell(f"not comparable: {pair.why}", span=9)))
+    equal = pair.clients - pair.better - pair.worse
+    p = "< 0.001" if pair.p_against < 0.001 else f"{pair.p_against:.3f}"
+    counts = (len(pair.seeds), pair.clients, pair.better, equal, pair.worse)
+    differences = (shown.shown_difference(value) for value in (pair.median, pair.mean))
+    interval = " to ".join(map(shown.shown_difference, ends))
+    return TableRow(
+        (
+            *map(Cell, (name, *map(str, counts), *differences, interval)),
+            Cell(p, "best" if pair.p_against < LEVEL else ""),
+        )
+    )
+
+
+def _validation(comparison: RunComparison) -> Part:
+    shown, groups, scale = comparison.scale.shown, comparison.groups, comparison.scale
+
+    def cells(i: int, row: Row) -> tuple[Cell, ...]:
+        rounds = [DASH if result.best is None else str(result.best.round) for result in row.results]
+        last = [shown(row.over_seeds(group)) for group in groups]
+        at_best = [shown(row.at_best(group)) for group in groups]
+        which = ", ".join(rounds) if len(rounds) <= 4 else pluralize(len(set(rounds)), "round")
+        texts = (shown(row.validation(best=False)), *last, which, shown(row.validation(best=True)), *at_best)
+        return (Cell(row.label), *map(Cell, texts))
+
+    names = ("validation", *(GROUP_NAMES[USERS] if group == USERS else group for group in groups))
+    text = (
+        f"Validation: {'mean loss' if scale.is_loss else 'pooled accuracy'} of the clients' own predictors on the "
+        f"validation data of seen clients. The best round has the {scale.best} validation {scale.name}, the earliest "
+        f"on ties; test data are not used to choose it. The round of best test {scale.name} would flatter every method."
+    )
+    table = Table(
+        (scale.words, *names, "round", *names),
+        _by_block(comparison, cells),
+        above=(("", 1), ("last round", len(names)), ("best round by validation", 1 + len(names))),
+    )
+    return Part("Last round, and best round by validation", tables=(table,), text=text)
+
+
+def _chosen(comparison: RunComparison) -> tuple[Part, ...]:
+    if not comparison.chosen:
+        return ()
+    styles, shown, scale = line_styles_of(comparison), comparison.scale.shown, comparison.scale
+    lines: dict[str, list[TableRow]] = {}
+    for choice in comparison.chosen:
+        row = comparison.rows[choice.row]
+        texts = (
+            str(choice.candidates),
+            ", ".join(map(str, choice.seeds)),
+            *(shown(MeanStd(value, None)) for value in (choice.validation, choice.runner_up)),
+            *(shown(row.over_seeds(group)) for group in comparison.groups),
+            edge_note(choice.edges) if choice.edges else "",
+        )
+        style = styles[row.label]
+        line = TableRow(tuple(map(Cell, (row.label, *texts))), style.name, style.svg_dash)
+        lines.setdefault(comparison.title(row.block), []).append(line)
+    text = (
+        f"Setting of each method with the {scale.best} validation {scale.name} in the last round, mean over the seeds "
+        f"that all its settings have. Its test {scale.name} was not used to choose it."
+    )
+    headings = (
+        "settings", "of", "seeds", "validation", "second best", *(f"test, {g}" for g in comparison.groups), "note"
+    )  # fmt: skip
+    table = Table(headings, tuple((title, tuple(found)) for title, found in lines.items()))
+    return (Part("Chosen on validation", tables=(table,), text=text),)
+
+
+def _settings(comparison: RunComparison) -> Part:
+    """Return a table of the settings that differ, with a column per method."""
+    if not comparison.differing:
+        return Part(text="None: the runs differ at most in their seeds.")
+    methods: dict[tuple[str, str], list[Row]] = {}
+    for row in comparison.rows:
+        methods.setdefault((row.block, row.runs[0].method), []).append(row)
+    headings = ["key"]
+    for (block, _), rows in methods.items():
+        names, title = ", ".join(dict.fromkeys(row.method for row in rows)), comparison.title(block)
+        headings.append(f"{names} ({title})" if title else names)
+    lines = []
+    for key in comparison.differing:
+        found = [[shown_value(r.settings[key]) for r in rows if key in r.settings] for rows in methods.values()]
+        lines.append(TableRow((Cell(key), *(Cell(", ".join(dict.fromkeys(values)) or DASH) for values in found))))
+    text = "The row of a method states its other settings. A dash: the method has no such setting."
+    return Part(tables=(Table(tuple(headings), (("", tuple(lines)),)),), text=text)
+
+
+def _runs(comparison: RunComparison) -> Part:
+    lines: dict[Path, TableRow] = {}
+    for row in comparison.rows:
+        for run in row.runs:
+            machine = (str(run.environment.get(key, DASH)) for key in ("torch", "device"))
+            texts = (run.name, row.label, str(run.seed), run.partition[:12], human_time(run.duration_s), *machine)
+            lines.setdefault(run.path, TableRow(tuple(map(Cell, texts))))
+    headings = ("run", "settings", "seed", "partition", "time", "torch", "device")
+    text = "Partition: first digits of its fingerprint. Clients of the same partition are paired."
+    return Part(tables=(Table(headings, (("", tuple(lines.values())),), left=2),), text=text)
+
+
+def _by_block(
+    comparison: RunComparison, cells: Callable[[int, Row], tuple[Cell, ...]]
+) -> tuple[tuple[str, tuple[TableRow, ...]], ...]:
+    """Return a table row per row, in blocks that have titles if there are several."""
+    styles, blocks = line_styles_of(comparison), []
+    for block, members in comparison.blocks.items():
+        lines = []
+        for i in members:
+            style = styles.get(comparison.rows[i].label) if i in comparison.featured[block] else None
+            key = (style.name, style.svg_dash) if style else ()
+            lines.append(TableRow(cells(i, comparison.rows[i]), *key))
+        blocks.append((comparison.title(block), tuple(lines)))
+    return tuple(blocks)

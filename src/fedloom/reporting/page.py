@@ -1,0 +1,214 @@
+"""Page of a run or a comparison: its sections, tables and figures, rendered as one self-contained HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+from fedloom.errors import ExperimentError
+
+if TYPE_CHECKING:
+    from fedloom.reporting.drawing import Drawing
+
+DASH = "–"
+"""Placeholder for an unknown value."""
+
+FEWEST_POINTS = 4
+"""Minimum number of points for a learning curve; a straight line between two says nothing."""
+
+
+class Cell(NamedTuple):
+    """Table cell. ``mark``: ``best``, ``tied`` or none; ``shade``: percent of colour behind it; ``span``: columns."""
+
+    text: str
+    mark: str = ""
+    shade: int = 0
+    span: int = 1
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """Row of a table: label and other cells, and a second line of the label.
+
+    ``colour`` is the CSS variable of its colour in figures, ``dash`` the dash pattern of its line there (None: a dot).
+    """
+
+    cells: tuple[Cell, ...]
+    colour: str = ""
+    dash: str | None = None
+    note: str = ""
+
+
+def table_row(*texts: str, colour: str = "", note: str = "") -> TableRow:
+    """Return a row of plain cells, with a dot if it has a colour."""
+    return TableRow(tuple(map(Cell, texts)), colour, None, note)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table in titled blocks of rows; ``above`` are headings of groups of so many columns, ``left`` columns hold text.
+
+    A ``small`` table stands in the grid of the figures; a ``wide`` one takes the full width of it.
+    """
+
+    headings: tuple[str, ...]
+    blocks: tuple[tuple[str, tuple[TableRow, ...]], ...]
+    title: str = ""
+    above: tuple[tuple[str, int], ...] = ()
+    left: int = 1
+    small: bool = False
+    wide: bool = False
+
+    @property
+    def keys(self) -> str:
+        """Kind of the rows' keys, ``dot`` or ``line``; empty without any."""
+        kinds = {"dot" if row.dash is None else "line" for _, rows in self.blocks for row in rows if row.colour}
+        return min(kinds, default="")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Figure: the name of its file, its SVG, and whether it takes the full width of the page.
+
+    ``points``: if its points are clients, the id of each and the text of its tooltip.
+    """
+
+    name: str
+    svg: Drawing
+    wide: bool = False
+    points: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class ConfusionCard:
+    """Card of a client, shown when its link is followed; ``target`` is its id on the page."""
+
+    client: str
+    target: str
+    group: str
+    owner: str
+    facts: str
+    table: Table | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Figures and tables with one explanation, in the order of the attributes.
+
+    Figures and small tables share a grid of this many ``columns``. ``pairs`` are keys with values, ``pre`` is verbatim.
+    """
+
+    title: str = ""
+    panels: tuple[Panel, ...] = ()
+    tables: tuple[Table, ...] = ()
+    columns: int = 1
+    cards: tuple[ConfusionCard, ...] = ()
+    text: str = ""
+    pairs: tuple[tuple[str, str], ...] = ()
+    pre: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Section of the page, or the reason why it is left out; ``pending``: a file of it is not written yet."""
+
+    title: str
+    parts: tuple[Part, ...] = ()
+    absent: str = ""
+    pending: bool = False
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Number at the top of the page, with the CSS variable of its colour."""
+
+    label: str
+    value: str
+    note: str = ""
+    colour: str = ""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """Sentence at the top of the page with what it says as data attributes."""
+
+    text: str
+    data: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ReportPage:
+    """Page of a run or a comparison.
+
+    Attributes
+    ----------
+    palette
+        Colour of each CSS variable that figures refer to.
+    facts
+        Numbers at the top, by CSS class.
+    broad
+        True if tables are broader than text.
+    refresh_s
+        Interval in seconds at which a browser reloads the page; None: never.
+    """
+
+    title: str
+    subtitles: tuple[str, ...]
+    sections: tuple[Section, ...]
+    palette: Mapping[str, str]
+    leads: tuple[Lead, ...] = ()
+    notices: tuple[str, ...] = ()
+    facts: Mapping[str, tuple[Fact, ...]] = field(default_factory=dict)
+    broad: bool = False
+    refresh_s: int | None = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of all sections."""
+        return tuple(part for section in self.sections for part in section.parts)
+
+    def render(self) -> str:
+        """Return the page as HTML."""
+        check_installed("jinja2")
+        import jinja2
+
+        environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("fedloom.reporting"),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        targets = {card.client: card.target for part in self.parts for card in part.cards}
+        environment.filters["inline"] = lambda panel, title: _inline(panel, title, self.palette, targets)
+        return environment.get_template("page.html.j2").render(page=self, targets=targets)
+
+    def figures(self) -> dict[str, str]:
+        """Return the figures as SVG files of their own, by the names of the files."""
+        from fedloom.reporting import drawing
+
+        panels = (panel for part in self.parts for panel in part.panels)
+        return {f"{p.name}.svg": drawing.annotated(p.svg, [n for _, n in p.points], {}) for p in panels}
+
+
+def check_installed(*packages: str, extra: str = "report") -> None:
+    """Raise :class:`ExperimentError` if a package of an extra is missing."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ExperimentError(
+                f"{extra}: the package {package} is not installed", hint=f"pip install 'fedloom[{extra}]'"
+            )
+
+
+def _inline(panel: Panel, title: str, palette: Mapping[str, str], targets: Mapping[str, str]) -> str:
+    """Return a figure as part of the page, its points linked to the cards; a template filter."""
+    from markupsafe import Markup, escape
+
+    from fedloom.reporting import drawing
+
+    links = {k: targets[client] for k, (client, _) in enumerate(panel.points) if client in targets}
+    svg = drawing.annotated(drawing.inline(panel.svg, panel.name, palette), [note for _, note in panel.points], links)
+    label = escape(f"{title}: {panel.name}")
+    return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1))

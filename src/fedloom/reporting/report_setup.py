@@ -1,0 +1,136 @@
+"""Sections of a report on data, time, method, settings and environment."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedloom.data.manifest import Manifest
+from fedloom.errors import DataError
+from fedloom.reporting import inputs
+from fedloom.reporting.page import Panel, Part
+from fedloom.reporting.words import number_range
+from fedloom.runs.folder import RunFolder
+from fedloom.words import dotted_keys, pluralize
+
+
+def summary_of(run: RunFolder) -> Mapping[str, Any]:
+    """Return the summary of a finished run; empty otherwise, as the top of the page explains."""
+    try:
+        return inputs.checked(run, "summary.json")
+    except DataError:
+        return {}
+
+
+def time(run: RunFolder) -> Part:
+    """Return the time spent in the phases of the rounds, and outside them."""
+    from fedloom.reporting import figures
+
+    summary = summary_of(run)
+    if summary.get("rounds") == 0:
+        return Part(text="No round was trained.")
+    by_round, outside = _phases(run)
+    phases = list(by_round.values())
+    if not any(phases):
+        raise DataError(f"{run.path / 'journal.jsonl'}: has no round with phase times")
+    rest = summary.get("duration_s", 0.0) - sum(outside.values()) - sum(sum(phase.values()) for phase in phases)
+    others = {name: seconds for name, seconds in (*outside.items(), ("evaluation and rest", rest)) if seconds > 0}
+    panels = (
+        Panel("time-rounds", figures.draw_phases_by_round(list(by_round), phases)),
+        Panel("time-total", figures.draw_phase_totals(phases, others)),
+    )
+    text = (
+        f"Time of the aggregator in {pluralize(len(phases), 'round')}. A phase that is named after a message lasts "
+        "from sending it to the last reply."
+    )
+    return Part(panels=panels, columns=2, text=text)
+
+
+def _phases(run: RunFolder) -> tuple[dict[int, dict[str, float]], dict[str, float]]:
+    """Return the phases of each round that was completed, and the seconds of failed attempts and pauses."""
+    rounds: dict[int, dict[str, float] | None] = {}  # a repeated round counts once
+    failed = paused = 0.0
+    for line in run.objects("journal.jsonl"):
+        paused += line.get("paused", {}).get("seconds", 0.0)
+        outcome = line.get("outcome", "done")
+        if outcome == "evaluated":  # follows a round, whose phases stay
+            continue
+        failed += 0.0 if outcome == "done" else line["seconds"]
+        if "phases" in line:
+            rounds[line["round"]] = line["phases"] if outcome == "done" else None
+    done = {number: found for number, found in sorted(rounds.items()) if found is not None}
+    return done, {"failed attempts": failed, "paused": paused}
+
+
+def method(run: RunFolder) -> Part:
+    """Return the method's own entries of the summary; without any if it cannot be read."""
+    summary = summary_of(run)
+    pairs = _pairs(summary.get(summary.get("algorithm", ""), {}))
+    return Part(text="Entries of the method itself in summary.json.", pairs=pairs)
+
+
+def settings(run: RunFolder) -> Part:
+    """Return the experiment file."""
+    return Part(pre=run.text("experiment.yaml").strip())
+
+
+def machine(run: RunFolder) -> Part:
+    """Return versions and hardware."""
+    pairs = _pairs(run.json("environment.json"))
+    if not pairs:
+        raise DataError(f"{run.path / 'environment.json'}: is empty")
+    return Part(pairs=pairs)
+
+
+def data(run: RunFolder) -> Part:
+    """Return the partition: its scheme, and the classes of every client."""
+    from fedloom.reporting import figures
+
+    manifest = run.manifest()
+    pairs = _about_partition(manifest)
+    train = [client.class_counts["train"] for client in manifest.clients]
+    if not any(map(sum, train)):
+        return Part(text="The training examples have no labels.", pairs=pairs)
+    mixes: dict[str, list[Sequence[int]]] = {"seen": [], "unseen": []}
+    for client, counts in zip(manifest.clients, train, strict=True):
+        mixes["seen" if client.seen else "unseen"].append(counts)
+    text = (
+        "Training data: a column per client, ordered by most frequent class. The colour is the square root of the "
+        "class's share."
+    )
+    if len(set(map(sum, train))) > 1:
+        text += " The curve above is its number of examples."
+    together = math.ceil(len(train) / figures.MANY_CLIENTS)
+    if together > 1:
+        text += f" Each column is the mean of {together} neighbours."
+    panel = Panel("partition", figures.draw_partition(mixes, manifest.class_names), wide=True)
+    return Part(panels=(panel,), text=text, pairs=pairs)
+
+
+def _about_partition(manifest: Manifest) -> tuple[tuple[str, str], ...]:
+    scheme = {key: value for key, value in manifest.scheme.items() if value is not None}
+    ordered = sorted(scheme.items(), key=lambda item: (item[0] != "scheme", item[0]))
+    classes_of = [sum(1 for count in client.class_counts["train"] if count) for client in manifest.clients]
+    sizes = {split: sum(c.size(split) for c in manifest.clients) for split in ("train", "validation", "test")}
+    inputs_of = "×".join(map(str, manifest.input_shape))
+    return (
+        ("data set", f"{manifest.dataset}, {pluralize(manifest.classes, 'class', 'classes')}, inputs {inputs_of}"),
+        ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),
+        ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in ordered)),
+        ("training examples per client", number_range([client.train for client in manifest.clients])),
+        ("classes per client", number_range(classes_of)),
+        ("examples", ", ".join(f"{size:,} {split}" for split, size in sizes.items())),
+        ("fingerprint", manifest.fingerprint),
+    )
+
+
+def _pairs(value: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((key, _value(item)) for key, item in dotted_keys(value).items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
