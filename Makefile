@@ -72,8 +72,10 @@ format: setup ## let ruff fix what it can
 	@$(BIN)/ruff format --quiet .
 
 protos: setup ## generate src/fedloom/transport/wire from protos/
-	@$(BIN)/python -m grpc_tools.protoc -I fedloom/transport/wire=protos/fedloom/v1 --python_out=src --pyi_out=src \
-		fedloom/transport/wire/federation.proto fedloom/transport/wire/control.proto fedloom/transport/wire/personalization.proto
+	@mkdir -p build/protos
+	@$(BIN)/python -m grpc_tools.protoc -I protos --python_out=build/protos --pyi_out=build/protos protos/fedloom/v1/*.proto
+	@sed -i 's/from fedloom\.v1 import/from fedloom.transport.wire import/' build/protos/fedloom/v1/*
+	@cp build/protos/fedloom/v1/* src/fedloom/transport/wire/
 
 docs: setup ## write the pages that are made from the code
 	@$(BIN)/python docs/generate_keys.py

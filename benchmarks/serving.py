@@ -44,8 +44,10 @@ from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.runner import assemble
 from fedloom.runs.checkpoint import Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
+from fedloom.transport.codec import DTYPES, Cutter, encode
+from fedloom.transport.frames import WireError, serialize
+from fedloom.transport.model_stream import PERSONALIZE, PRECISIONS, SERVICE, PartReader, message_frames
 from fedloom.transport.newcomer import Models
-from fedloom.transport.spoken import PERSONALIZE, PRECISIONS, SERVICE, Incoming, frames, pieces
 from fedloom.transport.wire import personalization_pb2 as wire
 
 CLIENTS, CLASSES, DESCRIPTORS = 100, 10, 64
@@ -186,10 +188,11 @@ async def _asks(address: str, precision: str, v: torch.Tensor) -> list[bytes]:
             package=fedloom.__version__,
             algorithm="pefll",
             algorithm_version=found.about.version,
-            precision=PRECISIONS[precision][0],
+            precision=DTYPES[PRECISIONS[precision]],
             answers=found.digest,
         )
-        (frame,) = frames(wire.NewcomerFrame(ask=ask), "Descriptor", pieces(Descriptor(row[None])))
+        head = serialize(wire.NewcomerPart(ask=ask))
+        (frame,) = message_frames(Cutter(wire.NewcomerPart), encode(Descriptor(row[None])), head)
         made.append(frame)
     return made
 
@@ -315,17 +318,14 @@ def killed_and_started_again(run: Path, server: PeFLLServer, size: int, seconds:
                     call = channel.stream_stream(f"/{SERVICE}/{PERSONALIZE}")(timeout=10)
                     try:
                         await call.write(asks[i])
-                        data = await call.read()
-                        if data is grpc.aio.EOF:
-                            raise asyncio.InvalidStateError
-                    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                        reader = PartReader(call.read, wire.ModelFrame)
+                        await reader.part("header")
+                        received = await reader.message({"PersonalizedModel": PersonalizedModel}, 1 << 30)
+                    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, WireError):
                         refused += 1
                         await asyncio.sleep(REST_S)
                         continue
-                    frame = wire.ModelFrame.FromString(data)
-                    incoming = Incoming(frame.spoken, {"PersonalizedModel": PersonalizedModel}, 1 << 30)
-                    incoming.add(frame.data)
-                    theta = incoming.message().tensors()["theta"][0]
+                    theta = received.tensors["theta"][0]
                     right, wrong = (right + 1, wrong) if torch.equal(theta, expected[i]) else (right, wrong + 1)
             if not killed and time.perf_counter() > ends - 0.8 * seconds:
                 killed = True

@@ -94,12 +94,10 @@ def fields_of(cls: type[Message]) -> tuple[MessageField, ...]:
     TypeError
         If a field was declared with neither ``rows`` nor ``broadcast``.
     """
-    found = []
     for field in dataclasses.fields(cls):
         if "quantity" not in field.metadata:
             raise TypeError(f"{cls.__name__}.{field.name} is declared neither with rows() nor with broadcast()")
-        found.append(MessageField(field.name, **field.metadata))
-    return tuple(found)
+    return tuple(MessageField(field.name, **field.metadata) for field in dataclasses.fields(cls))
 
 
 def answer_shapes(messages: Sequence[type[Message]], sizes: Mapping[str, int]) -> Shapes:
@@ -120,7 +118,7 @@ def answer_shapes(messages: Sequence[type[Message]], sizes: Mapping[str, int]) -
 
     def number(cls: type[Message], field: MessageField, size: int | str) -> int:
         if isinstance(size, str) and size not in sizes:
-            raise TypeError(f"{cls.__name__}.{field.name}: found size {size!r}, allowed: {', '.join(sorted(sizes))}")
+            raise TypeError(f"{cls.__name__}.{field.name} has size {size!r}; use one of {', '.join(sorted(sizes))}")
         return sizes[size] if isinstance(size, str) else size
 
     return {
@@ -153,25 +151,17 @@ class Message:
 
     def select(self, index: Sequence[int]) -> Self:
         """Return the message for a subset of its rows: row fields indexed, broadcasts unchanged."""
-        if not any(field.per_client for field in self.fields()):
-            return self
-        span = _as_slice(index)
-        picked = {
-            field.name: (getattr(self, field.name)[span if span is not None else list(index)])
-            if field.per_client
-            else getattr(self, field.name)
-            for field in self.fields()
-        }
-        return type(self)(**picked)
+        picked: Any = _as_slice(index) or list(index)
+        rows = {field.name: getattr(self, field.name)[picked] for field in self.fields() if field.per_client}
+        return type(self)(**(self.tensors() | rows)) if rows else self
 
     def client_bytes(self) -> int:
         """Return the bytes of tensor data per client: its row of each row field, and each broadcast whole."""
-        total = 0
-        for field in self.fields():
-            tensor: Tensor = getattr(self, field.name)
-            whole = tensor.numel() * tensor.element_size()
-            total += whole // max(1, tensor.shape[0]) if field.per_client else whole
-        return total
+        tensors = self.tensors()
+        return sum(
+            tensors[field.name].nbytes // (max(1, tensors[field.name].shape[0]) if field.per_client else 1)
+            for field in self.fields()
+        )
 
 
 M = TypeVar("M", bound=Message, covariant=True)
@@ -252,12 +242,9 @@ def stack(cls: type[M], answers: Sequence[M | None]) -> M | None:
     given = next((answer for answer in answers if answer is not None), None)
     if given is None:
         return None
-    stacked = {}
-    for field in cls.fields():
-        template: Tensor = getattr(given, field.name)
-        absent = torch.zeros_like(template)
-        stacked[field.name] = _joined([absent if a is None else getattr(a, field.name) for a in answers])
-    return cls(**stacked)
+    absent = {name: torch.zeros_like(tensor) for name, tensor in given.tensors().items()}
+    rows = [absent if answer is None else answer.tensors() for answer in answers]
+    return cls(**{name: _joined([row[name] for row in rows]) for name in absent})
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

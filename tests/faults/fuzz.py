@@ -13,9 +13,10 @@ from transport_support import Sum, expected, key, served_run, start_call
 from faults.place import Broken, Place
 from faults.table import Fault, Tried
 from fedloom.federation.carrier import Call, Lost
-from fedloom.transport.codec import Assembler, Cutter, WireError, encode, read, read_specs, sealed, serialize
+from fedloom.transport.codec import Assembler, Cutter, encode, read_specs
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, WorkerInfo
+from fedloom.transport.frames import WireError, read_parts, seal_frame, serialize
 from fedloom.transport.stream import key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -93,7 +94,7 @@ def frames(place: Place, random: Random) -> Tried:
                 board.leave(mallory)
                 board.close(exchange.call.key)
                 exchange, mallory, good = _asked(board, number + 2)
-            frame = sealed([mutated(random.choice(good), good, random)])  # as whoever means harm does
+            frame = seal_frame([mutated(random.choice(good), good, random)])  # as whoever means harm does
             if random.random() < 0.05:
                 frame = mutated(frame, good, random)
             try:
@@ -105,13 +106,13 @@ def frames(place: Place, random: Random) -> Tried:
                     mallory = link("mallory", "c1", incarnation=f"i{number}")
                     board.enter(mallory)
             with suppress(WireError):
-                for kind, part in read(wire.AggregatorFrame, frame):
+                for kind, part in read_parts(wire.AggregatorFrame, frame):
                     if kind == "begin":
                         Assembler(part, read_specs(part.envelope), 1 << 20)
             accepted += MALLORY not in exchange.outstanding
         honest.arrivals.clear()
         answer = reply(Cutter(wire.WorkerPart), exchange.call, [HONEST], expected([exchange.call], HONEST))
-        board.receiver.take(honest, sealed([answer]))
+        board.receiver.take(honest, seal_frame([answer]))
     items = [exchange.inbox.get_nowait() for _ in range(exchange.inbox.qsize())]
     arrived = [outcome for row, outcome in items if row == HONEST]  # type: ignore[misc]
     if len(arrived) != 1 or not isinstance(arrived[0], Arrived):
@@ -148,7 +149,7 @@ def flips(place: Place, random: Random) -> Tried:
             call = start_call(("c0", "c1"), deadline_s=None, d=D)
             exchange = Exchange(call)
             board.open(exchange)
-            frame = bytearray(sealed([reply(Cutter(wire.WorkerPart), call, [MALLORY], expected([call], MALLORY))]))
+            frame = bytearray(seal_frame([reply(Cutter(wire.WorkerPart), call, [MALLORY], expected([call], MALLORY))]))
             bit = random.randrange(8 * len(frame))
             frame[bit // 8] ^= 1 << bit % 8
             with suppress(WireError):

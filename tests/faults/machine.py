@@ -14,8 +14,9 @@ from faults.fuzz import dispatcher, link, quiet, reply
 from faults.place import Broken, Place
 from faults.table import Fault, Tried
 from fedloom.federation.carrier import Call, Lost
-from fedloom.transport.codec import Cutter, WireError, parse, sealed, serialize
+from fedloom.transport.codec import Cutter
 from fedloom.transport.exchanges import Arrived, Exchange, Link
+from fedloom.transport.frames import WireError, pack_parts, parse_frame, seal_frame, serialize
 from fedloom.transport.stream import key_from_wire, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -89,7 +90,7 @@ class Books(RuleBasedStateMachine):
         """It answers, some rows in one transfer."""
         if found := self.requests(name, at, count):
             call, rows = found
-            self.sent.append((name, sealed([reply(self.cutters[name], call, rows, values(call, rows))])))
+            self.sent.append((name, seal_frame([reply(self.cutters[name], call, rows, values(call, rows))])))
             self.say(*self.sent[-1])
 
     @rule(name=NAMES, at=st.integers(0, 9), count=st.integers(1, 4))
@@ -97,8 +98,10 @@ class Books(RuleBasedStateMachine):
         """It begins to answer, with something else, and does not go on."""
         if found := self.requests(name, at, count):
             call, rows = found
-            whole = parse(wire.WorkerFrame, sealed([reply(self.cutters[name], call, rows, values(call, rows) + 1.0)]))
-            self.say(name, sealed([piece for part in whole.parts[:2] for piece in serialize(part)]))
+            whole = parse_frame(
+                wire.WorkerFrame, seal_frame([reply(self.cutters[name], call, rows, values(call, rows) + 1.0)])
+            )
+            self.say(name, seal_frame([piece for part in whole.parts[:2] for piece in serialize(part)]))
 
     @rule(at=st.integers(0, 9))
     def repeat(self, at: int) -> None:
@@ -118,7 +121,7 @@ class Books(RuleBasedStateMachine):
             self.may_lose.add(row)
         else:
             part = wire.WorkerPart(missing=wire.Missing(rows=[row], **about))
-        self.say(name, sealed(serialize(part)))
+        self.say(name, seal_frame(serialize(part)))
 
     @rule()
     def wait(self) -> None:
@@ -187,8 +190,8 @@ class Books(RuleBasedStateMachine):
     def look(self) -> None:
         """Read what the streams were sent, and what became of rows; each row is settled once, and rightly."""
         for name, to in self.links.items():
-            while frame := to.outbox._frame():
-                for part in parse(wire.AggregatorFrame, frame).parts:
+            for frame in pack_parts(iter(to.outbox._next, ())):
+                for part in parse_frame(wire.AggregatorFrame, frame).parts:
                     about = part.begin.envelope
                     if part.WhichOneof("part") == "begin" and not about.replay:
                         self.note(name, about)

@@ -23,7 +23,7 @@ from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.messages import Message
 from fedloom.runner.worker import Worker, WorkerOptions
-from fedloom.transport.codec import FRAME_BYTES, sealed, serialize
+from fedloom.transport.frames import FRAME_BYTES, seal_frame, serialize
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.trust.options import ClientOptions
 
@@ -89,10 +89,10 @@ def frames(parts: Iterator[bytes]) -> Iterator[bytes]:
     frame = bytearray()
     for part in parts:
         if len(frame) + len(part) > FRAME_BYTES - 16:
-            yield sealed([frame])
+            yield seal_frame([frame])
             frame.clear()
         frame += part
-    yield sealed([frame])
+    yield seal_frame([frame])
 
 
 def part(**kind: Any) -> bytes:
@@ -272,7 +272,7 @@ def unread(attack: Attack) -> None:
             peer.join()
         for n in range(1, 20_000):
             begin = part(begin=wire.Begin(transfer=n, envelope=wire.Envelope(run="x" * 80)))
-            peer.raw(sealed([begin, part(end=wire.End(transfer=n))]))
+            peer.raw(seal_frame([begin, part(end=wire.End(transfer=n))]))
             if attack.stop.is_set() or not peer.incoming.is_active():
                 break
         attack.over()

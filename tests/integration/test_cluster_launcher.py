@@ -371,20 +371,25 @@ import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import grpc
-from fedloom.transport.progress import Progress, to_wire
-from fedloom.transport.stream import OBSERVATION, WATCH
-from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.federation.activity import Activity, ConnectedWorker, Group, LastEvaluation
+from fedloom.transport.control import CONTROL, WATCH, to_wire
+from fedloom.transport.wire import control_pb2 as wire
+
+def told(phase, round, **more):
+    workers = tuple(ConnectedWorker(name) for name in "ab")
+    now = Activity("small", "toy", phase, 0.0, 0.0, round=round, rounds=4, workers=workers, **more)
+    return wire.WatchResponse(activity=to_wire(now))
 
 def watch(request, context):
-    yield to_wire(Progress("small", "training", 1, 4, 2, 0))
+    yield told("training", 1)
     while not Path(sys.argv[1]).exists():
         time.sleep(0.05)
-    measured = {"round": 4, "seen": {"accuracy_pooled": 0.5}, "unseen": None, "global": None}
-    yield to_wire(Progress("small", "finished", 4, 4, 2, 0, measured))
+    yield told("finished", 4, measured=LastEvaluation(4, {"seen": Group(2, accuracy_pooled=0.5)}))
 
-handler = grpc.unary_stream_rpc_method_handler(watch, wire.WatchRequest.FromString, wire.Progress.SerializeToString)
+reads, writes = wire.WatchRequest.FromString, wire.WatchResponse.SerializeToString
+handler = grpc.unary_stream_rpc_method_handler(watch, reads, writes)
 server = grpc.server(ThreadPoolExecutor(4))
-server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(OBSERVATION, {WATCH: handler})])
+server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(CONTROL, {WATCH: handler})])
 server.add_insecure_port(sys.argv[sys.argv.index("--listen") + 1])
 server.start()
 while not Path(sys.argv[1]).exists():
@@ -406,7 +411,7 @@ def test_progress_is_shown_inside_and_outside_of_the_cluster(world: World, insid
     assert (("get", "pods/portforward") in world.cluster.api.requests) is not inside
     seen = federations.federation_progress(Api(), federations.find_federation(Api(), "run-1"))
     assert seen is not None
-    assert (seen.state, seen.round, seen.rounds) == ("training", 1, 4)
+    assert (seen.phase, seen.round, seen.rounds) == ("training", 1, 4)
     go.touch()
     assert ended() is None
     assert any(line.startswith("after round 4") for line in world.said)

@@ -14,8 +14,9 @@ from transport_support import make_aggregator
 
 from fedloom.errors import ExperimentError
 from fedloom.runner.stop_request import StopRequest
-from fedloom.transport.stream import OBSERVATION, SERVICE, WATCH
-from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.control import CONTROL, WATCH
+from fedloom.transport.stream import SERVICE
+from fedloom.transport.wire import control_pb2 as wire
 
 
 def free_port() -> int:
@@ -35,7 +36,7 @@ def test_probes_are_answered_on_a_port_of_their_own_and_nothing_else_is() -> Non
                 answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
                 assert answer.status == health_pb2.HealthCheckResponse.SERVING
             with pytest.raises(grpc.RpcError) as refused:
-                next(channel.unary_stream(f"/{OBSERVATION}/{WATCH}")(wire.WatchRequest().SerializeToString()))
+                next(channel.unary_stream(f"/{CONTROL}/{WATCH}")(wire.WatchRequest().SerializeToString()))
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
     finally:
         aggregator.stop()

@@ -15,8 +15,8 @@ from transport_support import Proxy, Worker, expected, make_aggregator, start_ca
 
 from fedloom.errors import ExperimentError
 from fedloom.transport import stream
-from fedloom.transport.bandwidth import Bandwidth, Line, parse_bandwidth
-from fedloom.transport.codec import FRAME_BYTES
+from fedloom.transport.bandwidth import Bandwidth, BandwidthLimiter, parse_bandwidth
+from fedloom.transport.frames import FRAME_BYTES
 
 CLIENTS = ("anna", "bo", "carla", "dai", "emil")
 
@@ -45,7 +45,7 @@ def test_what_is_no_rate(text: str) -> None:
 
 
 def test_a_line_without_a_rate_is_always_free() -> None:
-    line = Line(None)
+    line = BandwidthLimiter(None)
     line.charge(1 << 40)
     assert line._free_at == 0.0
 

@@ -15,12 +15,15 @@ import pytest
 from forked import Popen
 from transport_support import Proxy, Worker, make_aggregator, until
 
-from fedloom.errors import RefusedError
+from fedloom.data.manifest import ClientEntry
+from fedloom.errors import AbandonedError, RefusedError
+from fedloom.federation.activity import Activity, Group, LastEvaluation
+from fedloom.federation.monitor import Monitor
 from fedloom.runs.journal import Attempt
-from fedloom.transport.notices import ProgressPublisher
-from fedloom.transport.progress import Progress, follow, from_wire
-from fedloom.transport.stream import CHANNEL_OPTIONS, OBSERVATION, WATCH
-from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.control import CONTROL, WATCH, follow, from_wire
+from fedloom.transport.control_service import ProgressPublisher
+from fedloom.transport.dial import CHANNEL_OPTIONS
+from fedloom.transport.wire import control_pb2 as wire
 
 CLIENTS = ("anna", "bo", "carla")
 
@@ -29,7 +32,7 @@ class Watcher:
     """``follow`` in a thread."""
 
     def __init__(self, address: str) -> None:
-        self.told: queue.SimpleQueue[Progress] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[Activity] = queue.SimpleQueue()
         self.error: BaseException | None = None
         self.leaving = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(address,), daemon=True)
@@ -41,11 +44,11 @@ class Watcher:
                 self.told.put(progress)
                 if self.leaving.is_set():
                     return
-        except (ConnectionError, RefusedError) as error:
+        except (AbandonedError, RefusedError) as error:
             self.error = error
 
-    def until(self, **values: object) -> list[Progress]:
-        """What is told up to a progress that has these values."""
+    def until(self, **values: object) -> list[Activity]:
+        """What is told up to a state that has these values."""
         told = []
         while True:
             told.append(self.told.get(timeout=10))
@@ -60,41 +63,61 @@ class Watcher:
 
 @pytest.fixture
 def notices() -> ProgressPublisher:
-    return ProgressPublisher("run-1", 7, len(CLIENTS))
+    return ProgressPublisher(Monitor("run-1", "toy", 7))
 
 
 @pytest.fixture
 def address(notices: ProgressPublisher) -> Iterator[str]:
+    notices.monitor.know(ClientEntry(name, True, 10, 2, 2, {}, "0" * 64) for name in CLIENTS)
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     yield aggregator.start("127.0.0.1:0")
     aggregator.stop()
 
 
 def line(round: int) -> dict[str, object]:
-    return {"round": round, "seen": {"accuracy_pooled": 0.5}, "unseen": None, "text": "ü"}
+    return {"round": round, "seen": {"clients": 2, "accuracy_pooled": 0.5}, "unseen": None}
+
+
+def measured(round: int) -> LastEvaluation:
+    return LastEvaluation(round, {"seen": Group(2, accuracy_pooled=0.5)})
+
+
+def round_done(notices: ProgressPublisher, round: int, of: int = 7) -> None:
+    """A round ends, as the loop tells it to the monitor and to its observers."""
+    attempt = Attempt(round, 1, statistics={"client_steps": 1.0})
+    notices.monitor.attempted(attempt, counts=True)
+    notices.round_done(attempt, of)
 
 
 def test_a_run_is_told_from_its_workers_to_its_end(notices: ProgressPublisher, address: str) -> None:
     watcher = Watcher(address)
     notices.tell("waiting", "waiting for workers")
     (*_, waiting) = watcher.until(message="waiting for workers")
-    assert waiting == Progress("run-1", "waiting", 0, 7, 0, 3, None, "waiting for workers")
+    assert (waiting.run, waiting.method, waiting.phase, waiting.round, waiting.rounds, waiting.workers) == (
+        "run-1", "toy", "waiting", 0, 7, (),
+    )  # fmt: skip
+    assert (waiting.clients.roster, waiting.clients.absent, waiting.measured) == (3, 3, None)
     worker = Worker(address, "w1", ("anna", "bo"))
-    (*_, one) = watcher.until(workers=1)
-    assert one.clients_unserved == 1
+    while not (told := watcher.told.get(timeout=10)).workers:
+        pass
+    assert ([each.name for each in told.workers], told.clients.absent) == (["w1"], 1)
+    notices.tell("evaluating")
     notices.evaluating(0, 2, 3)
-    watcher.until(state="evaluating", message="2 of 3 clients measured")
+    watcher.until(phase="evaluating", message="2 of 3 clients measured")
+    notices.tell("training")
     for round in range(1, 4):
-        notices.round_done(Attempt(round, 1), 7)
+        round_done(notices, round)
+    notices.monitor.evaluated(line(3))
     notices.evaluated(line(3))
-    (*_, evaluated) = watcher.until(evaluated=line(3))
+    (*_, evaluated) = watcher.until(measured=measured(3))
     assert evaluated.round == 3
     notices.attempt_failed(Attempt(4, 2, outcome="nobody answered"), 3)
-    watcher.until(state="training", message="round 4: attempt 2 of 3 failed: nobody answered")
+    notices.monitor.enter("training", doing=4, attempt=3)  # the next attempt does not hide why the last one failed
+    watcher.until(phase="training", attempt=3, message="round 4: attempt 2 of 3 failed: nobody answered")
     notices.tell("finished")
     notices.tell("failed", "too late to fail")
-    (*_, last) = watcher.until(state="finished")
-    assert (last.round, last.message, last.evaluated) == (3, "", None)
+    (*_, last) = watcher.until(phase="finished")
+    assert (last.round, last.message, last.measured) == (3, "", measured(3))
     assert watcher.ended() is None
     worker.leave()
     assert worker.over is False  # it was told to go, the run was not over
@@ -104,14 +127,15 @@ def test_rounds_in_quick_succession_are_told_at_once_and_no_evaluation_is_left_o
     notices: ProgressPublisher, address: str
 ) -> None:
     watcher = Watcher(address)
-    watcher.until(state="waiting")
+    watcher.until(phase="waiting")
     for round in range(1, 2001):
-        notices.round_done(Attempt(round, 1), 2000)
+        round_done(notices, round, 2000)
         if round % 500 == 0:
+            notices.monitor.evaluated(line(round))
             notices.evaluated(line(round))
     notices.tell("finished")
-    told = watcher.until(state="finished")
-    assert [progress.evaluated["round"] for progress in told if progress.evaluated] == [500, 1000, 1500, 2000]
+    told = watcher.until(phase="finished")
+    assert [*dict.fromkeys(now.measured.round for now in told if now.measured)] == [500, 1000, 1500, 2000]
     assert len(told) < 100
     assert watcher.ended() is None
 
@@ -120,57 +144,59 @@ def test_who_comes_late_is_told_the_newest_evaluation_and_how_it_ended(
     notices: ProgressPublisher, address: str
 ) -> None:
     for round in (1, 2):
+        notices.monitor.evaluated(line(round))
         notices.evaluated(line(round))
     notices.tell("failed", "the disk is full")
-    told = list(follow(address, connect_s=10))
-    assert [progress.evaluated for progress in told] == [line(2), None]
-    assert (told[-1].state, told[-1].message) == ("failed", "the disk is full")
+    (told,) = follow(address, connect_s=10)
+    assert (told.phase, told.message, told.measured) == ("failed", "the disk is full", measured(2))
 
 
-def test_a_stream_that_breaks_is_a_connection_error(notices: ProgressPublisher, address: str) -> None:
+def test_a_stream_that_breaks_is_abandoned(notices: ProgressPublisher, address: str) -> None:
     proxy = Proxy(address)
     watcher = Watcher(proxy.address)
-    watcher.until(state="waiting")
+    watcher.until(phase="waiting")
     proxy.cut()
-    assert isinstance(watcher.ended(), ConnectionError)
+    assert isinstance(watcher.ended(), AbandonedError)
     proxy.close()
 
 
-def test_an_aggregator_that_stops_before_the_end_is_a_connection_error(notices: ProgressPublisher) -> None:
+def test_an_aggregator_that_stops_before_the_end_is_abandoned(notices: ProgressPublisher) -> None:
     aggregator = make_aggregator(notices=notices, clients=CLIENTS)
     watcher = Watcher(aggregator.start("127.0.0.1:0"))
-    watcher.until(state="waiting")
+    watcher.until(phase="waiting")
     aggregator.stop()
-    assert isinstance(watcher.ended(), ConnectionError)
+    assert isinstance(watcher.ended(), AbandonedError)
 
 
-def test_nobody_there_is_a_connection_error() -> None:
+def test_nobody_there_is_abandoned() -> None:
     proxy = Proxy("127.0.0.1:1")
     address = proxy.address
     proxy.close()
-    with pytest.raises(ConnectionError, match="no aggregator at"):
+    with pytest.raises(AbandonedError, match="no aggregator"):
         next(follow(address, connect_s=0.3))
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
     aggregator = make_aggregator()
-    with pytest.raises(RefusedError, match="does not let itself be watched"):
+    with pytest.raises(RefusedError, match="not a FedLoom aggregator"):
         next(follow(aggregator.start("127.0.0.1:0"), connect_s=10))
     aggregator.stop()
 
 
-def test_a_state_of_another_version_is_refused() -> None:
-    with pytest.raises(RefusedError, match="state 99"):
-        from_wire(wire.Progress.FromString(wire.Progress(state=99).SerializeToString()))
+def test_text_of_the_aggregator_cannot_draw_on_the_terminal() -> None:
+    told = from_wire(wire.Activity(run="a\x1b[2J", message="one\ntwo\x07", phase=wire.PHASE_TRAINING))
+    assert told.run.isprintable()
+    assert told.message.replace("\n", "").isprintable()
+    assert told.message.count("\n") == 1
 
 
 def test_who_watches_and_for_how_long_nobody_has(notices: ProgressPublisher, address: str) -> None:
     until(lambda: notices.unwatched_s > 0.05)
     watcher = Watcher(address)
-    watcher.until(state="waiting")
+    watcher.until(phase="waiting")
     assert notices.unwatched_s == 0.0
     second = Watcher(address)
-    second.until(state="waiting")
+    second.until(phase="waiting")
     watcher.leaving.set()
     notices.tell("training")
     watcher.ended()
@@ -187,12 +213,13 @@ def test_the_end_waits_for_those_who_watch_but_not_for_ever(notices: ProgressPub
     notices.read_within(60)
     assert time.monotonic() - started < 30  # nobody watches
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
-        call = channel.unary_stream(f"/{OBSERVATION}/{WATCH}")(wire.WatchRequest().SerializeToString())
+        call = channel.unary_stream(f"/{CONTROL}/{WATCH}")(wire.WatchRequest().SerializeToString())
         next(call)
         notices.read_within(0.1)  # watched, and the run goes on
         notices.tell("finished")
         notices.read_within(60)
-        assert [wire.Progress.FromString(told).state for told in call] == [wire.STATE_FINISHED]
+        phases = [wire.WatchResponse.FromString(told).activity.phase for told in call]
+        assert phases == [wire.PHASE_FINISHED]
     assert time.monotonic() - started < 30
 
 
@@ -202,7 +229,7 @@ def test_workers_that_come_after_the_end_are_let_go(notices: ProgressPublisher) 
     early = Worker(address, "early", CLIENTS)
     until(lambda: aggregator.workers())
     watcher = Watcher(address)
-    watcher.until(state="waiting")
+    watcher.until(phase="waiting")
     aggregator.dismiss(finished=True)
     late = Worker(address, "late", CLIENTS)
     for worker in (early, late):
@@ -211,7 +238,7 @@ def test_workers_that_come_after_the_end_are_let_go(notices: ProgressPublisher) 
         assert worker.error is None
         assert worker.over
     notices.tell("finished")  # who watches is served to the end
-    watcher.until(state="finished")
+    watcher.until(phase="finished")
     assert watcher.ended() is None
     aggregator.stop(finished=True)
 
@@ -220,7 +247,7 @@ VANISHING = """
 import sys
 sys.path.insert(0, sys.argv[2])
 from transport_support import Worker
-from fedloom.transport.progress import follow
+from fedloom.transport.control import follow
 worker = Worker(sys.argv[1], "w1", ("anna",))
 for progress in follow(sys.argv[1], connect_s=60):
     pass

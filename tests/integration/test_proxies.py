@@ -15,11 +15,12 @@ from proxies import ReverseProxy
 from transport_support import Proxy, Worker, expected, key, make_aggregator, start_call, step_call, until
 
 from fedloom.federation.carrier import Lost
+from fedloom.federation.monitor import Monitor
 from fedloom.transport import stream
 from fedloom.transport.aggregator import Aggregator
-from fedloom.transport.codec import Refusal
-from fedloom.transport.notices import ProgressPublisher
-from fedloom.transport.progress import follow
+from fedloom.transport.control import follow
+from fedloom.transport.control_service import ProgressPublisher
+from fedloom.transport.frames import Refusal
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.trust.tokens import add_token
@@ -48,7 +49,7 @@ class Way:
             token.write_text(add_token(folder / "tokens.json", "north")[0].get_secret_value())
             protection = ServerOptions(tokens=folder / "tokens.json")
             self.credentials = Credentials(ClientOptions(None if plain else ca / "ca.crt", token_file=token))
-        self.notices = ProgressPublisher("run-1", 1, len(CLIENTS))
+        self.notices = ProgressPublisher(Monitor("run-1", "toy", 1))
         self.aggregator: Aggregator = make_aggregator(protection=Protection(protection), notices=self.notices)
         self._stack = stack
         target = self.aggregator.start("127.0.0.1:0")
@@ -88,7 +89,7 @@ def test_a_conversation_of_several_megabytes_each_way(way, section: str, changes
     assert worker.session.computed == 6
     assert there.aggregator.traffic.up > 6 * 1_200_000
     told = follow(there.proxy.address, connect_s=10, credentials=there.credentials)
-    assert next(told).workers == 1
+    assert len(next(told).workers) == 1
     there.aggregator.stop(finished=True)
     worker.thread.join(20)
     assert worker.over is True

@@ -23,11 +23,12 @@ from fedloom import load, personalize
 from fedloom.cli.run import run as command
 from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
+from fedloom.federation.activity import Activity, LastEvaluation
 from fedloom.runner.serve import DurableRounds
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.publisher import Publisher
 from fedloom.storage import open_store
-from fedloom.transport.progress import Progress, follow
+from fedloom.transport.control import follow
 
 pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("store")]
 
@@ -117,9 +118,9 @@ def fetched(home: Path) -> set[str]:
 
 
 @contextlib.contextmanager
-def watched(port: int) -> Iterator[list[Progress]]:
+def watched(port: int) -> Iterator[list[Activity]]:
     """Follow a run in a thread; the block gets what is told."""
-    told: list[Progress] = []
+    told: list[Activity] = []
 
     def look() -> None:
         for progress in follow(f"127.0.0.1:{port}", connect_s=120):
@@ -155,9 +156,8 @@ def test_a_federation_that_shares_nothing_but_the_store(
     assert scores(run) == scores(stateful.undisturbed)
     assert losses(run) == []
     # What was told while it ran.
-    assert (told[-1].state, told[-1].round, told[-1].rounds) == ("finished", 6, 6)
-    lines = [progress.evaluated for progress in told if progress.evaluated is not None]
-    assert lines[-1] == [*RunFolder(run).lines("metrics.jsonl")][-1]
+    assert (told[-1].phase, told[-1].round, told[-1].rounds) == ("finished", 6, 6)
+    assert told[-1].measured == LastEvaluation.of([*RunFolder(run).lines("metrics.jsonl")][-1])
     # What is published is the run's folder.
     store = stateful.store("runs/whole")
     for name in ("summary.json", "report.html", "clients.csv", "metrics.jsonl", "checkpoints/round-000006.safetensors"):

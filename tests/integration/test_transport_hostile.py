@@ -31,9 +31,9 @@ from transport_support import (
 
 from fedloom.federation.carrier import Lost
 from fedloom.messages import Message, Quantity, broadcast, rows
-from fedloom.transport.codec import FRAME_BYTES, Refusal, sealed, serialize
 from fedloom.transport.dispatcher import UNREAD_LANES, Dispatcher
 from fedloom.transport.exchanges import Clients, Link, WorkerInfo
+from fedloom.transport.frames import FRAME_BYTES, Refusal, seal_frame, serialize
 from fedloom.transport.health import WATCHERS
 from fedloom.transport.receiver import UNREAD_REFUSALS, Receiver
 from fedloom.transport.wire import federation_pb2 as wire
@@ -336,10 +336,10 @@ def test_chunks_of_a_transfer_that_never_began(aggregator, honest, hostile, back
 
 
 GARBAGE = {
-    "noise": sealed([b"\xff" * 100]),
-    "no parts": sealed([]),
-    "a part that holds nothing": sealed([b"\x0a\x00"]),
-    "a second hello": sealed(serialize(wire.WorkerPart(hello=wire.Hello(protocol=1)))),
+    "noise": seal_frame([b"\xff" * 100]),
+    "no parts": seal_frame([]),
+    "a part that holds nothing": seal_frame([b"\x0a\x00"]),
+    "a second hello": seal_frame(serialize(wire.WorkerPart(hello=wire.Hello(protocol=1)))),
 }
 
 
@@ -391,7 +391,7 @@ def test_a_flood_of_what_is_of_no_use_ends_its_stream_soon(aggregator, honest, h
     aggregator.wait_for(set(COHORT), 30)
     answers = background(aggregator.exchange, start_call(COHORT, deadline_s=20))
     hostile.request()
-    hostile.raw(sealed(FLOODS[flood]()))
+    hostile.raw(seal_frame(FLOODS[flood]()))
     code, details = hostile.status()
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert details.startswith(Refusal.FLOOD)
@@ -453,7 +453,7 @@ def test_refusals_that_nobody_reads_are_few():
         link = Link(WorkerInfo("w", "1", Clients({}, ()), "cpu"), allowance=10_000)
         board = Dispatcher(served_run(), lambda come, gone: None, lambda text: None)
         for number in range(1, 2_000):
-            board.receiver.take(link, sealed([part(begin=wire.Begin(transfer=number))]))
+            board.receiver.take(link, seal_frame([part(begin=wire.Begin(transfer=number))]))
         return link.outbox.waiting(None)
 
     assert asyncio.run(flooded()) == UNREAD_REFUSALS
@@ -521,7 +521,7 @@ def test_what_a_worker_says_of_itself_and_of_its_rows_prints(aggregator, honest,
 @pytest.mark.parametrize(
     ("hello", "code", "said"),
     [
-        ({"protocol": 1}, wire.REFUSAL_CODE_PROTOCOL, "protocol 1, this aggregator speaks 4"),
+        ({"protocol": 1}, wire.REFUSAL_CODE_PROTOCOL, "install the same version"),
         ({"package": "9.9"}, wire.REFUSAL_CODE_PACKAGE, "fedloom 9.9, this aggregator is"),
         ({"algorithms": {"toy": 3}}, wire.REFUSAL_CODE_ALGORITHM, "version 3"),
         ({"incarnation": ""}, wire.REFUSAL_CODE_HELLO, "must have 1 to 200 characters"),
@@ -542,7 +542,7 @@ def test_a_hello_that_is_refused_says_why(aggregator, hello, code, said):
 
 
 def test_a_stream_that_does_not_begin_with_hello(aggregator):
-    for data in (sealed([b"\xff\xff"]), sealed(serialize(wire.WorkerPart(end=wire.End())))):
+    for data in (seal_frame([b"\xff\xff"]), seal_frame(serialize(wire.WorkerPart(end=wire.End())))):
         hostile = Hostile(aggregator.address)
         hostile.raw(data)
         assert hostile.next().refused.code != wire.REFUSAL_CODE_UNSPECIFIED

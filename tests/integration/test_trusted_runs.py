@@ -12,7 +12,7 @@ from facts import tells
 from run_processes import ended, experiment, fedloom, final, rounds, started, until, worker
 
 from fedloom.errors import ExitCode
-from fedloom.transport.progress import follow
+from fedloom.transport.control import follow
 from fedloom.trust.certificates import make_ca, make_certificate
 from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.trust.tokens import add_token, make_token, revoke_tokens
@@ -65,12 +65,12 @@ def test_a_federation_over_mutual_tls_with_tokens_gives_the_same_numbers(
     with started("aggregator", path, "--listen", address, "--out", out, "--wait", "120", *serve) as aggregator:
         eye = ClientOptions(tmp_path / "ca/ca.crt", tmp_path / "eye.crt", tmp_path / "eye.key", token=secrets["eye"])
         watched = follow(address, connect_s=120, credentials=Credentials(eye))
-        assert next(watched).workers == 0
+        assert next(watched).workers == ()
         stranger = {**mine, "FEDLOOM_TOKEN_FILE": "", "FEDLOOM_TOKEN": make_token().get_secret_value()}
         said = fedloom(*dials, environment=stranger, code=ExitCode.REFUSED)
         assert tells(said, "error:", address, "not known")
         fedloom(*dials, environment=mine)
-        states = [progress.state for progress in watched]
+        states = [progress.phase for progress in watched]
         assert states[-1] == "finished"
         ended(aggregator, 0)
     assert final(out) == final(tmp_path / "alone")

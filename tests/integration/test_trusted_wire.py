@@ -28,15 +28,17 @@ from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomErr
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients
-from fedloom.transport import control, gate, spoken, stream, worker_connection
+from fedloom.transport import control, gate, model_stream, stream, worker_connection
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import encode
+from fedloom.transport.control import follow
+from fedloom.transport.control_service import ProgressPublisher
+from fedloom.transport.frames import seal_frame, serialize
 from fedloom.transport.newcomer import Models
-from fedloom.transport.notices import ProgressPublisher
 from fedloom.transport.personalization import Personalization
-from fedloom.transport.progress import follow
 from fedloom.transport.wire import control_pb2
 from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.wire import personalization_pb2 as models
 from fedloom.trust import access, audit, certificates
 from fedloom.trust.audit import Audit
 from fedloom.trust.certificates import make_ca, make_certificate
@@ -180,17 +182,15 @@ def stand_in(clients) -> bytes:
     """A Hello as a worker would send it."""
     from transport_support import ALGORITHMS
 
-    from fedloom.transport.codec import sealed, serialize
-
     hello = wire.Hello(
         protocol=stream.PROTOCOL, package=fedloom.__version__, worker="w", incarnation="i", clients=clients,
         algorithms=ALGORITHMS,
     )  # fmt: skip
-    return sealed(serialize(wire.WorkerPart(hello=hello)))
+    return seal_frame(serialize(wire.WorkerPart(hello=hello)))
 
 
 def call_watch(channel, metadata):
-    return next(channel.unary_stream(f"/{stream.OBSERVATION}/{stream.WATCH}")(b"", metadata=metadata, timeout=10))
+    return next(channel.unary_stream(f"/{control.CONTROL}/{control.WATCH}")(b"", metadata=metadata, timeout=10))
 
 
 def call_health(channel, metadata):
@@ -225,15 +225,15 @@ CONTROLLED = {
 
 
 def call_describe(channel, metadata):
-    method = channel.unary_unary(f"/{spoken.SERVICE}/{spoken.DESCRIBE}")
-    return spoken.wire.Described.FromString(method(b"", metadata=metadata, timeout=10)) is not None
+    method = channel.unary_unary(f"/{model_stream.SERVICE}/{model_stream.DESCRIBE}")
+    return models.Described.FromString(method(b"", metadata=metadata, timeout=10)) is not None
 
 
 def call_personalize(channel, metadata):
-    ask = spoken.wire.NewcomerFrame(ask=spoken.wire.Ask(client="a-1", package=fedloom.__version__))
-    method = channel.stream_stream(f"/{spoken.SERVICE}/{spoken.PERSONALIZE}")
+    ask = models.NewcomerPart(ask=models.Ask(client="a-1", package=fedloom.__version__))
+    method = channel.stream_stream(f"/{model_stream.SERVICE}/{model_stream.PERSONALIZE}")
     try:
-        return next(method(iter([ask.SerializeToString()]), metadata=metadata, timeout=10))
+        return next(method(iter([seal_frame(serialize(ask))]), metadata=metadata, timeout=10))
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT:  # it was let in, and what it asks was looked at
             return error
@@ -267,9 +267,9 @@ MAY = {
 def by_role(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Federation, ProgressPublisher, dict]]:
     federation = Federation(tmp_path_factory.mktemp("roles"))
     tokens = {role: add_token(federation.tokens, role)[0].get_secret_value() for role in Role}
-    notices = ProgressPublisher("run-1", 1, len(CLIENTS))
     asked: list[bool] = []
-    monitor = Monitor()
+    monitor = Monitor("run-1", "toy", 1)
+    notices = ProgressPublisher(monitor)
     monitor.know([ClientEntry("a-1", True, 1, 1, 1, {}, "")])
     about = {"monitor": monitor, "control": Control(monitor, asked.append)}
     about["models"] = Personalization(lambda digest: None, lazy=True)
@@ -381,7 +381,7 @@ def test_nothing_of_what_a_stranger_sends_is_parsed_or_waited_for(
     monkeypatch.setattr(audit, "REPEATED_S", 0.0)  # each refusal has its line
     monitor = Monitor()
     about = {
-        "notices": ProgressPublisher("run-1", 1, len(CLIENTS)),
+        "notices": ProgressPublisher(Monitor("run-1", "toy", 1)),
         "monitor": monitor,
         "control": Control(monitor, list),
     }
@@ -435,7 +435,7 @@ def test_an_identity_that_calls_again_and_again_is_told_to_wait_and_the_others_a
 ) -> None:
     monkeypatch.setattr(gate, "CALLS", (5, 0.0))
     aggregator = federation.start(
-        BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher("run-1", 1, len(CLIENTS))
+        BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher(Monitor("run-1", "toy", 1))
     )
     token, _ = add_token(federation.tokens, "watch")
     codes = []
@@ -494,7 +494,7 @@ def test_a_stream_that_has_lived_long_enough_comes_again_and_nothing_is_computed
 def test_a_connection_is_not_used_for_ever(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was verified when it began would else be believed for as long as it stays, whatever becomes of the CA."""
     monkeypatch.setattr(gate, "LONGEST_S", 0.3)
-    federation.start(BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher("run-1", 1, len(CLIENTS)))
+    federation.start(BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher(Monitor("run-1", "toy", 1)))
     token, _ = add_token(federation.tokens, "watch")
     proxy = Proxy(federation.address)
     federation.address = proxy.address
@@ -607,7 +607,7 @@ def test_a_launcher_watches_again_when_its_token_is_known_again(
 ) -> None:
     """An aggregator that nobody watches ends (``cluster.orphan_after_s``)."""
     table = "version: 1\nidentities:\n  - {name: x, token: x, roles: [watch]}\n"
-    federation.start(table, mutual=False, tokens=True, notices=ProgressPublisher("run-1", 1, 1))
+    federation.start(table, mutual=False, tokens=True, notices=ProgressPublisher(Monitor("run-1", "toy", 1)))
     federation.member(None, token="x")
     known = federation.tokens.read_text()
     monkeypatch.setenv(FILES["ca"], str(federation.ca / "ca.crt"))
@@ -1080,7 +1080,7 @@ def test_an_identity_holds_so_many_streams_that_watch(
     monkeypatch.setattr(gate, "WATCHING", 3)
     federation, _, tokens = by_role
     metadata = ((gate.TOKEN, f"Bearer {tokens[Role.WATCH]}"),)
-    method = f"/{stream.OBSERVATION}/{stream.WATCH}"
+    method = f"/{control.CONTROL}/{control.WATCH}"
     with dialled(federation) as channel, dialled(federation) as other:
         held = [channel.unary_stream(method)(b"", metadata=metadata, timeout=20) for _ in range(3)]
         assert all(next(each) for each in held)
@@ -1104,7 +1104,7 @@ def test_a_long_table_is_read_beside_what_the_aggregator_does(
     """A call after a change waits until the table is read; health, as everything else on the event loop, does not."""
     monkeypatch.setattr(gate, "CHECK_S", 3_600.0)
     token = add_token(federation.tokens, "last")[0].get_secret_value()
-    federation.start(BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher("run-1", 1, 1))
+    federation.start(BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher(Monitor("run-1", "toy", 1)))
     reading, go_on = threading.Event(), threading.Event()
 
     def read_slowly(path: Path) -> Any:
@@ -1116,7 +1116,7 @@ def test_a_long_table_is_read_beside_what_the_aggregator_does(
     replace(federation.table, federation.table.read_text() + "  - {name: last, token: last, roles: [watch]}\n")
     metadata = ((gate.TOKEN, f"Bearer {token}"),)
     with dialled(federation) as channel, dialled(federation) as other:
-        watching = channel.unary_stream(f"/{stream.OBSERVATION}/{stream.WATCH}")(b"", metadata=metadata, timeout=60.0)
+        watching = channel.unary_stream(f"/{control.CONTROL}/{control.WATCH}")(b"", metadata=metadata, timeout=60.0)
         assert reading.wait(60.0)
         call_health(other, ())  # answered while the table is being read
         go_on.set()

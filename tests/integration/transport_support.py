@@ -16,7 +16,8 @@ import fedloom
 from fedloom.federation.carrier import Call, ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.aggregator import Aggregator
-from fedloom.transport.codec import Cutter, encode, parse, sealed, serialize
+from fedloom.transport.codec import Cutter, encode
+from fedloom.transport.frames import parse_frame, seal_frame, serialize
 from fedloom.transport.introduction import Introduction
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import METHOD, PROTOCOL, SERVICE, key_to_wire
@@ -160,7 +161,7 @@ class Hostile:
         return self.next()
 
     def part(self, part) -> None:
-        self.raw(sealed(serialize(part)))
+        self.raw(seal_frame(serialize(part)))
 
     def raw(self, data) -> None:
         self.outgoing.put(data)
@@ -168,7 +169,7 @@ class Hostile:
     def next(self):
         """The next part from the aggregator."""
         while not self.parts:
-            self.parts = list(parse(wire.AggregatorFrame, next(self.incoming)).parts)
+            self.parts = list(parse_frame(wire.AggregatorFrame, next(self.incoming)).parts)
         return self.parts.pop(0)
 
     def next_of(self, kind):
@@ -201,7 +202,7 @@ class Hostile:
     def transfer(self, request, message, position=0, **changes) -> list:
         """The parts of a reply, for a test to tamper with."""
         pieces = self.cutter.parts(self.envelope(request, position, **changes), encode(message))
-        return [part for piece in pieces for part in parse(wire.WorkerFrame, b"".join(piece), seal=False).parts]
+        return [part for piece in pieces for part in parse_frame(wire.WorkerFrame, b"".join(piece), seal=False).parts]
 
     def send(self, parts) -> None:
         for part in parts:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from facts import tells
 from typer.testing import CliRunner
 
 from fedloom.cli.run import aggregator
@@ -48,23 +49,21 @@ def test_what_is_no_address(text: str) -> None:
     for lowest in (0, 1):
         with pytest.raises(ExperimentError) as refused:
             split_address(text, what="--listen", lowest=lowest)
-        assert str(refused.value).startswith(
-            f"--listen: found {text}; allowed: HOST:PORT, port {lowest} to 65535, an IPv6 address in brackets"
-        )
+        assert refused.value.found == text
+        assert tells(str(refused.value), "--listen", "HOST:PORT", str(lowest), "65535")
 
 
 def test_port_0_is_for_serving_alone() -> None:
     assert split_address("127.0.0.1:0", what="--listen", lowest=0) == ("127.0.0.1", 0)
-    with pytest.raises(
-        ExperimentError, match=r"--aggregator: found 127\.0\.0\.1:0; allowed: HOST:PORT, port 1 to 65535"
-    ):
+    with pytest.raises(ExperimentError, match="--aggregator") as refused:
         split_address("127.0.0.1:0", what="--aggregator", lowest=1)
+    assert refused.value.found == "127.0.0.1:0"
 
 
 def test_the_commands_refuse_it_before_they_read_anything(tmp_path: Path) -> None:
-    with pytest.raises(ExperimentError, match=r"--listen: found 127\.0\.0\.1:99999"):
+    with pytest.raises(ExperimentError, match=r"--listen.*127\.0\.0\.1:99999"):
         aggregator(str(tmp_path / "nowhere.yaml"), listen="127.0.0.1:99999")
-    with pytest.raises(ExperimentError, match="aggregator: found foo"):
+    with pytest.raises(ExperimentError, match=r"aggregator.*foo"):
         worker("foo", str(tmp_path / "nowhere"))
 
 

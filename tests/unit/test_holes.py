@@ -12,7 +12,8 @@ import pytest
 
 from fedloom.algorithms.base import find_algorithm
 from fedloom.errors import ExperimentError
-from fedloom.transport.stream import CHANNEL_OPTIONS, SERVER_OPTIONS
+from fedloom.transport.dial import CHANNEL_OPTIONS
+from fedloom.transport.server import SERVER_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 RUNS_CODE = {

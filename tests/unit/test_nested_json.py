@@ -23,8 +23,6 @@ from fedloom.runner.worker import _told
 from fedloom.runs import tensor_file
 from fedloom.runs.folder import RunFolder
 from fedloom.transport.newcomer import _found
-from fedloom.transport.progress import STATES, from_wire
-from fedloom.transport.wire import federation_pb2 as observed
 from fedloom.transport.wire import personalization_pb2 as personalization
 from fedloom.trust.identities import read_identities
 from fedloom.words import DEEPEST, parsed_json
@@ -70,7 +68,6 @@ READERS: dict[str, Callable[[str, Path], Any]] = {
     ),
     "its problem": lambda text, _: _found(personalization.Described(problem=text, experiment="{}")),
     "what an aggregator tells": lambda text, _: _told(text),
-    "its statistics": lambda text, _: from_wire(observed.Progress(state=next(iter(STATES.values())), evaluated=text)),
     "shared experiment": lambda text, _: from_shared_json(text),
     "manifest": lambda text, _: Manifest.from_json(text),
     "card": _card,

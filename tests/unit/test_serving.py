@@ -61,9 +61,11 @@ from fedloom.runner.personal import (
 from fedloom.runner.personal_model import FORMATS, PrivacyGuarantee
 from fedloom.runner.serve import DurableRounds, serve
 from fedloom.runs.folder import RunFolder
+from fedloom.transport.codec import DTYPES, Cutter, encode
+from fedloom.transport.frames import pack_parts, parse_frame, seal_frame, serialize
+from fedloom.transport.model_stream import PERSONALIZE, RETRY, SERVICE, message_frames
 from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.personalization import ServingLimits
-from fedloom.transport.spoken import PERSONALIZE, RETRY, SERVICE, frames, pieces
 from fedloom.transport.wire import personalization_pb2 as wire
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import ClientOptions, Protection, ServerOptions
@@ -231,7 +233,7 @@ def test_a_newer_round_is_taken_over_and_conversations_end_with_theirs(tmp_path:
     with served(run, follow=True, limits=ServingLimits(follow_s=0.05)) as at:
         with Raw(at) as begun:
             begun.ask()
-            opening = begun.read()
+            opening, _ = begun.read()
             resumed = on_vowels(tmp_path, PEFLL, rounds=2)
             resumed.resume()
             resumed.run()
@@ -248,7 +250,7 @@ def test_a_newer_round_is_taken_over_and_conversations_end_with_theirs(tmp_path:
 
             assert asyncio.run(until(2)) == 2
             begun.say(Descriptor(torch.zeros(1, begun.size)))
-            assert begun.read().served == opening.served
+            assert begun.read()[0].served == opening.served
             assert opening.served.round == 1
         model = fedloom.personalize(at, x, y)
     assert model.card.round == 2
@@ -266,7 +268,7 @@ class Raw:
         self._channel = grpc.insecure_channel(address)
         self._out: Any = None
         self._about = {"client": "raw", "package": fedloom.__version__, "algorithm": "pefll", "algorithm_version": 1}
-        self._about |= {"precision": wire.PRECISION_FLOAT32, **ask}
+        self._about |= {"precision": DTYPES[torch.float32], **ask}
 
     def __enter__(self) -> Raw:
         self._out = queue.Queue()
@@ -283,14 +285,16 @@ class Raw:
         self._out.put(data)
 
     def ask(self, **more: Any) -> None:
-        self.send(wire.NewcomerFrame(ask=wire.Ask(**self._about, **more)).SerializeToString())
+        self.send(seal_frame(serialize(wire.NewcomerPart(ask=wire.Ask(**self._about, **more)))))
 
     def say(self, message: Any) -> None:
-        for frame in frames(wire.NewcomerFrame(), type(message).__name__, pieces(message)):
+        for frame in message_frames(Cutter(wire.NewcomerPart), encode(message)):
             self.send(frame)
 
-    def read(self) -> wire.ModelFrame:
-        return wire.ModelFrame.FromString(next(self.call))
+    def read(self) -> tuple[wire.Header, str]:
+        """The header of the next message, which is one frame, and its class."""
+        header, begin, *_ = parse_frame(wire.ModelFrame, next(self.call)).parts
+        return header.header, begin.begin.envelope.message
 
     def refusal(self) -> tuple[grpc.StatusCode, str, dict[str, str]]:
         with pytest.raises(grpc.RpcError) as caught:
@@ -299,12 +303,53 @@ class Raw:
         return error.code(), error.details(), dict(error.trailing_metadata() or ())
 
 
+def answer_parts(v: torch.Tensor) -> list[wire.NewcomerPart]:
+    """The parts of a good answer: Begin, Chunk, End."""
+    (frame,) = message_frames(Cutter(wire.NewcomerPart), encode(Descriptor(v)))
+    return list(parse_frame(wire.NewcomerFrame, frame).parts)
+
+
+def poisoned(v: torch.Tensor) -> Iterator[list[wire.NewcomerPart]]:
+    """Answers that are sealed, and broken inside."""
+
+    def changed(i: int, change: Any) -> list[wire.NewcomerPart]:
+        parts = answer_parts(v)
+        change(parts[i])
+        return parts
+
+    def spec(part: Any) -> Any:
+        return part.begin.envelope.tensors[0]
+
+    yield changed(0, lambda part: setattr(part.begin, "total_bytes", 1 << 60))
+    yield changed(0, lambda part: spec(part).shape.extend([1 << 62] * 7))
+    yield changed(0, lambda part: spec(part).shape.extend([1 << 62] * 50_000))
+    yield changed(0, lambda part: setattr(spec(part), "name", "w"))
+    yield changed(0, lambda part: setattr(spec(part), "dtype", 77))
+    yield changed(0, lambda part: setattr(spec(part), "quantity", 5))
+    yield changed(0, lambda part: setattr(spec(part), "per_client", False))
+    yield changed(0, lambda part: part.begin.envelope.tensors.add())
+    yield changed(0, lambda part: (setattr(spec(part), "held", True), setattr(part.begin, "total_bytes", 0)))
+    yield changed(1, lambda part: setattr(part.chunk, "transfer", 2))
+    yield changed(1, lambda part: setattr(part.chunk, "offset", 1))
+    yield changed(1, lambda part: setattr(part.chunk, "data", b""))
+    yield changed(1, lambda part: setattr(part.chunk, "data", part.chunk.data + b"x"))
+    yield changed(1, lambda part: setattr(part.chunk, "data", part.chunk.data[:-1]))
+    yield changed(2, lambda part: setattr(part.end, "transfer", 2))
+    begin, chunk, end = answer_parts(v)
+    yield [chunk, begin, end]
+    yield [begin, begin, chunk, end]
+    yield [begin, end, chunk]
+    yield [begin, chunk, chunk, end]
+    yield [wire.NewcomerPart(ask=wire.Ask(client="again"))]
+    yield [end] * 200_000
+
+
 def test_whatever_a_client_sends_the_next_one_is_served(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     v = torch.zeros(1, Raw.size)
     answers: list[tuple[Any, str]] = [
         (Descriptor(v * float("nan")), "not finite"),
         (Descriptor(v + 1e30), "beyond ±1e"),
-        (Descriptor(torch.zeros(1, 99)), "allowed: at most"),
+        (Descriptor(torch.zeros(1, 99)), "at most"),
         (Descriptor(torch.zeros(1, 3)), "expected [1, 4]"),
         (Descriptor(torch.zeros(2, 2)), "expected [1, 4]"),
         (Descriptor(v.double()), "expected torch.float32"),
@@ -320,36 +365,38 @@ def test_whatever_a_client_sends_the_next_one_is_served(run: Path, caplog: pytes
                 code, details, _ = raw.refusal()
                 assert (code, said in details) == (invalid, True), details
         for ask, code, said in (
-            ({"package": "0.0.0"}, grpc.StatusCode.FAILED_PRECONDITION, "found fedloom 0.0.0"),
+            ({"package": "0.0.0"}, grpc.StatusCode.FAILED_PRECONDITION, "0.0.0"),
             ({"algorithm_version": 9}, grpc.StatusCode.FAILED_PRECONDITION, "version 9"),
-            ({"round": 7}, grpc.StatusCode.NOT_FOUND, "found 7; allowed: 1"),
-            ({"client": "../x"}, invalid, "allowed are ids"),
-            ({"precision": 9}, invalid, "allowed: float32, bfloat16"),
-            ({"held": ["a"] * 17}, invalid, "at most 16"),
+            ({"round": 7}, grpc.StatusCode.NOT_FOUND, "7"),
+            ({"client": "../x"}, invalid, "id"),
+            ({"precision": 9}, invalid, "bfloat16"),
+            ({"precision": 2}, invalid, "bfloat16"),
+            ({"held": ["a"] * 17}, invalid, "16"),
         ):
             with Raw(at, **ask) as raw:
                 raw.ask()
                 found, details, _ = raw.refusal()
                 assert (found, said in details) == (code, True), details
-        for garbage in (b"\xff\xff", b"", wire.NewcomerFrame(data=b"x").SerializeToString()):
+        for garbage in (b"\xff\xff", b"", *map(seal_frame, ([], [b"\xff\xff"], serialize(answer_parts(v)[0])))):
             with Raw(at) as raw:
                 raw.send(garbage)
                 assert raw.refusal()[0] is invalid
+        with Raw(at) as raw:  # of protocol 4, whose frames have no checksum
+            raw.send(b"\x0a\x03\x0a\x01a")
+            code, details, _ = raw.refusal()
+            assert (code, "install the same version" in details) == (invalid, True)
         with Raw(at) as raw:  # announced and not sent; then gone
             raw.ask()
             raw.read()
-            parts = list(frames(wire.NewcomerFrame(), "Descriptor", pieces(Descriptor(v))))
-            frame = wire.NewcomerFrame.FromString(parts[0])
-            frame.data = frame.data[:3]
-            frame.spoken.crc32 += 1
-            raw.send(frame.SerializeToString())
-        with Raw(at) as raw:
-            raw.ask()
-            raw.read()
-            frame = wire.NewcomerFrame.FromString(parts[0])
-            frame.spoken.crc32 ^= 1
-            raw.send(frame.SerializeToString())
-            assert "damaged" in raw.refusal()[1]
+            raw.send(seal_frame(serialize(answer_parts(v)[0])))
+        damaged = bytearray(next(pack_parts(map(serialize, answer_parts(v)))))
+        damaged[-1] ^= 1
+        for data in (bytes(damaged), *(next(pack_parts(map(serialize, parts))) for parts in poisoned(v))):
+            with Raw(at) as raw:
+                raw.ask()
+                raw.read()
+                raw.send(data)
+                assert raw.refusal()[0] is invalid
         assert fedloom.personalize(at, *examples(1)).card.round == 1
     assert "Traceback" not in caplog.text
 
@@ -421,7 +468,7 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
         raw.say(Update(torch.zeros(1, d), number, number))
         until_waiting(at, 1)
         model = fedloom.personalize(at, x, y)
-        assert raw.read().spoken.message == "TrialModel"
+        assert raw.read()[1] == "TrialModel"
         assert raw.refusal()[0] is grpc.StatusCode.DEADLINE_EXCEEDED
     assert same(model, fedloom.personalize(str(run), x, y))
 
@@ -787,7 +834,7 @@ def test_options_that_do_not_fit_are_refused(run: Path) -> None:
     with served(run) as at:
         with pytest.raises(ExperimentError, match=r"precision must .*'int8'"):
             fedloom.personalize(at, x, y, precision="int8")
-        with pytest.raises(DataError, match="round: found 7; allowed: 1"):
+        with pytest.raises(DataError, match="round 7"):
             fedloom.personalize(at, x, y, checkpoint=7)
     with pytest.raises(QuorumError, match="no model from"):
         fedloom.personalize(at, x, y, timeout_s=0.3)  # nobody is there any more
@@ -860,7 +907,7 @@ def test_a_server_process_drains_when_it_is_told_to_go(run: Path) -> None:
             process.terminate()
             until_gone(at)
             raw.say(Descriptor(torch.zeros(1, Raw.size)))
-            assert raw.read().last
+            assert raw.read()[0].last
         assert process.wait(WAIT_S) == 0
 
 
@@ -888,7 +935,7 @@ def test_the_command_line_asks_for_a_model_and_saves_it(tmp_path: Path, run: Pat
         ),
         ({"run": run}, "found both"),
         ({"from_": None}, "found neither"),
-        ({"from_": "nowhere:0"}, "allowed: HOST:PORT"),
+        ({"from_": "nowhere:0"}, "HOST:PORT"),
     ):
         given: dict[str, Any] = {"out": tmp_path / "x.pt2", "from_": str(run), "data": [fedloom_packed], **arguments}
         with pytest.raises(ExperimentError, match=said):

@@ -13,7 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from fedloom.cluster.federations import Status
-    from fedloom.transport.progress import Progress
+    from fedloom.federation.activity import Activity
 
 app = typer.Typer(help="Federations on Kubernetes, without Kubeflow.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -183,11 +183,13 @@ def _when(modified: float) -> str:
     return datetime.fromtimestamp(modified, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def described(status: Status, progress: Progress | None) -> str:
+def described(status: Status, progress: Activity | None) -> str:
     """Return the status of a federation in two or three lines."""
+    from fedloom.cluster.progress_client import rounds_of
+
     how = status.state
     if progress is not None:
-        how = f"{progress.state}, round {progress.round}/{progress.rounds}"
+        how = f"{progress.phase}, {rounds_of(progress)}"
     how += (
         f", {status.workers_running} of {status.workers} workers run" if status.state in ("starting", "running") else ""
     )

@@ -26,8 +26,9 @@ from fedloom.cluster.manifests import (
 from fedloom.cluster.pod_diagnosis import diagnose, diagnose_events
 from fedloom.cluster.progress_client import launchers_credentials
 from fedloom.cluster.tunnel import Tunnel
-from fedloom.errors import ExperimentError, RefusedError
-from fedloom.transport.progress import Progress, follow
+from fedloom.errors import AbandonedError, ExperimentError, RefusedError
+from fedloom.federation.activity import Activity
+from fedloom.transport.control import follow
 
 OURS = f"{MANAGED_BY}=fedloom"
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -103,15 +104,15 @@ def find_federation(api: Api, name: str) -> Status:
     )
 
 
-def federation_progress(api: Api, status: Status) -> Progress | None:
-    """Return the progress of a running aggregator; None if it does not answer."""
+def federation_progress(api: Api, status: Status) -> Activity | None:
+    """Return the state of a running federation; None if its aggregator does not answer."""
     if status.state != "running":
         return None
     pod = lambda: aggregator_pod(api.select("Pod", f"{INSTANCE}={status.name}")[0])  # noqa: E731
     with Tunnel(api, pod, PORT) as tunnel:
         try:
             return next(follow(tunnel.address, connect_s=ANSWERS_S, credentials=launchers_credentials()), None)
-        except (ConnectionError, RefusedError):
+        except (AbandonedError, RefusedError):
             return None
 
 

@@ -257,7 +257,7 @@ class Launcher:
                 raise aggregator_failure(end, exits(pods, AGGREGATOR))
             # An ended Job is removed after cluster.ttl_s, and the aggregator may run longer than that.
             workers = ended or self._present(by_name.get(f"{self._federation.name}-{WORKER}"), WORKER)
-            finished = client.latest is not None and client.latest.state == "finished"
+            finished = client.latest is not None and client.latest.phase == "finished"
             if ended is None and (end := end_of(workers)):
                 failure = None if finished else workers_failure(workers, end, exits(pods, WORKER))
                 if failure is not None:

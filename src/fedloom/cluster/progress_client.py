@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from fedloom.errors import ExperimentError, RefusedError
-from fedloom.transport.progress import Progress, follow
+from fedloom.errors import AbandonedError, ExperimentError, RefusedError
+from fedloom.federation.activity import Activity, LastEvaluation
+from fedloom.transport.control import follow
 from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.words import pluralize
 
@@ -45,11 +46,11 @@ class ProgressClient:
     Attributes
     ----------
     latest
-        Latest progress from the aggregator; None before the first.
+        Latest state of the federation; None before the first.
     """
 
     def __init__(self, address: str, say: Callable[[str], None], *, orphan_after_s: float | None = None) -> None:
-        self.latest: Progress | None = None
+        self.latest: Activity | None = None
         self._orphan_after_s = orphan_after_s
         self._doubt_after_s = min(DOUBT_AFTER_S, (orphan_after_s or 2 * DOUBT_AFTER_S) / 2)
         self._address = address
@@ -58,11 +59,13 @@ class ProgressClient:
         self._said_at = -LINE_EVERY_S
         self._heard_at = time.monotonic()
         self._doubted = False
+        self._shown: tuple[str, int] | None = None
+        self._moved: tuple[int, str] | None = None
 
     @property
     def under_way(self) -> bool:
         """True once the rounds have started; the aggregator then decides which workers it can do without."""
-        return self.latest is not None and self.latest.state not in ("waiting", "failed")
+        return self.latest is not None and (self.latest.round > 0 or self.latest.phase not in ("waiting", "failed"))
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -78,13 +81,12 @@ class ProgressClient:
         refused = ""  # why, as far as that has been said
         while not self._stopping.is_set():
             try:
-                for progress in follow(self._address, connect_s=CONNECT_S, credentials=launchers_credentials()):
+                for now in follow(self._address, connect_s=CONNECT_S, credentials=launchers_credentials()):
                     if self._stopping.is_set():
                         return
                     self._heard_at, self._doubted, refused = time.monotonic(), False, ""
-                    self._tell(progress)
-                    self.latest = progress
-                if self.latest is not None and self.latest.state == "finished":
+                    self.latest = self._tell(now)
+                if self.latest is not None and self.latest.phase == "finished":
                     return
             except ExperimentError as error:  # of the environment, which stays as it is
                 self._say(f"progress is not shown: {error}{self._warning()}")
@@ -93,10 +95,10 @@ class ProgressClient:
                 if str(error) != refused:
                     refused = str(error)
                     self._say(f"progress is not shown for now: {error}{self._warning()}")
-            except ConnectionError as error:  # not there yet, or about to be replaced
+            except AbandonedError as error:  # not there yet, or about to be replaced
                 if not self._doubted and time.monotonic() - self._heard_at > self._doubt_after_s:
                     self._doubted = True
-                    self._say(f"no progress is shown: {error}{self._warning()}")
+                    self._say(f"no progress is shown: {error.message}{self._warning()}")
             self._stopping.wait(RETRY_INTERVAL_S)
 
     def _warning(self) -> str:
@@ -107,31 +109,43 @@ class ProgressClient:
             "(cluster.orphan_after_s)"
         )
 
-    def _tell(self, now: Progress) -> None:
+    def _tell(self, now: Activity) -> Activity:
+        """Say what is new; return the state as it was understood."""
         before = self.latest
-        if now.evaluated is not None:
-            self._say(f"after round {now.evaluated['round']}: {_measured(now.evaluated)}")
-        changed = before is None or (now.state, now.workers) != (before.state, before.workers)
-        moved = before is None or (now.round, now.message) != (before.round, before.message)
-        urgent = moved and now.state in ("waiting", "failed")
-        if changed or urgent or (moved and time.monotonic() - self._said_at >= LINE_EVERY_S):
+        if now.measured is not None and (before is None or now.measured != before.measured):
+            self._say(f"after round {now.measured.round}: {_measured(now.measured)}")
+        if now.phase == "saving" and before is not None:  # every round is saved
+            now = replace(now, phase=before.phase)
+        shown, moved = (now.phase, len(now.workers)), (now.round, now.message)
+        due = now.phase in ("waiting", "failed") or time.monotonic() - self._said_at >= LINE_EVERY_S
+        if shown != self._shown or (moved != self._moved and due):
             self._said_at = time.monotonic()
-            unserved = (
-                f", {pluralize(now.clients_unserved, 'client')} without a worker"
-                if now.clients_unserved and now.state == "waiting"
-                else ""
-            )
-            message = f": {now.message}" if now.message else ""
-            self._say(f"{now.state}: round {now.round}/{now.rounds}, workers: {now.workers}{unserved}{message}")
+            self._say(_line(now))
+        self._shown, self._moved = shown, moved
+        return now
 
 
-def _measured(line: dict[str, object]) -> str:
+def _line(now: Activity) -> str:
+    """Return the progress in one line."""
+    absent = now.clients.absent if now.phase == "waiting" else None
+    without = f", {pluralize(absent, 'client')} without a worker" if absent else ""
+    message = f": {now.message}" if now.message else ""
+    return f"{now.phase}: {rounds_of(now)}, workers: {len(now.workers)}{without}{message}"
+
+
+def rounds_of(now: Activity) -> str:
+    """Return how many rounds are done, and how many there are to be."""
+    return f"round {now.round}" if now.rounds is None else f"round {now.round}/{now.rounds}"
+
+
+def _measured(measured: LastEvaluation) -> str:
     """Return the accuracies of an evaluation, or the losses for data without classes."""
     parts, what = [], "pooled test accuracy"
     for name in ("seen", "unseen", "global"):
-        group = line.get(name)
-        if isinstance(group, dict):
-            accuracy = group.get("accuracy_pooled")
-            what = "mean test loss" if accuracy is None else what
-            parts.append(f"{name} {group['loss_mean'] if accuracy is None else accuracy:.4f}")
+        if (group := measured.groups.get(name)) is None:
+            continue
+        value = group.accuracy_pooled
+        if value is None:
+            what, value = "mean test loss", group.loss_mean
+        parts.append(f"{name} {'-' if value is None else format(value, '.4f')}")
     return f"{what} {', '.join(parts)}"

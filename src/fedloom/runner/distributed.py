@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from fedloom.errors import FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.federation.control import Control
@@ -22,7 +22,7 @@ from fedloom.runner.options import RunOptions
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.worker_processes import Workers
 from fedloom.transport.aggregator import Aggregator
-from fedloom.transport.notices import ProgressPublisher
+from fedloom.transport.control_service import ProgressPublisher
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.served_run import ServedRun
 from fedloom.trust.audit import Audit
@@ -104,7 +104,7 @@ def serving(
     e, monitor = parts.experiment, monitor or Monitor()
     monitor.know(parts.manifest.clients)
     monitor.enter("waiting", "waiting for workers")
-    notices = ProgressPublisher(e.name, e.federation.rounds or 0, len(parts.manifest.clients))
+    notices = ProgressPublisher(monitor)
     run = ServedRun(
         name=e.name,
         incarnation=settings.incarnation,
@@ -135,25 +135,21 @@ def serving(
         load = None if models is None else models.load
         return federation_families(server.activity(), load, certificate_end(settings.protection))
 
-    def ended(phase: Literal["finished", "failed"], message: str = "") -> None:
-        notices.tell(phase, message)
-        monitor.enter(phase, message)
-
     try:
         with metrics_served(settings.metrics, families):
             yield Serving(server, notices, address)
             if stay is not None:
-                ended("finished")
+                notices.tell("finished")
                 stay()
             server.dismiss(finished=True)
-            ended("finished")
+            notices.tell("finished")
             notices.read_within(settings.grace_s)
             if settings.lingers:
                 server.linger(settings.resumed)
     except (InterruptedRun, KeyboardInterrupt):
         raise
     except BaseException as error:
-        ended("failed", str(error) or type(error).__name__)
+        notices.tell("failed", str(error) or type(error).__name__)
         notices.read_within(settings.grace_s)
         raise
     finally:

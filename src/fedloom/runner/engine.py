@@ -43,7 +43,7 @@ from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.tracking import TrackerObserver, find_trackers
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
-from fedloom.transport.notices import ProgressPublisher
+from fedloom.transport.control_service import ProgressPublisher
 from fedloom.transport.personalization import Personalization, ServingLimits
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection, ServerOptions
@@ -269,7 +269,7 @@ class Engine:
         self._earlier_s = loop.training_seconds()
         self.observer.resumed(loop.round)
         if notices is not None:
-            notices.tell("training", f"resuming after round {loop.round}", round=loop.round)
+            notices.tell("training", f"resuming after round {loop.round}")
 
     def train(self, loop: Loop) -> EvaluationResult:
         """Run the rounds to their end and return the last evaluation."""

@@ -16,7 +16,7 @@ def run_finished(engine: Engine, summary: dict[str, Any]) -> RunResult:
         return _complete(engine, summary)
     with engine.served() as at:
         # Workers may have missed the end.
-        at.notices.tell("training", "finished before", round=engine.experiment.federation.rounds)
+        at.notices.tell("training", "finished before")
         return _complete(engine, summary)
 
 

@@ -43,8 +43,8 @@ from fedloom.runner.trained import CheckpointEvaluation, check_checkpoint, found
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
+from fedloom.transport.model_stream import PRECISIONS
 from fedloom.transport.newcomer import Answered, Models
-from fedloom.transport.spoken import PRECISIONS
 from fedloom.trust.options import ClientOptions, Credentials
 from fedloom.trust.tokens import checked_token
 

@@ -188,4 +188,4 @@ def serve(
     service = Personalization(rounds, limits, kept)
     with metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))):
         asyncio.run(serve_models(service, listen, protection, kept, stop, drain_s, started, say, health))
-    return service.handed_out
+    return service.load.handed_out

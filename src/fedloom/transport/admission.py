@@ -8,9 +8,9 @@ from collections.abc import Collection
 import fedloom
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.federation.roster import Member
-from fedloom.transport.codec import SEAL, SEAL_BYTES, Refusal, WireError, parse
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Clients, Link, WorkerInfo
+from fedloom.transport.frames import SEAL, SEAL_BYTES, Refusal, WireError, parse_frame
 from fedloom.transport.gate import Peer
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import PROTOCOL
@@ -104,8 +104,8 @@ class Admission:
 
     def _judge_versions(self, hello: wire.Hello) -> wire.Refused | None:
         if hello.protocol != PROTOCOL:
-            reason = f"protocol {hello.protocol}, this aggregator speaks {PROTOCOL}"
-            return refusal(wire.REFUSAL_CODE_PROTOCOL, reason)
+            reason = f"the worker speaks protocol {hello.protocol}, this aggregator {PROTOCOL}"
+            return refusal(wire.REFUSAL_CODE_PROTOCOL, f"{reason}: install the same version of fedloom on both sides")
         if hello.package != fedloom.__version__:
             found = printable(hello.package, NAME_CHARACTERS)
             return refusal(wire.REFUSAL_CODE_PACKAGE, f"fedloom {found}, this aggregator is {fedloom.__version__}")
@@ -162,10 +162,10 @@ def parse_hello(data: bytes) -> wire.Hello:
     """
     if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
         with contextlib.suppress(WireError):
-            hello = parse(wire.WorkerFrame, data, seal=False).parts[0].hello
+            hello = parse_frame(wire.WorkerFrame, data, seal=False).parts[0].hello
             if hello.protocol == 1:
                 return hello
-    return parse(wire.WorkerFrame, data).parts[0].hello
+    return parse_frame(wire.WorkerFrame, data).parts[0].hello
 
 
 def _judge_names(hello: wire.Hello) -> wire.Refused | None:

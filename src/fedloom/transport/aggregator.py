@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,21 @@ from fedloom.federation.silence import Silence
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
 from fedloom.transport.admission import Admission
-from fedloom.transport.codec import FRAME_BYTES, Refusal, WireError, encode
+from fedloom.transport.codec import encode
 from fedloom.transport.connected import ConnectedWorkers
 from fedloom.transport.control import CONTROL
-from fedloom.transport.control_service import ControlService
+from fedloom.transport.control_service import ControlService, ProgressPublisher
 from fedloom.transport.dispatcher import STOPPED, Dispatcher
 from fedloom.transport.exchanges import Arrived, Exchange, WorkerInfo
-from fedloom.transport.gate import PEER, AuthInterceptor, watch_certificate
+from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError
+from fedloom.transport.gate import AuthInterceptor, watch_certificate
 from fedloom.transport.limits import RateLimitFilter, connections
 from fedloom.transport.live_status import LiveStatus
-from fedloom.transport.notices import ProgressPublisher
+from fedloom.transport.model_stream import SERVICE as MODELS
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.served_run import ServedRun
-from fedloom.transport.server import listening
-from fedloom.transport.spoken import SERVICE as MODELS
-from fedloom.transport.stream import METHOD, OBSERVATION, SERVER_OPTIONS, SERVICE, WATCH
-from fedloom.transport.wire import federation_pb2 as wire
+from fedloom.transport.server import SERVER_OPTIONS, listening
+from fedloom.transport.stream import METHOD, SERVICE
 from fedloom.transport.worker_streams import ByteCount, WorkerStreams
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection
@@ -74,7 +72,7 @@ class Aggregator:
     notices
         Progress published to watchers; without it, the run cannot be watched.
     control
-        Requests that an operator may make of the round loop. Without it, the control service is not offered.
+        Requests that an operator may make of the round loop; without it, the federation can only be observed.
     models
         Service that hands out models to clients that are not workers; without it, none are handed out.
     say
@@ -112,7 +110,7 @@ class Aggregator:
         self._audit = audit or Audit()
         access = self._protection.access
         self._gate = None if access is None else AuthInterceptor(access, self._audit)
-        self._monitor = monitor or Monitor()
+        self._monitor = (notices.monitor if notices is not None else monitor) or Monitor()
         self._notices = notices
         self._control = control
         self._models = models
@@ -201,7 +199,7 @@ class Aggregator:
 
     @property
     def refusals(self) -> Refusals:
-        """Refused or dropped parts since the start, by kind (``fedloom.transport.codec.Refusal``)."""
+        """Refused or dropped parts since the start, by kind (``fedloom.transport.frames.Refusal``)."""
         return self._dispatcher.refusals
 
     @property
@@ -336,16 +334,12 @@ class Aggregator:
         services: dict[str, dict[str, Any]] = {
             SERVICE: {METHOD: grpc.stream_stream_rpc_method_handler(self._streams.join)}
         }
-        if self._notices is not None:
-            services[OBSERVATION] = {
-                WATCH: grpc.unary_stream_rpc_method_handler(
-                    partial(_watch, self._notices), wire.WatchRequest.FromString, wire.Progress.SerializeToString
-                )
-            }
-        if self._control is not None:
+        if self._notices is not None or self._control is not None:
             status = self._status
-            control = ControlService(self._control, status.activity, status.roster_clients, self._announce)
-            services[CONTROL] = control.methods()
+            service = ControlService(
+                status.activity, status.roster_clients, self._announce, self._control, publisher=self._notices
+            )
+            services[CONTROL] = service.methods()
         if self._models is not None:
             services[MODELS] = self._models.handlers
         return services
@@ -379,8 +373,6 @@ class Aggregator:
         self._connected.change(come, gone)
         if self._run.presence is not None:
             self._run.presence.change(() if come is None else come.members, () if gone is None else gone.members)
-        if self._notices is not None:
-            self._notices.workers(*self._connected.counts())
 
     def _tell(self, text: str) -> None:
         """Report what the federation waits for, or what is wrong with it."""
@@ -394,13 +386,6 @@ class Aggregator:
             self._notices.say(text)
         if self._say is not None:
             self._say(text)
-
-
-async def _watch(notices: ProgressPublisher, request: wire.WatchRequest, context: Any) -> None:
-    """Stream the run's progress to a watcher."""
-    if (peer := PEER.get()) is not None:
-        peer.join()
-    await notices.watch(request, context)
 
 
 def _check_sendable(call: Call) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fedloom.federation.carrier import ConversationKey, Lost
-from fedloom.transport.codec import Cutter, Encoded, joined, serialize, together
+from fedloom.transport.codec import Cutter, Encoded, group_answers, join_answers
+from fedloom.transport.frames import serialize
 from fedloom.transport.stream import HELD_CONVERSATIONS, Outbox, key_from_wire, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker_requests import WorkerRequest
@@ -123,7 +124,7 @@ class AnswerBook:
                 found.append((row, client, answer))
             else:
                 self._send_lost(key, key, exchange, row, answer)
-        for those in together([answer for _, _, answer in found]):
+        for those in group_answers([answer for _, _, answer in found]):
             numbers, clients, answers = zip(*found[those.start : those.stop], strict=True)
             envelope = wire.Envelope(
                 run=self.run,
@@ -134,7 +135,7 @@ class AnswerBook:
                 clients=clients,
             )
             if self.outbox is not None:
-                self.outbox.put(key, self._cutter.parts(envelope, joined(answers)))
+                self.outbox.put(key, self._cutter.parts(envelope, join_answers(answers)))
 
     def _send_lost(
         self, lane: ConversationKey | None, key: ConversationKey, exchange: int, row: int, lost: Lost

@@ -45,7 +45,7 @@ def parse_bandwidth(text: str) -> Bandwidth:
     return Bandwidth(rates[0], rates[-1])
 
 
-class Line:
+class BandwidthLimiter:
     """Rate limiter for one direction of a worker's connection. Belongs to one event loop.
 
     In any t seconds, at most rate · t bytes and one more frame pass.

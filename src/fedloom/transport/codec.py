@@ -1,28 +1,36 @@
-"""Codec for messages: specs and raw little-endian bytes, cut into frames of at most 1 MiB, and reassembled.
+"""Codec for messages: specs and raw little-endian bytes, cut into parts of frames, and reassembled.
 
-Each frame ends with a checksum of its content. The receiver decides what it accepts before allocating memory:
-:class:`Assembler` is built from specs that the receiver has checked, and refuses data that do not match them.
+The receiver decides what it accepts before allocating memory: :class:`Assembler` is built from specs that the receiver
+has checked, and refuses data that do not match them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from enum import StrEnum
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-from isal.isal_zlib import crc32  # zlib's value at several times its speed, which a round of 100 models needs
 from torch import Tensor
 
 from fedloom.federation.validation import TensorSpec, specs
 from fedloom.messages import Message, Quantity
+from fedloom.transport.frames import (
+    FRAME_BYTES,
+    ChunkView,
+    PartClass,
+    Pieces,
+    Refusal,
+    WireError,
+    serialize,
+    serialize_chunk,
+)
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import printable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -30,104 +38,98 @@ if TYPE_CHECKING:
 if sys.byteorder != "little":  # raw bytes are sent as they are in memory
     raise ImportError("fedloom.transport needs a little-endian machine")
 
-FRAME_BYTES = 1 << 20
 CHUNK_BYTES = FRAME_BYTES - 1024
 HUGE_BYTES = 4 << 20  # two huge pages: smaller buffers have few pages to save
 
-PartClass: TypeAlias = type[wire.WorkerPart] | type[wire.AggregatorPart]
-Pieces: TypeAlias = tuple[bytes | memoryview, ...]
-"""One serialized part of a frame, not joined yet; a frame is the concatenation of its parts and a seal."""
-
-SEAL = bytes([wire.WorkerFrame.CRC32_FIELD_NUMBER << 3 | 5])
-SEAL_BYTES = 5
-"""Size of a frame's seal, its last field: the CRC-32 of everything before it."""
-
-_DTYPES: Mapping[torch.dtype, wire.DataType] = {
+DTYPES: Mapping[torch.dtype, wire.DataType] = {
     torch.float32: wire.DATA_TYPE_FLOAT32,
     torch.float64: wire.DATA_TYPE_FLOAT64,
     torch.int64: wire.DATA_TYPE_INT64,
     torch.uint8: wire.DATA_TYPE_UINT8,
     torch.bool: wire.DATA_TYPE_BOOL,
+    torch.bfloat16: wire.DATA_TYPE_BFLOAT16,
 }
-_DTYPES_BACK = {number: dtype for dtype, number in _DTYPES.items()}
+"""Types of tensors on the wire; bfloat16 only where a message was encoded in it."""
+
+_DTYPES_BACK = {number: dtype for dtype, number in DTYPES.items()}
 _QUANTITIES: Mapping[Quantity, wire.Quantity] = {
     quantity: getattr(wire, f"QUANTITY_{quantity.name}") for quantity in Quantity
 }
 _QUANTITIES_BACK = {number: quantity for quantity, number in _QUANTITIES.items()}
 
 
-class Refusal(StrEnum):
-    """Reasons for refusing or dropping a frame, transfer or reply, as they are counted."""
-
-    GARBAGE = "garbage on the stream"
-    REPEATED_BEGIN = "repeated begin of a transfer"
-    ORDER = "chunks repeated, reordered or missing"
-    UNKNOWN_TRANSFER = "frame of an unknown transfer"
-    TRUNCATED = "truncated transfer"
-    CHECKSUM = "wrong checksum"
-    SIZE = "wrong total size"
-    RUN = "another run or incarnation"
-    CONVERSATION = "unexpected conversation or exchange"
-    CLIENT = "unexpected row or client"
-    FLOOD = "more refused parts than the work explains"
-    UNREAD = "too much that the worker does not read"
-    LACKING = "a conversation that is lacking again and again"
-    LATE = "late or repeated reply"
-    SHAPE = "wrong message, field, dtype or shape"
-    NON_FINITE = "not finite"
-    HELLO = "refused hello"
-    NAME = "another process is connected under this name"
-    JOINS = "too many workers join at once"
-    SILENT = "no sign of life"
-
-
-class WireError(Exception):
-    """Refused wire data; ``refusal`` is the kind, and the text says what was found and expected."""
-
-    def __init__(self, refusal: Refusal, detail: str) -> None:
-        super().__init__(printable(f"{refusal}: {detail}"))
-        self.refusal = refusal
-
-
+@dataclass(frozen=True, eq=False)
 class Encoded:
-    """A message ready to be cut into frames: its class name, specs, and views of its tensors' bytes.
+    """A message ready to be cut into frames.
 
-    The bytes are not copied; the tensors must not change until the frames have been written.
+    Attributes
+    ----------
+    name, specs
+        Class of the message, and its fields.
+    buffers
+        Views of the fields' bytes, which are not copied: the tensors must not change until the frames are written.
+    digests
+        SHA-256 of each broadcast in hex, if the receiver may keep them.
+    held
+        Fields whose bytes the receiver has: they have no buffers.
     """
 
-    def __init__(self, name: str, tensors: Sequence[TensorSpec], buffers: Sequence[memoryview]) -> None:
-        self.name = name
-        self.specs = tuple(tensors)
-        self.buffers = tuple(buffers)
+    name: str
+    specs: tuple[TensorSpec, ...]
+    buffers: tuple[memoryview, ...]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
-        return sum(len(buffer) for buffer in self.buffers)
+        """Number of bytes to send."""
+        return sum(map(len, self.buffers))
+
+    def without(self, digests: Collection[str]) -> Encoded:
+        """Return the message without the broadcasts with these digests."""
+        held = frozenset(name for name, digest in self.digests.items() if digest in digests)
+        sent = [buffer for spec, buffer in zip(self.specs, self.buffers, strict=True) if spec.name not in held]
+        return replace(self, buffers=tuple(sent), held=held)
 
 
-def encode(message: Message) -> Encoded:
+def encode(message: Message, floating: torch.dtype = torch.float32, *, digests: bool = False) -> Encoded:
     """Return a message as specs and raw bytes; contiguous CPU tensors are not copied.
+
+    Parameters
+    ----------
+    floating
+        Type in which float32 is sent.
+    digests
+        Compute the digests of broadcasts.
 
     Raises
     ------
     TypeError
         If a tensor has a dtype that the wire does not carry, or is not on the CPU.
     """
-    found = specs(message)
-    for spec, tensor in zip(found, message.tensors().values(), strict=True):
-        if spec.dtype not in _DTYPES or tensor.device.type != "cpu":
-            allowed = ", ".join(str(dtype) for dtype in _DTYPES)
+    found, buffers, known = [], [], {}
+    for spec, tensor in zip(specs(message), message.tensors().values(), strict=True):
+        if spec.dtype not in DTYPES or spec.dtype == torch.bfloat16 or tensor.device.type != "cpu":
+            allowed = ", ".join(str(dtype) for dtype in DTYPES if dtype != torch.bfloat16)
             raise TypeError(
                 f"{type(message).__name__}.{spec.name} is {spec.dtype} on {tensor.device}; "
                 f"the wire carries {allowed}, on cpu"
             )
-    return Encoded(type(message).__name__, found, [_bytes_of(tensor) for tensor in message.tensors().values()])
+        dtype = floating if spec.dtype == torch.float32 else spec.dtype
+        found.append(replace(spec, dtype=dtype) if dtype != spec.dtype else spec)
+        buffers.append(_bytes_of(tensor.detach().to(dtype)))
+        if digests and not spec.per_client:
+            known[spec.name] = hashlib.sha256(buffers[-1]).hexdigest()
+    return Encoded(type(message).__name__, tuple(found), tuple(buffers), known)
+
+
+def digest_of_bytes(tensor: Tensor) -> str:
+    """Return the digest of a broadcast in the type in which it was sent."""
+    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
-    return _view(flat.view(torch.uint8))
+    return _view(tensor.contiguous().reshape(-1).view(torch.uint8))
 
 
 def _view(flat: Tensor) -> memoryview:
@@ -135,16 +137,16 @@ def _view(flat: Tensor) -> memoryview:
     return memoryview(cast("Buffer", flat.numpy()))
 
 
-def joined(answers: Sequence[Encoded]) -> Encoded:
+def join_answers(answers: Sequence[Encoded]) -> Encoded:
     """Return one message with the rows of several one-row answers of the same class; nothing is copied."""
     first = answers[0]
     if len(answers) == 1:
         return first
-    specs = [replace(spec, shape=(len(answers), *spec.shape[1:])) for spec in first.specs]
-    return Encoded(first.name, specs, [answer.buffers[i] for i in range(len(specs)) for answer in answers])
+    specs = tuple(replace(spec, shape=(len(answers), *spec.shape[1:])) for spec in first.specs)
+    return Encoded(first.name, specs, tuple(answer.buffers[i] for i in range(len(specs)) for answer in answers))
 
 
-def together(answers: Sequence[Encoded]) -> Iterator[range]:
+def group_answers(answers: Sequence[Encoded]) -> Iterator[range]:
     """Yield ranges of consecutive answers that share a transfer: those of one class that fit into a chunk.
 
     An answer with a broadcast has a transfer of its own.
@@ -167,68 +169,25 @@ def tensor_specs(encoded: Encoded) -> list[wire.TensorSpec]:
             name=spec.name,
             quantity=_QUANTITIES[spec.quantity],
             per_client=spec.per_client,
-            dtype=_DTYPES[spec.dtype],
+            dtype=DTYPES[spec.dtype],
             shape=spec.shape,
+            digest=encoded.digests.get(spec.name, ""),
+            held=spec.name in encoded.held,
         )
         for spec in encoded.specs
     ]
 
 
 def read_specs(envelope: wire.Envelope) -> tuple[TensorSpec, ...]:
-    """Parse the specs of an envelope.
-
-    Raises
-    ------
-    WireError
-        If a quantity or dtype is unknown.
-    """
+    """Parse the specs of an envelope; raise WireError if a quantity or dtype is unknown."""
     found = []
     for spec in envelope.tensors:
-        if spec.quantity not in _QUANTITIES_BACK or spec.dtype not in _DTYPES_BACK:
-            raise WireError(
-                Refusal.SHAPE,
-                f"{envelope.message[:80]}.{spec.name[:80]} has quantity {spec.quantity} and dtype {spec.dtype}",
-            )
-        found.append(
-            TensorSpec(
-                spec.name,
-                _QUANTITIES_BACK[spec.quantity],
-                spec.per_client,
-                _DTYPES_BACK[spec.dtype],
-                tuple(spec.shape),
-            )
-        )
+        quantity, dtype = _QUANTITIES_BACK.get(spec.quantity), _DTYPES_BACK.get(spec.dtype)
+        if quantity is None or dtype is None:
+            name = f"{envelope.message[:80]}.{spec.name[:80]}"
+            raise WireError(Refusal.SHAPE, f"{name} has quantity {spec.quantity} and dtype {spec.dtype}")
+        found.append(TensorSpec(spec.name, quantity, spec.per_client, dtype, tuple(spec.shape)))
     return tuple(found)
-
-
-def serialize(part: wire.WorkerPart | wire.AggregatorPart) -> Pieces:
-    """Serialize one part of a frame."""
-    data = part.SerializeToString()
-    return (_header(wire.WorkerFrame.PARTS_FIELD_NUMBER, len(data)), data)
-
-
-def sealed(pieces: Iterable[bytes | memoryview]) -> bytes:
-    """Join parts into a sealed frame."""
-    pieces = tuple(pieces)
-    crc = 0
-    for piece in pieces:
-        crc = crc32(piece, crc)
-    return b"".join((*pieces, SEAL, crc.to_bytes(4, "little")))
-
-
-def unsealed(data: bytes) -> memoryview:
-    """Return a frame without its seal.
-
-    Raises
-    ------
-    WireError
-        If the seal is missing or its checksum is wrong.
-    """
-    view = memoryview(data)
-    found = crc32(view[:-SEAL_BYTES])
-    if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL or found != int.from_bytes(data[1 - SEAL_BYTES :], "little"):
-        raise WireError(Refusal.CHECKSUM, f"a frame of {len(data)} bytes arrived damaged")
-    return view[:-SEAL_BYTES]
 
 
 class Cutter:
@@ -236,7 +195,6 @@ class Cutter:
 
     def __init__(self, part: PartClass) -> None:
         self._part = part
-        self._chunk_field = part.CHUNK_FIELD_NUMBER
         self._numbers = count(1)
 
     def parts(self, envelope: wire.Envelope, encoded: Encoded, remaining_s: float | None = None) -> Iterator[Pieces]:
@@ -258,31 +216,9 @@ class Cutter:
         yield serialize(self._part(begin=begin))
         offset = 0
         for pieces in _chunks(encoded.buffers):
-            size = sum(map(len, pieces))
-            yield self._chunk(number, offset, size, pieces)
-            offset += size
+            yield serialize_chunk(self._part, number, offset, pieces)
+            offset += sum(map(len, pieces))
         yield serialize(self._part(end=wire.End(transfer=number)))
-
-    def _chunk(self, number: int, offset: int, size: int, pieces: Sequence[memoryview]) -> Pieces:
-        """Serialize a Chunk around its data: protobuf itself would copy the data three times."""
-        fields = wire.Chunk(transfer=number, offset=offset).SerializeToString()
-        chunk = fields + _header(wire.Chunk.DATA_FIELD_NUMBER, size)
-        part = _header(self._chunk_field, len(chunk) + size) + chunk
-        return (_header(wire.WorkerFrame.PARTS_FIELD_NUMBER, len(part) + size) + part, *pieces)
-
-
-def _header(field: int, length: int) -> bytes:
-    """Return the tag and length of a length-delimited protobuf field."""
-    return _varint(field << 3 | 2) + _varint(length)
-
-
-def _varint(value: int) -> bytes:
-    digits = bytearray()
-    while value > 0x7F:
-        digits.append(value & 0x7F | 0x80)
-        value >>= 7
-    digits.append(value)
-    return bytes(digits)
 
 
 def _chunks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
@@ -347,14 +283,8 @@ class Assembler:
         self._filled = 0  # bytes filled in this piece
         self._received = 0
 
-    def add(self, chunk: wire.Chunk | Data) -> None:
-        """Store the next chunk.
-
-        Raises
-        ------
-        WireError
-            If it is empty, short, not the next one, or exceeds the announced total.
-        """
+    def add(self, chunk: wire.Chunk | ChunkView) -> None:
+        """Store the next chunk; raise WireError if it is empty, short, not the next one, or exceeds the total."""
         data = chunk.data
         if chunk.offset != self._received or not data:
             raise WireError(
@@ -375,15 +305,14 @@ class Assembler:
             if self._filled == len(view):
                 self._current, self._filled = self._current + 1, 0
 
-    def end(self) -> None:
-        """Check that the transfer is complete.
+    @property
+    def is_complete(self) -> bool:
+        """True once all bytes have arrived."""
+        return self._received == self.total
 
-        Raises
-        ------
-        WireError
-            If bytes are missing.
-        """
-        if self._received != self.total:
+    def end(self) -> None:
+        """Raise WireError if bytes are missing."""
+        if not self.is_complete:
             raise WireError(Refusal.TRUNCATED, f"{self._received} of {self.total} bytes at the end")
 
     def forget(self, piece: int) -> None:
@@ -393,29 +322,37 @@ class Assembler:
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]
 
     def message(self, cls: type[Message], piece: int = 0) -> Message:
-        """Return the message, or that of one row where each row has its own memory, without copying.
+        """Return the message, or that of one row where each row has its own memory; see :meth:`tensors`."""
+        return cls(**self.tensors(cls, piece))
+
+    def tensors(self, cls: type[Message], piece: int = 0, held: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return the fields of a message by name, without copying; those in ``held`` were not sent.
 
         Raises
         ------
         WireError
             If the fields are not those of the class, or a bool is neither 0 nor 1.
         """
-        fields = {(field.name, field.quantity, field.per_client) for field in cls.fields()}
+        fields = {(field.name, field.quantity, field.per_client) for field in cls.fields() if field.name not in held}
         found = {(spec.name, spec.quantity, spec.per_client) for spec in self._specs}
         if fields != found or len(self._specs) != len(fields):
             raise WireError(
                 Refusal.SHAPE, f"fields {[spec.name for spec in self._specs]} are not those of {cls.__name__}"
             )
-        tensors = {}
-        for spec, pieces in zip(self._specs, self._storage, strict=True):
-            storage, shape = pieces[piece], spec.shape if len(pieces) == 1 else (1, *spec.shape[1:])
-            if spec.dtype == torch.bool and bool((storage > 1).any()):
-                raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes that are no bool")
-            # torch cannot view empty storage as aligned (data without classes have no confusion matrix).
-            tensors[spec.name] = (
-                storage.view(spec.dtype).view(shape) if spec.nbytes else torch.empty(shape, dtype=spec.dtype)
-            )
-        return cls(**tensors)
+        return {
+            spec.name: _tensor(spec, pieces[piece], rows=1 if len(pieces) > 1 else None, cls=cls)
+            for spec, pieces in zip(self._specs, self._storage, strict=True)
+        }
+
+
+def _tensor(spec: TensorSpec, storage: Tensor, rows: int | None, cls: type[Message]) -> Tensor:
+    """Return received bytes as a tensor; ``rows`` replaces the first size of its shape."""
+    shape = spec.shape if rows is None else (rows, *spec.shape[1:])
+    if spec.dtype == torch.bool and bool((storage > 1).any()):
+        raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes that are no bool")
+    if not spec.nbytes:  # torch cannot view empty storage as aligned (data without classes have no confusion matrix)
+        return torch.empty(shape, dtype=spec.dtype)
+    return storage.view(spec.dtype).view(shape)
 
 
 def memory(nbytes: int) -> Tensor:
@@ -430,110 +367,3 @@ def memory(nbytes: int) -> Tensor:
             pages.madvise(mmap.MADV_HUGEPAGE)
             return torch.frombuffer(pages, dtype=torch.uint8)
     return torch.empty(nbytes, dtype=torch.uint8)
-
-
-F = TypeVar("F", wire.WorkerFrame, wire.AggregatorFrame)
-
-
-class Data(NamedTuple):
-    """A Chunk read in place from its frame: protobuf would copy its data twice."""
-
-    transfer: int
-    offset: int
-    data: memoryview
-
-
-def read(frame: type[F], data: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of one frame: the kind and value of each, with chunks as :class:`Data`.
-
-    Raises
-    ------
-    WireError
-        If the frame arrived damaged or has no parts; on reaching an invalid part.
-    """
-    part_class: PartClass = wire.WorkerPart if frame is wire.WorkerFrame else wire.AggregatorPart
-    view = unsealed(data)
-    at = 0
-    while at < len(view) or not at:
-        start, end = _delimited(view, at, wire.WorkerFrame.PARTS_FIELD_NUMBER)
-        if end > len(view) or start == at:
-            raise _garbage(frame, data)
-        at = end
-        chunk = _chunk_at(view[start:end], part_class.CHUNK_FIELD_NUMBER)
-        if chunk is not None:
-            yield "chunk", chunk
-            continue
-        try:
-            part = part_class.FromString(bytes(view[start:end]))
-        except Exception as error:  # protobuf raises DecodeError, and other errors on some malformed input
-            raise _garbage(frame, data) from error
-        if part.WhichOneof("part") is None:
-            raise _garbage(frame, data)
-        yield _opened(part)
-
-
-def _opened(part: wire.WorkerPart | wire.AggregatorPart) -> tuple[str, Any]:
-    """Return the kind and value of a part."""
-    kind = cast(str, part.WhichOneof("part"))
-    value = getattr(part, kind)
-    return kind, Data(value.transfer, value.offset, memoryview(value.data)) if kind == "chunk" else value
-
-
-def _chunk_at(part: memoryview, field: int) -> Data | None:
-    """Read a part that is a single Chunk with its fields in order and its data last; None for any other part."""
-    at, end = _delimited(part, 0, field)
-    if end != len(part) or at == 0:
-        return None
-    transfer, at = _number(part, at, wire.Chunk.TRANSFER_FIELD_NUMBER)
-    offset, at = _number(part, at, wire.Chunk.OFFSET_FIELD_NUMBER)
-    start, end = _delimited(part, at, wire.Chunk.DATA_FIELD_NUMBER)
-    return Data(transfer, offset, part[start:end]) if end == len(part) and start > at else None
-
-
-def _delimited(view: memoryview, at: int, field: int) -> tuple[int, int]:
-    """Return the bounds of a length-delimited field; ``(at, at)`` if there is another field or none."""
-    if at >= len(view) or view[at] != field << 3 | 2:
-        return at, at
-    length, start = _varint_at(view, at + 1)
-    return (start, start + length) if start else (at, at)
-
-
-def _number(view: memoryview, at: int, field: int) -> tuple[int, int]:
-    """Return an integer field and the position after it; 0 (omitted by proto3) if there is another field."""
-    if at >= len(view) or view[at] != field << 3:
-        return 0, at
-    value, after = _varint_at(view, at + 1)
-    return (value, after) if after else (0, at)
-
-
-def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
-    """Return a varint and the position after it; ``(0, 0)`` if it does not end within ten bytes."""
-    value = 0
-    for i, byte in enumerate(view[at : at + 10]):
-        value |= (byte & 0x7F) << 7 * i
-        if byte < 0x80:
-            return value, at + i + 1
-    return 0, 0
-
-
-def parse(frame: type[F], data: bytes, *, seal: bool = True) -> F:
-    """Parse one whole frame, such as the first of a stream; without ``seal``, also one of another protocol.
-
-    Raises
-    ------
-    WireError
-        If the frame arrived damaged, is invalid, or has no parts or an empty part.
-    """
-    if seal:
-        unsealed(data)
-    try:
-        parsed = frame.FromString(data)
-    except Exception as error:  # protobuf raises DecodeError, and other errors on some malformed input
-        raise _garbage(frame, data) from error
-    if not parsed.parts or any(part.WhichOneof("part") is None for part in parsed.parts):
-        raise _garbage(frame, data)
-    return parsed
-
-
-def _garbage(frame: type[F], data: bytes) -> WireError:
-    return WireError(Refusal.GARBAGE, f"{len(data)} bytes that are no {frame.__name__}")

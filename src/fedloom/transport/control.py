@@ -1,8 +1,9 @@
-"""Client for observing and controlling a federation (protos/fedloom/v1/control.proto). Does not import torch."""
+"""Client for observing and controlling a federation (docs/wire.md). Does not import torch."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -13,25 +14,30 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from pydantic import TypeAdapter, ValidationError
 
 from fedloom.errors import AbandonedError, ExperimentError, FedloomError, RefusedError, StorageError
-from fedloom.federation.activity import Activity, RosterClient
+from fedloom.federation.activity import Activity, Phase, RosterClient
 from fedloom.transport import dial
 from fedloom.transport.address import split_address
 from fedloom.transport.failures import REFUSALS, described, hint
 from fedloom.transport.wire import control_pb2 as wire
 from fedloom.trust.options import ClientCredentials, Credentials
-from fedloom.words import shortened
+from fedloom.words import printable, shortened
 
 CONTROL = "fedloom.v1.Control"
-STATUS, CLIENTS, PAUSE, RESUME, STOP = "Status", "Clients", "Pause", "Resume", "Stop"
+STATUS, WATCH, CLIENTS, PAUSE, RESUME, STOP = "Status", "Watch", "Clients", "Pause", "Resume", "Stop"
+
+ENDS: frozenset[Phase] = frozenset(("finished", "failed"))
+"""Phases in which an aggregator's work is over."""
 
 ANSWER_S = 10.0
 """Timeout of an answer."""
 
+RETRY_INTERVAL_S = 0.1
+"""Interval between attempts to reach an aggregator that is to be watched."""
+
 _OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
+    *dial.CHANNEL_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),  # gRPC's default is two minutes
 )
 _PHASE = "PHASE_"
 _ACTIVITY = TypeAdapter(Activity)
@@ -53,13 +59,15 @@ def from_wire(told: wire.Activity) -> Activity:
         If it has phases or other values of another version, which this one does not know.
     """
     found = _as_dict(told)
+    found |= {name: printable(found[name], keep="\n") for name in ("run", "message")}
+    found["phase"] = str(found["phase"]).removeprefix(_PHASE).lower()
     try:
-        return _ACTIVITY.validate_python({**found, "phase": str(found["phase"]).removeprefix(_PHASE).lower()})
+        return _ACTIVITY.validate_python(found)
     except ValidationError as error:
         wrong = error.errors()[0]
-        what = f"{shortened(str(wrong['input']))} as {'.'.join(map(str, wrong['loc']))}"
+        key = ".".join(map(str, wrong["loc"]))
         raise RefusedError(
-            f"the aggregator's status: found {what}, which this fedloom does not know",
+            f"the aggregator's status has the {key} {shortened(str(wrong['input']))}, which this fedloom does not know",
             hint="install the same version of fedloom on both sides",
         ) from None
 
@@ -98,19 +106,42 @@ class ControlClient:
         """Return the state of the federation."""
         return from_wire(self._call(STATUS, wire.StatusRequest(), wire.StatusResponse).activity)
 
+    def watch(self) -> Iterator[Activity]:
+        """Yield the state of the federation whenever it has changed, until the run is over (see :func:`follow`)."""
+        call = self._stream(WATCH, wire.WatchRequest(), wire.WatchResponse, timeout_s=None)
+        now: Activity | None = None
+        try:
+            for told in call:
+                now = from_wire(told.activity)
+                yield now
+        except grpc.RpcError as error:
+            if now is None or error.code() in REFUSALS:
+                raise self._failure(error) from error
+            raise self._broken(described(error.code(), error.details())) from error
+        finally:
+            call.cancel()
+        if now is None or now.phase not in ENDS:
+            raise self._broken("the stream ended before the run had ended")
+
+    def _broken(self, reason: str) -> AbandonedError:
+        return AbandonedError(f"watching the aggregator at {self._address}: {reason}")
+
     def clients(self) -> Iterator[RosterClient]:
         """Yield the clients of the roster, by id."""
-        method = self._channel.unary_stream(
-            f"/{CONTROL}/{CLIENTS}",
-            request_serializer=wire.ClientsRequest.SerializeToString,
-            response_deserializer=wire.ClientsResponse.FromString,
-        )
         try:
-            for part in method(wire.ClientsRequest(), metadata=dial.metadata(self._shown), timeout=6 * ANSWER_S):
+            for part in self._stream(CLIENTS, wire.ClientsRequest(), wire.ClientsResponse, timeout_s=6 * ANSWER_S):
                 for client in part.clients:
                     yield _CLIENT.validate_python(_as_dict(client))
         except grpc.RpcError as error:
             raise self._failure(error) from error
+
+    def _stream(self, name: str, request: Any, answer: Any, timeout_s: float | None) -> Any:
+        method = self._channel.unary_stream(
+            f"/{CONTROL}/{name}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
+        )
+        return method(request, metadata=dial.metadata(self._shown), timeout=timeout_s)
 
     def pause(self) -> tuple[bool, Activity]:
         """Pause the rounds after the current one; return whether that changes anything, and the state."""
@@ -174,3 +205,44 @@ def dialled(address: str, credentials: Credentials | None = None) -> Iterator[Co
     shown = (credentials or Credentials()).show(host)
     with dial.channel(address, shown, _OPTIONS, sync=True) as channel:
         yield ControlClient(address, channel, shown)
+
+
+def follow(address: str, *, connect_s: float, credentials: Credentials | None = None) -> Iterator[Activity]:
+    """Watch the run of an aggregator to its end.
+
+    The first :class:`Activity` comes at once, and another whenever something has changed, at most a few per second;
+    each evaluation (``measured``) has one of its own. The iterator ends after one whose phase is ``finished`` or
+    ``failed``. Closing it stops watching.
+
+    Parameters
+    ----------
+    address
+        ``host:port`` of the aggregator.
+    connect_s
+        Seconds in which an aggregator must be reached.
+    credentials
+        As for :func:`dialled`.
+
+    Raises
+    ------
+    AbandonedError
+        If no aggregator is reached in time, or the connection breaks: it may be restarting.
+    RefusedError
+        If the aggregator does not allow watching, or one side cannot verify the other.
+    ExperimentError
+        If the address is invalid, or a token would be sent in plaintext to another machine.
+    """
+    ends = time.monotonic() + connect_s
+    heard = False
+    with dialled(address, credentials) as asked:
+        while True:
+            try:
+                for now in asked.watch():
+                    heard = True
+                    yield now
+            except AbandonedError:
+                if heard or time.monotonic() > ends:
+                    raise
+                time.sleep(RETRY_INTERVAL_S)
+            else:
+                return

@@ -1,22 +1,34 @@
-"""Control service of the aggregator: authorizes, records and answers the calls of ``fedloom.transport.control``."""
+"""Control service of the aggregator: authorizes, records and answers the calls of ``fedloom.transport.control``.
+
+:class:`ProgressPublisher` adds to the monitor's state what watchers need: each evaluation, and messages that stay until
+the next round.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
 import grpc
 
 from fedloom.errors import FedloomError
-from fedloom.federation.activity import OVER, Activity, RosterClient
+from fedloom.federation.activity import OVER, Activity, LastEvaluation, Phase, RosterClient
 from fedloom.federation.control import Control
-from fedloom.transport.control import CLIENTS, PAUSE, RESUME, STATUS, STOP, clients_to_wire, to_wire
+from fedloom.federation.monitor import Monitor
+from fedloom.runs.journal import Attempt
+from fedloom.transport import stream
+from fedloom.transport.control import CLIENTS, ENDS, PAUSE, RESUME, STATUS, STOP, WATCH, clients_to_wire, to_wire
 from fedloom.transport.gate import PEER, host_of
 from fedloom.transport.wire import control_pb2 as wire
 from fedloom.trust.options import is_loopback
+from fedloom.words import pluralize
 
 log = logging.getLogger("fedloom.transport.aggregator")
 
@@ -29,30 +41,151 @@ OPERATOR = "somebody on its machine"
 """Name of the operator where no identity is required."""
 
 
+EVERY_S = 0.2
+"""Minimum interval between states sent to a watcher: rounds may take milliseconds."""
+
+WATCHERS = 256
+"""Maximum number of watchers at one time: each checks for news several times a second."""
+
+
+class ProgressPublisher:
+    """Progress of a run for its watchers; an observer of the round loop, and written by any thread.
+
+    Parameters
+    ----------
+    monitor
+        State of the run.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self._lock = threading.Lock()
+        self._message = ""
+        self._evaluations: list[LastEvaluation] = []
+        self._encoded: tuple[Activity, wire.WatchResponse] | None = None
+        self._watchers = 0
+        self._unwatched_since = time.monotonic()
+
+    def tell(self, phase: Phase, message: str = "") -> None:
+        """Enter a phase; ignored once the run has ended."""
+        self._message = ""
+        self.monitor.enter(phase, message)
+
+    def say(self, message: str) -> None:
+        """Show a message until the next round or phase."""
+        self._message = message
+
+    def completed(self, activity: Activity) -> Activity:
+        """Return a state with the message to show."""
+        return activity if activity.message or activity.phase in ENDS else replace(activity, message=self._message)
+
+    # ---- observer of the round loop
+
+    def round_done(self, attempt: Attempt, rounds: int | None) -> None:
+        """Report a completed round."""
+        self._message = ""
+
+    def attempt_failed(self, attempt: Attempt, attempts: int) -> None:
+        """Report a failed attempt."""
+        self.say(f"round {attempt.round}: attempt {attempt.attempt} of {attempts} failed: {attempt.outcome}")
+
+    def evaluating(self, round: int, done: int, clients: int) -> None:
+        """Report how many clients an evaluation has measured so far."""
+        self.say(f"{done} of {pluralize(clients, 'client')} measured")
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """Report a line written to metrics.jsonl."""
+        self._message = ""
+        self._evaluations.append(LastEvaluation.of(line))
+
+    # ---- watchers
+
+    @property
+    def unwatched_s(self) -> float:
+        """Seconds since the last watcher left; 0 while anyone watches."""
+        with self._lock:
+            return 0.0 if self._watchers else time.monotonic() - self._unwatched_since
+
+    def read_within(self, seconds: float) -> None:
+        """Wait until every watcher has been told of the end, for at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while self._watchers and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    async def watch(self, activity: Callable[[], Activity], context: Any) -> None:
+        """Handle one watcher's stream; its first state has the newest evaluation, if any.
+
+        Parameters
+        ----------
+        activity
+            Returns the state of the federation.
+        """
+        if self._watchers >= WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHERS} watch already: come again")
+        with self._lock:
+            self._watchers += 1
+        told: Any = None
+        told_at, seen = 0.0, len(self._evaluations)
+        try:
+            while True:
+                new, now = self._evaluations[seen:], activity()
+                seen += len(new)
+                for measured in new[:-1]:
+                    await context.write(self._response(replace(now, phase="evaluating", measured=measured)))
+                if (news := _news(now)) != told or new or time.monotonic() - told_at > stream.HEARTBEAT_S:
+                    await context.write(self._response(replace(now, measured=new[-1]) if new else now))
+                    told, told_at = news, time.monotonic()
+                if now.phase in ENDS:
+                    return
+                await asyncio.sleep(EVERY_S)
+        finally:
+            with self._lock:
+                self._watchers -= 1
+                self._unwatched_since = time.monotonic()
+
+    def _response(self, now: Activity) -> wire.WatchResponse:
+        """Encode a state, once for all watchers that are told of it."""
+        if self._encoded is None or self._encoded[0] is not now:
+            self._encoded = now, wire.WatchResponse(activity=to_wire(now))
+        return self._encoded[1]
+
+
+def _news(now: Activity) -> tuple[object, ...]:
+    """Return the parts of a state that watchers are told of at once: everything but rates, times and bytes."""
+    rounds = now.round, now.doing, now.attempt, now.durable_round
+    return now.phase, now.message, *rounds, now.paused_by, len(now.workers), now.clients.absent, now.measured
+
+
 class ControlService:
     """Control service; answers on the aggregator's event loop.
 
     Parameters
     ----------
-    control
-        Requests to the round loop.
     activity, clients
         Return the state of the federation, and its roster by id.
     say
         Shows one line to a person.
+    control
+        Requests to the round loop; without it, the federation can only be observed.
+    publisher
+        Progress of the run; without it, the run cannot be watched.
     """
 
     def __init__(
         self,
-        control: Control,
         activity: Callable[[], Activity],
         clients: Callable[[], Iterable[RosterClient]],
         say: Callable[[str], None],
+        control: Control | None = None,
+        publisher: ProgressPublisher | None = None,
     ) -> None:
         self._control = control
-        self._activity = activity
+        self._publisher = publisher
+        self._state = activity
         self._clients = clients
         self._say = say
+        self._cached: Activity | None = None
+        self._cached_at = 0.0
 
     def methods(self) -> dict[str, Any]:
         """Return gRPC's handlers, by the names of the calls."""
@@ -60,15 +193,38 @@ class ControlService:
         def unary(behaviour: Any, request: Any, answer: Any) -> Any:
             return grpc.unary_unary_rpc_method_handler(behaviour, request.FromString, answer.SerializeToString)
 
-        return {
+        def stream(behaviour: Any, request: Any, answer: Any) -> Any:
+            return grpc.unary_stream_rpc_method_handler(behaviour, request.FromString, answer.SerializeToString)
+
+        found = {
             STATUS: unary(self._status, wire.StatusRequest, wire.StatusResponse),
-            CLIENTS: grpc.unary_stream_rpc_method_handler(
-                self._list, wire.ClientsRequest.FromString, wire.ClientsResponse.SerializeToString
-            ),
-            PAUSE: unary(self._pause, wire.PauseRequest, wire.PauseResponse),
-            RESUME: unary(self._resume, wire.ResumeRequest, wire.ResumeResponse),
-            STOP: unary(self._stop, wire.StopRequest, wire.StopResponse),
+            CLIENTS: stream(self._list, wire.ClientsRequest, wire.ClientsResponse),
         }
+        if self._publisher is not None:
+            found[WATCH] = stream(self._watch, wire.WatchRequest, wire.WatchResponse)
+        if self._control is not None:
+            found |= {
+                PAUSE: unary(partial(self._pause, self._control), wire.PauseRequest, wire.PauseResponse),
+                RESUME: unary(partial(self._resume, self._control), wire.ResumeRequest, wire.ResumeResponse),
+                STOP: unary(partial(self._stop, self._control), wire.StopRequest, wire.StopResponse),
+            }
+        return found
+
+    def _activity(self) -> Activity:
+        now = self._state()
+        return now if self._publisher is None else self._publisher.completed(now)
+
+    def _recent(self) -> Activity:
+        """Return the state, at most half an interval old: many watchers cost little more than one."""
+        if self._cached is None or time.monotonic() - self._cached_at > EVERY_S / 2:
+            self._cached, self._cached_at = self._activity(), time.monotonic()
+        return self._cached
+
+    async def _watch(self, request: wire.WatchRequest, context: Any) -> None:
+        assert self._publisher is not None
+        if (peer := PEER.get()) is not None:
+            peer.join()
+        await self._publisher.watch(self._recent, context)
 
     async def _status(self, request: wire.StatusRequest, context: Any) -> wire.StatusResponse:
         return wire.StatusResponse(activity=to_wire(self._activity()))
@@ -78,25 +234,25 @@ class ControlService:
         while part := list(islice(clients, AT_ONCE)):
             await context.write(clients_to_wire(part))
 
-    async def _pause(self, request: wire.PauseRequest, context: Any) -> wire.PauseResponse:
+    async def _pause(self, control: Control, request: wire.PauseRequest, context: Any) -> wire.PauseResponse:
         by = await self._operator(context, "pause")
-        changed = await self._written(context, lambda: self._control.pause(by))
+        changed = await self._written(context, lambda: control.pause(by))
         if changed:
             self._say(f"rounds pause after the one under way: {by} asked for it")
         return wire.PauseResponse(changed=changed, activity=to_wire(self._activity()))
 
-    async def _resume(self, request: wire.ResumeRequest, context: Any) -> wire.ResumeResponse:
+    async def _resume(self, control: Control, request: wire.ResumeRequest, context: Any) -> wire.ResumeResponse:
         by = await self._operator(context, "resume")
-        changed = await self._written(context, self._control.resume)
+        changed = await self._written(context, control.resume)
         if changed:
             self._say(f"rounds go on: {by} asked for it")
         return wire.ResumeResponse(changed=changed, activity=to_wire(self._activity()))
 
-    async def _stop(self, request: wire.StopRequest, context: Any) -> wire.StopResponse:
+    async def _stop(self, control: Control, request: wire.StopRequest, context: Any) -> wire.StopResponse:
         by = await self._operator(context, "stop now" if request.now else "stop")
         when = "now" if request.now else "after the round under way"
         self._say(f"the aggregator stops {when}: {by} asked for it")
-        self._control.stop(request.now)
+        control.stop(request.now)
         return wire.StopResponse(activity=to_wire(self._activity()))
 
     async def _operator(self, context: Any, what: str) -> str:
@@ -110,9 +266,7 @@ class ControlService:
             return peer.identity.name
         host = host_of(context.peer())
         if not is_loopback(host):
-            reason = (
-                "found nobody that is known; allowed: who has the role admin, or calls from the aggregator's machine"
-            )
+            reason = "without an identity of role admin, call from the aggregator's own machine"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         return OPERATOR
 

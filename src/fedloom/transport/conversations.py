@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedloom.federation.carrier import ConversationKey
-from fedloom.transport.codec import Refusal, WireError
 from fedloom.transport.exchanges import Exchange, Link, OpenConversation
+from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.stream import key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
 

@@ -11,6 +11,25 @@ from fedloom.errors import argument, spelled
 from fedloom.transport.failures import BROKEN
 from fedloom.trust.options import ClientCredentials
 
+# Finds within time + timeout that the other side has vanished without closing its connection.
+KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+CHANNEL_OPTIONS = (
+    *KEEPALIVE,
+    ("grpc.use_local_subchannel_pool", 1),  # each attempt connects anew: our backoff applies, not a shared one
+    ("grpc.enable_http_proxy", 0),
+)
+LIMITED = (
+    ("grpc.http2.bdp_probe", 0),  # would admit more data at a time the slower the line is
+    ("grpc.http2.lookahead_bytes", 1 << 16),
+)
+"""Options of a bandwidth-limited channel: unread data stay with the sender."""
+
 
 def channel(address: str, shown: ClientCredentials, options: Any, *, sync: bool = False) -> Any:
     """Return a channel to an aggregator, of ``grpc.aio`` or synchronous."""

@@ -18,9 +18,10 @@ from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
 from fedloom.federation.client_side import TRAIN
 from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
-from fedloom.transport.codec import Refusal, WireError, encode
+from fedloom.transport.codec import encode
 from fedloom.transport.conversations import Conversations
 from fedloom.transport.exchanges import Exchange, Link, OpenConversation, WorkerInfo
+from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.receiver import Receiver
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire

@@ -23,7 +23,8 @@ from fedloom.federation.roster import Member
 from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
 from fedloom.transport import stream
-from fedloom.transport.codec import Assembler, Cutter, WireError, memory, serialize
+from fedloom.transport.codec import Assembler, Cutter, memory
+from fedloom.transport.frames import WireError, serialize
 from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import Outbox
 from fedloom.transport.wire import federation_pb2 as wire

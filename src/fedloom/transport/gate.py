@@ -19,11 +19,11 @@ from grpc_health.v1 import health
 from pydantic import SecretStr
 
 from fedloom.errors import FedloomError
-from fedloom.transport import spoken
-from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP
+from fedloom.transport import model_stream
+from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP, WATCH
 from fedloom.transport.failures import FINAL
 from fedloom.transport.limits import TokenBucket
-from fedloom.transport.stream import METHOD, OBSERVATION, SERVICE, WATCH
+from fedloom.transport.stream import METHOD, SERVICE
 from fedloom.trust.access import SHARED, Access, Admitted, Denied, PeerCredentials
 from fedloom.trust.audit import Audit, Value
 from fedloom.trust.credentials import parse_certificate
@@ -53,14 +53,14 @@ TOKEN = "authorization"
 
 ACTIONS: Mapping[str, Action] = {
     f"/{SERVICE}/{METHOD}": Action.MEASURE,  # its Hello and its roles decide what a worker's clients may do
-    f"/{OBSERVATION}/{WATCH}": Action.WATCH,
+    f"/{CONTROL}/{WATCH}": Action.WATCH,
     f"/{CONTROL}/{STATUS}": Action.WATCH,
     f"/{CONTROL}/{CLIENTS}": Action.WATCH,
     f"/{CONTROL}/{PAUSE}": Action.CONTROL,
     f"/{CONTROL}/{RESUME}": Action.CONTROL,
     f"/{CONTROL}/{STOP}": Action.CONTROL,
-    f"/{spoken.SERVICE}/{spoken.DESCRIBE}": Action.PERSONALIZE,
-    f"/{spoken.SERVICE}/{spoken.PERSONALIZE}": Action.PERSONALIZE,
+    f"/{model_stream.SERVICE}/{model_stream.DESCRIBE}": Action.PERSONALIZE,
+    f"/{model_stream.SERVICE}/{model_stream.PERSONALIZE}": Action.PERSONALIZE,
 }
 """Action that each call requests. Any other call is refused, except health."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import fedloom
 from fedloom.errors import DataError, FedloomError, RefusedError, argument
 from fedloom.federation.roster import Member
-from fedloom.transport.codec import SEAL, SEAL_BYTES, Refusal, WireError, parse
+from fedloom.transport.frames import SEAL, SEAL_BYTES, Refusal, WireError, parse_frame
 from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.words import REASON_CHARACTERS, printable
@@ -90,10 +90,10 @@ def _first(data: bytes) -> wire.AggregatorPart:
     """Return the first part of a stream; of protocol 1, which has no seals, only a refusal is read."""
     if data[-SEAL_BYTES : 1 - SEAL_BYTES] != SEAL:
         with contextlib.suppress(WireError):
-            part = parse(wire.AggregatorFrame, data, seal=False).parts[0]
+            part = parse_frame(wire.AggregatorFrame, data, seal=False).parts[0]
             if part.refused.code == wire.REFUSAL_CODE_PROTOCOL:
                 return part
-    return parse(wire.AggregatorFrame, data).parts[0]
+    return parse_frame(wire.AggregatorFrame, data).parts[0]
 
 
 def refusal_error(address: str, refused: wire.Refused) -> FedloomError:

@@ -9,34 +9,34 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 from torch import Tensor
 
 import fedloom
 from fedloom.data.problem import Problem
-from fedloom.errors import DataError, QuorumError, RefusedError
+from fedloom.errors import DataError, FedloomError, QuorumError, RefusedError
 from fedloom.federation.served import About
 from fedloom.messages import Message
 from fedloom.transport import dial
 from fedloom.transport.address import split_address
-from fedloom.transport.dial import closed_after_handshake, distrust, perhaps_tls
+from fedloom.transport.codec import DTYPES, Cutter, Encoded, digest_of_bytes, encode
+from fedloom.transport.dial import CHANNEL_OPTIONS, closed_after_handshake, distrust, perhaps_tls
 from fedloom.transport.failures import described, hint
-from fedloom.transport.spoken import (
+from fedloom.transport.frames import Pieces, Refusal, WireError, pack_parts, serialize
+from fedloom.transport.model_stream import (
     DESCRIBE,
     MOST_HELD,
     PERSONALIZE,
     PRECISIONS,
     RETRY,
     SERVICE,
-    Incoming,
-    Unfit,
-    digest_of,
-    frames,
-    pieces,
+    PartReader,
+    Received,
+    message_frames,
 )
-from fedloom.transport.stream import CHANNEL_OPTIONS
+from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.wire import personalization_pb2 as wire
 from fedloom.trust.options import Credentials
 from fedloom.words import DEEPEST, parsed_json, printable
@@ -54,6 +54,8 @@ RETRYABLE = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, gr
 ENDED = "Internal error from Core"
 """Message that grpc.aio reports for a frame on a stream refused meanwhile: a connection carries few streams."""
 
+_SAME_VERSION = "install the same version of fedloom, and of the method, on both sides"
+
 Speak = Callable[[int, int, Message], Message | None]
 """The client half: ``(round, exchange, message) -> answer``; None once it has its predictors."""
 
@@ -66,9 +68,7 @@ class Found:
     round: int
     digest: str
     handed_out: int
-    refused: int
     waiting: int
-    latency_ms: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -194,11 +194,11 @@ class Models:
                 told = await self._describe(
                     wire.DescribeRequest(), metadata=self._metadata, timeout=max(0.001, ends - time.monotonic())
                 )
-                if told.package != fedloom.__version__:
+                if (told.package, told.protocol) != (fedloom.__version__, PROTOCOL):
                     raise RefusedError(
-                        f"{self._address}: found fedloom {printable(told.package, 80)}; allowed: "
-                        f"{fedloom.__version__}, as here",
-                        hint="install the same version of fedloom on both sides",
+                        f"the server at {self._address} is fedloom {printable(told.package, 80)} with protocol "
+                        f"{told.protocol}, this is fedloom {fedloom.__version__} with protocol {PROTOCOL}",
+                        hint=_SAME_VERSION,
                     )
                 if told.HasField("served"):
                     return _found(told)
@@ -244,106 +244,25 @@ class Models:
             If there is no model in time.
         """
         ends = time.monotonic() + timeout_s
-        number, _ = PRECISIONS[precision]
         ask = wire.Ask(
             client=client,
             package=fedloom.__version__,
             algorithm=about.algorithm,
             algorithm_version=about.version,
-            precision=number,
+            precision=DTYPES[PRECISIONS[precision]],
             round=round,
         )
         while True:
             with self._failures(ends) as wait_s:
-                return await self._once(about, ask, vocabulary, speak, precision, ends, early=early)
+                call = self._personalize(metadata=self._metadata, timeout=max(0.001, ends - time.monotonic()))
+                conversation = _Conversation(self._memory, call, about, vocabulary, speak)
+                try:
+                    return await conversation.hold(ask, precision, early=early)
+                except WireError as error:
+                    raise QuorumError(f"{self._address}: {error}") from error
+                finally:
+                    call.cancel()
             await asyncio.sleep(wait_s[0])
-
-    async def _once(
-        self,
-        about: About,
-        ask: wire.Ask,
-        vocabulary: Mapping[str, type[Message]],
-        speak: Speak,
-        precision: str,
-        ends: float,
-        *,
-        early: bool,
-    ) -> Answered:
-        number, up, down, exchange = ask.precision, 0, 0, 0
-        first = wire.NewcomerFrame(ask=ask)
-        first.ask.held.extend(self._memory.held())
-        known = self._memory.opening(about, number) if early else None
-        answers: Message | None = None
-        if known is not None and not (ask.HasField("round") and ask.round != known[0].round):
-            answers = await asyncio.to_thread(speak, known[0].round, 0, known[1])
-        call = self._personalize(metadata=self._metadata, timeout=max(0.001, ends - time.monotonic()))
-        try:
-            if known is None or answers is None:
-                sent = [first.SerializeToString()]
-            else:
-                first.ask.answers = known[0].digest
-                sent = list(frames(first, type(answers).__name__, pieces(answers)))
-            up += await _write(call, sent)
-            warm = False
-            while True:
-                head, incoming, size = await self._read(call, vocabulary)
-                down += size
-                message, served = self._taken(incoming), head.served
-                if exchange == 0:
-                    if answers is not None and known is not None and served.digest == known[0].digest:
-                        exchange, warm = 1, True
-                    else:
-                        self._memory.opened(about, number, served, message)
-                        warm = incoming.total == 0 and any(spec.held for spec in incoming.specs)
-                answer = await asyncio.to_thread(speak, served.round, exchange, message)
-                if head.last:
-                    if answer is not None:
-                        raise QuorumError(f"{self._address} ended the conversation too early")
-                    return Answered(
-                        printable(served.run), served.round, printable(served.digest), precision, up, down, warm
-                    )
-                if answer is None:
-                    raise QuorumError(f"{self._address} goes on with a conversation that is over")
-                reply = wire.NewcomerFrame()
-                up += await _write(call, list(frames(reply, type(answer).__name__, pieces(answer))))
-                exchange += 1
-        except Unfit as unfit:
-            raise QuorumError(f"{self._address}: {unfit}") from unfit
-        finally:
-            call.cancel()
-
-    async def _read(self, call: Any, vocabulary: Mapping[str, type[Message]]) -> tuple[wire.ModelFrame, Incoming, int]:
-        data = await self._frame(call)
-        size = len(data)
-        head = wire.ModelFrame.FromString(data)
-        incoming = Incoming(head.spoken, vocabulary, MOST_BYTES)
-        incoming.add(head.data)
-        while not incoming.whole:
-            data = await self._frame(call)
-            size += len(data)
-            incoming.add(wire.ModelFrame.FromString(data).data)
-        return head, incoming, size
-
-    @staticmethod
-    async def _frame(call: Any) -> bytes:
-        data = await call.read()
-        if data is grpc.aio.EOF:
-            code = await call.code()  # the error, if any
-            if code is not grpc.StatusCode.OK:
-                raise _Ended(code, await call.details(), await call.trailing_metadata())
-            raise Unfit("the stream ended before the conversation did")
-        return bytes(data)
-
-    def _taken(self, incoming: Incoming) -> Message:
-        message = incoming.message(self._memory.tensor)
-        travelled = incoming.tensors(self._memory.tensor)
-        for spec in incoming.specs:
-            if spec.digest and not spec.held:
-                tensor = travelled[spec.name]
-                if digest_of(tensor) != spec.digest:
-                    raise Unfit(f"{spec.name} is not what its digest says")
-                self._memory.keep(spec.digest, tensor)
-        return message
 
     @contextlib.contextmanager
     def _failures(self, ends: float) -> Iterator[list[float]]:
@@ -351,67 +270,147 @@ class Models:
         wait_s = [RETRY_INTERVAL_S]
         try:
             yield wait_s
-        except (grpc.aio.AioRpcError, _Ended) as error:
-            code, details = error.code(), error.details()
-            said = f"{self._address}: {printable(details or '', 500) or code.name}"
-            if why := distrust(self._address, self._shown, code, details):
-                raise RefusedError(f"{self._address}: {why}", hint="see docs/security.md") from error
-            if code in RETRYABLE or details == ENDED:
-                asked = dict(error.trailing_metadata() or ()).get(RETRY)
-                wait_s[:] = [
-                    int(str(asked)) / 1e3 if asked is not None and str(asked).isdecimal() else RETRY_INTERVAL_S
-                ]
-                if time.monotonic() + wait_s[0] < ends:
-                    return
-                found = self._shown, code, details
-                why = closed_after_handshake(*found) or perhaps_tls(*found)
-                words = why or (printable(details or "", 500) if asked is not None else described(code, details))
-                raise QuorumError(f"no model from {self._address} in time: {words}", hint="ask again later") from error
-            _raise(code, said, details, error)
+        except grpc.aio.AioRpcError as error:
+            asked = str(dict(error.trailing_metadata() or ()).get(RETRY, ""))
+            if asked.isdecimal():
+                wait_s[:] = [int(asked) / 1e3]
+            failure = self._failure(error, told=bool(asked))
+            if _is_temporary(error) and isinstance(failure, QuorumError) and time.monotonic() + wait_s[0] < ends:
+                return
+            raise failure from error
+
+    def _failure(self, error: grpc.aio.AioRpcError, *, told: bool) -> FedloomError:
+        """Return the error of a failed call; ``told`` if the server says when to come again."""
+        code, details = error.code(), error.details()
+        found = self._shown, code, details
+        said = printable(details or "", 500) or code.name
+        if why := distrust(self._address, *found):
+            return RefusedError(f"{self._address}: {why}", hint="see docs/security.md")
+        if _is_temporary(error):
+            why = closed_after_handshake(*found) or perhaps_tls(*found)
+            why = why or (said if told else described(code, details))
+            return QuorumError(f"no model from {self._address} in time: {why}", hint="ask again later")
+        if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
+            return DataError(f"{self._address}: {said}")
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            advice = "give the address of `fedloom serve`, or of a `fedloom aggregator`"
+            return RefusedError(f"{self._address}: no models are handed out there", hint=advice)
+        if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            return RefusedError(f"{self._address}: {said}", hint=hint(code))
+        if code is grpc.StatusCode.FAILED_PRECONDITION:
+            return RefusedError(f"{self._address}: {said}", hint=_SAME_VERSION)
+        return QuorumError(f"no model: {self._address}: {said}", hint="ask again later")
 
 
-class _Ended(Exception):
-    """A stream that ended with an error status."""
-
-    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: Any) -> None:
-        super().__init__(details)
-        self._code, self._details, self._metadata = code, details, metadata
-
-    def code(self) -> grpc.StatusCode:
-        """Return the status."""
-        return self._code
-
-    def details(self) -> str | None:
-        """Return the server's message."""
-        return self._details
-
-    def trailing_metadata(self) -> Any:
-        """Return the trailing metadata."""
-        return self._metadata
+def _is_temporary(error: grpc.aio.AioRpcError) -> bool:
+    return error.code() in RETRYABLE or error.details() == ENDED
 
 
-def _raise(code: grpc.StatusCode, said: str, details: str | None, error: Exception) -> NoReturn:
-    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
-        raise DataError(said) from error
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        raise RefusedError(
-            f"{said.partition(': ')[0]}: nobody hands out models there",
-            hint="give the address of `fedloom serve`, or of a `fedloom aggregator`",
-        ) from error
-    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        raise RefusedError(said, hint=hint(code)) from error
-    if code is grpc.StatusCode.FAILED_PRECONDITION:
-        raise RefusedError(
-            said, hint="install the same version of fedloom, and of the method, on both sides"
-        ) from error
-    raise QuorumError(f"no model: {said}", hint="ask again later") from error
+class _Conversation:
+    """One attempt at a conversation, on a stream of its own."""
 
+    def __init__(
+        self, memory: Memory, call: Any, about: About, vocabulary: Mapping[str, type[Message]], speak: Speak
+    ) -> None:
+        self._memory = memory
+        self._call = call
+        self._about = about
+        self._vocabulary = vocabulary
+        self._speak = speak
+        self._cutter = Cutter(wire.NewcomerPart)
+        self._reader = PartReader(self._frame, wire.ModelFrame)
+        self._up = 0
 
-async def _write(call: Any, sent: list[bytes]) -> int:
-    for frame in sent:
-        with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading reports how
-            await call.write(frame)
-    return sum(map(len, sent))
+    async def hold(self, ask: wire.Ask, precision: str, *, early: bool) -> Answered:
+        """Ask, and answer the server's messages until the last.
+
+        Raises
+        ------
+        WireError
+            If the server sends what cannot be read, or does not keep to the conversation.
+        grpc.aio.AioRpcError
+            If the stream ends with an error.
+        """
+        known, answer = await self._known(ask) if early else (None, None)
+        await self._begin(ask, None if known is None else known.digest, answer)
+        header, message, warm = await self._read()
+        served, exchange = header.served, 0
+        if known is not None and served.digest == known.digest:  # this message answers our early answer
+            warm, exchange = True, 1
+        else:
+            self._memory.opened(self._about, ask.precision, served, message)
+        while True:
+            answer = await asyncio.to_thread(self._speak, served.round, exchange, message)
+            if header.last:
+                break
+            if answer is None:
+                raise WireError(Refusal.CONVERSATION, "the server goes on with a conversation that is over")
+            await self._write(encode(answer))
+            header, message, _ = await self._read()
+            served, exchange = header.served, exchange + 1
+        if answer is not None:
+            raise WireError(Refusal.CONVERSATION, "the server ended the conversation too early")
+        run, digest = printable(served.run), printable(served.digest)
+        return Answered(run, served.round, digest, precision, self._up, self._reader.size, warm)
+
+    async def _known(self, ask: wire.Ask) -> tuple[wire.ServedRound | None, Message | None]:
+        """Return the round whose opening is cached, and our answer to it, if this round will do."""
+        cached = self._memory.opening(self._about, ask.precision)
+        if cached is None or (ask.HasField("round") and ask.round != cached[0].round):
+            return None, None
+        answer = await asyncio.to_thread(self._speak, cached[0].round, 0, cached[1])
+        return (None, None) if answer is None else (cached[0], answer)
+
+    async def _begin(self, ask: wire.Ask, answered: str | None, answer: Message | None) -> None:
+        part = wire.NewcomerPart(ask=ask)
+        part.ask.held.extend(self._memory.held())
+        part.ask.answers = answered or ""
+        if answer is None:
+            await self._send(list(pack_parts([serialize(part)])))
+        else:
+            await self._write(encode(answer), serialize(part))
+
+    async def _write(self, encoded: Encoded, *head: Pieces) -> None:
+        await self._send(message_frames(self._cutter, encoded, *head))
+
+    async def _send(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended; reading reports how
+                await self._call.write(frame)
+            self._up += len(frame)
+
+    async def _read(self) -> tuple[wire.Header, Message, bool]:
+        """Read the server's next message; return also whether nothing of it had to be sent."""
+        header = await self._reader.part("header")
+        received = await self._reader.message(self._vocabulary, MOST_BYTES)
+        return (
+            header,
+            self._complete(received),
+            bool(received.held) and not any(tensor.nbytes for tensor in received.tensors.values()),
+        )
+
+    def _complete(self, received: Received) -> Message:
+        """Return a message with the broadcasts that were not sent, and cache those that were."""
+        held = {}
+        for name, digest in received.held.items():
+            tensor = self._memory.tensor(digest)
+            if tensor is None:
+                raise WireError(Refusal.SHAPE, f"the broadcast {printable(digest, 12)} is not cached here")
+            held[name] = tensor
+        for name, digest in received.digests.items():
+            if digest_of_bytes(received.tensors[name]) != digest:
+                raise WireError(Refusal.CHECKSUM, f"{name} does not have the digest that was announced")
+            self._memory.keep(digest, received.tensors[name])
+        return received.message(held)
+
+    async def _frame(self) -> bytes:
+        data = await self._call.read()
+        if data is grpc.aio.EOF:
+            code = await self._call.code()  # the error, if any
+            if code is not grpc.StatusCode.OK:
+                trailing = await self._call.trailing_metadata()
+                raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, await self._call.details())
+        return data  # type: ignore[no-any-return]
 
 
 def _found(told: wire.Described) -> Found:
@@ -421,13 +420,4 @@ def _found(told: wire.Described) -> Found:
         parsed_json(told.experiment, DEEPEST)
     except (DataError, ValueError) as error:
         raise RefusedError(f"the server's account of its run cannot be read: {printable(str(error), 300)}") from error
-    load = told.load
-    return Found(
-        about,
-        told.served.round,
-        printable(told.served.digest),
-        load.handed_out,
-        load.refused,
-        load.waiting,
-        {"p50": load.p50_ms, "p90": load.p90_ms, "p99": load.p99_ms},
-    )
+    return Found(about, told.served.round, printable(told.served.digest), told.load.handed_out, told.load.waiting)

@@ -16,9 +16,10 @@ from fedloom.federation.carrier import Lost, Refusals
 from fedloom.federation.silence import Silence
 from fedloom.federation.validation import TensorSpec, mismatch
 from fedloom.messages import Message
-from fedloom.transport.codec import CHUNK_BYTES, Assembler, Data, Refusal, WireError, read, read_specs
+from fedloom.transport.codec import CHUNK_BYTES, Assembler, read_specs
 from fedloom.transport.conversations import Conversations, check_awaited, key_text
 from fedloom.transport.exchanges import Arrival, Arrived, Exchange, Link, OpenConversation
+from fedloom.transport.frames import ChunkView, Refusal, WireError, read_parts
 from fedloom.transport.limits import TokenBucket
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import key_from_wire
@@ -63,7 +64,7 @@ class Receiver:
         Raise WireError if the worker's stream has to end.
         """
         try:
-            for kind, part in read(wire.WorkerFrame, data):
+            for kind, part in read_parts(wire.WorkerFrame, data):
                 self._take_part(link, kind, part)
         finally:
             for exchange, row, outcome in self._settled:
@@ -173,7 +174,7 @@ class Receiver:
             raise WireError(Refusal.SHAPE, wrong[:REASON_CHARACTERS])
         return cls, specs
 
-    def _chunk(self, link: Link, chunk: wire.Chunk | Data) -> None:
+    def _chunk(self, link: Link, chunk: wire.Chunk | ChunkView) -> None:
         arrival = link.arrivals.get(chunk.transfer)
         if arrival is not None:
             try:
@@ -182,7 +183,7 @@ class Receiver:
                 self._refuse_transfer(link, chunk.transfer, error)
         elif chunk.transfer not in link.ignored:
             self._refuse_unknown(link, chunk.transfer)
-        elif isinstance(chunk, Data) and len(chunk.data) < CHUNK_BYTES:
+        elif isinstance(chunk, ChunkView) and len(chunk.data) < CHUNK_BYTES:
             self._spend(link)  # only the last chunk of a transfer is short
 
     def _end(self, link: Link, number: int) -> None:

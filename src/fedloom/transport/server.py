@@ -13,10 +13,25 @@ from grpc_reflection.v1alpha import reflection
 
 from fedloom.errors import ExperimentError, argument
 from fedloom.transport.address import split_address
+from fedloom.transport.dial import KEEPALIVE
+from fedloom.transport.frames import FRAME_BYTES
 from fedloom.transport.gate import AuthInterceptor, connection_age, server_credentials
 from fedloom.transport.health import Health, Probes, probed
 from fedloom.transport.limits import RateLimitFilter
 from fedloom.trust.options import Protection
+
+# Pings are allowed twice as often as clients send them, so that none receives "too_many_pings". No limit is raised.
+SERVER_OPTIONS = (
+    *KEEPALIVE,
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Bounds the cost of an unknown connection: it must speak HTTP/2 within 10 s, is closed after 30 s without a stream,
+    # and has room for one frame in each of the streams that it may hold.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 30_000),
+    ("grpc.max_concurrent_streams", 4),
+    ("grpc.max_receive_message_length", FRAME_BYTES),
+    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared by a second server
+)
 
 logging.getLogger("grpc._cython.cygrpc").addFilter(RateLimitFilter())
 """Rate limit on gRPC's own log, which shows a traceback of each malformed health check or ungated call."""

@@ -16,7 +16,7 @@ from fedloom.federation.carrier import ConversationKey, Lost, MissingConversatio
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
 from fedloom.transport.bandwidth import Bandwidth
-from fedloom.transport.codec import WireError
+from fedloom.transport.frames import WireError
 from fedloom.transport.introduction import Introduction, Joined
 from fedloom.transport.stream import states_from_wire
 from fedloom.transport.worker_connection import Close, Finished, WorkerConnection

@@ -20,19 +20,13 @@ from fedloom.messages import Message
 from fedloom.transport import dial, stream
 from fedloom.transport.address import split_address
 from fedloom.transport.answer_book import AnswerBook
-from fedloom.transport.bandwidth import Bandwidth, Line
-from fedloom.transport.codec import (
-    FRAME_BYTES,
-    Refusal,
-    WireError,
-    encode,
-    read,
-    sealed,
-    serialize,
-)
+from fedloom.transport.bandwidth import Bandwidth, BandwidthLimiter
+from fedloom.transport.codec import encode
+from fedloom.transport.dial import CHANNEL_OPTIONS, LIMITED
 from fedloom.transport.failures import FINAL, REFUSALS, RETRYABLE, described, hint
+from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError, read_parts, seal_frame, serialize
 from fedloom.transport.introduction import Introduction, Joined, parse_welcome, refusal_error
-from fedloom.transport.stream import CHANNEL_OPTIONS, LAST_BACKOFF_S, LIMITED, METHOD, SERVICE, key_from_wire
+from fedloom.transport.stream import LAST_BACKOFF_S, METHOD, SERVICE, key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker_requests import RequestReader, WorkerRequest
 from fedloom.trust.options import ClientCredentials, Credentials
@@ -97,7 +91,8 @@ class WorkerConnection:
         self._reconnect_s = reconnect_s
         self._credentials = credentials
         self._shown = credentials.current  # credentials of the last connection attempt
-        self._up, self._down = Line(bandwidth and bandwidth.up), Line(bandwidth and bandwidth.down)
+        self._up = BandwidthLimiter(bandwidth and bandwidth.up)
+        self._down = BandwidthLimiter(bandwidth and bandwidth.down)
         self._options = CHANNEL_OPTIONS if bandwidth is None else (*CHANNEL_OPTIONS, *LIMITED)
         self._doubts = 0  # consecutive failed verifications
         self._refused: RefusedError | None = None  # by the last aggregator reached
@@ -178,9 +173,9 @@ class WorkerConnection:
         """Return the Hello: who we are, and which open conversations we have received completely, as far as we know."""
         hello = wire.Hello(held_of=self.incarnation, held=self._book.held())
         hello.MergeFrom(self._hello)
-        data = sealed(serialize(wire.WorkerPart(hello=hello)))
+        data = seal_frame(serialize(wire.WorkerPart(hello=hello)))
         if len(data) > FRAME_BYTES and hello.held:  # then the conversations are sent once more
-            return sealed(serialize(wire.WorkerPart(hello=self._hello)))
+            return seal_frame(serialize(wire.WorkerPart(hello=self._hello)))
         return data
 
     def _gather(self) -> None:
@@ -335,7 +330,7 @@ class WorkerConnection:
         requests = RequestReader()
         while True:
             await self._down.free()
-            for kind, part in read(wire.AggregatorFrame, await self._next(call)):
+            for kind, part in read_parts(wire.AggregatorFrame, await self._next(call)):
                 if kind == "goodbye":
                     return True
                 self._take(requests, kind, part)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from fedloom.federation.carrier import ConversationKey
 from fedloom.messages import Message
-from fedloom.transport.codec import Assembler, Data, Refusal, WireError, read_specs
+from fedloom.transport.codec import Assembler, read_specs
+from fedloom.transport.frames import ChunkView, Refusal, WireError
 from fedloom.transport.stream import key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
 
@@ -82,7 +83,7 @@ class RequestReader:
         key = key_from_wire(envelope.conversation)
         self._arriving[begin.transfer] = WorkerRequest(envelope.incarnation, key, envelope, assembler, expires)
 
-    def add(self, chunk: wire.Chunk | Data) -> None:
+    def add(self, chunk: wire.Chunk | ChunkView) -> None:
         """Add a chunk of a request."""
         assembler = self._arrival(chunk.transfer).assembler
         if assembler is not None:

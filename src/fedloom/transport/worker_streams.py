@@ -14,9 +14,9 @@ import grpc
 from fedloom.errors import ExperimentError
 from fedloom.transport import stream
 from fedloom.transport.admission import Admission, parse_hello, refusal
-from fedloom.transport.codec import FRAME_BYTES, Refusal, WireError, sealed, serialize
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Link
+from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError, seal_frame, serialize
 from fedloom.transport.gate import PEER, Peer
 from fedloom.transport.limits import TokenBucket
 from fedloom.transport.served_run import ServedRun
@@ -204,4 +204,4 @@ class WorkerStreams:
 
 
 def _frame(part: wire.AggregatorPart) -> bytes:
-    return sealed(serialize(part))
+    return seal_frame(serialize(part))

@@ -236,6 +236,16 @@ class StatusResponse(_message.Message):
     activity: Activity
     def __init__(self, activity: _Optional[_Union[Activity, _Mapping]] = ...) -> None: ...
 
+class WatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("activity",)
+    ACTIVITY_FIELD_NUMBER: _ClassVar[int]
+    activity: Activity
+    def __init__(self, activity: _Optional[_Union[Activity, _Mapping]] = ...) -> None: ...
+
 class ClientsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

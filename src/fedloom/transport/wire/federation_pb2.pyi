@@ -31,6 +31,7 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_INT64: _ClassVar[DataType]
     DATA_TYPE_UINT8: _ClassVar[DataType]
     DATA_TYPE_BOOL: _ClassVar[DataType]
+    DATA_TYPE_BFLOAT16: _ClassVar[DataType]
 
 class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -42,15 +43,6 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_CODE_CLIENTS: _ClassVar[RefusalCode]
     REFUSAL_CODE_REPLACED: _ClassVar[RefusalCode]
     REFUSAL_CODE_CLIENT_TAKEN: _ClassVar[RefusalCode]
-
-class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    STATE_UNSPECIFIED: _ClassVar[State]
-    STATE_WAITING: _ClassVar[State]
-    STATE_TRAINING: _ClassVar[State]
-    STATE_EVALUATING: _ClassVar[State]
-    STATE_FINISHED: _ClassVar[State]
-    STATE_FAILED: _ClassVar[State]
 QUANTITY_UNSPECIFIED: Quantity
 QUANTITY_DESCRIPTOR: Quantity
 QUANTITY_DESCRIPTOR_UPDATE: Quantity
@@ -70,6 +62,7 @@ DATA_TYPE_FLOAT64: DataType
 DATA_TYPE_INT64: DataType
 DATA_TYPE_UINT8: DataType
 DATA_TYPE_BOOL: DataType
+DATA_TYPE_BFLOAT16: DataType
 REFUSAL_CODE_UNSPECIFIED: RefusalCode
 REFUSAL_CODE_HELLO: RefusalCode
 REFUSAL_CODE_PROTOCOL: RefusalCode
@@ -78,26 +71,24 @@ REFUSAL_CODE_ALGORITHM: RefusalCode
 REFUSAL_CODE_CLIENTS: RefusalCode
 REFUSAL_CODE_REPLACED: RefusalCode
 REFUSAL_CODE_CLIENT_TAKEN: RefusalCode
-STATE_UNSPECIFIED: State
-STATE_WAITING: State
-STATE_TRAINING: State
-STATE_EVALUATING: State
-STATE_FINISHED: State
-STATE_FAILED: State
 
 class TensorSpec(_message.Message):
-    __slots__ = ("name", "quantity", "per_client", "dtype", "shape")
+    __slots__ = ("name", "quantity", "per_client", "dtype", "shape", "digest", "held")
     NAME_FIELD_NUMBER: _ClassVar[int]
     QUANTITY_FIELD_NUMBER: _ClassVar[int]
     PER_CLIENT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     name: str
     quantity: Quantity
     per_client: bool
     dtype: DataType
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., quantity: _Optional[_Union[Quantity, str]] = ..., per_client: bool = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    digest: str
+    held: bool
+    def __init__(self, name: _Optional[str] = ..., quantity: _Optional[_Union[Quantity, str]] = ..., per_client: bool = ..., dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., held: bool = ...) -> None: ...
 
 class ConversationKey(_message.Message):
     __slots__ = ("round", "attempt", "conversation", "purpose")
@@ -377,27 +368,3 @@ class AggregatorPart(_message.Message):
     again: Again
     heartbeat: Heartbeat
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., close: _Optional[_Union[CloseConversation, _Mapping]] = ..., transfer_refused: _Optional[_Union[TransferRefused, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ..., again: _Optional[_Union[Again, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
-
-class WatchRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class Progress(_message.Message):
-    __slots__ = ("run", "state", "round", "rounds", "workers", "clients_unserved", "evaluated", "message")
-    RUN_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    ROUNDS_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    CLIENTS_UNSERVED_FIELD_NUMBER: _ClassVar[int]
-    EVALUATED_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    run: str
-    state: State
-    round: int
-    rounds: int
-    workers: int
-    clients_unserved: int
-    evaluated: str
-    message: str
-    def __init__(self, run: _Optional[str] = ..., state: _Optional[_Union[State, str]] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., workers: _Optional[int] = ..., clients_unserved: _Optional[int] = ..., evaluated: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...

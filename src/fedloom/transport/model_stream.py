@@ -1,0 +1,141 @@
+"""Messages of personalization conversations: transfers of :mod:`fedloom.transport.codec` on a stream per client."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import torch
+from torch import Tensor
+
+from fedloom.messages import Message
+from fedloom.transport.codec import Assembler, Cutter, Encoded, read_specs
+from fedloom.transport.frames import Pieces, Refusal, WireError, pack_parts, read_parts
+from fedloom.transport.wire import federation_pb2 as transfers
+from fedloom.transport.wire import personalization_pb2 as wire
+
+SERVICE = "fedloom.v1.Personalization"
+DESCRIBE = "Describe"
+PERSONALIZE = "Personalize"
+RETRY = "retry-after-ms"
+"""Trailing metadata of a refusal: the delay before the next attempt, in ms."""
+
+MOST_HELD = 16
+"""Maximum number of broadcasts that a client may list as held."""
+
+_AXES = 8  # maximum number of axes of a tensor
+
+PRECISIONS: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Floating-point types that the server may send."""
+
+
+def message_frames(cutter: Cutter, encoded: Encoded, *head: Pieces) -> list[bytes]:
+    """Return the frames of one message, after the given parts."""
+    return list(pack_parts((*head, *cutter.parts(transfers.Envelope(), encoded))))
+
+
+@dataclass(frozen=True, eq=False)
+class Received:
+    """A received message: its class, its tensors as they were sent, and the digests of its broadcasts."""
+
+    cls: type[Message]
+    tensors: Mapping[str, Tensor]
+    digests: Mapping[str, str]
+    held: Mapping[str, str]
+    """Digests of the broadcasts that were not sent, by field."""
+
+    def message(self, held: Mapping[str, Tensor] | None = None) -> Message:
+        """Return the message, with bfloat16 converted to float32, given the broadcasts that were not sent."""
+        found = {**self.tensors, **(held or {})}
+        return self.cls(
+            **{name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in found.items()}
+        )
+
+
+class PartReader:
+    """Reads one direction of a conversation's stream: single parts, and whole messages.
+
+    Parameters
+    ----------
+    read
+        Reads the next frame; ``grpc.aio.EOF`` at the end of the stream.
+    frame
+        Class of the frames.
+
+    Attributes
+    ----------
+    size
+        Bytes of the frames read so far.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[Any]], frame: type[wire.NewcomerFrame | wire.ModelFrame]) -> None:
+        self._read = read
+        self._frame = frame
+        self._parts: Iterator[tuple[str, Any]] = iter(())  # parsed one by one: a frame may have very many
+        self.size = 0
+
+    async def part(self, kind: str, transfer: int | None = None) -> Any:
+        """Return the next part, which must be of this kind, and of this transfer if there is one.
+
+        Raises
+        ------
+        WireError
+            If it is another one or damaged, or the stream has ended.
+        """
+        while (next_part := next(self._parts, None)) is None:
+            data = await self._read()
+            if data is grpc.aio.EOF:
+                raise WireError(Refusal.TRUNCATED, f"the stream ended before a part {kind!r}")
+            self.size += len(data)
+            self._parts = read_parts(self._frame, data)
+        found, part = next_part
+        if found != kind:
+            raise WireError(Refusal.GARBAGE, f"a part {found!r} came in place of {kind!r}")
+        if transfer is not None and part.transfer != transfer:
+            raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {part.transfer}, expected {transfer}")
+        return part
+
+    async def message(self, classes: Mapping[str, type[Message]], limit: int) -> Received:
+        """Return the next message.
+
+        Parameters
+        ----------
+        classes
+            Allowed classes, by name.
+        limit
+            Maximum size accepted, in bytes.
+
+        Raises
+        ------
+        WireError
+            If its class or fields are not allowed or it is too large, both before memory is allocated; or if it is
+            damaged, or the stream has ended.
+        """
+        begin: transfers.Begin = await self.part("begin")
+        name, tensors = begin.envelope.message, begin.envelope.tensors
+        if name not in classes:
+            allowed = ", ".join(sorted(classes)) or "none"
+            raise WireError(Refusal.SHAPE, f"message {name[:80]!r} is not one of those awaited: {allowed}")
+        cls = classes[name]
+        _check_fields(cls, tensors)
+        held = {spec.name: spec.digest for spec in tensors if spec.held}
+        sent = [spec for spec in read_specs(begin.envelope) if spec.name not in held]
+        assembler = Assembler(begin, sent, limit)
+        while not assembler.is_complete:
+            assembler.add(await self.part("chunk", begin.transfer))
+        await self.part("end", begin.transfer)
+        digests = {spec.name: spec.digest for spec in tensors if spec.digest and not spec.held}
+        return Received(cls, assembler.tensors(cls, held=held), digests, held)
+
+
+def _check_fields(cls: type[Message], tensors: Sequence[transfers.TensorSpec]) -> None:
+    """Raise if the fields are not those of the class; nothing has been computed from their shapes before."""
+    names = [field.name for field in cls.fields()]
+    if len(tensors) != len(names) or [spec.name for spec in tensors] != names:
+        found = [spec.name[:80] for spec in tensors[:20]]
+        raise WireError(Refusal.SHAPE, f"{cls.__name__} has fields {found}, expected {names}")
+    for spec in tensors:
+        if len(spec.shape) > _AXES:
+            raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} has {len(spec.shape)} axes, more than {_AXES}")

@@ -1,0 +1,302 @@
+"""Tiles of a personalization service: clients whose answers the server half processes together.
+
+The server half's work is done in threads, one tile at a time; a tile that waits for its clients lets the next one work.
+Everything else belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from fedloom.federation.bugs import place
+from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile
+from fedloom.federation.validation import non_finite
+from fedloom.messages import Message
+from fedloom.transport.codec import DTYPES, Cutter, Encoded, encode
+from fedloom.transport.frames import serialize
+from fedloom.transport.model_stream import PRECISIONS, message_frames
+from fedloom.transport.wire import personalization_pb2 as wire
+
+log = logging.getLogger("fedloom.transport.personalization")
+
+WAITING_TILES = 64
+"""Maximum number of tiles waiting for their clients' answers, in methods with several exchanges."""
+
+
+class ClientDataError(Exception):
+    """No model follows from what a client sent; the text says why."""
+
+
+class ServerHalfError(Exception):
+    """The server half of the method failed."""
+
+
+@dataclass(eq=False)
+class PreparedRound:
+    """Served round, and its opening in the wire format of each precision."""
+
+    served: ServedRound
+    openings: Mapping[torch.dtype, Encoded]
+    together: int = TOGETHER
+    """Maximum number of clients in a tile; lowered once clients of a tile have had to wait for each other's answers."""
+
+    @classmethod
+    def of(cls, served: ServedRound) -> PreparedRound:
+        """Encode a round's opening in each precision."""
+        return cls(served, {dtype: encode(served.opening, dtype, digests=True) for dtype in PRECISIONS.values()})
+
+    @property
+    def name(self) -> wire.ServedRound:
+        """The round, in the form that answers name it."""
+        return wire.ServedRound(run=self.served.about.run, round=self.served.round, digest=self.served.digest)
+
+
+@dataclass(frozen=True)
+class NextMessage:
+    """Next message to a client: frames, and the class of the answer awaited; None awaits no answer."""
+
+    frames: Sequence[bytes]
+    awaited: type[Message] | None
+
+
+@dataclass(eq=False)
+class PendingClient:
+    """A client in a conversation; once it has answered the opening, it waits for the server half's next message."""
+
+    client: str
+    prepared: PreparedRound
+    precision: torch.dtype
+    cutter: Cutter = field(default_factory=lambda: Cutter(wire.ModelPart))
+    answer: Message | None = None
+    since: float = 0.0
+    told: asyncio.Queue[NextMessage | Exception] = field(default_factory=asyncio.Queue)
+    waits: bool = False  # its tile has not started
+    gone: bool = False
+    heard: Callable[[Message | None], None] | None = None
+    """Passes the client's answer to the tile that waits for it."""
+
+    def frames(self, encoded: Encoded, *, last: bool) -> list[bytes]:
+        """Return the frames of the server's next message."""
+        header = wire.Header(served=self.prepared.name, precision=DTYPES[self.precision], last=last)
+        return message_frames(self.cutter, encoded, serialize(wire.ModelPart(header=header)))
+
+
+class TileQueue:
+    """Queue of clients that wait for the server half, which serves them in tiles.
+
+    Parameters
+    ----------
+    linger_s
+        Seconds that a client waits for others to share its tile.
+    answer_s
+        Seconds that a client may take to answer.
+    threads
+        Number of torch threads.
+    open_conversations
+        Returns the number of open conversations, from which clients may still come.
+    """
+
+    def __init__(self, linger_s: float, answer_s: float, threads: int, open_conversations: Callable[[], int]) -> None:
+        self._linger_s, self._answer_s, self._open = linger_s, answer_s, open_conversations
+        self._queue: deque[PendingClient] = deque()
+        self._computing = threading.Lock()
+        self._busy = 0  # tiles that compute, or are about to
+        self._tiles = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._free_since = 0.0  # when the last tile finished computing
+        self._tile_s = 0.01  # duration of a tile, smoothed
+        self._executor = ThreadPoolExecutor(
+            WAITING_TILES, "personalize", initializer=torch.set_num_threads, initargs=(threads,)
+        )
+
+    def __len__(self) -> int:
+        """Return the number of clients that wait for a tile."""
+        return len(self._queue)
+
+    @property
+    def expected_s(self) -> float:
+        """Time by which the queue will have been processed, in seconds."""
+        return self._tile_s * (len(self._queue) / TOGETHER + 1)
+
+    def add(self, client: PendingClient) -> None:
+        """Let a client wait for a tile."""
+        client.since, client.waits = time.monotonic(), True
+        self._queue.append(client)
+        self._pump()
+
+    def remove(self, client: PendingClient) -> None:
+        """Forget a client, whose conversation has ended."""
+        client.gone = True
+        if client.waits:
+            self._queue.remove(client)
+            self._pump()
+        if client.heard is not None:
+            client.heard(None)
+
+    def close(self) -> None:
+        """Start no more tiles."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _pump(self) -> None:
+        """Start the next tile if none is computing and it is full, or has waited for long enough."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._queue or self._busy or self._tiles >= WAITING_TILES:
+            return
+        first, waiting = self._queue[0], len(self._queue)
+        linger_s = self._started(first, waiting) + self._linger_s - time.monotonic()
+        if waiting < min(first.prepared.together, max(TILE, self._open())) and linger_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(linger_s, self._pump)
+            return
+        seats: list[PendingClient] = []
+        while self._queue and len(seats) < first.prepared.together and self._queue[0].prepared is first.prepared:
+            seats.append(self._queue.popleft())
+            seats[-1].waits = False
+        self._busy += 1
+        self._tiles += 1
+        work = _TileRun(seats, self._answer_s, asyncio.get_running_loop(), self._computing, self._released)
+        self._executor.submit(work.run).add_done_callback(lambda _: work.post(self._done))
+
+    def _started(self, first: PendingClient, waiting: int) -> float:
+        """Return the time from which the first client's linger counts.
+
+        While clients of the previous tile fetch their models, others arrive to share the next.
+        """
+        crowded = TILE <= waiting < min(first.prepared.together, self._open())
+        return self._free_since if crowded else first.since
+
+    def _released(self, seconds: float) -> None:
+        """Record that a tile has stopped computing: it is done, or waits for its clients."""
+        self._busy -= 1
+        self._free_since = time.monotonic()
+        self._tile_s += 0.1 * (seconds - self._tile_s)
+        self._pump()
+
+    def _done(self) -> None:
+        self._tiles -= 1
+        self._pump()
+
+
+class _TileRun:
+    """One tile at work, in a thread of its own.
+
+    Parameters
+    ----------
+    computing
+        Held while it computes, so that only one tile does at a time.
+    released
+        Called on the event loop, once, when it first stops computing, with the seconds that it computed.
+    """
+
+    def __init__(
+        self,
+        seats: Sequence[PendingClient],
+        answer_s: float,
+        loop: asyncio.AbstractEventLoop,
+        computing: threading.Lock,
+        released: Callable[[float], None],
+    ) -> None:
+        self._loop = loop
+        self._seats = seats
+        self._answer_s = answer_s
+        self._computing = computing
+        self._released: Callable[[float], None] | None = released
+        self._answers: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
+        self._here = set(range(len(seats)))
+        self._started = 0.0
+
+    def run(self) -> None:
+        """Run the server half's side of the conversation."""
+        self._computing.acquire()
+        self._started = time.perf_counter()
+        prepared = self._seats[0].prepared
+        try:
+            answers = [seat.answer for seat in self._seats]
+            tile = Tile([seat.client for seat in self._seats], answers, self._say, self._hear)
+            prepared.served.server.personalize(tile)
+        except NobodyLeft:
+            pass
+        except Exception as error:
+            log.exception("the server half of %s failed", prepared.served.about.algorithm)
+            about = f"{type(error).__name__} ({place(error)})"
+            failed = ServerHalfError(f"the server half of {prepared.served.about.algorithm} failed: {about}")
+            self._tell(dict.fromkeys(self._here, failed))
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Let the next tile compute."""
+        self._computing.release()
+        released, self._released = self._released, None
+        if released is not None:
+            seconds = time.perf_counter() - self._started
+            self.post(lambda: released(seconds))
+
+    def post(self, what: Callable[[], None]) -> None:
+        """Run a function on the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and the process with it
+            self._loop.call_soon_threadsafe(what)
+
+    def _say(self, message: Message, awaited: type[Message] | None) -> None:
+        said: dict[int, NextMessage | Exception] = {}
+        if awaited is not None:
+            self._seats[0].prepared.together = TILE
+        for i in sorted(self._here):
+            seat = self._seats[i]
+            row = message.select([i])
+            if non_finite(row) is not None:  # checked row by row, because a row stays in the cache
+                said[i] = ClientDataError("the model that follows from what the client sent is not finite")
+                self._here.discard(i)
+                continue
+            encoded = encode(row, seat.precision, digests=True)
+            said[i] = NextMessage(seat.frames(encoded, last=awaited is None), awaited)
+        self._tell(said)
+
+    def _tell(self, said: Mapping[int, NextMessage | Exception]) -> None:
+        """Deliver a message to each client, and route its answer to the tile that waits for it."""
+
+        def tell() -> None:
+            for i, what in said.items():
+                seat = self._seats[i]
+                if isinstance(what, NextMessage) and what.awaited is not None:
+                    if seat.gone:
+                        self._answers.put((i, None))
+                        continue
+                    seat.heard = lambda answer, i=i: self._answers.put((i, answer))
+                else:
+                    seat.heard = None
+                seat.told.put_nowait(what)
+
+        self.post(tell)
+
+    def _hear(self) -> Sequence[Message | None]:
+        self._release()
+        found: dict[int, Message] = {}
+        waiting, ends = set(self._here), time.monotonic() + self._answer_s
+        while waiting:
+            try:
+                i, answer = self._answers.get(timeout=max(0.0, ends - time.monotonic()))
+            except queue.Empty:
+                break
+            if i in waiting:
+                waiting.discard(i)
+                if answer is not None:
+                    found[i] = answer
+        self._tell(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have expired yet
+        self._here = set(found)
+        self._computing.acquire()
+        return [found.get(i) for i in range(len(self._seats))]
