@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 from fedloom.errors import ExperimentError, RefusedError
 from fedloom.transport.progress import Progress, follow
@@ -27,7 +26,7 @@ def launchers_credentials() -> Credentials:
     RefusedError, ExperimentError
         If the environment's token or certificate is invalid.
     """
-    return Credentials(replace(ClientOptions.from_environment(), insecure=True))
+    return Credentials(ClientOptions.of(insecure=True))
 
 
 class ProgressClient:
