@@ -209,7 +209,7 @@ def main() -> None:
         ),
         stop=threading.Event(),
         reconnect_s=5.0,
-        credentials=Credentials(ClientOptions.from_environment()),
+        credentials=Credentials(ClientOptions.of()),
     )
 
 

@@ -60,14 +60,17 @@ class Federation:
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
         tokens = [make_token() for _ in range(workers)]
         kept = [keep_token(worker_name(i), token).model_dump(mode="json") for i, token in enumerate(tokens)]
-        (folder / "tokens.json").write_text(json.dumps({"version": 1, "tokens": kept}))
+        self._credentials = folder / "server"
+        self._credentials.mkdir()
+        (self._credentials / "tokens.json").write_text(json.dumps({"version": 1, "tokens": kept}))
         identities = [
             {"name": worker_name(i), "token": worker_name(i), "roles": ["worker"], "clients": [f"{worker_name(i)}-*"]}
             for i in range(workers)
         ]
-        (folder / "identities.yaml").write_text(json.dumps({"version": 1, "identities": identities}))
+        (self._credentials / "identities.yaml").write_text(json.dumps({"version": 1, "identities": identities}))
         self._ca = make_ca(folder).certificate
-        self._server = make_certificate("server", folder, folder, hosts=["127.0.0.1"])
+        make_certificate("server", folder, folder, hosts=["127.0.0.1"])
+        (self._credentials / "ca.crt").unlink()  # peers are admitted by token
         told = {
             "address": self.address,
             "ca": str(self._ca),
@@ -92,9 +95,7 @@ class Federation:
 
     def start(self, *more: str) -> None:
         """Start the aggregator, for the first time or again."""
-        files = {"--tls-certificate": self._server.certificate, "--tls-key": self._server.key}
-        files |= {"--tokens": self.folder / "tokens.json", "--identities": self.folder / "identities.yaml"}
-        trust = [str(word) for pair in files.items() for word in pair]
+        trust = ("--credentials", str(self._credentials))
         at = ("--listen", self.address, "--out", str(self.run), "--no-report")
         command = [sys.executable, "-m", "fedloom", "aggregator", str(self.experiment), *at, *trust, *more]
         self.aggregator = self._process(command, "aggregator.log")

@@ -273,7 +273,8 @@ def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
 def cold_bytes(address: str) -> dict[str, float]:
     """Return the bytes received by a client without the opening (cold), and by one that has it (warm)."""
     from fedloom.federation.loop import vocabulary
-    from fedloom.runner.personal import PersonalizationClient, PersonalizationRequest, _client_of
+    from fedloom.runner.personalization import PersonalizationRequest
+    from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
     from fedloom.transport.newcomer import Memory
 
     async def ask() -> dict[str, float]:
@@ -282,7 +283,8 @@ def cold_bytes(address: str) -> dict[str, float]:
         try:
             about = (await models.describe(60)).about
             x = torch.randint(256, (32, 1, 28, 28), dtype=torch.uint8)
-            client = _client_of(about, PersonalizationRequest(x, torch.arange(32) % CLASSES))
+            request = PersonalizationRequest(address, x, torch.arange(32) % CLASSES)
+            client = RequestingClient.described(request, about)
             for which in ("cold", "warm"):
                 speaking, started = PersonalizationClient(client.parts, client.data, client.id), time.perf_counter()
                 words = vocabulary(client.parts.algorithm)

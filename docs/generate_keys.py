@@ -12,7 +12,7 @@ from fedloom.algorithms.base import available, find_algorithm
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.experiment import json_schema
 from fedloom.experiment.validation_errors import Schema, branches, describe
-from fedloom.runner.leaving import Leaving, answers, measures, moments
+from fedloom.runner.leaving import Leaving, answers, measures, moment_tensors
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
@@ -58,7 +58,7 @@ def leaving_page(text: str) -> str:
     for name in available():
         methods.setdefault(tuple(answers(find_algorithm(name))), []).append(name)
     made = {
-        "moments": "\n".join(_leaving_table(moments())),
+        "moments": "\n".join(_leaving_table(moment_tensors())),
         "answers": "\n\n".join(
             "\n".join([f"**{', '.join(names)}**" + ("" if told else ": nothing"), *_leaving_table(told)])
             for told, names in sorted(methods.items(), key=lambda item: (-len(item[1]), item[1]))

@@ -303,7 +303,7 @@ class Demonstration:
     def files(self, name: str) -> dict[str, Path]:
         """Return a process's TLS files by environment variable."""
         return dict(
-            zip(TLS, (self.trust / "ca.crt", self.trust / f"{name}.crt", self.trust / f"{name}.key"), strict=True)
+            zip(TLS, (self.trust / "ca.crt", self.trust / name / "tls.crt", self.trust / name / "tls.key"), strict=True)
         )
 
     # ---- during the run

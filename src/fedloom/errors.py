@@ -216,7 +216,7 @@ def from_json(value: Mapping[str, Any]) -> FedloomError:
 def argument(name: str) -> str:
     """Return the placeholder for an argument's name in an error message.
 
-    Each front end spells it in its own way: ``tls_ca`` in Python, ``--tls-ca`` on the command line.
+    Each front end spells it in its own way: ``own_name`` in Python, ``--own-name`` on the command line.
 
     Parameters
     ----------

@@ -40,10 +40,10 @@ def plugins(group: str, kind: type[T]) -> list[T]:
     ExperimentError
         If an object cannot be loaded, or is of another class.
     """
-    return [load(point, kind) for point in entries(group)]
+    return [load_plugin(point, kind) for point in entries(group)]
 
 
-def load(point: EntryPoint, kind: type[T]) -> T:
+def load_plugin(point: EntryPoint, kind: type[T]) -> T:
     """Load the object behind an entry point.
 
     Parameters
@@ -62,5 +62,5 @@ def load(point: EntryPoint, kind: type[T]) -> T:
     except Exception as error:
         raise ExperimentError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(loaded, kind):
-        raise ExperimentError(f"{where} is a {type(loaded).__name__}; allowed: a {kind.__name__}")
+        raise ExperimentError(f"{where} must be a {kind.__name__} (it is a {type(loaded).__name__}).")
     return loaded

@@ -21,7 +21,11 @@ from fedloom.errors import FedloomError, from_json
 TELL_PARENT = "FEDLOOM_TELL_PARENT"
 """Environment variable of a child: the file for its reports to the parent."""
 
+END_WITH_PARENT = "FEDLOOM_END_WITH_PARENT"
+"""Environment variable of a child that ends when its standard input, which its parent holds, is closed."""
+
 _told: Path | None = None
+_ends_with_parent = False
 
 
 def python(*words: str) -> list[str]:
@@ -49,7 +53,9 @@ def folder_of_factory(name: str) -> str | None:
     return str(folder) if Path(sys.path[0] or ".").resolve() == folder else None
 
 
-def environment(base: Mapping[str, str], told: Path, factory: str | None = None) -> dict[str, str]:
+def environment(
+    base: Mapping[str, str], told: Path, factory: str | None = None, *, ends_with_parent: bool = False
+) -> dict[str, str]:
     """Return the environment of a child.
 
     Parameters
@@ -60,14 +66,16 @@ def environment(base: Mapping[str, str], told: Path, factory: str | None = None)
         New file for its reports.
     factory
         Factory of the clients' model. The child can import it even if its module lies beside the user's script.
+    ends_with_parent
+        The child ends when its standard input is closed, by its parent or by the parent's death.
     """
-    found = {**base, TELL_PARENT: str(told)}
+    found = {**base, TELL_PARENT: str(told), **({END_WITH_PARENT: "1"} if ends_with_parent else {})}
     if factory is not None and (folder := folder_of_factory(factory)) is not None:
         found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), folder]))
     return found
 
 
-class Told:
+class ChildReport:
     """Reports of a child, read after it has ended.
 
     Parameters
@@ -109,10 +117,16 @@ class Told:
 
 
 def listen_to_parent() -> None:
-    """Claim the file that the parent reads, so that processes started by this one do not write to it."""
-    global _told
+    """Claim what the parent said in the environment, so that it does not reach processes started by this one."""
+    global _told, _ends_with_parent
+    _ends_with_parent = os.environ.pop(END_WITH_PARENT, None) is not None
     name = os.environ.pop(TELL_PARENT, None)
     _told = None if name is None else Path(name)
+
+
+def ends_with_parent() -> bool:
+    """Return whether this process must end when its standard input is closed."""
+    return _ends_with_parent
 
 
 def tell_notice(text: str) -> None:

@@ -28,8 +28,8 @@ _tracer: Tracer | None = None
 _OFF: AbstractContextManager[None] = nullcontext()
 
 
-def start(service: str) -> None:
-    """Trace until :func:`stop`, to the collector that OpenTelemetry's environment variables name.
+def start_tracing(service: str) -> None:
+    """Trace until :func:`stop_tracing`, to the collector that OpenTelemetry's environment variables name.
 
     A slow or absent collector loses spans and has no other effect.
 
@@ -46,7 +46,7 @@ def start(service: str) -> None:
     global _provider, _tracer
     for name in PROTOCOLS:
         if os.environ.get(name, "grpc") != "grpc":
-            raise ExperimentError(f"{name}: found {os.environ[name]}, allowed: grpc")
+            raise ExperimentError(f"{name} must be grpc (got {os.environ[name]}).")
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -65,7 +65,7 @@ def start(service: str) -> None:
     _tracer = _provider.get_tracer("fedloom", fedloom.__version__)
 
 
-def stop() -> None:
+def stop_tracing() -> None:
     """Send the remaining spans and stop tracing."""
     global _provider, _tracer
     if _provider is not None:

@@ -193,10 +193,9 @@ def test_members_elsewhere_under_certificates_that_change_and_a_model_for_a_newc
         secret("server", [*hosts, "127.0.0.1"])
 
         at = port_of("aggregator", 7733)
-        tls: list[object] = ["--tls-ca", authority]
         for i, data in enumerate(members):
             made = make_certificate(f"member-{i}", ours, ca)
-            mine = [*tls, "--tls-certificate", made.certificate, "--tls-key", made.key]
+            mine = ("--credentials", made.certificate.parent)
             stack.enter_context(started("worker", "--aggregator", at, "--data", data, "--reconnect", 1000, *mine))
         more_rounds()
 
@@ -229,16 +228,16 @@ def test_members_elsewhere_under_certificates_that_change_and_a_model_for_a_newc
         until(lambda: published_round(place, fed.name) == rounds, "it is over", place.patience_s)
 
         serving, made = port_of("serve", 7734), make_certificate("newcomer", ours, ca)
-        mine = [*tls, "--tls-certificate", made.certificate, "--tls-key", made.key]
+        mine = ("--credentials", made.certificate.parent)
         of_store = tmp_path / "of-the-store.safetensors"
         fedloom(
-            "personalize", "--from", f"{place.storage}/runs/{fed.name}", "--data", newcomer, "--out", of_store,
+            "personalize", f"{place.storage}/runs/{fed.name}", "--data", newcomer, "--out", of_store,
             environment=place.store_environment,
         )  # fmt: skip
         served = tmp_path / "served.safetensors"
 
         def same() -> bool:  # `serve` follows the run within seconds
-            fedloom("personalize", "--from", serving, "--data", newcomer, "--out", served, *mine)
+            fedloom("personalize", serving, "--data", newcomer, "--out", served, *mine)
             here, there = load_file(served), load_file(of_store)
             served.unlink()
             return here.keys() == there.keys() and all(np.array_equal(here[key], there[key]) for key in here)

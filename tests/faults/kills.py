@@ -165,7 +165,7 @@ class Federation:
             return {"FEDLOOM_TOKENS": str(self.members / "tokens.json")}
         if self._ended:
             return {FILES["ca"]: str(self.members / "ca.crt"), FILES["token_file"]: str(self.members / "worker.token")}
-        files = {"ca": "ca.crt", "certificate": f"{whose}.crt", "key": f"{whose}.key"}
+        files = {"ca": "ca.crt", "certificate": f"{whose}/tls.crt", "key": f"{whose}/tls.key"}
         return {FILES[field]: str(self.members / file) for field, file in files.items()}
 
     def start(self, name: str) -> None:

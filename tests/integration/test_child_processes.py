@@ -100,7 +100,7 @@ def test_workers_of_the_run_are_waited_for_while_they_live(tmp_path: Path) -> No
 
 
 def test_an_exit_code_of_somebody_elses_is_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    factory(tmp_path, monkeypatch, "'--until-eof' in sys.argv", "sys.exit(4)")
+    factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['worker']", "sys.exit(4)")
     with pytest.raises(WorkerLostError) as error:
         fedloom.run(task(tmp_path, model=MODULE), out=tmp_path / "run", report=False, progress=False)
     assert error.value.exit_code == 7
@@ -109,7 +109,7 @@ def test_an_exit_code_of_somebody_elses_is_not_taken_for_ours(tmp_path: Path, mo
 
 def test_a_workers_own_failure_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     action = "raise ValueError('first line\\nerror: second line')"
-    factory(tmp_path, monkeypatch, "'--until-eof' in sys.argv", action)
+    factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['worker']", action)
     with pytest.raises(ExperimentError) as error:
         fedloom.run(task(tmp_path, model=MODULE), out=tmp_path / "run", report=False, progress=False)
     assert tells(str(error.value), "worker-0", "childrens_models:small", "ValueError", "first line", "second line")
@@ -119,7 +119,7 @@ def test_a_workers_own_failure_arrives_whole(tmp_path: Path, monkeypatch: pytest
 
 def test_runs_side_by_side_tell_their_whole_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     action = "raise ValueError('first line\\nerror: second line')"
-    factory(tmp_path, monkeypatch, "'--until-eof' in sys.argv", action)
+    factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['run']", action)
     keys = {"runtime__workers": 0, "report": False, "progress": False, "parallel": 2, "seeds": "1-2"}
     done = fedloom.sweep(task(tmp_path, model=MODULE), out=tmp_path / "sweep", **keys)
     assert len(done) == 0
@@ -132,7 +132,7 @@ def test_a_bug_of_a_run_side_by_side_is_told_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     action = "import fedloom.runner.run_experiment as r; r.run_experiment = None"
-    factory(tmp_path, monkeypatch, "'--until-eof' in sys.argv", action)
+    factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['run']", action)
     keys = {"runtime__workers": 0, "report": False, "progress": False, "parallel": 2, "seeds": "1-2"}
     done = fedloom.sweep(task(tmp_path, model=MODULE), out=tmp_path / "sweep", **keys)
     assert len(done.failures) == 2

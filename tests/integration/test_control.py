@@ -198,8 +198,8 @@ def test_over_tls_watchers_may_look_and_operators_control_and_it_is_in_the_audit
     tokens = {name: add_token(tmp_path / "tokens.json", name)[0] for name in ("eye", "boss", "north")}
     protection = Protection(
         ServerOptions(
-            tmp_path / "server.crt",
-            tmp_path / "server.key",
+            tmp_path / "server/tls.crt",
+            tmp_path / "server/tls.key",
             tmp_path / "ca/ca.crt",
             tmp_path / "tokens.json",
             tmp_path / "identities.yaml",
@@ -231,7 +231,7 @@ def test_over_tls_watchers_may_look_and_operators_control_and_it_is_in_the_audit
     (refused,) = (event for event in events if event["event"] == "refused")  # the others of this host are counted
     assert (refused["identity"], refused["call"]) == ("eye", "/fedloom.v1.Control/Pause")
     stranger = Credentials(ClientOptions(tmp_path / "ca/ca.crt"))
-    with dialled(made.address, stranger) as nobody, pytest.raises(RefusedError, match="tls_certificate"):
+    with dialled(made.address, stranger) as nobody, pytest.raises(RefusedError, match=r"tls\.crt"):
         nobody.status()
     with dialled(made.address) as plain, pytest.raises(AbandonedError):
         plain.status()

@@ -483,8 +483,8 @@ def test_rounds_end_when_it_is_enough(members: Path, tmp_path: Path) -> None:
     data = tuple(members / f"s{i}" for i in range(3))
     for i, (end, check) in enumerate(
         (
-            ("{metric: validation_accuracy, at_least: 0.2}", lambda best, last: best["value"] >= 0.2),
-            ("{metric: validation_accuracy, not_better_for: 12}", lambda best, last: last - best["round"] >= 12),
+            ("{at_least: 0.2}", lambda best, last: best["value"] >= 0.2),
+            ("{not_better_for: 12}", lambda best, last: last - best["round"] >= 12),
         )
     ):
         e = load(path, [f"federation.until={end}", "evaluation.every=3"])

@@ -55,19 +55,17 @@ def test_a_paused_federation_is_killed_goes_on_paused_and_is_stopped_and_the_rep
         np.savez(tmp_path / "source.npz", x=random.normal(size=(40, 4)), y=np.arange(40) % 2)
         pack(tmp_path / "source.npz", tmp_path / name, PackSettings(name, Request(OWN)))
     (tmp_path / "members.yaml").write_text(EXPERIMENT)
-    (tmp_path / "identities.yaml").write_text(TABLE)
     make_ca(tmp_path / "ca")
     make_certificate("server", tmp_path, tmp_path / "ca", hosts=["127.0.0.1"])
-    tokens = {
-        name: add_token(tmp_path / "tokens.json", name)[0].get_secret_value() for name in ("member", "eye", "boss")
-    }
+    (tmp_path / "server" / "ca.crt").unlink()  # peers are admitted by token
+    (tmp_path / "server" / "identities.yaml").write_text(TABLE)
+    stored = tmp_path / "server" / "tokens.json"
+    tokens = {name: add_token(stored, name)[0].get_secret_value() for name in ("member", "eye", "boss")}
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     run = tmp_path / "run"
-    files = {"--tls-certificate": "server.crt", "--tls-key": "server.key"}
-    files |= {"--tokens": "tokens.json", "--identities": "identities.yaml"}
     serve = ["aggregator", tmp_path / "members.yaml", "--listen", address, "--out", run, "--no-report"]
-    serve += [word for option, name in files.items() for word in (option, tmp_path / name)]
+    serve += ["--credentials", tmp_path / "server"]
 
     def as_(name: str) -> dict[str, str]:
         return {"FEDLOOM_TLS_CA": str(tmp_path / "ca/ca.crt"), "FEDLOOM_TOKEN": tokens[name]}

@@ -15,7 +15,7 @@ from facts import tells
 from run_processes import experiment, fedloom, final, scores
 
 from fedloom import digests
-from fedloom.cli.run import run as command
+from fedloom.cli.run import run_command as command
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
 from fedloom.experiment import load
 from fedloom.runner.observer import RunObserver
@@ -190,7 +190,7 @@ def test_a_data_set_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
-    from fedloom.cli.data import partition
+    from fedloom.cli.data import partition_command as partition
     from fedloom.runner.assemble import make_partition
 
     path = experiment(tmp_path, fresh_root, data={"validation_fraction": 0.2})

@@ -20,7 +20,7 @@ from run_processes import ended, experiment, fedloom, final, losses, rounds, sco
 from s3_support import S3Server
 
 from fedloom import load, personalize
-from fedloom.cli.run import run as command
+from fedloom.cli.run import run_command as command
 from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity, LastEvaluation
@@ -142,8 +142,8 @@ def test_a_federation_that_shares_nothing_but_the_store(
     w0, w1 = ({**elsewhere(name), **stateful.worker_environment} for name in ("w0", "w1"))
     with (
         started(*stateful.aggregator("whole", run, port), "--report", environment=elsewhere("a")) as aggregator,
-        started(*stateful.worker("whole", "w0", port, "--part", "0/2"), environment=w0) as first,
-        started(*stateful.worker("whole", "w1", port, "--part", "1/2"), environment=w1) as second,
+        started(*stateful.worker("whole", "w0", port, "--clients", "0/2"), environment=w0) as first,
+        started(*stateful.worker("whole", "w1", port, "--clients", "1/2"), environment=w1) as second,
         watched(port) as told,
     ):
         until(lambda: rounds(run) >= 1, "the first round")
@@ -363,8 +363,8 @@ def test_places_that_are_none(stateful: Place, tmp_path: Path, monkeypatch: Any)
         monkeypatch.setenv(name, value)
     with pytest.raises(ExperimentError, match=r"publish must be a store.*here"):
         command(stateful.experiment, partition=stateful.partition, publish="here", out=tmp_path / "run")
-    said = fedloom("worker", "--aggregator", "127.0.0.1:1", "--partition", stateful.partition, "--part", "2/2",
+    said = fedloom("worker", "--aggregator", "127.0.0.1:1", "--partition", stateful.partition, "--clients", "2/2",
                    code=2, environment=stateful.environment)  # fmt: skip
-    assert tells(said, "--part", "I/N", "2/2")
+    assert tells(said, "--clients", "I/N", "2/2")
     assert not (tmp_path / "run").exists()
     assert not any(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,26 +51,25 @@ def test_a_federation_over_mutual_tls_with_tokens_gives_the_same_numbers(
     make_certificate("server", tmp_path, tmp_path / "ca", hosts=["127.0.0.1"])
     make_certificate("eye", tmp_path, tmp_path / "ca")
     make_certificate("north", tmp_path, tmp_path / "ca")
-    secrets = {name: add_token(tmp_path / "tokens.json", name)[0] for name in ("north", "eye")}
-    (tmp_path / "north.token").write_text(secrets["north"].get_secret_value())
-    (tmp_path / "identities.yaml").write_text(TABLE)
+    server, north = tmp_path / "server", tmp_path / "north"
+    secrets = {name: add_token(server / "tokens.json", name)[0] for name in ("north", "eye")}
+    (north / "token").write_text(secrets["north"].get_secret_value())
+    (server / "identities.yaml").write_text(TABLE)
     fedloom("partition", path, "--out", tmp_path / "partition")
     address = f"127.0.0.1:{free_port()}"
-    files = {"--tls-certificate": "server.crt", "--tls-key": "server.key", "--tls-ca": "ca/ca.crt"}
-    files |= {"--tokens": "tokens.json", "--identities": "identities.yaml"}
-    serve = [word for option, name in files.items() for word in (option, tmp_path / name)]
     out = tmp_path / "run"
-    mine = {"FEDLOOM_TLS_CA": str(tmp_path / "ca/ca.crt"), "FEDLOOM_TLS_CERTIFICATE": str(tmp_path / "north.crt")}
-    mine |= {"FEDLOOM_TLS_KEY": str(tmp_path / "north.key"), "FEDLOOM_TOKEN_FILE": str(tmp_path / "north.token")}
+    mine = {"FEDLOOM_TLS_CA": str(north / "ca.crt"), "FEDLOOM_TLS_CERTIFICATE": str(north / "tls.crt")}
+    mine |= {"FEDLOOM_TLS_KEY": str(north / "tls.key")}
+    serve = ("--credentials", server)
     dials = ["worker", "--aggregator", address, "--partition", tmp_path / "partition"]
     with started("aggregator", path, "--listen", address, "--out", out, "--wait", "120", *serve) as aggregator:
-        eye = ClientOptions(tmp_path / "ca/ca.crt", tmp_path / "eye.crt", tmp_path / "eye.key", token=secrets["eye"])
+        eye = replace(ClientOptions.of(tmp_path / "eye"), token=secrets["eye"])
         watched = follow(address, connect_s=120, credentials=Credentials(eye))
         assert next(watched).workers == ()
-        stranger = {**mine, "FEDLOOM_TOKEN_FILE": "", "FEDLOOM_TOKEN": make_token().get_secret_value()}
+        stranger = {**mine, "FEDLOOM_TOKEN": make_token().get_secret_value()}
         said = fedloom(*dials, environment=stranger, code=ExitCode.REFUSED)
         assert tells(said, "error:", address, "not known")
-        fedloom(*dials, environment=mine)
+        fedloom(*dials, "--credentials", north)
         states = [progress.phase for progress in watched]
         assert states[-1] == "finished"
         ended(aggregator, 0)
@@ -114,10 +114,11 @@ def test_the_workers_of_a_run_are_let_in_by_a_token_that_nobody_else_has(
             ("aggregator", "{e}", "--listen", "0.0.0.0:0"),
             {},
             2,
-            ("--listen", "0.0.0.0", "--tls-certificate", "--insecure"),
+            ("--listen", "0.0.0.0", "tls.crt", "--insecure", "--credentials"),
         ),
-        (("aggregator", "{e}", "--tls-key", "absent"), {}, 2, ("--tls-certificate", "--tls-key")),
-        (("aggregator", "{e}", "--tokens", "absent"), {}, 2, ("absent", "no such file")),
+        (("aggregator", "{e}", "--credentials", "absent"), {}, 2, ("--credentials", "absent")),
+        (("aggregator", "{e}"), {"FEDLOOM_TLS_KEY": "absent"}, 2, ("tls.crt", "tls.key")),
+        (("aggregator", "{e}"), {"FEDLOOM_TOKENS": "absent"}, 2, ("absent", "no such file")),
         (("aggregator", "{e}"), {"FEDLOOM_TOKEN": "secret"}, 4, ("FEDLOOM_TOKEN", "6 characters")),
         (
             ("worker", "--aggregator", "h:1", "--partition", "p"),
@@ -125,7 +126,12 @@ def test_the_workers_of_a_run_are_let_in_by_a_token_that_nobody_else_has(
             2,
             ("h", "plaintext", "--insecure"),
         ),
-        (("worker", "--aggregator", "h:1", "--partition", "p", "--tls-ca", "absent"), {}, 2, ("--tls-ca", "absent")),
+        (
+            ("worker", "--aggregator", "h:1", "--partition", "p"),
+            {"FEDLOOM_TLS_CA": "absent"},
+            2,
+            ("ca.crt", "absent"),
+        ),
     ],
 )
 def test_mistakes_are_said_before_anything_is_read_or_made(
@@ -145,11 +151,12 @@ def test_a_member_that_is_revoked_is_out_and_the_run_waits_for_another(
 ) -> None:
     path = experiment(tmp_path, fashion_mnist_root, **TINY)
     fedloom("partition", path, "--out", tmp_path / "partition")
-    tokens, address = tmp_path / "tokens.json", f"127.0.0.1:{free_port()}"
+    tokens, address = tmp_path / "server" / "tokens.json", f"127.0.0.1:{free_port()}"
+    tokens.parent.mkdir()
     first, second = (add_token(tokens, name)[0].get_secret_value() for name in ("first", "second"))
     dials = ["worker", "--aggregator", address, "--partition", tmp_path / "partition", "--reconnect", "120"]
     audit = tmp_path / "audit.jsonl"
-    serve = ["--listen", address, "--out", tmp_path / "run", "--tokens", tokens, "--audit", audit]
+    serve = ["--listen", address, "--out", tmp_path / "run", "--credentials", tokens.parent, "--audit", audit]
     endless = ["--set", "federation.rounds=100000", "--set", "evaluation.every=100000"]
     with (
         started("aggregator", path, *serve, *endless),

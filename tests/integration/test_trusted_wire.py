@@ -83,8 +83,8 @@ class Federation:
         if tokens and not self.tokens.exists():
             add_token(self.tokens, "nobody")
         options = ServerOptions(
-            self.folder / "server.crt",
-            self.folder / "server.key",
+            self.folder / "server" / "tls.crt",
+            self.folder / "server" / "tls.key",
             self.ca / "ca.crt" if mutual else None,
             self.tokens if tokens else None,
             None if table is None else self.table,
@@ -649,7 +649,7 @@ def test_a_stream_ends_with_its_certificate(federation: Federation, monkeypatch:
     aggregator.wait_for(CLIENTS, 10)
     error = ended(worker)
     assert error.exit_code == ExitCode.REFUSED
-    assert tells(str(error), "north.crt", "ended at", "clock says")
+    assert tells(str(error), "north/tls.crt", "ended at", "clock says")
     until(lambda: aggregator.workers() == ())
     assert federation.events("revoked") == []
 
@@ -771,7 +771,7 @@ def test_a_server_whose_certificate_has_ended_does_not_start(federation: Federat
     make_certificate("server", federation.folder, federation.ca, hosts=["127.0.0.1"], days=10, replace=True)
     with pytest.raises(RefusedError) as refused:
         federation.start()
-    assert tells(str(refused.value), "server.crt", "ended at", "clock says")
+    assert tells(str(refused.value), "server/tls.crt", "ended at", "clock says")
 
 
 @pytest.mark.parametrize(
@@ -779,7 +779,7 @@ def test_a_server_whose_certificate_has_ended_does_not_start(federation: Federat
     [
         ("ended", ("its certificate has ended", "this machine's clock", "UTC")),
         ("not yet", ("its certificate is not valid yet", "this machine's clock", "UTC")),
-        ("authority", ("its certificate is not of the CA", "tls_ca")),
+        ("authority", ("its certificate is not", "ca.crt")),
         ("host", ("its certificate is not for 127.0.0.1",)),
     ],
 )
@@ -805,7 +805,7 @@ def test_a_server_that_is_not_believed(
         make_ca(federation.folder / "stranger")
         trusted = federation.folder / "stranger" / "ca.crt"
         credentials = Credentials(
-            ClientOptions(trusted, federation.folder / "north.crt", federation.folder / "north.key")
+            ClientOptions(trusted, federation.folder / "north/tls.crt", federation.folder / "north/tls.key")
         )
     if who == "worker":
         error = ended(federation.worker(credentials, reconnect_s=60))  # and yet at once
@@ -820,7 +820,7 @@ def test_a_server_that_is_not_believed(
 @pytest.mark.parametrize(
     ("what", "facts"),
     [
-        ("none", ("may ask for a certificate", "tls_certificate")),
+        ("none", ("may ask for a certificate", "tls.crt")),
         ("authority", ("urn:fedloom:north", "of another CA")),
     ],
 )
@@ -847,7 +847,7 @@ def test_a_member_whose_own_certificate_is_not_valid_is_told_before_it_dials(
     at(days)
     with pytest.raises(RefusedError) as refused:
         federation.member("north", days=10)
-    assert tells(str(refused.value), "north.crt", word, "clock says")
+    assert tells(str(refused.value), "north/tls.crt", word, "clock says")
 
 
 def test_plaintext_and_tls_do_not_understand_each_other(federation: Federation) -> None:
@@ -865,7 +865,7 @@ def test_plaintext_and_tls_do_not_understand_each_other(federation: Federation) 
         asyncio.run(describe())
     asked.append(without.value)
     assert [type(error) for error in asked] == [AbandonedError, AbandonedError, QuorumError]
-    assert all(tells(str(error), federation.address, "tls_ca") for error in asked)
+    assert all(tells(str(error), federation.address, "ca.crt") for error in asked)
     aggregator = make_aggregator()
     federation.running.append(aggregator)
     federation.address = aggregator.start("127.0.0.1:0")
@@ -892,7 +892,7 @@ def test_a_token_goes_in_plaintext_to_this_machine_alone() -> None:
     for host in ("10.0.0.1", "example.org", "localhost.example.org", "[2001:db8::1]", "0.0.0.0"):
         with pytest.raises(ExperimentError) as error:
             Credentials(ClientOptions(token=token)).show(host)
-        assert tells(str(error.value), host, "plaintext", "tls_ca", "insecure")
+        assert tells(str(error.value), host, "plaintext", "ca.crt", "insecure")
         assert Credentials(ClientOptions(token=token, insecure=True)).show(host).token == token
         assert Credentials(ClientOptions()).show(host).token is None
 
@@ -900,11 +900,11 @@ def test_a_token_goes_in_plaintext_to_this_machine_alone() -> None:
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
 def test_what_is_not_protected_listens_on_this_machine_alone(federation: Federation, listen: str) -> None:
     token = make_token()
-    pair = (federation.folder / "server.crt", federation.folder / "server.key")
+    pair = (federation.folder / "server/tls.crt", federation.folder / "server/tls.key")
     for options, missing in (
-        (ServerOptions(), ("tls_certificate", "tokens")),
-        (ServerOptions(token=token), ("tls_certificate",)),
-        (ServerOptions(*pair), ("tls_ca, tokens",)),
+        (ServerOptions(), ("tls.crt", "tokens.json")),
+        (ServerOptions(token=token), ("tls.crt",)),
+        (ServerOptions(*pair), ("ca.crt, tokens.json",)),
     ):
         with pytest.raises(ExperimentError) as error:
             make_aggregator(protection=Protection(options)).start(listen)
@@ -935,13 +935,13 @@ def test_a_shared_token_in_plaintext(federation: Federation) -> None:
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        (ServerOptions(certificate=Path("a")), ("tls_certificate", "tls_key")),
-        (ServerOptions(key=Path("a")), ("tls_certificate", "tls_key")),
-        (ServerOptions(ca=Path("a")), ("tls_ca", "tls_certificate")),
-        (ServerOptions(identities=Path("a")), ("identities", "tls_ca", "tokens")),
-        (ClientOptions(certificate=Path("a")), ("tls_certificate", "tls_key")),
-        (ClientOptions(certificate=Path("a"), key=Path("b")), ("tls_certificate", "tls_ca")),
-        (ClientOptions(token_file=Path("a"), token=make_token()), ("token_file", "FEDLOOM_TOKEN")),
+        (ServerOptions(certificate=Path("a")), ("tls.crt", "tls.key")),
+        (ServerOptions(key=Path("a")), ("tls.crt", "tls.key")),
+        (ServerOptions(ca=Path("a")), ("ca.crt", "tls.crt")),
+        (ServerOptions(identities=Path("a")), ("identities.yaml", "ca.crt", "tokens.json")),
+        (ClientOptions(certificate=Path("a")), ("tls.crt", "tls.key")),
+        (ClientOptions(certificate=Path("a"), key=Path("b")), ("tls.crt", "ca.crt")),
+        (ClientOptions(token_file=Path("a"), token=make_token()), ("FEDLOOM_TOKEN_FILE", "FEDLOOM_TOKEN")),
     ],
 )
 def test_options_that_do_not_go_together(options: ServerOptions | ClientOptions, facts: tuple[str, ...]) -> None:

@@ -14,6 +14,8 @@ from facts import tells
 from run_processes import ENVIRONMENT, WAIT_S, experiment, fedloom, rounds, until, worker
 from transport_support import make_aggregator
 
+from fedloom.processes import END_WITH_PARENT
+
 pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("faults")]
 
 
@@ -27,11 +29,11 @@ def test_a_worker_that_is_refused_says_so_while_its_parent_lives(fresh_root: Pat
     """A process of its own: how an interpreter ends is the point."""
     aggregator = make_aggregator()  # of a method that no worker has
     address = aggregator.start("127.0.0.1:0")
-    command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", address, "--until-eof"]
+    command = [sys.executable, "-m", "fedloom", "worker", "--aggregator", address]
     try:
         process = subprocess.Popen(
             [*command, "--partition", str(partition(experiment(tmp_path, fresh_root)))],
-            env=ENVIRONMENT,
+            env={**ENVIRONMENT, END_WITH_PARENT: "1"},
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

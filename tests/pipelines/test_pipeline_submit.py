@@ -67,6 +67,17 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
+def described(tmp_path: Path) -> Callable[..., str]:
+    """Write a file that describes a Kubeflow installation."""
+
+    def write(**settings: Any) -> str:
+        (tmp_path / "kubeflow.yaml").write_text(yaml.safe_dump(settings))
+        return str(tmp_path / "kubeflow.yaml")
+
+    return write
+
+
+@pytest.fixture
 def fedloom(files: tuple[Path, Path]) -> Callable[..., Result]:
     """Run `fedloom pipeline submit personalized_federation` in this process, with more arguments."""
 
@@ -83,8 +94,11 @@ def failed(result: Result, kind: type[FedloomError]) -> str:
     return str(result.exception)
 
 
-def test_a_run_is_started_with_what_was_asked_for(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    result = fedloom("--host", api.host, "--set", "seed=7", "--storage-secret", "keys", "--checkpoint", "best")
+def test_a_run_is_started_with_what_was_asked_for(
+    api: KubeflowApi, fedloom: Callable[..., Result], described: Callable[..., str]
+) -> None:
+    kubeflow = described(host=api.host, storage_secret="keys")
+    result = fedloom("--kubeflow", kubeflow, "--set", "seed=7", "--checkpoint", "best")
     assert result.exit_code == 0, result.output
     (run,) = api.runs.values()
     assert f"run {run['run_id']}: {api.host}/#/runs/details/{run['run_id']}" in result.output
@@ -102,26 +116,22 @@ def test_a_run_is_started_with_what_was_asked_for(api: KubeflowApi, fedloom: Cal
 
 def test_the_same_pipeline_is_uploaded_once(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     for _ in range(2):
-        assert fedloom("--host", api.host).exit_code == 0
+        assert fedloom("--kubeflow", api.host).exit_code == 0
     assert api.counts() == (1, 1, 1, 2)
 
 
-def test_every_pipeline_can_be_submitted(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_every_pipeline_can_be_submitted(
+    api: KubeflowApi, fedloom: Callable[..., Result], described: Callable[..., str]
+) -> None:
     methods = ("--method", "", "--method", "algorithm={name: local, local: {steps: 3}}; federation.rounds=0")
-    assert fedloom("--host", api.host, *methods, "--seeds", "1-2", name="compare_methods").exit_code == 0
-    model = (
-        "--model",
-        "s3://bucket/v2/artifacts/model",
-        "--serve",
-        "fed-serve.fl.svc:7734",
-        "--serve-secret",
-        "members",
-    )
-    assert fedloom("--host", api.host, *model, name="unseen_clients", where=()).exit_code == 0
+    assert fedloom("--kubeflow", api.host, *methods, "--seeds", "1-2", name="compare_methods").exit_code == 0
+    model = ("--model", "s3://bucket/v2/artifacts/model", "--serve", "fed-serve.fl.svc:7734")
+    kubeflow = described(host=api.host, serve_secret="members")
+    assert fedloom("--kubeflow", kubeflow, *model, name="unseen_clients", where=()).exit_code == 0
     compare, unseen = (run["runtime_config"]["parameters"] for run in api.runs.values())
     assert compare["methods"] == [methods[1], methods[3]]
     assert compare["seeds"] == "1-2"
-    assert (unseen["model"], unseen["serve"], unseen["serve_secret"]) == (model[1], model[3], model[5])
+    assert (unseen["model"], unseen["serve"], unseen["serve_secret"]) == (model[1], model[3], "members")
     assert {"backend", "cluster"}.isdisjoint(unseen)
 
 
@@ -131,7 +141,7 @@ def test_the_api_speaks_as_kfps_own_client_hears_it(
     """What the stand-in says is what Kubeflow's client understands: else our tests would prove nothing."""
     import kfp
 
-    assert fedloom("--host", api.host).exit_code == 0
+    assert fedloom("--kubeflow", api.host).exit_code == 0
     client = kfp.Client(host=api.host)
     pipeline = client.get_pipeline_id("personalized-federation")
     assert pipeline in api.pipelines
@@ -147,36 +157,46 @@ def test_the_api_speaks_as_kfps_own_client_hears_it(
     assert again.pipeline_version_id in api.versions
 
 
-def test_many_users_each_in_a_namespace(fedloom: Callable[..., Result]) -> None:
+def test_many_users_each_in_a_namespace(fedloom: Callable[..., Result], described: Callable[..., str]) -> None:
     with serving(KubeflowApi(namespaces=("team-a",), token="secret")) as api:
-        common = ("--host", api.host, "--token", "secret")
-        assert fedloom(*common, "--namespace", "team-a").exit_code == 0
+
+        def of(**more: str) -> Result:
+            return fedloom("--kubeflow", described(host=api.host, token="secret", **more))
+
+        assert of(namespace="team-a").exit_code == 0
         assert next(iter(api.experiments.values()))["namespace"] == "team-a"
-        assert "--namespace" in failed(fedloom(*common), ExperimentError)
-        said = failed(fedloom(*common, "--namespace", "team-b"), RefusedError)
+        assert tells(failed(of(), ExperimentError), "namespace", "kubeflow")
+        said = failed(of(namespace="team-b"), RefusedError)
         assert "namespace team-b: not allowed to look for the pipeline" in said
         assert "is not authorized" in said
         assert len(api.runs) == 1
 
 
-def test_one_user_has_no_namespace(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    said = failed(fedloom("--host", api.host, "--namespace", "team-a"), ExperimentError)
-    assert tells(said, "--namespace", "team-a")
+def test_one_user_has_no_namespace(
+    api: KubeflowApi, fedloom: Callable[..., Result], described: Callable[..., str]
+) -> None:
+    said = failed(fedloom("--kubeflow", described(host=api.host, namespace="team-a")), ExperimentError)
+    assert tells(said, "namespace", "team-a")
     assert api.counts() == (0, 0, 0, 0)
 
 
-def test_tokens(fedloom: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens(
+    fedloom: Callable[..., Result],
+    described: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with serving(KubeflowApi(token="of today")) as api:
-        said = failed(fedloom("--host", api.host, "--token", "of yesterday"), RefusedError)
+        said = failed(fedloom("--kubeflow", described(host=api.host, token="of yesterday")), RefusedError)
         assert "the token is not accepted" in said
         assert "of yesterday" not in said
-        assert "not accepted" in failed(fedloom("--host", api.host), RefusedError)
+        assert "not accepted" in failed(fedloom("--kubeflow", api.host), RefusedError)
         (tmp_path / "token").write_text("of today\n")
-        assert fedloom("--host", api.host, "--token", f"@{tmp_path / 'token'}").exit_code == 0
+        assert fedloom("--kubeflow", described(host=api.host, token=f"@{tmp_path / 'token'}")).exit_code == 0
         monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(tmp_path / "token"))
-        assert fedloom("--host", api.host, "--in-cluster").exit_code == 0
+        assert fedloom("--kubeflow", described(host=api.host, in_cluster=True)).exit_code == 0
         monkeypatch.setenv("KF_PIPELINES_SA_TOKEN_PATH", str(tmp_path / "none"))
-        assert "PodDefault" in failed(fedloom("--host", api.host, "--in-cluster"), RefusedError)
+        assert "PodDefault" in failed(fedloom("--kubeflow", described(host=api.host, in_cluster=True)), RefusedError)
         assert len(api.runs) == 2
 
 
@@ -194,14 +214,15 @@ def test_a_token_that_changes_while_a_run_is_waited_for(api: KubeflowApi, tmp_pa
 
 
 def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    assert "has no such page" in failed(fedloom("--host", f"{api.host}/pipelin"), ExperimentError)
+    assert "has no such page" in failed(fedloom("--kubeflow", f"{api.host}/pipelin"), ExperimentError)
     api.login_page = True
-    assert "a page of type text/html" in failed(fedloom("--host", api.host), ExperimentError)
-    assert tells(failed(fedloom("--host", "kubeflow"), ExperimentError), "--host", "URL", "got kubeflow")
-    assert tells(failed(fedloom(), ExperimentError), "--host", "--in-cluster")
+    assert "a page of type text/html" in failed(fedloom("--kubeflow", api.host), ExperimentError)
+    assert tells(failed(fedloom("--kubeflow", "ftp://kubeflow"), ExperimentError), "--kubeflow", "ftp://kubeflow")
+    assert tells(failed(fedloom("--kubeflow", "kubeflow"), ExperimentError), "kubeflow", "no such file")
+    assert tells(failed(fedloom(), ExperimentError), "--kubeflow", "in-cluster")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        said = failed(fedloom("--host", f"http://127.0.0.1:{nobody.getsockname()[1]}"), StorageError)
+        said = failed(fedloom("--kubeflow", f"http://127.0.0.1:{nobody.getsockname()[1]}"), StorageError)
     assert "cannot be reached" in said
 
 
@@ -213,7 +234,6 @@ def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -
         (STORE, ("--backend", "slurm"), "--backend: found 'slurm'; allowed: kubernetes, local"),
         (STORE, ("--seeds", "1-3"), "--seeds: found with personalized_federation; allowed: with compare_methods"),
         (STORE, ("--serve", "x:1"), "--serve: found with personalized_federation; allowed: with unseen_clients"),
-        (STORE, ("--serve-secret", "x"), "--serve-secret: found x without --serve; allowed: with it"),
         (STORE, ("--model", "x"), "--model: found with personalized_federation; allowed: with unseen_clients"),
         (STORE, ("--set", "runtime.device=cuda"), "cluster.gpu is not set"),
     ],
@@ -221,7 +241,7 @@ def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -
 def test_what_cannot_run_is_refused_before_anything_is_uploaded(
     api: KubeflowApi, fedloom: Callable[..., Result], where: tuple[str, ...], arguments: tuple[str, ...], expected: str
 ) -> None:
-    assert expected in failed(fedloom("--host", api.host, *arguments, where=where), ExperimentError)
+    assert expected in failed(fedloom("--kubeflow", api.host, *arguments, where=where), ExperimentError)
     assert api.asked == []
 
 
@@ -229,17 +249,17 @@ def test_cluster_settings_that_are_wrong(
     api: KubeflowApi, fedloom: Callable[..., Result], files: tuple[Path, Path]
 ) -> None:
     files[1].write_text("image: fedloom/worker:latest\nworker: 3\n")
-    said = failed(fedloom("--host", api.host), ExperimentError)
+    said = failed(fedloom("--kubeflow", api.host), ExperimentError)
     assert str(files[1]) in said
     assert "fedloom/worker:latest" in said
     files[1].write_text("image: [")
-    assert "not YAML" in failed(fedloom("--host", api.host), ExperimentError)
+    assert "not YAML" in failed(fedloom("--kubeflow", api.host), ExperimentError)
     assert api.asked == []
 
 
 def test_an_answer_that_was_lost_is_asked_for_again(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     api.faults = [Fault("GET /pipelines", status=503, times=2), Fault("GET /experiments", drop="before", times=1)]
-    assert fedloom("--host", api.host).exit_code == 0
+    assert fedloom("--kubeflow", api.host).exit_code == 0
     assert api.counts() == (1, 1, 1, 1)
 
 
@@ -258,17 +278,17 @@ def test_what_fails_on_the_way_leaves_nothing(
     api: KubeflowApi, fedloom: Callable[..., Result], request_: str, fault: dict[str, Any]
 ) -> None:
     api.faults = [Fault(request_, **fault)]
-    failed(fedloom("--host", api.host), StorageError)
+    failed(fedloom("--kubeflow", api.host), StorageError)
     assert api.counts() == (0, 0, 0, 0)
     api.faults = []
-    assert fedloom("--host", api.host).exit_code == 0
+    assert fedloom("--kubeflow", api.host).exit_code == 0
     assert api.counts() == (1, 1, 1, 1)
 
 
 def test_what_was_there_before_stays(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    assert fedloom("--host", api.host).exit_code == 0
+    assert fedloom("--kubeflow", api.host).exit_code == 0
     api.faults = [Fault("POST /runs", status=500)]
-    failed(fedloom("--host", api.host), StorageError)
+    failed(fedloom("--kubeflow", api.host), StorageError)
     assert api.counts() == (1, 1, 1, 1)
 
 
@@ -287,7 +307,7 @@ def test_two_who_submit_at_once(api: KubeflowApi, fedloom: Callable[..., Result]
     routes = [("GET", "/pipelines", late) if r[1] == "/pipelines" and r[0] == "GET" else r for r in kfp_api.ROUTES]
     before, kfp_api.ROUTES = kfp_api.ROUTES, routes
     try:
-        assert fedloom("--host", api.host).exit_code == 0
+        assert fedloom("--kubeflow", api.host).exit_code == 0
     finally:
         kfp_api.ROUTES = before
     assert api.counts() == (1, 1, 1, 1)
@@ -298,7 +318,7 @@ def started(api: KubeflowApi, files: tuple[Path, Path], *arguments: str) -> subp
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; a child would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return Popen(
-        [*command, *STORE, "--host", api.host, *arguments],
+        [*command, *STORE, "--kubeflow", api.host, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -344,7 +364,7 @@ def test_waiting_tells_how_it_goes(api: KubeflowApi, fedloom: Callable[..., Resu
         ("SUCCEEDED", [("plan", "SUCCEEDED", ""), ("federate(1)", "SUCCEEDED", "")]),
     ]
     api.faults = [Fault("GET /runs/.*", status=503, times=2, skip=1)]
-    result = fedloom("--host", api.host, "--wait")
+    result = fedloom("--kubeflow", api.host, "--wait")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("run "))
@@ -376,7 +396,7 @@ def test_the_outcome_is_the_exit_codes(
 ) -> None:
     """Kubeflow tells no error of a task: the record is in what the task has printed."""
     api.script = [("RUNNING", []), ("FAILED", [("plan", "SUCCEEDED", ""), ("federate", "FAILED", printed)])]
-    found = failed(fedloom("--host", api.host, "--wait"), kind)
+    found = failed(fedloom("--kubeflow", api.host, "--wait"), kind)
     assert next(iter(api.runs)) in found
     assert said in found
     assert "federate" in found or "plan" in found
@@ -388,9 +408,9 @@ def test_an_attempt_that_was_repeated_with_success_is_not_why_a_run_failed(
     lost, few = recorded(StorageError("fetch: no network")), recorded(QuorumError("federate: few"))
     fetched = [("fetch", "FAILED", lost), ("fetch(1)", "SUCCEEDED", "")]
     api.script = [("FAILED", [*fetched, ("federate", "FAILED", few)])]
-    assert "federate: few" in failed(fedloom("--host", api.host, "--wait"), QuorumError)
+    assert "federate: few" in failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
     api.script = [("FAILED", [("fetch", "FAILED", lost)])]
-    assert "fetch: no network" in failed(fedloom("--host", api.host, "--wait"), StorageError)
+    assert "fetch: no network" in failed(fedloom("--kubeflow", api.host, "--wait"), StorageError)
 
 
 @pytest.mark.parametrize("fault", [{"status": 403}, {"status": 404}, {"status": 500}, {"drop": "before"}])
@@ -399,7 +419,7 @@ def test_a_log_that_cannot_be_read_hides_no_failure(
 ) -> None:
     api.script = [("FAILED", [("federate", "FAILED", recorded(RefusedError("no")))])]
     api.faults = [Fault("GET /apis/v1alpha1/.*/log", **fault)]
-    assert "kubectl describe pods" in failed(fedloom("--host", api.host, "--wait"), QuorumError)
+    assert "kubectl describe pods" in failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
 
 
 def test_a_component_that_fails_leaves_the_record_that_waiting_reads(capfd: pytest.CaptureFixture[str]) -> None:
@@ -419,7 +439,7 @@ def test_a_component_that_fails_leaves_the_record_that_waiting_reads(capfd: pyte
 def test_a_run_that_is_stopped_meanwhile_is_told_as_stopped(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     """Kubeflow ends it as FAILED, after CANCELING."""
     api.script = [("RUNNING", []), ("CANCELING", []), ("FAILED", [("federate", "FAILED", "")])]
-    assert "was stopped" in failed(fedloom("--host", api.host, "--wait"), InterruptedRun)
+    assert "was stopped" in failed(fedloom("--kubeflow", api.host, "--wait"), InterruptedRun)
 
 
 def test_a_pod_that_does_not_start_is_told_once(
@@ -427,24 +447,24 @@ def test_a_pod_that_does_not_start_is_told_once(
 ) -> None:
     monkeypatch.setattr(submitting, "PENDING_S", 0.0)
     api.script = [("RUNNING", [("plan", "PENDING", "")])] * 4 + [("SUCCEEDED", [("plan", "SUCCEEDED", "")])]
-    output = fedloom("--host", api.host, "--wait").output
+    output = fedloom("--kubeflow", api.host, "--wait").output
     assert output.count(f"kubectl describe pods -n kubeflow -l pipeline/runid={next(iter(api.runs))}") == 1
 
 
 def test_an_address_without_a_user_interface_gets_no_link(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     api.interface = False
-    output = fedloom("--host", api.host).output
+    output = fedloom("--kubeflow", api.host).output
     assert "#/runs/details" not in output
     assert next(iter(api.runs)) in output
 
 
 def test_other_services_are_told_from_kubeflow(fedloom: Callable[..., Result], s3_server: S3Server) -> None:
-    assert "object store" in failed(fedloom("--host", s3_server.endpoint), ExperimentError)
+    assert "object store" in failed(fedloom("--kubeflow", s3_server.endpoint), ExperimentError)
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        assert "gRPC port" in failed(fedloom("--host", f"http://127.0.0.1:{port}"), ExperimentError)
+        assert "gRPC port" in failed(fedloom("--kubeflow", f"http://127.0.0.1:{port}"), ExperimentError)
     finally:
         server.stop(None)
 
@@ -452,7 +472,7 @@ def test_other_services_are_told_from_kubeflow(fedloom: Callable[..., Result], s
 def test_a_token_that_expires_leaves_the_run_alone(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     api.script = [("RUNNING", [])]
     api.faults = [Fault("GET /runs/.*", status=401, skip=1)]
-    assert "the run goes on: " in failed(fedloom("--host", api.host, "--wait"), RefusedError)
+    assert "the run goes on: " in failed(fedloom("--kubeflow", api.host, "--wait"), RefusedError)
     assert next(iter(api.runs.values()))["state"] == "RUNNING"
 
 
@@ -473,17 +493,17 @@ def test_ctrl_c_while_waiting(api: KubeflowApi, files: tuple[Path, Path], termin
 
 
 def test_wait_and_stop_by_id(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
-    assert fedloom("--host", api.host).exit_code == 0
+    assert fedloom("--kubeflow", api.host).exit_code == 0
     (run,) = api.runs
-    assert CliRunner().invoke(app, ["pipeline", "stop", run, "--host", api.host]).exit_code == 0
+    assert CliRunner().invoke(app, ["pipeline", "stop", run, "--kubeflow", api.host]).exit_code == 0
     assert api.runs[run]["state"] == "CANCELING"
-    result = CliRunner().invoke(app, ["pipeline", "wait", run, "--host", api.host])
+    result = CliRunner().invoke(app, ["pipeline", "wait", run, "--kubeflow", api.host])
     assert "was stopped" in failed(result, InterruptedRun)
-    again = CliRunner().invoke(app, ["pipeline", "stop", run, "--host", api.host])
+    again = CliRunner().invoke(app, ["pipeline", "stop", run, "--kubeflow", api.host])
     assert (again.exit_code, "ended already" in again.output) == (0, True)
     api.runs[run] |= {"state": "RUNNING", "looks": 0}
     api.script = [("RUNNING", []), ("SUCCEEDED", [])]
-    assert CliRunner().invoke(app, ["pipeline", "wait", run, "--host", api.host]).output.endswith("succeeded\n")
+    assert CliRunner().invoke(app, ["pipeline", "wait", run, "--kubeflow", api.host]).output.endswith("succeeded\n")
     nobody = "00000000-0000-0000-0000-000000000000"
-    result = CliRunner().invoke(app, ["pipeline", "wait", nobody, "--host", api.host])
+    result = CliRunner().invoke(app, ["pipeline", "wait", nobody, "--kubeflow", api.host])
     assert "not found" in failed(result, ExperimentError)

@@ -9,7 +9,7 @@ import typer
 from facts import tells
 from typer.testing import CliRunner
 
-from fedloom.cli.run import aggregator
+from fedloom.cli.run import aggregator_command as aggregator
 from fedloom.cli.worker import worker
 from fedloom.errors import ExperimentError
 from fedloom.transport.address import dialable, split_address

@@ -44,40 +44,40 @@ def read(tmp_path: Path, algorithm: str) -> str:
     ],
 )
 def test_a_step_that_must_overshoot_is_refused(tmp_path: Path, algorithm: str, key: str, found: str) -> None:
-    assert tells(read(tmp_path, algorithm), "1 mistake", f"line 4, algorithm.{key}: found {found}; allowed: ", "below")
+    assert tells(read(tmp_path, algorithm), "1 error", f"line 4, algorithm.{key}: ", found.partition(" ")[0])
 
 
 @pytest.mark.parametrize(
     ("algorithm", "key", "found"),
     [
-        ("{name: pfedme, inner_steps: 0}", "inner_steps", "0; allowed: an integer, at least 1"),
-        ("{name: pfedme, server_lr: 0}", "server_lr", "0; allowed: a number, above 0"),
-        ("{name: pfedme, proximity: -1}", "proximity", "-1; allowed: a number, above 0"),
-        ("{name: ditto, proximity: -1}", "proximity", "-1; allowed: a number, at least 0"),
-        ("{name: fedprox, mu: -1}", "mu", "-1; allowed: a number, at least 0"),
-        ("{name: heurfedamp, proximity: -1}", "proximity", "-1; allowed: a number, at least 0"),
-        ("{name: heurfedamp, sigma: -1}", "sigma", "-1; allowed: a number, at least 0"),
-        ("{name: q-fedavg, q: -1}", "q", "-1; allowed: a number, at least 0"),
-        ("{name: drfa, gamma: 1.0e+308}", "gamma", "1e+308; allowed: a number, at least 0 and at most"),
-        ("{name: afl, weights_lr: -1}", "weights_lr", "-1; allowed: a number, at least 0 and at most"),
-        ("{name: tr-maml, weights_lr: -1}", "weights_lr", "-1; allowed: a number, at least 0 and at most"),
-        ("{name: per-fedavg, inner_lr: -1}", "inner_lr", "-1; allowed: a number, at least 0"),
-        ("{name: per-fedavg, hessian: finite_difference, delta: 1.0e-300}", "delta", "1e-300; allowed: a number, at l"),
-        ("{name: knn-per, neighbours: [0]}", "neighbours.0", "0; allowed: an integer, at least 1"),
-        ("{name: knn-per, mixing: [1.1]}", "mixing.0", "1.1; allowed: a number, at least 0 and at most 1"),
-        ("{name: knn-per, scale: 1.0e-300}", "scale", "1e-300; allowed: a number, at least"),
-        ("{name: pfnm, sigma: 1.0e-200}", "sigma", "1e-200; allowed: a number, at least"),
-        ("{name: pfnm, sigma0: 1.0e+200}", "sigma0", "1e+200; allowed: a number, at least"),
-        ("{name: pfnm, cap: 7}", "cap", "7; allowed: at least 8, the model's hidden units"),
-        ("{name: pfedgp, lengthscale: 1.0e-200}", "lengthscale", "1e-200; allowed: a number, at least"),
-        ("{name: apfl, alpha: 1.5}", "alpha", "1.5; allowed: a number, at least 0 and at most 1"),
-        ("{name: fedrod, balance: 1.0e+300}", "balance", "1e+300; allowed: a number, at least 0 and at most"),
-        ("{name: scaffold, local: {steps: 1, momentum: 0.9}}", "local.momentum", "0.9; allowed: 0"),
-        ("{name: drfa, local: {epochs: 1}}", "local.epochs", "1; allowed: local.steps"),
+        ("{name: pfedme, inner_steps: 0}", "inner_steps", "0"),
+        ("{name: pfedme, server_lr: 0}", "server_lr", "0"),
+        ("{name: pfedme, proximity: -1}", "proximity", "-1"),
+        ("{name: ditto, proximity: -1}", "proximity", "-1"),
+        ("{name: fedprox, mu: -1}", "mu", "-1"),
+        ("{name: heurfedamp, proximity: -1}", "proximity", "-1"),
+        ("{name: heurfedamp, sigma: -1}", "sigma", "-1"),
+        ("{name: q-fedavg, q: -1}", "q", "-1"),
+        ("{name: drfa, gamma: 1.0e+308}", "gamma", "1e+308"),
+        ("{name: afl, weights_lr: -1}", "weights_lr", "-1"),
+        ("{name: tr-maml, weights_lr: -1}", "weights_lr", "-1"),
+        ("{name: per-fedavg, inner_lr: -1}", "inner_lr", "-1"),
+        ("{name: per-fedavg, hessian: finite_difference, delta: 1.0e-300}", "delta", "1e-300"),
+        ("{name: knn-per, neighbours: [0]}", "neighbours.0", "0"),
+        ("{name: knn-per, mixing: [1.1]}", "mixing.0", "1.1"),
+        ("{name: knn-per, scale: 1.0e-300}", "scale", "1e-300"),
+        ("{name: pfnm, sigma: 1.0e-200}", "sigma", "1e-200"),
+        ("{name: pfnm, sigma0: 1.0e+200}", "sigma0", "1e+200"),
+        ("{name: pfnm, cap: 7}", "cap", "7"),
+        ("{name: pfedgp, lengthscale: 1.0e-200}", "lengthscale", "1e-200"),
+        ("{name: apfl, alpha: 1.5}", "alpha", "1.5"),
+        ("{name: fedrod, balance: 1.0e+300}", "balance", "1e+300"),
+        ("{name: scaffold, local: {steps: 1, momentum: 0.9}}", "local.momentum", "unknown key"),
+        ("{name: drfa, local: {epochs: 1}}", "local.epochs", "1"),
     ],
 )
 def test_a_setting_without_a_meaning_is_refused(tmp_path: Path, algorithm: str, key: str, found: str) -> None:
-    assert tells(read(tmp_path, algorithm), "1 mistake", f"line 4, algorithm.{key}: found {found}")
+    assert tells(read(tmp_path, algorithm), "1 error", f"line 4, algorithm.{key}: ", found)
 
 
 def test_clients_with_whom_a_method_cannot_train_are_counted(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import shutil
 import ssl
 import stat
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError
 from fedloom.trust import certificates
 from fedloom.trust.certificates import EARLIER, make_ca, make_certificate
 from fedloom.trust.credentials import read_ca, read_key_pair
+from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.trust.tokens import make_token
 
 Fedloom = Callable[..., tuple[int, str, str]]
 
@@ -31,12 +32,12 @@ def ca(tmp_path: Path) -> Path:
 def handshake(ca: Path, server: Path, host: str, client: Path | None = None) -> str:
     """Shake hands in memory, by Python's own TLS, which shares no code with gRPC's; what went wrong, if anything."""
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(server.with_suffix(".crt"), server.with_suffix(".key"))
+    serving.load_cert_chain(server / "tls.crt", server / "tls.key")
     serving.load_verify_locations(ca / "ca.crt")
     serving.verify_mode = ssl.CERT_REQUIRED
     dialling = ssl.create_default_context(cafile=str(ca / "ca.crt"))
     if client is not None:
-        dialling.load_cert_chain(client.with_suffix(".crt"), client.with_suffix(".key"))
+        dialling.load_cert_chain(client / "tls.crt", client / "tls.key")
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [serving.wrap_bio(up, down, server_side=True), dialling.wrap_bio(down, up, server_hostname=host)]
     for _ in range(6):
@@ -118,12 +119,12 @@ def test_a_certificate_outside_of_its_time(
 @pytest.mark.parametrize(
     ("certificate", "key", "facts"),
     [
-        ("absent.crt", "north.key", ("tls_certificate", "absent.crt", "no such file")),
-        ("north.crt", "absent.key", ("tls_key", "absent.key", "no such file")),
-        ("north.key", "north.key", ("tls_certificate", "no certificate")),
-        ("north.crt", "north.crt", ("tls_key", "no key")),
-        ("north.crt", "south.key", ("tls_key", "south.key", "north.crt")),
-        ("north.crt", "locked.key", ("tls_key", "encrypted")),
+        ("absent", "north/tls.key", ("tls.crt", "absent", "no such file")),
+        ("north/tls.crt", "absent", ("tls.key", "absent", "no such file")),
+        ("north/tls.key", "north/tls.key", ("tls.crt", "no certificate")),
+        ("north/tls.crt", "north/tls.crt", ("tls.key", "no key")),
+        ("north/tls.crt", "south/tls.key", ("tls.key", "south/tls.key", "north/tls.crt")),
+        ("north/tls.crt", "locked.key", ("tls.key", "encrypted")),
     ],
 )
 def test_files_that_do_not_do(ca: Path, tmp_path: Path, certificate: str, key: str, facts: tuple[str, ...]) -> None:
@@ -131,7 +132,7 @@ def test_files_that_do_not_do(ca: Path, tmp_path: Path, certificate: str, key: s
 
     for name in ("north", "south"):
         make_certificate(name, tmp_path, ca)
-    private = serialization.load_pem_private_key((tmp_path / "north.key").read_bytes(), None)
+    private = serialization.load_pem_private_key((tmp_path / "north/tls.key").read_bytes(), None)
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     locked = private.private_bytes(encoding, form, serialization.BestAvailableEncryption(b"x"))
     (tmp_path / "locked.key").write_bytes(locked)
@@ -147,10 +148,10 @@ def test_files_of_authorities(ca: Path, tmp_path: Path) -> None:
     both = tmp_path / "both.crt"
     both.write_bytes((ca / "ca.crt").read_bytes() + (tmp_path / "next" / "ca.crt").read_bytes())
     assert read_ca(both) == both.read_bytes()
-    for wrong, fact in ((tmp_path / "north.crt", "CN=north"), (ca / "ca.key", "no certificate")):
+    for wrong, fact in ((tmp_path / "north/tls.crt", "CN=north"), (ca / "ca.key", "no certificate")):
         with pytest.raises(ExperimentError) as error:
             read_ca(wrong)
-        assert tells(str(error.value), "tls_ca", wrong, fact)
+        assert tells(str(error.value), "ca.crt", wrong, fact)
 
 
 def test_on_the_command_line(fedloom: Fedloom, tmp_path: Path) -> None:
@@ -160,9 +161,40 @@ def test_on_the_command_line(fedloom: Fedloom, tmp_path: Path) -> None:
     assert tells(err, "trials", "ca.key")
     code, out, _ = fedloom("certificates", "new", "server", "--host", "localhost", "--out", "mine")
     assert code == 0
-    assert tells(out, "mine/server.crt", "URI:urn:fedloom:server", "localhost")
-    shutil.copy(tmp_path / "certificates" / "ca.crt", tmp_path / "mine")
-    assert read_key_pair(tmp_path / "mine" / "server.crt", tmp_path / "mine" / "server.key")
+    assert tells(out, "mine/server/tls.crt", "URI:urn:fedloom:server", "localhost")
+    server = tmp_path / "mine" / "server"
+    assert read_key_pair(server / "tls.crt", server / "tls.key")
+    assert (server / "ca.crt").read_bytes() == (tmp_path / "certificates" / "ca.crt").read_bytes()
+    assert Protection(ServerOptions.of(server)).access is not None
+    assert Credentials(ClientOptions.of(server)).current.pair is not None
+
+
+def test_a_folder_of_credentials(tmp_path: Path, ca: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_certificate("north", tmp_path, ca).certificate.parent
+    token = make_token().get_secret_value()
+    environment = {"FEDLOOM_TLS_CA": "elsewhere", "FEDLOOM_TOKEN": token}
+    options = ClientOptions.of(made, environment=environment)
+    assert (options.ca, options.certificate, options.key) == (made / "ca.crt", made / "tls.crt", made / "tls.key")
+    assert options.token is not None
+    assert options.token.get_secret_value() == token
+    (made / "token").write_text(make_token().get_secret_value())
+    options = ClientOptions.of(made, environment=environment)
+    assert (options.token_file, options.token) == (made / "token", None)
+    assert ClientOptions.of(environment=environment).ca == Path("elsewhere")
+    for folder in (tmp_path / "absent", ca / "ca.key"):
+        with pytest.raises(ExperimentError) as error:
+            ClientOptions.of(folder)
+        assert (error.value.key, error.value.found) == ("credentials", folder)
+
+
+def test_a_new_authority_joins_the_old_one(tmp_path: Path, ca: Path) -> None:
+    make_certificate("north", tmp_path, ca)
+    make_ca(tmp_path / "next")
+    made = make_certificate("north", tmp_path, tmp_path / "next", replace=True).certificate.parent
+    both = [(folder / "ca.crt").read_bytes() for folder in (ca, tmp_path / "next")]
+    assert (made / "ca.crt").read_bytes() == b"".join(both)
+    make_certificate("north", tmp_path, ca, replace=True)
+    assert (made / "ca.crt").read_bytes() == b"".join(both)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from typer.main import get_command
 import fedloom
 from fedloom import experiment as experiments
 from fedloom.cli.main import app
+from fedloom.trust.options import FILES
 
 GOLDEN = ROOT / "tests" / "fixtures" / "chart"
 VERSIONS = ("1.31", "1.35")
@@ -187,6 +188,12 @@ def test_the_aggregator_is_one_and_is_probed_where_probes_can(scenario: str) -> 
         assert arguments["--out"].startswith("/state/")
 
 
+def serving_settings(container: dict[str, Any]) -> dict[str, str]:
+    """What `fedloom serve` is told by ``--set``."""
+    given = [word.removeprefix("--set=") for word in container["args"] if word.startswith("--set=")]
+    return dict(one.partition("=")[::2] for one in given)
+
+
 def test_models_are_served_by_pods_that_scale_drain_and_are_spread() -> None:
     text = helm.rendered("silos")
     (serve,) = of_kind(text, "Deployment")
@@ -196,7 +203,7 @@ def test_models_are_served_by_pods_that_scale_drain_and_are_spread() -> None:
     pod = serve["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     arguments = dict(argument.partition("=")[::2] for argument in container["args"])
-    assert pod["terminationGracePeriodSeconds"] > int(arguments["--drain"])
+    assert pod["terminationGracePeriodSeconds"] > int(serving_settings(container)["drain_s"])
     assert pod["topologySpreadConstraints"]
     assert container["resources"]["requests"]["cpu"]  # what its utilization is of
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -208,7 +215,7 @@ def test_models_are_served_by_pods_that_scale_drain_and_are_spread() -> None:
     secrets = {entry["valueFrom"]["secretKeyRef"]["name"] for entry in container["env"] if "valueFrom" in entry}
     assert secrets == {"store-readers"}
     startup = container["startupProbe"]  # what waits for the first round is not killed meanwhile
-    assert startup["periodSeconds"] * startup["failureThreshold"] >= int(arguments["--wait"]) + 60
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= int(serving_settings(container)["wait_s"]) + 60
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -309,7 +316,7 @@ def test_those_that_serve_listen_where_a_headless_service_says() -> None:
     (tested,) = [item for item in of_kind(text, "NetworkPolicy") if named(item)[1].endswith("-test")]
     assert rule_of(tested, "egress", 8443)
     pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    drain = int(next(word for word in container["args"] if word.startswith("--drain=")).partition("=")[2])
+    drain = int(serving_settings(container)["drain_s"])
     assert pod["terminationGracePeriodSeconds"] >= pause + drain + 10
 
 
@@ -826,23 +833,23 @@ def settings(given: dict[str, str]) -> list[str]:
     return [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
 
 
-CA, PAIR, TOKEN = "--tls-ca ca.crt", "--tls-certificate NAME.crt --tls-key NAME.key", "--token-file NAME.token"
+SHOWN = "--credentials DIR"
 
 
 @pytest.mark.parametrize(
     ("scenario", "given", "worker", "personalize"),
     [
-        ("members", {}, f"HOST:7733 {CA} {PAIR}", None),
-        ("members", {"tls.mutual": "false", "auth.tokens.existingSecret": "t"}, f"HOST:7733 {CA} {TOKEN}", None),
+        ("members", {}, f"HOST:7733 {SHOWN}", None),
+        ("members", {"tls.mutual": "false", "auth.tokens.existingSecret": "t"}, f"HOST:7733 {SHOWN}", None),
         (
             "members",
             {"tls.mode": "none", "insecure": "true", "auth.tokens.existingSecret": "t"},
-            f"HOST:7733 {TOKEN} --insecure",
+            f"HOST:7733 {SHOWN} --insecure",
             None,
         ),
-        ("gateway", {}, f"fl.example.org:443 {CA} {PAIR} {TOKEN}", None),
-        ("plaintext-gateway", {}, f"fl.example.org:443 {CA} {TOKEN}", f"{TOKEN} --insecure"),
-        ("silos", {}, None, f"{CA} {PAIR}"),
+        ("gateway", {}, f"fl.example.org:443 {SHOWN}", None),
+        ("plaintext-gateway", {}, f"fl.example.org:443 {SHOWN}", f"{SHOWN} --insecure"),
+        ("silos", {}, None, SHOWN),
     ],
 )
 def test_the_notes_tell_commands_that_can_connect(
@@ -857,7 +864,7 @@ def test_the_notes_tell_commands_that_can_connect(
     told = {words[1]: " ".join(words[2:]) for words in lines}
     assert told.get("worker") == (worker and f"--aggregator {worker} --data DIR")
     at = "fed-fedloom-serve.fl.svc:7734"
-    assert told.get("personalize") == (personalize and f"--from {at} {personalize} --data DIR --out model.pt2")
+    assert told.get("personalize") == (personalize and f"{at} {personalize} --data DIR --out model.pt2")
     certified = scenario == "members" and given.get("tls.mode") != "none"
     assert ("tls.certManager.dnsNames" in notes) is certified
     assert ("helm test" in notes) is bool(of_kind(helm.rendered(scenario, *settings(given)), "Pod"))
@@ -884,4 +891,6 @@ def test_commands_and_variables_are_those_of_our_command_line(scenario: str) -> 
             words = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
             assert words <= allowed, name
             named = {entry["name"] for entry in container["env"] if entry["name"].startswith("FEDLOOM_")}
-            assert named <= known | {option.envvar for option in options}, name
+            connects = {"FEDLOOM_CREDENTIALS"} <= {option.envvar for option in options}
+            files = set(FILES.values()) if connects else set()
+            assert named <= known | {option.envvar for option in options} | files, name

@@ -222,7 +222,7 @@ def test_commands() -> None:
     assert " ".join(container(worker_job(PLAIN))["args"]) == (
         f"worker --aggregator {name}.team-a.svc:7733 --name worker-$(JOB_COMPLETION_INDEX) "
         "--partition s3://bucket/partitions/ff --states s3://bucket/runs/small-1/states --reconnect 600 "
-        "--device cpu --threads 1 --clients-at-once 1"
+        "--set runtime.device=cpu --set runtime.threads=1 --set runtime.clients_at_once=1"
     )
     never = dataclasses.replace(PLAIN, orphan_after_s=None)
     assert "--orphan-after" not in container(aggregator_job(never))["args"]
@@ -231,7 +231,7 @@ def test_commands() -> None:
 def test_a_block_of_clients_for_each_worker() -> None:
     job = worker_job(FULL)  # 25 clients, 10 for each
     assert job["spec"]["completions"] == 3
-    assert container(job)["args"][-2:] == ["--part", "$(JOB_COMPLETION_INDEX)/3"]
+    assert container(job)["args"][-2:] == ["--clients", "$(JOB_COMPLETION_INDEX)/3"]
     assert worker_job(PLAIN)["spec"]["completions"] == 2
 
 

@@ -128,7 +128,7 @@ def test_overrides_replace_values_and_whole_mappings(write: Write) -> None:
         ("name.first=3", 'name is "quickstart", which has no keys'),
         ("seed=[1", "not YAML"),
         ("seed={a: 1, a: 2}", "each key once"),
-        ("seed.x=1", 'seed: found {"x": 1}'),
+        ("seed.x=1", '{"x": 1}'),
         ("federation.round=3", "federation.round: unknown key; did you mean rounds?"),
     ],
 )
@@ -144,22 +144,22 @@ def test_bad_overrides(write: Write, override: str, expected: str) -> None:
         ("seed", "-1", "an integer, at least 0"),
         ("seed", "true", "an integer"),
         ("seed", '"3"', "an integer"),
-        ("data.dataset", "fashion-mnst", "did you mean fashion-mnist? allowed: cifar10, cifar100, fashion-mnist, "),
+        ("data.dataset", "fashion-mnst", "did you mean fashion-mnist?"),
         ("data.held_out_fraction", "1", "a number, at least 0 and below 1"),
         ("data.held_out_fraction", '"1e-3"', "a number"),
         ("data.validation_fraction", ".nan", "a finite number"),
         ("data.partition.clients", "0", "an integer, at least 1"),
-        ("data.partition.scheme", "dirihlet", "did you mean dirichlet? allowed: classes, dirichlet, dominant, "),
+        ("data.partition.scheme", "dirihlet", "did you mean dirichlet?"),
         ("data.partition.classes_per_client", "11", "1 to 10"),
         ("data.partition.shares", "[0.5, 0.4]", "a sum of 1"),
         ("data.root", "s3://bucket", "a folder"),
-        ("model.name", "lenett", "did you mean lenet? allowed: lenet, resnet20, "),
-        ("algorithm.name", "pefl", "did you mean pefll? allowed: "),
-        ("algorithm.name", "[1]", "allowed: "),
+        ("model.name", "lenett", "did you mean lenet?"),
+        ("algorithm.name", "pefl", "did you mean pefll?"),
+        ("algorithm.name", "[1]", "must be "),
         ("federation.rounds", "400.5", "an integer, at least 0"),
         ("federation.deadline_s", "0", "a number, above 0"),
         ("federation.deadline_s", ".inf", "a finite number"),
-        ("federation.clients_per_round", "91", "at most 90, the seen clients"),
+        ("federation.clients_per_round", "91", "at most 90"),
         ("federation.min_replies", "6", "at most clients_per_round, 5"),
         ("evaluation.every", "0", "an integer, at least 1"),
         ("evaluation.label_mask", "1", "true or false"),
@@ -168,14 +168,14 @@ def test_bad_overrides(write: Write, override: str, expected: str) -> None:
         ("storage", "gs://bucket", "s3://BUCKET/PREFIX"),
         ("storage", "s3:/bucket/runs", "s3://BUCKET/PREFIX"),
         ("storage", "s3://My_Bucket/runs", "lower-case letters"),
-        ("storage", "s3://bucket/a/../b", "without empty parts"),
+        ("storage", "s3://bucket/a/../b", "empty parts"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(write: Write, key: str, value: str, allowed: str) -> None:
     message = refusal(write(GOOD), f"{key}={value}")
-    assert f"{key}: found " in message
+    assert f"{key}: " in message
     assert allowed in message
-    assert "1 mistake\n" in message
+    assert "1 error\n" in message
 
 
 @pytest.mark.parametrize(
@@ -190,9 +190,8 @@ def test_a_wrong_value_is_named_with_what_is_allowed(write: Write, key: str, val
 )
 @pytest.mark.parametrize("value", ["null", "3", "[1]", "text"])
 def test_a_section_that_is_no_mapping(write: Write, key: str, value: str, allowed: str) -> None:
-    assert f"{key}: found {json.dumps(yaml.safe_load(value))}; allowed: {allowed}" in refusal(
-        write(GOOD), f"{key}={value}"
-    )
+    said = refusal(write(GOOD), f"{key}={value}")
+    assert tells(said, f"{key}: ", allowed, json.dumps(yaml.safe_load(value)))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +206,7 @@ def test_a_missing_key_is_named(write: Write, key: str) -> None:
     for step in parents:
         section = section[step]
     del section[last]
-    assert f"{key}: missing; allowed: " in refusal(write(yaml.safe_dump(value)))
+    assert f"{key}: missing" in refusal(write(yaml.safe_dump(value)))
 
 
 def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
@@ -215,11 +214,11 @@ def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
     text = text.replace("name: fedavg", "name: fedavg, epocs: 1").replace("clients: 100", "clients: ten")
     message = refusal(write(text))
     assert message.startswith(str(write(text)))
-    assert "4 mistakes" in message
-    assert tells(message, "line 2, sede: ", "seed?", "allowed: name, seed, data")
-    assert 'line 5, data.partition.clients: found "ten"' in message
+    assert "4 errors" in message
+    assert tells(message, "line 2, sede: ", "seed?", "name, seed, data")
+    assert tells(message, "line 5, data.partition.clients: ", "integer", '"ten"')
     assert "line 7, algorithm.epocs: unknown key" in message
-    assert "line 8, federation.rounds: found -1" in message
+    assert tells(message, "line 8, federation.rounds: ", "at least 0", "-1")
 
 
 def test_a_key_of_another_section_is_pointed_there(write: Write) -> None:
@@ -228,7 +227,7 @@ def test_a_key_of_another_section_is_pointed_there(write: Write) -> None:
 
 def test_many_mistakes_stay_on_one_screen(write: Write) -> None:
     message = refusal(write(GOOD + "".join(f"key{i}: {'x' * 1000}\n" for i in range(100))))
-    assert "100 mistakes" in message
+    assert "100 errors" in message
     assert f"... and {100 - MOST_SHOWN} more" in message
 
 
@@ -248,7 +247,7 @@ def test_another_method_with_the_keys_of_the_files_is_told_how_to_replace_them(w
 
 def test_a_method_without_rounds_and_labels(write: Write) -> None:
     message = refusal(write(GOOD), "algorithm={name: local}")
-    assert tells(message, "federation.rounds: found 400; allowed: 0", "local")
+    assert tells(message, "federation.rounds: ", "0", "local", "400")
     small = ["algorithm={name: local}", "federation.rounds=0", "data.partition.clients=2", "data.held_out_fraction=0.5"]
     assert load(write(GOOD), small).data.seen == 1, "a cohort is of no matter without rounds"
 
@@ -271,7 +270,7 @@ def test_a_method_without_rounds_and_labels(write: Write) -> None:
 )
 def test_a_model_that_does_not_fit_the_data(write: Write, keys: list[str], found: list[str]) -> None:
     message = refusal(write(GOOD), *keys, "federation.min_replies=7")
-    assert "2 mistakes" in message
+    assert "2 errors" in message
     assert "federation.min_replies: " in message
     assert tells(message, "model.name: ", *found)
 
@@ -300,7 +299,7 @@ def test_a_model_that_the_method_cannot_train_is_named_before_any_data_are_looke
     write: Write, method: str, model: str, found: list[str]
 ) -> None:
     text = GOOD.replace("{name: mlp, hidden: [10]}", model)
-    assert tells(refusal(write(text), f"algorithm={{name: {method}}}"), "1 mistake", *found)
+    assert tells(refusal(write(text), f"algorithm={{name: {method}}}"), "1 error", *found)
 
 
 def test_a_model_for_the_dimension_of_means(write: Write) -> None:
@@ -311,22 +310,22 @@ def test_a_model_for_the_dimension_of_means(write: Write) -> None:
 
 def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
     message = refusal(write(GOOD), "algorithm={name: pefll, embedding: {labels: false}}", "evaluation.label_mask=true")
-    assert tells(message, "evaluation.label_mask: found true; allowed: false", "pefll")
+    assert tells(message, "evaluation.label_mask: ", "false", "pefll", "true")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "found null; allowed: a mapping"),
-        ("- 1\n- 2\n", "found [1, 2]; allowed: a mapping"),
+        ("", "null is not a mapping"),
+        ("- 1\n- 2\n", "[1, 2] is not a mapping"),
         ("name: [1\n", "not YAML: line 2, column 1"),
         ("name: x\n\tseed: 1\n", "not YAML: line 2, column 1"),
-        ("a: &a [*a]\n", "no alias inside itself"),
+        ("a: &a [*a]\n", "an alias is inside itself"),
         ("? !!timestamp 2024-01-01\n: x\n", "keys must be str"),
         ("seed: " + "9" * 5000, "limit (4300 digits)"),
         ("a: !!python/object/apply:os.system ['true']\n", "not YAML: line 1"),
-        ("name: x\nseed: 1\nname: y\n", "line 1, name: found again at line 3; allowed: each key once"),
-        ("data:\n  root: x\n  root: y\n", "line 2, data.root: found again at line 3"),
+        ("name: x\nseed: 1\nname: y\n", "line 1, name: is given again at line 3"),
+        ("data:\n  root: x\n  root: y\n", "line 2, data.root: is given again at line 3"),
         ("name: x\n---\nname: y\n", "not YAML: line 2"),
     ],
 )
@@ -337,12 +336,12 @@ def test_files_that_are_no_experiment(write: Write, text: str, expected: str) ->
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[" * 10_000, "allowed: 50 deep"),
-        ("{a: " * 10_000, "allowed: 50 deep"),
-        ("a: " + "[" * 5_000 + "]" * 5_000, "allowed: 50 deep"),
-        ("".join(f"k{i}: &k{i} [{'x' if i == 0 else f'*k{i - 1}'}]\n" for i in range(5_000)), "allowed: 50 deep"),
+        ("[" * 10_000, "50 deep"),
+        ("{a: " * 10_000, "50 deep"),
+        ("a: " + "[" * 5_000 + "]" * 5_000, "50 deep"),
+        ("".join(f"k{i}: &k{i} [{'x' if i == 0 else f'*k{i - 1}'}]\n" for i in range(5_000)), "50 deep"),
         ("k0: &k0 x\n" + "".join(f"k{i}: &k{i} [{f'*k{i - 1}, ' * 9}]\n" for i in range(1, 30)), "100,000 values"),
-        ("#" * 2**20 + "\n", "found 1,048,577 characters; allowed: at most 1,048,576"),
+        ("#" * 2**20 + "\n", "1,048,577 characters; the limit is 1,048,576"),
     ],
     ids=["lists", "mappings", "closed", "chain", "laughs", "long"],
 )  # fmt: skip
@@ -374,7 +373,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_scalars_are_read_as_yaml_1_2_says(write: Write, scalar: str, value: object) -> None:
     message = refusal(write(GOOD), f"surprise=[{scalar}]", f"model=[{scalar}]")
-    assert f"model: found {json.dumps([value])}" in message
+    assert tells(message, "model: ", f"(got {json.dumps([value])})")
 
 
 def test_schema_describes_every_key() -> None:

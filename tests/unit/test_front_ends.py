@@ -12,25 +12,25 @@ import pytest
 from fedloom import errors
 from fedloom.digests import RESTORE
 from fedloom.errors import FAILURES, ExperimentError, FedloomError, argument, arguments_as_options, from_json, spelled
-from fedloom.processes import TELL_PARENT, Told, listen_to_parent, tell_failure, tell_notice
+from fedloom.processes import TELL_PARENT, ChildReport, listen_to_parent, tell_failure, tell_notice
 from fedloom.runs.listing import RESUME
 
 SOURCE = Path(errors.__file__).parent
 
 
 def made() -> FedloomError:
-    text = f"{argument('tls_ca')} needs {argument('packed')}"
+    text = f"{argument('class_counts')} needs {argument('packed')}"
     return ExperimentError(
-        text, hint=f"go on with {argument('resume')}: `fedloom run --out DIR`", key="tls_ca", found=3
+        text, hint=f"go on with {argument('resume')}: `fedloom run --out DIR`", key="class_counts", found=3
     )
 
 
 def test_python_reads_arguments_and_the_command_line_options() -> None:
-    assert str(made()) == "tls_ca needs packed\n  go on with resume=True: `fedloom run --out DIR`"
+    assert str(made()) == "class_counts needs packed\n  go on with resume=True: `fedloom run --out DIR`"
     with arguments_as_options():
         error = made()
         assert spelled(f"with {argument('timeout_s')}") == "with --timeout"
-    assert str(error) == "--tls-ca needs --data\n  go on with --resume: `fedloom run --out DIR`"  # wherever it is shown
+    assert str(error) == "--class-counts needs --data\n  go on with --resume: `fedloom run --out DIR`"
     assert spelled(f"with {argument('timeout_s')}") == "with timeout_s"
 
 
@@ -49,12 +49,12 @@ def test_an_error_arrives_whole_in_another_process(kind: type[FedloomError]) -> 
     assert (str(back), back.hint, back.key, back.found) == (str(error), "d\n  e", "f.g", float("inf"))
     assert back.allowed == ["h", 2, "i"]
     with arguments_as_options():  # the front end is that of the process that shows it
-        assert str(from_json(made().as_json())).startswith("--tls-ca needs --data")
+        assert str(from_json(made().as_json())).startswith("--class-counts needs --data")
 
 
 def test_what_a_child_tells_is_read_by_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "told.jsonl"
-    assert (Told(file).failure, Told(file).notices) == (None, [])
+    assert (ChildReport(file).failure, ChildReport(file).notices) == (None, [])
     monkeypatch.setenv(TELL_PARENT, str(file))
     listen_to_parent()
     monkeypatch.delenv(TELL_PARENT, raising=False)
@@ -65,14 +65,14 @@ def test_what_a_child_tells_is_read_by_its_parent(tmp_path: Path, monkeypatch: p
     tell_notice("two")
     with file.open("a") as written:
         written.write('{"notice": "cut in the mid')
-    told = Told(file)
+    told = ChildReport(file)
     assert told.notices == ["one\nline"]
     assert isinstance(told.failure, ExperimentError)
-    assert str(told.failure).startswith("worker-0: tls_ca needs packed\n")
+    assert str(told.failure).startswith("worker-0: class_counts needs packed\n")
     assert told.bug is not None
     assert told.bug.endswith("ValueError: a bug\n")
     assert told.ended(1) == f"failed because of a bug:\n{told.bug.rstrip()}"
-    assert Told(tmp_path / "none").ended(-9) == "was killed by signal 9"
+    assert ChildReport(tmp_path / "none").ended(-9) == "was killed by signal 9"
 
 
 def options_in_errors(path: Path) -> list[int]:

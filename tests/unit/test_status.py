@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.cli import status as shown
 from fedloom.cli.main import app
+from fedloom.cli.status_text import duration, status_lines
 from fedloom.errors import AbandonedError, DataError
 from fedloom.federation.activity import Activity, Awaited, ConnectedWorker
 from fedloom.federation.control import Control
@@ -168,7 +169,7 @@ def test_a_run_without_end_is_listed(tmp_path: Path) -> None:
         (["federation", "pause", "127.0.0.1:1"], 8, ("127.0.0.1:1",)),
         (["federation", "stop", "{t}"], 2, ("{t}", "HOST:PORT")),
         (["status", "ftp://x/y"], 2, ("ftp://x/y",)),
-        (["status", "h:1", "--tls-ca", "{t}/absent"], 2, ("absent",)),
+        (["status", "h:1", "--credentials", "{t}/absent"], 2, ("absent",)),
     ],
 )
 def test_what_cannot_be_asked_is_said_in_one_sentence(
@@ -225,7 +226,7 @@ def activity(**changes: Any) -> Activity:
 
 def lines(now: Activity, width: int, height: int = 10_000) -> list[str]:
     console = Console(width=width, height=height, file=io.StringIO())
-    return [line.plain for line in shown._fitting(shown._lines(now, console), console)]
+    return [line.plain for line in shown._fitting(status_lines(now, console), console)]
 
 
 @pytest.mark.parametrize("width", [20, 37, 80, 200])
@@ -255,7 +256,7 @@ def test_who_is_late_is_named() -> None:
     ],
 )  # fmt: skip
 def test_times_as_a_person_says_them(seconds: float, said: str) -> None:
-    assert shown._duration(seconds) == said
+    assert duration(seconds) == said
 
 
 def test_an_aggregator_that_is_gone_is_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +265,7 @@ def test_an_aggregator_that_is_gone_is_asked_for_a_while(monkeypatch: pytest.Mon
     def gone() -> Activity:
         raise AbandonedError("nobody")
 
-    source = shown.Source(gone, list, every_s=0.001)
+    source = shown._Source(gone, list, every_s=0.001)
     assert shown._asked_again(source, activity(phase="stopping")) is None
     with pytest.raises(AbandonedError):
         shown._asked_again(source, activity())

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from vowel_runs import loop, on_vowels
 
 from fedloom import load
-from fedloom.cli.use import evaluate, personalize
+from fedloom.cli.use import evaluate_command as evaluate
+from fedloom.cli.use import personalize_command as personalize
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import DataError, ExperimentError, QuorumError, StorageError
@@ -55,7 +56,7 @@ def test_a_damaged_partition_is_refused_before_anything_is_written(
     with pytest.raises(DataError, match=shard.name):
         evaluate(run, partition=str(others), out=tmp_path / "ev.json")
     with pytest.raises(DataError, match=shard.name):
-        personalize(tmp_path / "models", run, partition=str(others))
+        personalize(str(run), tmp_path / "models", partition=str(others))
     assert not (tmp_path / "ev.json").exists()
     assert not (tmp_path / "models").exists()
 
@@ -90,7 +91,7 @@ def test_the_table_is_shown_even_if_its_file_cannot_be_written(
 @pytest.mark.parametrize("clients", [",", "", " , "])
 def test_nobody_is_not_everybody(run: Path, tmp_path: Path, clients: str) -> None:
     with pytest.raises(ExperimentError, match=r"clients must be .*4 clients.*"):
-        personalize(tmp_path / "models", run, clients=clients)
+        personalize(str(run), tmp_path / "models", clients=clients)
     assert not (tmp_path / "models").exists()
 
 
@@ -107,7 +108,7 @@ def test_a_damaged_file_of_a_resumed_run_is_named(tmp_path: Path, file: str, alg
 def test_models_of_a_runs_clients_are_files_that_need_no_fedloom(tmp_path: Path) -> None:
     on_vowels(tmp_path, PEFLL).run()
     run = tmp_path / "run"
-    personalize(tmp_path / "models", run)
+    personalize(str(run), tmp_path / "models")
     expected = load(run).models()
     assert {path.name for path in (tmp_path / "models").iterdir()} == {
         f"{client}.{end}" for client in expected for end in ("safetensors", "md")
@@ -119,13 +120,13 @@ def test_models_of_a_runs_clients_are_files_that_need_no_fedloom(tmp_path: Path)
         network = torch.nn.Sequential()
         network.fc1, network.fc2 = torch.nn.Linear(9, 4), torch.nn.Linear(4, 11)
         network.load_state_dict(weights)
-    with pytest.raises(ExperimentError, match="predictor: found 'global'; allowed: personal"):
-        personalize(tmp_path / "others", run, predictor="global")
+    with pytest.raises(ExperimentError, match=r"predictor must be one of personal .*'global'"):
+        personalize(str(run), tmp_path / "others", predictor="global")
     assert not (tmp_path / "others").exists()
 
 
 def test_models_of_data_without_classes_are_saved_too(run: Path, tmp_path: Path) -> None:
-    personalize(tmp_path / "models", run, clients="client-0001")
+    personalize(str(run), tmp_path / "models", clients="client-0001")
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"client-0001.safetensors", "client-0001.md"}
     assert [tuple(t.shape) for t in load_file(tmp_path / "models" / "client-0001.safetensors").values()] == [(2,)]
     assert "no classes" in (tmp_path / "models" / "client-0001.md").read_text()

@@ -294,9 +294,9 @@ topologySpreadConstraints:
 {{/* TLS and token options of a member's command: (dict "root" . "gateway" true) if it connects through a gateway, which may terminate TLS. */}}
 {{- define "fedloom.memberOptions" -}}
 {{- $tls := or .gateway (ne .root.Values.tls.mode "none") -}}
-{{- if $tls }}--tls-ca ca.crt {{ end -}}
-{{- if include "fedloom.mutual" .root }}--tls-certificate NAME.crt --tls-key NAME.key {{ end -}}
-{{- if .root.Values.auth.tokens.existingSecret }}--token-file NAME.token {{ if not $tls }}--insecure {{ end }}{{ end -}}
+{{- $token := .root.Values.auth.tokens.existingSecret -}}
+{{- if or $tls $token }}--credentials DIR {{ end -}}
+{{- if and $token (not $tls) }}--insecure {{ end -}}
 {{- end }}
 
 {{/* Name of the state's PersistentVolumeClaim. */}}

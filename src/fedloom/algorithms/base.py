@@ -24,7 +24,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
-from fedloom.plugins import entries, load
+from fedloom.plugins import entries, load_plugin
 
 Statistics: TypeAlias = dict[str, float]
 """Statistics of a round: always ``client_steps`` (local SGD steps of all clients), ``loss`` and others if known."""
@@ -469,7 +469,7 @@ def find_algorithm(name: str) -> Algorithm:
     """
     for point in entries("fedloom.algorithms"):
         if point.name == name:
-            return load(point, Algorithm)  # type: ignore[type-abstract]
+            return load_plugin(point, Algorithm)  # type: ignore[type-abstract]
     known = available()
     raise ExperimentError(
         f"algorithm.name: there is no method {name!r}; choose one of {', '.join(known)}",

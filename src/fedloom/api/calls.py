@@ -1,15 +1,18 @@
-"""Functions of the API: ``fedloom.run``, ``sweep``, ``load``, ``compare`` and ``fetch``."""
+"""Functions of the API: ``fedloom.run``, ``sweep``, ``load``, ``compare``, ``personalize`` and ``fetch``."""
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fedloom.api.run import Comparison, Run, Sweep
 from fedloom.errors import ExperimentError
+from fedloom.runner.personalization import PersonalizationRequest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +20,12 @@ if TYPE_CHECKING:
     from fedloom.experiment import Experiment, Point
     from fedloom.runner.observer import RunObserver
     from fedloom.runner.options import RunOptions
+    from fedloom.runner.personal_model import PersonalModel
     from fedloom.runner.sweep import SweepObserver
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Request = TypeVar("Request")
 
 
 def run(
@@ -157,19 +165,19 @@ def sweep(
     """
     from fedloom import experiment as experiments
     from fedloom.errors import ExperimentError
-    from fedloom.experiment.loading import plain
+    from fedloom.experiment.loading import plain_value
 
     axes = []
     for key, values in (grid or {}).items():
         if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-            raise ExperimentError(f"grid[{key!r}]: found {values!r}; allowed: a list of values")
-        found = ",".join(experiments.as_yaml(plain(value, f"grid[{key!r}]")) for value in values)
+            raise ExperimentError(f"grid[{key!r}] must be a list of values (got {values!r}).", key="grid")
+        found = ",".join(experiments.as_yaml(plain_value(value, f"grid[{key!r}]")) for value in values)
         axes.append(f"{key.replace('__', '.')}={found}")
     if not isinstance(seeds, str | Iterable | None):
-        raise ExperimentError(f"seeds: found {seeds!r}; allowed: [1, 2, 3], or '1-3'")
+        raise ExperimentError(f"seeds must be numbers, such as [1, 2, 3] or '1-3' (got {seeds!r}).", key="seeds")
     asked = seeds if seeds is None or isinstance(seeds, str) else ",".join(map(str, seeds))
     if asked is None and not axes:
-        raise ExperimentError("sweep: found neither grid nor seeds; allowed: one of them, or both")
+        raise ExperimentError("A sweep needs grid or seeds, or both.", key="grid")
     options = _options(out, resume, partition, packed, observe, publish, report, track, None)
     begun = experiments.begun_in(options.out) if resume else None
     e = experiments.of(experiment, begun=begun, **with_module(overrides))
@@ -247,8 +255,97 @@ def compare(
     for one in [runs] if isinstance(runs, Run | Sweep | str | Path) else runs:
         folders += [one] if isinstance(one, str | Path) else [one.folder]
     if not folders:
-        raise ExperimentError("runs: found none; allowed: runs, sweeps, or folders of them")
+        raise ExperimentError("Give runs, sweeps, or folders that hold them; there are none.", key="runs")
     return Comparison(folders, against)
+
+
+def _taking(request: Callable[P, Request]) -> Callable[[Callable[[Request], R]], Callable[P, R]]:
+    """Make a function of a request take the parameters of the request's class, which declares them."""
+
+    def decorate(function: Callable[[Request], R]) -> Callable[P, R]:
+        signature = inspect.signature(request)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            signature.bind(*args, **kwargs)  # raises TypeError
+            return function(request(*args, **kwargs))
+
+        returned = inspect.signature(function).return_annotation
+        call.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+@_taking(PersonalizationRequest)
+def personalize(request: PersonalizationRequest) -> PersonalModel:
+    """Get a model for a client that took no part in a run, from the run's server or folder (docs/serving.md).
+
+    Parameters
+    ----------
+    where
+        Address ``HOST:PORT`` of `fedloom serve` or of an aggregator, a run's folder, or the URL of a published run.
+    x, y
+        Raw examples ``[n, *input_shape]`` and labels ``[n]``: pixels from 0 to 255, features and tokens unchanged.
+        Labels are names of the run's classes, or class positions from 0 (integers are names where the classes are
+        integers). Omit ``y`` where the method needs no labels.
+    data
+        Folder made by `fedloom data pack`, instead of ``x`` and ``y``.
+    client
+        Client id, which seeds the random numbers: the same data and id give the same model.
+    checkpoint
+        ``last``, a round, or, from a run, ``best``.
+    predictor
+        ``personal``, or another predictor of the method.
+    precision
+        ``float32``, or ``bfloat16``, which is rounded and half as large.
+    epsilon, delta, clip
+        (ε, δ)-differential privacy of what is disclosed of the data, with each example's embedding clipped to
+        norm C (docs/serving.md). Without ``epsilon``, the run's training setting applies.
+    ledger, budget
+        File that records the privacy spent, and the largest total ε allowed. A request that would exceed
+        the budget is refused before anything is disclosed.
+    timeout_s
+        Seconds to wait for a server's answer; a busy server is retried until then.
+    credentials, token, insecure
+        Credentials for a server: a folder with those of ``ca.crt``, ``tls.crt``, ``tls.key`` and ``token`` that it
+        requires; a token instead of the folder's; and whether a token may be sent in plaintext. What is not given
+        comes from the environment (docs/security.md).
+
+    Returns
+    -------
+    PersonalModel
+        PyTorch module: raw inputs in, probabilities out.
+
+    Raises
+    ------
+    DataError
+        If the data do not match the run's kind, or the run or round does not exist.
+    ExperimentError
+        If an argument is not allowed.
+    RefusedError
+        If the server refuses the credentials.
+    QuorumError
+        If no model arrives in time.
+
+    Examples
+    --------
+    ::
+
+        model = fedloom.personalize("models.example.org:7733", x, y, credentials="hospital-c")
+        model(x).argmax(1)
+    """
+    from fedloom.runner.personal import request_model
+
+    return request_model(request)
+
+
+@_taking(PersonalizationRequest)
+async def personalize_async(request: PersonalizationRequest) -> PersonalModel:
+    """Get a model as :func:`personalize` does, as a coroutine."""
+    from fedloom.runner.personal import request_model_async
+
+    return await request_model_async(request)
 
 
 def fetch(name: str, root: str | Path | None = None) -> Path:

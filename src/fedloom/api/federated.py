@@ -80,7 +80,7 @@ class Federated:
         ------
         DataError
             If arrays differ in length, shape or kind, a label is unknown, or a number is not finite; names the client,
-            the array, what was found and what is allowed.
+            the array, and what it must be.
         """
         if not isinstance(clients, Mapping) or not clients:
             found = "empty" if not clients else f"a {type(clients).__name__}"
@@ -219,12 +219,12 @@ class Federated:
         from pydantic import ValidationError
 
         from fedloom.data.local import tell_notes
-        from fedloom.experiment.loading import plain
+        from fedloom.experiment.loading import plain_value
         from fedloom.experiment.sections import Data
         from fedloom.experiment.validation_errors import explain, listing
         from fedloom.runner.assemble import make_data
 
-        section = plain(self.section, "data")
+        section = plain_value(self.section, "data")
         try:
             data = Data.model_validate(section)
         except ValidationError as error:

@@ -23,7 +23,7 @@ INSTEAD = (
 
 
 @app.command("ca")
-def ca(
+def _ca(
     out: Annotated[Path, typer.Option(help="Folder for ca.crt and ca.key.", metavar="DIR")] = Path("certificates"),
     days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650.")] = 365,
 ) -> None:
@@ -35,7 +35,7 @@ def ca(
 
 
 @app.command("new")
-def new(
+def _new(
     name: Annotated[str, typer.Argument(help="Name of the member or server.", metavar="NAME")],
     ca: Annotated[Path, typer.Option(help="Folder of the CA.", metavar="DIR")] = Path("certificates"),
     out: Annotated[

@@ -26,7 +26,7 @@ UNITS = {"m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
 @app.command("submit")
-def submit(
+def _submit(
     experiment: Annotated[str, typer.Argument(help="The experiment file; `storage` is s3://...", metavar="EXPERIMENT")],
     cluster: Annotated[
         Path, typer.Option(help="YAML file: image, Secret and the other settings (docs/cluster.md).", metavar="FILE")
@@ -41,21 +41,17 @@ def submit(
         str | None, typer.Option(help="Distinguishes runs of one experiment; by default its name and a digest.")
     ] = None,
     namespace: Namespace = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Show progress, wait for the end, and fetch the run; needs --out.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="With --wait: becomes the run's folder.", metavar="DIR")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Show progress, wait for the end, and fetch the run to this new folder.", metavar="DIR"),
+    ] = None,
 ) -> None:
     """Start a federation. If it exists already, with the same experiment and run id, attach to it."""
     from fedloom import experiment as experiments
     from fedloom.cluster import federate
     from fedloom.cluster.settings import ClusterSettings, TaskConfig
-    from fedloom.errors import ExperimentError
     from fedloom.runner import assemble
 
-    if wait is (out is None):
-        found = "--wait without --out" if wait else "--out without --wait"
-        raise ExperimentError(f"found {found}; allowed: both, or neither")
     settings = ClusterSettings.from_file(cluster)
     if namespace is not None:
         settings = settings.model_copy(update={"namespace": namespace})
@@ -72,13 +68,11 @@ def submit(
         return
     started = federate.submit_federation(e, dataset.folder, cluster=settings, run_id=run_id, say=say)
     typer.echo(f"{started.name}: run id {run_id}, run {started.run}")
-    typer.echo(
-        f"see: fedloom cluster status|logs|stop {started.name}; the same with --wait --out DIR fetches it", err=True
-    )
+    typer.echo(f"see: fedloom cluster status|logs|stop {started.name}; the same with --out DIR fetches it", err=True)
 
 
 @app.command("status")
-def status(
+def _status(
     name: Annotated[str | None, typer.Argument(help="Only this federation: fl-..., or its run id.")] = None,
     namespace: Namespace = None,
 ) -> None:
@@ -89,13 +83,13 @@ def status(
     api = Api(namespace)
     found = [federations.find_federation(api, name)] if name is not None else federations.federations(api)
     for one in found:
-        typer.echo(described(one, federations.federation_progress(api, one)))
+        typer.echo(_described(one, federations.federation_progress(api, one)))
     if not found:
         typer.echo(f"no federation in namespace {api.namespace}", err=True)
 
 
 @app.command("logs")
-def logs(
+def _logs(
     name: Name,
     worker: Annotated[
         int | None, typer.Option(help="Show the log of this worker, by its index.", min=0, metavar="N")
@@ -115,7 +109,7 @@ def logs(
 
 
 @app.command("stop")
-def stop(name: Name, namespace: Namespace = None) -> None:
+def _stop(name: Name, namespace: Namespace = None) -> None:
     """Stop a federation. Published results remain, and submitting it again continues from them."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
@@ -128,7 +122,7 @@ def stop(name: Name, namespace: Namespace = None) -> None:
 
 
 @app.command("clean")
-def clean(
+def _clean(
     storage: Annotated[str, typer.Argument(help="As `storage` in experiments: s3://BUCKET/PREFIX.", metavar="STORAGE")],
     keep: Annotated[int | None, typer.Option(help="Keep this many finished runs, the latest.", min=0)] = None,
     older_than: Annotated[
@@ -152,7 +146,7 @@ def clean(
     from fedloom.storage import open_store
 
     if keep is None and older_than is None:
-        raise ExperimentError("found neither --keep nor --older-than; allowed: one or both")
+        raise ExperimentError("Give --keep or --older-than, or both.", key="keep")
     store = open_store(storage)
     store.check(writing=not dry_run)
     age, done = seconds(older_than), "would remove" if dry_run else "removed"
@@ -183,7 +177,7 @@ def _when(modified: float) -> str:
     return datetime.fromtimestamp(modified, UTC).strftime("%Y-%m-%d %H:%M")
 
 
-def described(status: Status, progress: Activity | None) -> str:
+def _described(status: Status, progress: Activity | None) -> str:
     """Return the status of a federation in two or three lines."""
     from fedloom.cluster.progress_client import rounds_of
 
@@ -213,5 +207,7 @@ def seconds(text: str | None) -> float | None:
         return None
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([mhd])", text)
     if found is None:
-        raise ExperimentError(f"--older-than: found {text}; allowed: a number and m, h or d, such as 30d")
+        raise ExperimentError(
+            f"--older-than must be a number with m, h or d, such as 30d (got {text}).", key="older_than", found=text
+        )
     return float(found[1]) * UNITS[found[2]]

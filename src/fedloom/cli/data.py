@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ROOT = typer.Option(help="Folder for data; by default $FEDLOOM_DATA, else ~/.cache/fedloom.")
 
 
-def fetch(
+def fetch_command(
     name: Annotated[str, typer.Argument(help="The data set, such as fashion-mnist.")],
     root: Annotated[Path | None, ROOT] = None,
     copy_from: Annotated[
@@ -60,7 +60,7 @@ def description(source: Dataset, official: RawDataset) -> str:
     return f"{source.title}: {examples}, {classes}; {whose}\nlicence: {source.licence}"
 
 
-def list_(
+def list_command(
     root: Annotated[Path | None, ROOT] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each data set.")] = False,
 ) -> None:
@@ -121,7 +121,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def partition(
+def partition_command(
     experiment: Annotated[str, typer.Argument(help="The experiment file, or its URL.")],
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
@@ -156,11 +156,12 @@ def partition(
     if store is not None:
         store.check()
     elif out is not None and Path(out).exists():
-        raise ExperimentError(f"--out: found {out}, which exists; allowed: a new folder")
+        raise ExperimentError(f"--out must be a new folder, and {out} exists.", key="out", found=out)
     data = settings.data
     if isinstance(data, experiments.OwnData):
         raise ExperimentError(
-            f"data.own: found in {experiment}, whose clients bring data of their own; allowed: dataset and partition",
+            f"{experiment} has data.own: its clients bring data of their own, and there is nothing to partition.",
+            key="data.own",
             hint="pack a client's data: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
         )
     if fetch and data.source is None:

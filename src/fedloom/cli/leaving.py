@@ -21,10 +21,10 @@ def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
     from fedloom.algorithms.base import available, find_algorithm
     from fedloom.data.own import OwnClients
     from fedloom.errors import ExperimentError
-    from fedloom.runner.leaving import announcements, answers, is_measured, measures, moments, of_experiment
+    from fedloom.runner.leaving import announcements, answers, is_measured, measures, moment_tensors, of_experiment
 
     if not (options.data or options.observe):
-        raise ExperimentError("--dry-run: found without --data or --observe; allowed: with one of them")
+        raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")
     clients = OwnClients.open(options.data, options.observe)
     e = None if experiment is None else experiments.load(experiment)
     if e is not None:
@@ -33,7 +33,7 @@ def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
     for told in announcements(clients, class_counts=options.class_counts):
         typer.echo(f"  {json.dumps(told)}")
     if is_measured(e, clients):
-        _show("\nOnce, where normalization is measured, of clients that train", moments())
+        _show("\nOnce, where normalization is measured, of clients that train", moment_tensors())
     if e is None:
         classes = len(next(iter(clients.cards.values())).classes)
         for name in available():

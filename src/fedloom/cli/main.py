@@ -54,24 +54,24 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command("run")(run.run)
-app.command("aggregator")(run.aggregator)
+app.command("run")(run.run_command)
+app.command("aggregator")(run.aggregator_command)
 app.command("worker")(worker.worker)
-app.command("serve")(serve.serve)
-app.command("personalize")(use.personalize)
-app.command("evaluate")(use.evaluate)
-app.command("status")(status.status)
-app.command("clients")(status.clients)
+app.command("serve")(serve.serve_command)
+app.command("personalize")(use.personalize_command)
+app.command("evaluate")(use.evaluate_command)
+app.command("status")(status.status_command)
+app.command("clients")(status.clients_command)
 app.command("runs")(runs.runs)
-app.command("report")(use.report)
-app.command("compare")(use.compare)
-app.command("partition")(data.partition)
+app.command("report")(use.report_command)
+app.command("compare")(use.compare_command)
+app.command("partition")(data.partition_command)
 app.command("schema")(schema.schema)
 
 data_app = typer.Typer(help="Data sets, and clients' own data.", no_args_is_help=True, rich_markup_mode=None)
-data_app.command("fetch")(data.fetch)
-data_app.command("list")(data.list_)
-data_app.command("pack")(pack.pack)
+data_app.command("fetch")(data.fetch_command)
+data_app.command("list")(data.list_command)
+data_app.command("pack")(pack.pack_command)
 app.add_typer(data_app, name="data")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(pipeline.app, name="pipeline")
@@ -124,11 +124,11 @@ def options(
     logging.basicConfig(handlers=[shown])
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
     if tracing and context.invoked_subcommand in TRACED:
-        from fedloom.tracing import start, stop
+        from fedloom.tracing import start_tracing, stop_tracing
 
         os.environ["FEDLOOM_TRACING"] = "1"  # for the workers that we start
-        start(f"fedloom-{context.invoked_subcommand}")
-        context.call_on_close(stop)
+        start_tracing(f"fedloom-{context.invoked_subcommand}")
+        context.call_on_close(stop_tracing)
 
 
 def main() -> NoReturn:

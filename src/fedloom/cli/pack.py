@@ -10,7 +10,7 @@ import typer
 from fedloom.api.progress import show_progress
 
 
-def pack(
+def pack_command(
     source: Annotated[
         Path,
         typer.Argument(
@@ -52,10 +52,13 @@ def pack(
 
         data = experiments.load(experiment, set_ or ()).data
         if not isinstance(data, OwnData):
-            raise ExperimentError(f"--experiment: found {experiment} without data.own; allowed: one with it")
+            raise ExperimentError(
+                f"--experiment must have data.own, which says what a client brings; {experiment} has none.",
+                key="experiment",
+            )
         own = data.own
     elif set_:
-        raise ExperimentError("--set: found without --experiment; allowed: with it")
+        raise ExperimentError("--set needs --experiment.", key="set")
     request = Request(own, not unlabelled, label, split, resize)
     with show_progress() as tell:
         packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), tell)

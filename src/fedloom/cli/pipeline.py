@@ -47,25 +47,19 @@ Source = Annotated[
     str | None,
     typer.Option(help="Read the data set's files from this folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
 ]
-Host = Annotated[
-    str | None,
-    typer.Option(help="URL of Kubeflow Pipelines.", envvar="KF_PIPELINES_ENDPOINT", metavar="URL"),
-]
-Token = Annotated[
+KubeflowOption = Annotated[
     str | None,
     typer.Option(
-        help="Bearer token, or @FILE, which is read again when needed.",
-        envvar="FEDLOOM_KUBEFLOW_TOKEN",
-        metavar="TOKEN",
+        "--kubeflow",
+        help="URL of Kubeflow Pipelines; in-cluster, in a pod; or a YAML file with host, token, namespace and other "
+        "settings (docs/kubeflow.md). By default $KF_PIPELINES_ENDPOINT.",
+        metavar="URL|FILE|in-cluster",
     ),
 ]
-InCluster = Annotated[bool, typer.Option("--in-cluster", help="Use the token that Kubeflow gave this pod.")]
-CaFile = Annotated[Path | None, typer.Option(help="Certificates to trust.", envvar="SSL_CERT_FILE", metavar="FILE")]
-Namespace = Annotated[str | None, typer.Option(help="Your profile's namespace, if Kubeflow has several users.")]
 
 
 @app.command("compile")
-def compile_(
+def _compile(
     name: Annotated[str | None, typer.Argument(help="The pipeline; by default all.", metavar="[NAME]")] = None,
     out: Annotated[Path, typer.Option(help="Folder for NAME.yaml.", metavar="DIR")] = Path(),
     image: Annotated[str | None, typer.Option(help="Image of the components, with tag or digest.")] = None,
@@ -83,7 +77,7 @@ def compile_(
 
 
 @app.command("local")
-def local(
+def _local(
     name: Name,
     experiment: ExperimentFile,
     out: Annotated[Path, typer.Option(help="New folder for what the tasks produce.", metavar="DIR")],
@@ -111,7 +105,7 @@ def local(
 
 
 @app.command("submit")
-def submit(
+def _submit(
     name: Name,
     experiment: ExperimentFile,
     set_: Set = None,
@@ -127,85 +121,66 @@ def submit(
     cluster: Annotated[
         Path | None, typer.Option(help="YAML file: settings of the client pods (docs/cluster.md).", metavar="FILE")
     ] = None,
-    storage_secret: Annotated[str | None, typer.Option(help="Secret with the credentials of `storage`.")] = None,
-    serve_secret: Annotated[
-        str | None, typer.Option(help="Secret with what --serve is asked with: ca.crt; tls.crt and tls.key, or token.")
-    ] = None,
-    image: Annotated[str | None, typer.Option(help="Image of the components, with tag or digest.")] = None,
-    host: Host = None,
-    token: Token = None,
-    in_cluster: InCluster = False,
-    ca_file: CaFile = None,
-    namespace: Namespace = None,
-    experiment_name: Annotated[
-        str, typer.Option(help="Kubeflow experiment that shows the run; made if it does not exist.")
-    ] = "fedloom",
-    service_account: Annotated[str | None, typer.Option(help="Service account of the run's pods.")] = None,
-    pipeline_root: Annotated[str | None, typer.Option(help="Where the run's artifacts go.", metavar="URL")] = None,
+    kubeflow: KubeflowOption = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code tells the outcome.")] = False,
     terminate_on_interrupt: Annotated[
         bool, typer.Option("--terminate-on-interrupt", help="Ctrl-C while waiting also stops the run.")
     ] = False,
 ) -> None:
     """Run a pipeline on Kubeflow. It is uploaded and started, and its link is printed."""
-    from fedloom.errors import ExperimentError
     from fedloom.kubeflow import compiling, submit
+    from fedloom.kubeflow.settings import KubeflowSettings
 
+    settings = KubeflowSettings.of(kubeflow)
     known = compiling.check_name(name)
     arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
-    arguments |= _where(known, backend, cluster, storage_secret)
-    if serve_secret is not None:
-        if serve is None:
-            raise ExperimentError(f"--serve-secret: found {serve_secret} without --serve; allowed: with it")
-        arguments["serve_secret"] = serve_secret
-    if image is not None:
-        compiling.use_image(image)
+    arguments |= _where(known, backend, cluster, settings.storage_secret)
+    if serve is not None and settings.serve_secret is not None:
+        arguments["serve_secret"] = settings.serve_secret
+    if settings.image is not None:
+        compiling.use_image(settings.image)
     run_name = _checked(known, arguments)
-    kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
-    order = submit.Order(known, arguments, run_name, experiment_name, service_account, pipeline_root)
+    api = settings.connect()
+    order = submit.Order(
+        known, arguments, run_name, settings.experiment, settings.service_account, settings.pipeline_root
+    )
     with _terminable():
-        started = submit.submit_pipeline(kubeflow, order, lambda line: typer.echo(line, err=True))
+        started = submit.submit_pipeline(api, order, lambda line: typer.echo(line, err=True))
         typer.echo(f"run {started.run}: {started.link}")
         if wait:
-            _await(kubeflow, started, terminate=terminate_on_interrupt)
+            _await(api, started, terminate=terminate_on_interrupt)
 
 
 @app.command("wait")
-def wait(
+def _wait(
     run: Annotated[str, typer.Argument(help="Id of the run.", metavar="RUN")],
-    host: Host = None,
-    token: Token = None,
-    in_cluster: InCluster = False,
-    ca_file: CaFile = None,
-    namespace: Namespace = None,
+    kubeflow: KubeflowOption = None,
 ) -> None:
     """Wait for a run on Kubeflow; the exit code tells its outcome."""
+    from fedloom.kubeflow.settings import KubeflowSettings
     from fedloom.kubeflow.submit import Started
 
-    kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
-    kubeflow.check()
+    api = KubeflowSettings.of(kubeflow).connect()
+    api.check()
     with _terminable():
-        _await(kubeflow, Started(run, kubeflow.link(run)), terminate=False)
+        _await(api, Started(run, api.link(run)), terminate=False)
 
 
 @app.command("stop")
-def stop(
+def _stop(
     run: Annotated[str, typer.Argument(help="Id of the run.", metavar="RUN")],
-    host: Host = None,
-    token: Token = None,
-    in_cluster: InCluster = False,
-    ca_file: CaFile = None,
-    namespace: Namespace = None,
+    kubeflow: KubeflowOption = None,
 ) -> None:
     """Stop a run on Kubeflow, its federations and their pods."""
     from fedloom.kubeflow import submit
+    from fedloom.kubeflow.settings import KubeflowSettings
 
-    kubeflow = _kubeflow(host, token, in_cluster, ca_file, namespace)
-    kubeflow.check()
-    if submit.stop_run(kubeflow, run):
-        typer.echo(f"stopping {kubeflow.link(run)}")
+    api = KubeflowSettings.of(kubeflow).connect()
+    api.check()
+    if submit.stop_run(api, run):
+        typer.echo(f"stopping {api.link(run)}")
     else:
-        typer.echo(f"has ended already: {kubeflow.link(run)}")
+        typer.echo(f"has ended already: {api.link(run)}")
 
 
 def _arguments(
@@ -242,13 +217,20 @@ def _arguments(
     }
     for option, (owner, value) in of_one.items():
         if value is not None and name != owner:
-            raise ExperimentError(f"{option}: found with {name}; allowed: with {owner}")
+            raise ExperimentError(f"{option} is for {owner} (got {name}).", key=option[2:])
     if checkpoint is not None and name == "compare_methods":
-        raise ExperimentError(f"--checkpoint: found with {name}; allowed: with personalized_federation, unseen_clients")
+        raise ExperimentError(
+            f"--checkpoint is for personalized_federation and unseen_clients (got {name}).", key="checkpoint"
+        )
     if name == "unseen_clients" and model is None:
-        raise ExperimentError("--model: found none; allowed: a run's folder or the URI of a model artifact")
+        raise ExperimentError(
+            "unseen_clients needs --model: a run's folder, or the URI of a model artifact.", key="model"
+        )
     if serve is not None and checkpoint not in (None, "last"):
-        raise ExperimentError(f"--checkpoint: found {checkpoint} with --serve; allowed: last, what the server has")
+        raise ExperimentError(
+            f"--checkpoint must be last with --serve: the server chooses the round (got {checkpoint}).",
+            key="checkpoint",
+        )
     of_pipeline = {"model": model, "checkpoint": checkpoint, "serve": serve, "source": source}
     given = {"methods": methods, "seeds": seeds, **of_pipeline}
     given = {key: value for key, value in given.items() if value is not None}
@@ -267,9 +249,16 @@ def _where(name: str, backend: str | None, cluster: Path | None, storage_secret:
     from fedloom.errors import ExperimentError
 
     if name == "unseen_clients" and (backend is not None or cluster is not None):
-        raise ExperimentError("--backend, --cluster: found with unseen_clients; allowed: where something is trained")
+        raise ExperimentError(
+            "--backend and --cluster are for pipelines that train; unseen_clients does not.", key="backend"
+        )
     if backend not in (None, "kubernetes", "local"):
-        raise ExperimentError(f"--backend: found {backend!r}; allowed: kubernetes, local")
+        raise ExperimentError(
+            f"--backend must be kubernetes or local (got {backend!r}).",
+            key="backend",
+            found=backend,
+            allowed=["kubernetes", "local"],
+        )
     given: dict[str, Any] = {"backend": backend, "storage_secret": storage_secret}
     if cluster is not None:
         given["cluster"] = ClusterSettings.from_file(cluster).model_dump_json(exclude_unset=True)
@@ -301,14 +290,6 @@ def _checked(name: str, arguments: dict[str, Any]) -> str:
         for text in experiments:
             check_cluster_settings(loads(text), settings, TaskConfig())
     return loads(planned.experiment).name
-
-
-def _kubeflow(
-    host: str | None, token: str | None, in_cluster: bool, ca_file: Path | None, namespace: str | None
-) -> Kubeflow:
-    from fedloom.kubeflow.api import Kubeflow, access
-
-    return Kubeflow(access(host, token, in_cluster=in_cluster, ca_file=ca_file), namespace)
 
 
 def _await(kubeflow: Kubeflow, started: Any, *, terminate: bool) -> None:

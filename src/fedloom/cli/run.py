@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli import trusted
+from fedloom.cli.credentials import AuditLog, Health, InsecureServer, Metrics, ServerCredentials
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
@@ -76,7 +76,7 @@ Track = Annotated[
 ]
 
 
-def run(
+def run_command(
     experiment: ExperimentFile,
     set_: Set = None,
     out: Out = None,
@@ -102,10 +102,10 @@ def run(
             help="With --seeds or --grid: runs side by side, each with its share of the cores.", min=1, metavar="N"
         ),
     ] = 1,
-    until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
 ) -> None:
     """Run an experiment on this machine. With --seeds or --grid, run every combination and compare."""
     from fedloom import experiment as experiments
+    from fedloom import processes
     from fedloom.errors import ExperimentError
     from fedloom.runner.options import RunOptions
 
@@ -122,17 +122,17 @@ def run(
         report=report,
         track=tuple(track or ()),
     )
-    if until_eof:
+    if processes.ends_with_parent():
         from fedloom.cli.eof import terminate_at_eof
 
         terminate_at_eof()
     if seeds is None and not grid:
         if parallel > 1:
-            raise ExperimentError("--parallel: found without --seeds or --grid; allowed: with one of them")
+            raise ExperimentError("--parallel needs --seeds or --grid.", key="parallel")
         _run(experiments.load(experiment, overrides, begun=out if resume else None), options)
         return
     if replay is not None:
-        raise ExperimentError("--replay: found with --seeds or --grid; allowed: with a single run")
+        raise ExperimentError("--replay cannot be combined with --seeds or --grid.", key="replay")
     begun = experiments.begun_in(out) if resume else None
     points = experiments.points(experiment, overrides, seeds, grid or (), begun=begun)
     from fedloom.api.watch import SweepWatch
@@ -143,7 +143,7 @@ def run(
     run_sweep(points, folder, options, SweepWatch(choosing=bool(grid)), parallel=parallel, ended=show_sweep)
 
 
-def aggregator(
+def aggregator_command(
     experiment: ExperimentFile,
     listen: Annotated[str, typer.Option(help="Address to serve on.", metavar="HOST:PORT")] = "127.0.0.1:7733",
     set_: Set = None,
@@ -166,36 +166,23 @@ def aggregator(
     finished_grace: Annotated[
         float, typer.Option(help="Seconds to wait at the end until watchers have heard of it.", min=0, metavar="S")
     ] = 5.0,
-    health: Annotated[
-        str | None,
-        typer.Option(
-            help="Serve health checks on this address too, and nothing else, in plaintext, for probes.",
-            metavar="HOST:PORT",
-        ),
-    ] = None,
-    metrics: Annotated[
-        str | None,
-        typer.Option(help="Serve metrics for Prometheus on this address (docs/metrics.md).", metavar="HOST:PORT"),
-    ] = None,
+    health: Health = None,
+    metrics: Metrics = None,
     stay: Annotated[
         bool, typer.Option("--stay", help="When the run is over, keep answering watchers until SIGTERM.")
     ] = False,
-    tls_certificate: trusted.Certificate = None,
-    tls_key: trusted.Key = None,
-    tls_ca: trusted.CaOfPeers = None,
-    tokens: trusted.Tokens = None,
-    identities: trusted.Identities = None,
-    audit: trusted.AuditLog = None,
-    insecure: trusted.InsecureServer = False,
+    credentials: ServerCredentials = None,
+    audit: AuditLog = None,
+    insecure: InsecureServer = False,
 ) -> None:
     """Run rounds with workers that connect. Start them with `fedloom worker`."""
     from fedloom import experiment as experiments
     from fedloom.runner.options import RunOptions
     from fedloom.transport.address import split_address
-    from fedloom.trust.options import Protection, ServerOptions, token_of
+    from fedloom.trust.options import Protection, ServerOptions
 
     host, _ = split_address(listen, what="--listen", lowest=0)
-    protection = ServerOptions(tls_certificate, tls_key, tls_ca, tokens, identities, token_of(), insecure)
+    protection = ServerOptions.of(credentials, insecure=insecure)
     Protection(protection).check(host)  # before anything is read or created
     options = RunOptions(
         out,

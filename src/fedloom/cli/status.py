@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli import trusted
+from fedloom.cli.credentials import ClientCredentials, InsecureClient
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from fedloom.federation.activity import Activity, ConnectedWorker, RosterClient
+    from fedloom.federation.activity import Activity, RosterClient
     from fedloom.transport.control import ControlClient
 
 EVERY_S = 1.0
@@ -47,7 +47,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True)
-class Source:
+class _Source:
     """Source of a federation's status: its activity, the clients of its roster, and the polling interval in seconds."""
 
     activity: Callable[[], Activity]
@@ -55,7 +55,7 @@ class Source:
     every_s: float = EVERY_S
 
 
-def status(
+def status_command(
     where: Where = None,
     as_json: Json = False,
     follow: Annotated[
@@ -64,15 +64,12 @@ def status(
             "--follow/--once", help="Keep showing until the run is over, or show once; by default follow on a terminal."
         ),
     ] = None,
-    tls_ca: trusted.CaOfAggregator = None,
-    tls_certificate: trusted.Certificate = None,
-    tls_key: trusted.Key = None,
-    token_file: trusted.TokenFile = None,
-    insecure: trusted.InsecureClient = False,
+    credentials: ClientCredentials = None,
+    insecure: InsecureClient = False,
 ) -> None:
     """Show the status of a federation. Asks its aggregator, or reads a run's files, even if no process runs."""
     follow = sys.stdout.isatty() and not as_json if follow is None else follow
-    with _source(where, tls_ca, tls_certificate, tls_key, token_file, insecure) as source:
+    with _open_source(where, credentials, insecure) as source:
         now = source.activity()
         if not follow:
             _show(now, as_json=as_json)
@@ -82,23 +79,21 @@ def status(
             _follow_lines(source, now, as_json=as_json)
 
 
-def clients(
+def clients_command(
     where: Where = None,
     as_json: Json = False,
-    tls_ca: trusted.CaOfAggregator = None,
-    tls_certificate: trusted.Certificate = None,
-    tls_key: trusted.Key = None,
-    token_file: trusted.TokenFile = None,
-    insecure: trusted.InsecureClient = False,
+    credentials: ClientCredentials = None,
+    insecure: InsecureClient = False,
 ) -> None:
     """List the clients of a federation's roster."""
     import json
     from dataclasses import asdict
 
+    from fedloom.cli.status_text import client_table
     from fedloom.cli.tables import print_table
-    from fedloom.words import pluralize, printable
+    from fedloom.words import pluralize
 
-    with _source(where, tls_ca, tls_certificate, tls_key, token_file, insecure) as source:
+    with _open_source(where, credentials, insecure) as source:
         found = source.clients()
     if as_json:
         typer.echo(json.dumps([asdict(client) for client in found], indent=2))
@@ -106,28 +101,8 @@ def clients(
     if not found:
         typer.echo("no clients in the roster")
         return
-    now = time.time()
-    rows = [
-        (
-            client.id,
-            "observes" if client.observes else "trains",
-            {True: "connected", False: "absent", None: ""}[client.connected],
-            printable(client.worker or ""),
-            printable(client.identity or ""),
-            "" if client.examples is None else f"{client.examples:,}",
-            "" if client.last_round is None else str(client.last_round),
-            "" if client.awaited_since is None else _duration(now - client.awaited_since),
-        )
-        for client in found
-    ]
-    headings = ("client", "role", "state", "worker", "identity", "examples", "last round", "awaited for")
-    kept = [i for i in range(len(headings)) if i < 2 or any(row[i] for row in rows)]
-    print_table(
-        pluralize(len(rows), "client"),
-        [headings[i] for i in kept],
-        [[row[i] for i in kept] for row in rows],
-        texts=[n for n, i in enumerate(kept) if i < 5],
-    )
+    headings, rows, texts = client_table(found)
+    print_table(pluralize(len(rows), "client"), headings, rows, texts=texts)
 
 
 federation = typer.Typer(
@@ -136,50 +111,41 @@ federation = typer.Typer(
 
 
 @federation.command("pause")
-def pause(
+def _pause(
     address: Address,
-    tls_ca: trusted.CaOfAggregator = None,
-    tls_certificate: trusted.Certificate = None,
-    tls_key: trusted.Key = None,
-    token_file: trusted.TokenFile = None,
-    insecure: trusted.InsecureClient = False,
+    credentials: ClientCredentials = None,
+    insecure: InsecureClient = False,
 ) -> None:
     """Pause after the current round, until `resume`. A restarted aggregator stays paused."""
-    with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
+    with _dialled(address, credentials, insecure) as asked:
         changed, now = asked.pause()
     what = "pauses" if changed else "was to pause before:"
     _say(f"{now.run} {what} after round {now.doing if now.doing is not None else now.round}")
 
 
 @federation.command("resume")
-def resume(
+def _resume(
     address: Address,
-    tls_ca: trusted.CaOfAggregator = None,
-    tls_certificate: trusted.Certificate = None,
-    tls_key: trusted.Key = None,
-    token_file: trusted.TokenFile = None,
-    insecure: trusted.InsecureClient = False,
+    credentials: ClientCredentials = None,
+    insecure: InsecureClient = False,
 ) -> None:
     """Continue a paused federation."""
-    with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
+    with _dialled(address, credentials, insecure) as asked:
         changed, now = asked.resume()
     _say(f"{now.run} goes on after round {now.round}" if changed else f"{now.run} was not paused")
 
 
 @federation.command("stop")
-def stop(
+def _stop(
     address: Address,
     now: Annotated[
         bool, typer.Option("--now", help="Do not wait for the current round; it runs again on --resume.")
     ] = False,
-    tls_ca: trusted.CaOfAggregator = None,
-    tls_certificate: trusted.Certificate = None,
-    tls_key: trusted.Key = None,
-    token_file: trusted.TokenFile = None,
-    insecure: trusted.InsecureClient = False,
+    credentials: ClientCredentials = None,
+    insecure: InsecureClient = False,
 ) -> None:
     """Stop after the current round. To continue later, start the aggregator with `--resume`."""
-    with _dialled(address, tls_ca, tls_certificate, tls_key, token_file, insecure) as asked:
+    with _dialled(address, credentials, insecure) as asked:
         told = asked.stop(now=now)
     when = "now" if now or told.doing is None else f"after round {told.doing}"
     _say(f"{told.run} stops {when}; its aggregator goes on with --resume")
@@ -189,26 +155,16 @@ def stop(
 
 
 @contextmanager
-def _dialled(
-    address: str, ca: Path | None, certificate: Path | None, key: Path | None, token_file: Path | None, insecure: bool
-) -> Iterator[ControlClient]:
+def _dialled(address: str, credentials: Path | None, insecure: bool) -> Iterator[ControlClient]:
     from fedloom.transport.control import dialled
-    from fedloom.trust.options import ClientOptions, Credentials, token_of
+    from fedloom.trust.options import ClientOptions, Credentials
 
-    options = ClientOptions(ca, certificate, key, token_file, token_of(), insecure)
-    with dialled(address, Credentials(options)) as asked:
+    with dialled(address, Credentials(ClientOptions.of(credentials, insecure=insecure))) as asked:
         yield asked
 
 
 @contextmanager
-def _source(
-    where: str | None,
-    ca: Path | None,
-    certificate: Path | None,
-    key: Path | None,
-    token_file: Path | None,
-    insecure: bool,
-) -> Iterator[Source]:
+def _open_source(where: str | None, credentials: Path | None, insecure: bool) -> Iterator[_Source]:
     """Yield the source for an argument: a store if it is a URL, an aggregator if ``HOST:PORT``, otherwise a folder."""
     from fedloom.storage import is_url
 
@@ -219,17 +175,17 @@ def _source(
 
         open_store(where).check(writing=False)
         run = RunStatus(RunFolder.open(where, checkpoints=False))
-        yield Source(run.activity, run.clients, STORE_EVERY_S)
+        yield _Source(run.activity, run.clients, STORE_EVERY_S)
     elif where is not None and ":" in where and "/" not in where and not Path(where).exists():
-        with _dialled(where, ca, certificate, key, token_file, insecure) as asked:
-            yield Source(asked.status, lambda: list(asked.clients()))
+        with _dialled(where, credentials, insecure) as asked:
+            yield _Source(asked.status, lambda: list(asked.clients()))
     else:
         from fedloom.reporting.status import RunStatus
         from fedloom.runs.folder import RunFolder
         from fedloom.runs.listing import newest_run
 
         run = RunStatus(RunFolder.open(newest_run(Path("runs")) if where is None else where))
-        yield Source(run.activity, run.clients)
+        yield _Source(run.activity, run.clients)
 
 
 # ---- output
@@ -247,18 +203,20 @@ def _show(now: Activity, *, as_json: bool) -> None:
 
     from rich.console import Console
 
+    from fedloom.cli.status_text import status_lines
+
     if as_json:
         typer.echo(json.dumps(asdict(now), indent=2))
         return
     console = Console(highlight=False)
-    for line in _lines(now, console):
+    for line in status_lines(now, console):
         if console.is_terminal or "COLUMNS" in os.environ:
             console.print(line, overflow="fold")
         else:  # a file has no width limit
             typer.echo(line.plain)
 
 
-def _follow_lines(source: Source, now: Activity, *, as_json: bool) -> None:
+def _follow_lines(source: _Source, now: Activity, *, as_json: bool) -> None:
     """Show the status when it has changed: as one JSON object per line, or in full at ``LINES_EVERY_S`` intervals."""
     import json
     from dataclasses import asdict
@@ -285,7 +243,7 @@ def _follow_lines(source: Source, now: Activity, *, as_json: bool) -> None:
         now = next_one
 
 
-def _asked_again(source: Source, last: Activity) -> Activity | None:
+def _asked_again(source: _Source, last: Activity) -> Activity | None:
     """Ask again, retrying for a while; return None if the aggregator is gone after it was stopping.
 
     Raises
@@ -307,19 +265,20 @@ def _asked_again(source: Source, last: Activity) -> Activity | None:
             time.sleep(source.every_s)
 
 
-def _follow_live(source: Source, now: Activity) -> None:
+def _follow_live(source: _Source, now: Activity) -> None:
     """Show the status on a terminal and update it; note if lines are left out for lack of room."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
+    from fedloom.cli.status_text import duration, status_lines
     from fedloom.errors import AbandonedError
 
     console = Console(highlight=False)
     lost_at: float | None = None
 
     def shown(note: str = "") -> Group:
-        lines = [*_lines(now, console), *([Text(note, "bold")] if note else [])]
+        lines = [*status_lines(now, console), *([Text(note, "bold")] if note else [])]
         return Group(*_fitting(lines, console))
 
     try:
@@ -335,7 +294,7 @@ def _follow_live(source: Source, now: Activity) -> None:
                     lost_at = lost_at or time.monotonic()
                     if time.monotonic() - lost_at >= LOST_S:
                         raise
-                    gone = _duration(time.monotonic() - lost_at)
+                    gone = duration(time.monotonic() - lost_at)
                     live.update(shown(f"no answer for {gone}: {error.message}"), refresh=True)
     finally:
         _show(now, as_json=False)  # leave the last status in full, also after Ctrl-C
@@ -373,128 +332,3 @@ def _differs(now: Activity, before: Activity) -> bool:
         return replace(seen, time=0, since=0, durable_at=0, awaiting=awaiting, workers=workers, totals=totals)
 
     return still(now) != still(before)
-
-
-def _lines(now: Activity, console: Console) -> list[Text]:
-    """Return the status as text: a heading, and a line for each known fact."""
-    from rich.text import Text
-
-    from fedloom.cli.characters import shown_as
-    from fedloom.words import printable
-
-    def text(line: str, style: str = "") -> Text:
-        return Text(shown_as(console.encoding, printable(line)), style)
-
-    of = "" if now.rounds is None else f" of {now.rounds}"
-    doing = f"round {now.doing}{of}, attempt {now.attempt}" if now.doing is not None else f"after round {now.round}{of}"
-    heading = f"{now.run} · {now.method} · {now.phase}, {doing}, for {_duration(now.time - now.since)}"
-    if now.phase in ("finished", "interrupted", "published"):
-        heading = f"{now.run} · {now.method} · {now.phase}, {doing}, {_duration(now.time - now.since)} ago"
-    found = [text(heading, "bold")]
-    found += [text(f"{name:<{_NAMES}}{words}") for name, words in _facts(now)]
-    return found
-
-
-_NAMES = 12
-
-
-def _facts(now: Activity) -> Iterator[tuple[str, str]]:
-    """Yield the known facts about a federation as (name, text)."""
-    from fedloom.words import pluralize
-
-    if now.message:
-        yield "", now.message
-    if now.paused_by is not None and now.phase != "paused":
-        yield "pause", f"asked for by {now.paused_by}"
-    if now.durable_age_s is not None:
-        yield "durable", f"round {now.durable_round}, {_duration(now.durable_age_s)} ago"
-    c = now.clients
-    parts = [f"{c.roster:,} in the roster"]
-    if c.connected is not None:
-        parts += [f"{c.connected:,} connected", f"{c.absent:,} absent"]
-    parts += [f"{c.observing:,} observing"] if c.observing else []
-    parts += [f"{c.answered:,} of {c.cohort:,} answered in round {now.round}"] if c.cohort else []
-    yield "clients", ", ".join(parts)
-    if now.awaited:
-        yield "awaited", f"{pluralize(now.awaited, 'client')}, {now.late:,} late"
-    for each in [each for each in now.awaiting if each.late]:
-        whom = "nobody serves it" if each.worker is None else f"worker {each.worker}"
-        until = "" if each.deadline is None else f", lost in {_duration(each.deadline - now.time)}"
-        yield "late", f"{each.client}: {whom}, awaited for {_duration(now.time - each.since)}{until}"
-    if now.rounds_per_s is not None:
-        steps = f", {_number(now.client_steps_per_s or 0.0)} client steps/s"
-        yield "speed", f"{_number(now.rounds_per_s)} rounds/s{steps}"
-    if now.train_loss is not None:
-        yield "loss", f"{now.train_loss:.4f} in training"
-    yield from _measured(now)
-    t = now.totals
-    if t.bytes_up is not None and t.bytes_down is not None:
-        yield "bytes", f"{_bytes(t.bytes_down)} to workers, {_bytes(t.bytes_up)} from them"
-    if t.exchanges:
-        yield (
-            "rounds",
-            f"{t.rounds:,}, {t.failed_attempts:,} failed attempts, {_duration(t.seconds)}: {_shares(t.exchanges)}",
-        )
-    if t.phases:
-        yield "time", f"{_duration(sum(t.phases.values()))}: {_shares(t.phases)}"
-    if t.refusals:
-        yield "refused", ", ".join(f"{reason}: {count:,}" for reason, count in sorted(t.refusals.items()))
-    for worker in now.workers:
-        yield "worker", _worker(worker, now.time)
-
-
-def _measured(now: Activity) -> Iterator[tuple[str, str]]:
-    if (measured := now.measured) is None:
-        return
-    for name in ("seen", "unseen", "global"):
-        if (group := measured.groups.get(name)) is None:
-            continue
-        if group.accuracy_mean is None:
-            what = "" if group.loss_mean is None else f"loss {group.loss_mean:.4f}"
-        else:
-            worst = group.accuracy_worst_decile
-            what = f"accuracy {group.accuracy_mean:.4f}" + ("" if worst is None else f", worst decile {worst:.4f}")
-        yield name, f"{what} (mean of {group.clients:,} after round {measured.round})"
-
-
-def _worker(worker: ConnectedWorker, now: float) -> str:
-    from fedloom.words import pluralize
-
-    whose = "" if worker.identity is None else f" of {worker.identity}"
-    silent = "" if now - worker.sign < 30 else f", silent for {_duration(now - worker.sign)}"
-    return (
-        f"{worker.name}{whose}: {pluralize(worker.clients, 'client')}, {worker.device}, "
-        f"connected for {_duration(now - worker.since)}{silent}"
-    )
-
-
-def _shares(seconds: dict[str, float]) -> str:
-    """Return each part's share of the total time, largest first."""
-    total = sum(seconds.values()) or 1.0
-    by_size = sorted(seconds.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {part / total:.0%}" for name, part in by_size)
-
-
-def _duration(seconds: float) -> str:
-    """Return a readable duration: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``5 d 3 h``."""
-    if seconds < 9.95:
-        return f"{max(0.0, seconds):.1f} s"
-    whole = round(seconds)
-    for unit, size, smaller, part in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):
-        if whole >= size:
-            rest = whole % size // part
-            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{whole} s"
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _bytes(count: int) -> str:
-    size, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -56,13 +56,27 @@ def print_table(
     console = Console(highlight=False)
     title, headings = shown_as(console.encoding, title), [shown_as(console.encoding, text) for text in headings]
     cells = [[_cell(console, cell) for cell in row] for row in rows]
-    names = [row[0].plain for row in cells]
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    first = max((cell_len(line) for text in (headings[0], *names) for line in text.split("\n")), default=0)
+    names = [line for text in (headings[0], *(row[0].plain for row in cells)) for line in text.split("\n")]
+    first = max(map(cell_len, names), default=0)
     least = min(first, FIRST_COLUMN)
+    table = _table(title, headings, cells, texts, least)
+    width = console.measure(table, options=console.options.update(max_width=10_000)).maximum - first + least
+    if width > console.width and not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(highlight=False, width=width)  # a file has no width limit
+    if width <= console.width:
+        console.print(table)
+    else:
+        _print_list(console, title, headings, cells)
+
+
+def _table(
+    title: str, headings: Sequence[str], cells: Sequence[Sequence[Text]], texts: Sequence[int], least: int
+) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for i, heading in enumerate(headings):
+        wraps = i > 0 and "±" not in heading and "+/-" not in heading
         table.add_column(
-            heading.replace(" ", "\n") if i and "±" not in heading and "+/-" not in heading else heading,
+            heading.replace(" ", "\n") if wraps else heading,
             justify="left" if i in texts else "right",
             vertical="bottom",
             no_wrap=bool(i),
@@ -71,12 +85,10 @@ def print_table(
         )
     for row in cells:
         table.add_row(*row)
-    width = console.measure(table, options=console.options.update(max_width=10_000)).maximum - first + least
-    if width > console.width and not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(highlight=False, width=width)  # a file has no width limit
-    if width <= console.width:
-        console.print(table)
-        return
+    return table
+
+
+def _print_list(console: Console, title: str, headings: Sequence[str], cells: Sequence[Sequence[Text]]) -> None:
     if title:
         console.print(Text(title, "italic"), overflow="fold")
     for row in cells:

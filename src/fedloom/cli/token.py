@@ -19,7 +19,7 @@ TokensFile = Annotated[
 
 
 @app.command("new")
-def new(
+def _new(
     name: Annotated[
         str, typer.Argument(help="The name of the token, as `token` in the table of identities.", metavar="NAME")
     ],
@@ -49,7 +49,7 @@ def new(
 
 
 @app.command("list")
-def list_(tokens: TokensFile = Path("tokens.json")) -> None:
+def _list(tokens: TokensFile = Path("tokens.json")) -> None:
     """List the tokens of a file: id, state, name, time created, and time of expiry or revocation."""
     from fedloom.trust.tokens import read_tokens
 
@@ -61,7 +61,7 @@ def list_(tokens: TokensFile = Path("tokens.json")) -> None:
 
 
 @app.command("revoke")
-def revoke(
+def _revoke(
     which: Annotated[
         str, typer.Argument(help="A token's id, or a name: then all tokens of this name.", metavar="ID|NAME")
     ],

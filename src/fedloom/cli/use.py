@@ -7,15 +7,12 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli import trusted
+from fedloom.cli.credentials import ClientCredentials, InsecureClient
 from fedloom.words import pluralize
-
-if TYPE_CHECKING:
-    from fedloom.trust.options import ClientOptions
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
 Which = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
@@ -35,7 +32,7 @@ OwnFolders = Annotated[
 ]
 
 
-def evaluate(
+def evaluate_command(
     run: Run,
     checkpoint: Which = "last",
     partition: Other = None,
@@ -79,41 +76,45 @@ def overlapping(found: Mapping[str, Any] | None) -> str | None:
     )
 
 
-def personalize(
+def personalize_command(
+    where: Annotated[
+        str,
+        typer.Argument(
+            help="The run: its folder; for one model also its URL, or the HOST:PORT of `fedloom serve` or of an "
+            "aggregator.",
+            metavar="RUN|URL|HOST:PORT",
+        ),
+    ],
     out: Annotated[
         Path,
         typer.Option(
-            help="New folder, ID.safetensors and ID.md of each client; with --from, a file: .safetensors, .pt2, .onnx.",
-            metavar="DIR|FILE",
+            help="A file (.safetensors, .pt2, .onnx): one model, for a packed client that took no part in the run. "
+            "A new folder: ID.safetensors and ID.md of each client of the run.",
+            metavar="FILE|DIR",
         ),
     ],
-    run: Annotated[Path | None, typer.Argument(help="The run's folder.", metavar="RUN")] = None,
-    from_: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            help="Make one model, for a client that took no part in the run: ask a server (`fedloom serve`, or an "
-            "aggregator), or read a run's folder or URL.",
-            metavar="HOST:PORT|RUN",
-        ),
-    ] = None,
     checkpoint: Which = "last",
     partition: Other = None,
-    data: OwnFolders = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--data",
+            metavar="DIR",
+            help="The packed client; for a folder and a run with data.own, also a folder of packed clients; "
+            "repeatable.",
+        ),
+    ] = None,
     clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
-    precision: Annotated[
-        str,
-        typer.Option(help="With --from HOST:PORT, how numbers are sent: float32, or bfloat16, which is half as large."),
-    ] = "float32",
     predictor: Annotated[str, typer.Option(help="Which of the client's predictors: personal or global.")] = "personal",
-    timeout: Annotated[
-        float, typer.Option(help="With --from HOST:PORT, seconds to wait for the model.", min=0.1, metavar="S")
-    ] = 60.0,
+    precision: Annotated[
+        str, typer.Option(help="How a server sends numbers: float32, or bfloat16, which is half as large.")
+    ] = "float32",
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a server's model.", min=0.1, metavar="S")] = 60.0,
     epsilon: Annotated[
         float | None,
         typer.Option(
-            help="With --from, (ε, δ)-differential privacy of what the server learns of the data: ε, above 0; inf adds "
-            "no noise. By default as the run was trained.",
+            help="(ε, δ)-differential privacy of what the server learns of one client's data: ε, above 0; inf adds no "
+            "noise. By default as the run was trained.",
             metavar="E",
         ),
     ] = None,
@@ -132,56 +133,96 @@ def personalize(
     ledger: Annotated[
         Path | None,
         typer.Option(
-            help="With --epsilon, a file that counts what requests have spent of the data's privacy; it is made if it "
-            "is not there.",
+            help="With --epsilon, the file that records the privacy spent by requests; created if it does not exist.",
             metavar="FILE",
         ),
     ] = None,
     budget: Annotated[
         float | None,
         typer.Option(
-            help="With --ledger, the largest ε that all requests in it may come to; one that would exceed it is "
-            "refused before anything is told.",
+            help="With --ledger, the largest total ε of its requests; one that would exceed it is refused before "
+            "anything is told.",
             metavar="E",
         ),
     ] = None,
-    tls_ca: trusted.CaOfAggregator = None,
-    tls_certificate: trusted.Certificate = None,
-    tls_key: trusted.Key = None,
-    token_file: trusted.TokenFile = None,
-    insecure: trusted.InsecureClient = False,
+    credentials: ClientCredentials = None,
+    insecure: InsecureClient = False,
 ) -> None:
     """Create and save models for clients. They need not have taken part in training."""
-    from fedloom.errors import ExperimentError, QuorumError
+    from fedloom.errors import ExperimentError
+
+    if out.suffix not in (".safetensors", ".pt2", ".onnx"):  # runner.personal_model.FORMATS, which imports torch
+        of_one = {
+            "--precision": precision != "float32",
+            "--epsilon": epsilon is not None,
+            "--delta": delta is not None,
+            "--clip": clip is not None,
+            "--ledger": ledger is not None,
+            "--budget": budget is not None,
+        }
+        if given := [option for option, is_given in of_one.items() if is_given]:
+            raise ExperimentError(f"{given[0]} is for one model; give a file as --out (got {out}).", key=given[0][2:])
+        _save_models(where, out, checkpoint, partition, clients, data or (), predictor)
+        return
+    if partition is not None or clients is not None:
+        option = "--partition" if partition is not None else "--clients"
+        raise ExperimentError(
+            f"{option} is for a folder of models, and --out is one file, {out}; give --data DIR, one packed client.",
+            key=option[2:],
+        )
+    if data is None or len(data) != 1:
+        raise ExperimentError(f"--out is one file, {out}: give one packed client with --data.", key="data", found=data)
+    import fedloom
+
+    model = fedloom.personalize(
+        where,
+        data=data[0],
+        checkpoint=checkpoint,
+        predictor=predictor,
+        precision=precision,  # type: ignore[arg-type]  # checked there
+        timeout_s=timeout,
+        epsilon=epsilon,
+        delta=delta,
+        clip=clip,
+        ledger=ledger,
+        budget=budget,
+        credentials=credentials,
+        insecure=insecure,
+    )
+    for path in model.save(out):
+        typer.echo(f"{path}")
+    card = model.card
+    typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]}), {card.precision}")
+    if (guarantee := card.privacy) is None:
+        return
+    typer.echo(
+        f"what the server learned of its {pluralize(guarantee.examples, 'example')}: ({guarantee.epsilon:.3g}, "
+        f"{guarantee.delta:.3g})-differentially private, replacing one; each further model costs as much again"
+    )
+    if guarantee.total_epsilon is not None:
+        typer.echo(
+            f"in total, after {pluralize(guarantee.requests or 0, 'request')} in {ledger}: "
+            f"({guarantee.total_epsilon:.3g}, {guarantee.total_delta:.3g})"
+        )
+
+
+def _save_models(
+    run: str,
+    out: Path,
+    checkpoint: str,
+    partition: str | None,
+    clients: str | None,
+    data: Sequence[Path],
+    predictor: str,
+) -> None:
+    """Save the models of a run's clients, or of another partition's."""
+    from fedloom.errors import QuorumError
     from fedloom.runs.folder import RunFolder
 
-    if (run is None) is (from_ is None):
-        found = "neither" if run is None else "both"
-        raise ExperimentError(f"RUN and --from: found {found}; allowed: one of them")
-    if from_ is not None:
-        from fedloom.trust.options import ClientOptions, token_of
-
-        if partition is not None or clients is not None:
-            found = "--partition" if partition is not None else "--clients"
-            raise ExperimentError(f"{found}: found with --from; allowed: --data DIR, one packed client")
-        if data is None or len(data) != 1:
-            raise ExperimentError(f"--data: found {len(data or ())} with --from; allowed: one packed client")
-        trust = ClientOptions(tls_ca, tls_certificate, tls_key, token_file, token_of(), insecure)
-        private = {"epsilon": epsilon, "delta": delta, "clip": clip, "ledger": ledger, "budget": budget}
-        _personalize_one(from_, data[0], out, checkpoint, predictor, precision, timeout, trust, private)
-        return
-    assert run is not None
-    if any(given is not None for given in (epsilon, delta, clip, ledger, budget)):
-        raise ExperimentError(
-            "--epsilon, --delta, --clip, --ledger, --budget: found with RUN, where nothing travels; "
-            "allowed: with --from"
-        )
-    if out.suffix in (".safetensors", ".pt2", ".onnx"):  # runner.personal_model.FORMATS, which imports torch
-        raise ExperimentError(f"--out: found {out} with RUN; allowed: a new folder; one file: --from RUN")
     RunFolder.open(run)  # fail early, before torch is imported
-    from fedloom.runner.client_models import personalize
+    from fedloom.runner.client_models import save_models
 
-    made = personalize(run, out, checkpoint, partition, clients, data or (), predictor)
+    made = save_models(Path(run), out, checkpoint, partition, clients, data, predictor)
     typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")
     for client, reason in made.lost.items():
         typer.echo(f"{client}: no model: {reason}", err=True)
@@ -190,41 +231,7 @@ def personalize(
         raise QuorumError(f"{len(made.lost)} of {everyone} got no model")
 
 
-def _personalize_one(
-    where: str,
-    data: Path,
-    out: Path,
-    checkpoint: str,
-    predictor: str,
-    precision: str,
-    timeout_s: float,
-    trust: ClientOptions,
-    private: Mapping[str, Any],
-) -> None:
-    """Request the model of one packed client and save it."""
-    from fedloom.runner.personal import PersonalizationRequest, personal_model
-    from fedloom.runner.personal_model import check_format
-
-    check_format(out)
-    asked = PersonalizationRequest(None, None, data, None, checkpoint, predictor, precision, timeout_s, **private)
-    model = personal_model(where, asked, trust)
-    card = model.card
-    for path in model.save(out):
-        typer.echo(f"{path}")
-    typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]}), {card.precision}")
-    if (promise := card.privacy) is not None:
-        typer.echo(
-            f"what the server learned of its {pluralize(promise.examples, 'example')}: ({promise.epsilon:.3g}, "
-            f"{promise.delta:.3g})-differentially private, replacing one; each model more costs as much again"
-        )
-        if promise.total_epsilon is not None:
-            typer.echo(
-                f"all told, after {pluralize(promise.requests or 0, 'request')} in {private['ledger']}: "
-                f"({promise.total_epsilon:.3g}, {promise.total_delta:.3g})"
-            )
-
-
-def report(
+def report_command(
     run: Run,
     follow: Annotated[
         bool,
@@ -259,7 +266,7 @@ def report(
     typer.echo(f"{where}: {pluralize(end.round, 'round')} done")
 
 
-def compare(
+def compare_command(
     runs: Annotated[
         list[Path],
         typer.Argument(help="Folders of finished runs, or folders that contain finished runs.", metavar="RUN..."),

@@ -6,20 +6,12 @@ import os
 import signal
 import threading
 from contextlib import nullcontext
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedloom.cli import trusted
-
-
-class Device(StrEnum):
-    """Device to compute on."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
+from fedloom.cli.credentials import ClientCredentials, InsecureClient
 
 
 def worker(
@@ -61,15 +53,21 @@ def worker(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Unique name; by default host and process id.")] = None,
     clients: Annotated[
-        str | None, typer.Option(help="Ids of the clients to serve, separated by commas; by default all.")
-    ] = None,
-    part: Annotated[
         str | None,
-        typer.Option(help="Serve block I (from 0) of N equal blocks of the partition's clients.", metavar="I/N"),
+        typer.Option(
+            help="Clients to serve: ids, separated by commas, or block I (from 0) of N equal blocks; by default all.",
+            metavar="ID,...|I/N",
+        ),
     ] = None,
-    device: Annotated[Device, typer.Option(help="What to compute on.")] = Device.CPU,
-    threads: Annotated[int, typer.Option(help="Torch threads; use the same number on the aggregator.", min=1)] = 1,
-    clients_at_once: Annotated[int, typer.Option(help="Clients vectorized together on a GPU.", min=1)] = 1,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="runtime.device (cpu, cuda), runtime.threads (as many as the aggregator's; 1), "
+            "runtime.clients_at_once (vectorized together on a GPU; 1); repeatable.",
+        ),
+    ] = None,
     reconnect: Annotated[
         float,
         typer.Option(
@@ -93,30 +91,29 @@ def worker(
             metavar="DIR|URL",
         ),
     ] = None,
-    tls_ca: trusted.CaOfAggregator = None,
-    tls_certificate: trusted.Certificate = None,
-    tls_key: trusted.Key = None,
-    token_file: trusted.TokenFile = None,
-    insecure: trusted.InsecureClient = False,
+    credentials: ClientCredentials = None,
+    insecure: InsecureClient = False,
     log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
-    until_eof: Annotated[bool, typer.Option("--until-eof", help="Stop when standard input is closed.")] = False,
 ) -> None:
     """Serve clients to an aggregator. They are those of a partition, or have data of their own."""
     import socket
 
+    from fedloom import experiment as experiments
+    from fedloom import processes
     from fedloom.errors import ExperimentError, InterruptedRun
     from fedloom.runner.log_file import logged_to
     from fedloom.runner.worker import Worker, WorkerOptions
     from fedloom.transport.bandwidth import parse_bandwidth
-    from fedloom.trust.options import ClientOptions, token_of
+    from fedloom.trust.options import ClientOptions
 
+    runtime = experiments.settings_of(experiments.WorkerSettings, set_ or (), "the worker").runtime
+    owned = processes.ends_with_parent()
     options = WorkerOptions(
         partition,
         clients,
-        part,
-        device.value,
-        threads,
-        clients_at_once,
+        runtime.device,
+        runtime.threads,
+        runtime.clients_at_once,
         reconnect,
         None if bandwidth is None else parse_bandwidth(bandwidth),
         states,
@@ -124,8 +121,8 @@ def worker(
         data=tuple(data or ()),
         observe=tuple(observe or ()),
         class_counts=class_counts,
-        verify=not until_eof,
-        trust=ClientOptions(tls_ca, tls_certificate, tls_key, token_file, token_of(), insecure),
+        verify=not owned,
+        trust=ClientOptions.of(credentials, insecure=insecure),
     )
     if dry_run:
         from fedloom.cli.leaving import show_leaving
@@ -133,18 +130,18 @@ def worker(
         show_leaving(options, experiment)
         return
     if aggregator is None:
-        raise ExperimentError("--aggregator: missing; allowed: HOST:PORT (or --dry-run, without it)")
+        raise ExperimentError("Give --aggregator HOST:PORT, or --dry-run.", key="aggregator")
     if experiment is not None:
-        raise ExperimentError("--experiment: found without --dry-run; allowed: with it; the aggregator sends its own")
+        raise ExperimentError("--experiment needs --dry-run; an aggregator sends its own.", key="experiment")
     serving = Worker(aggregator, name or f"{socket.gethostname()}-{os.getpid()}", options)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    if until_eof:
+    if owned:
         threading.Thread(target=_leave_at_eof, args=(stop,), daemon=True).start()
     with nullcontext() if log is None else logged_to(log):
         over = serving.serve(stop)
-    if not over and not until_eof:  # an evicted pod has not done its work, and another must
+    if not over and not owned:  # an evicted pod has not done its work, and another must
         raise InterruptedRun("asked to stop before the run was over; another worker may take over")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedloom.cluster.manifests import AGGREGATOR, COMPONENT, FINAL, WORKER
 from fedloom.errors import FAILURES, ExitCode, FedloomError, QuorumError, WorkerLostError
-from fedloom.processes import Told
+from fedloom.processes import ChildReport
 
 KILLED = 137
 AGAIN = "start it again with the same run id: it goes on from what was published"
@@ -35,7 +35,7 @@ class Exit:
     @property
     def summary(self) -> str:
         """Message of the error that the process reported, else the last line that it printed."""
-        told = Told(self.message)
+        told = ChildReport(self.message)
         if told.failure is not None:
             return told.failure.message
         said = told.bug or "\n".join(told.notices) or self.message
@@ -44,7 +44,7 @@ class Exit:
 
     def explain(self, component: str) -> tuple[str, str | None]:
         """Return a sentence on how the container ended, and the remedy if one is known."""
-        failure = Told(self.message).failure
+        failure = ChildReport(self.message).failure
         summary, hint = self.summary, None if failure is None else failure.hint
         if self.code == KILLED and self.reason == "OOMKilled":
             summary, hint = "it used more memory than it may", f"raise cluster.{component}.limits.memory"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError
-from fedloom.processes import Told, environment, python
+from fedloom.processes import ChildReport, environment, python
 
 _ENDS_WITH_ITS_PARENT = """
 import ctypes, os, runpy, signal, sys
@@ -88,7 +88,7 @@ def run_locally(
                 say(line.rstrip("\n"))
                 last = line if line.strip() else last
             code = process.wait()
-            failure = _failure(code, Told(told), last, late=late.is_set(), deadline_s=deadline_s)
+            failure = _failure(code, ChildReport(told), last, late=late.is_set(), deadline_s=deadline_s)
         except BaseException:
             _end(process)
             raise
@@ -106,7 +106,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-def _failure(code: int, told: Told, last: str, *, late: bool, deadline_s: float | None) -> FedloomError | None:
+def _failure(code: int, told: ChildReport, last: str, *, late: bool, deadline_s: float | None) -> FedloomError | None:
     if code == 0:
         return None
     if late:

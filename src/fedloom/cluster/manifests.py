@@ -171,11 +171,12 @@ def worker_job(federation: FederationSpec) -> Manifest:
     command = ["worker", "--aggregator", f"{f.name}.{f.namespace}.svc:{PORT}"]
     command += ["--name", "worker-$(JOB_COMPLETION_INDEX)", "--partition", f.partition_url]
     command += ["--states", f"{f.run_url}/states", "--reconnect", _seconds(s.pending_timeout_s)]
-    command += ["--device", f.device, "--threads", str(f.threads), "--clients-at-once", str(f.clients_at_once)]
+    for key in ("device", "threads", "clients_at_once"):
+        command += ["--set", f"runtime.{key}={getattr(f, key)}"]
     if s.token_secret is not None:
         command += ["--insecure"]
     if s.clients_per_worker is not None:
-        command += ["--part", f"$(JOB_COMPLETION_INDEX)/{f.workers}"]
+        command += ["--clients", f"$(JOB_COMPLETION_INDEX)/{f.workers}"]
     gpu = {} if s.gpu is None else {s.gpu.resource: s.gpu.count}
     container = _container(f, WORKER, s.worker_image or s.image, command, resources(s.worker, gpu, task.resources))
     told = {entry["name"] for entry in task.env or ()}

@@ -28,7 +28,7 @@ def launchers_credentials() -> Credentials:
     RefusedError, ExperimentError
         If the environment's token or certificate is invalid.
     """
-    return Credentials(replace(ClientOptions.from_environment(), insecure=True))
+    return Credentials(ClientOptions.of(insecure=True))
 
 
 class ProgressClient:

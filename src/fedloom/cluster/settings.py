@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, Field, ValidationError
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment.validation_errors import explain, listing, shown
-from fedloom.experiment.yaml_reader import parse
+from fedloom.experiment.validation_errors import abbreviated, explain, listing
+from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.settings import Settings
 from fedloom.storage.folder import read_file
 from fedloom.words import parsed_json
@@ -40,14 +40,14 @@ def check_image(image: str) -> str:
     """
     parts = IMAGE.fullmatch(image)
     if parts is None or (parts["digest"] is None and parts["tag"] in (None, "latest")):
-        raise ValueError(f"give {ALLOWED_IMAGE} (got {shown(image)})")
+        raise ValueError(f"give {ALLOWED_IMAGE} (got {abbreviated(image)})")
     return image
 
 
 def _names_of_others(words: dict[str, str]) -> dict[str, str]:
     for word in words:
         if word.startswith((OWN, "app.kubernetes.io/")):
-            raise ValueError(f"{shown(word)} is set by FedLoom; use names outside {OWN} and app.kubernetes.io/")
+            raise ValueError(f"{abbreviated(word)} is set by FedLoom; use names outside {OWN} and app.kubernetes.io/")
     return words
 
 
@@ -57,7 +57,7 @@ QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 def _are_quantities(quantities: dict[str, str | int]) -> dict[str, str | int]:
     for resource, quantity in quantities.items():
         if not QUANTITY.fullmatch(str(quantity)):
-            raise ValueError(f"{resource}: give a quantity such as 2, 500m or 4Gi (got {shown(quantity)})")
+            raise ValueError(f"{resource}: give a quantity such as 2, 500m or 4Gi (got {abbreviated(quantity)})")
     return quantities
 
 
@@ -204,13 +204,7 @@ class ClusterSettings(Settings):
         ExperimentError
             If the file cannot be read or is not YAML, or a setting is invalid.
         """
-        try:
-            value, _ = parse(read_file(path).decode("utf-8"), str(path))
-        except UnicodeDecodeError as error:
-            raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
-        except OSError as error:
-            raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
-        return cls.from_json(json.dumps(value if value is not None else {}), source=str(path))
+        return settings_from_file(cls, path)
 
 
 class TaskConfig(Settings):
@@ -239,13 +233,30 @@ class TaskConfig(Settings):
 _S = TypeVar("_S", bound=Settings)
 
 
+def settings_from_file(settings: type[_S], path: Path) -> _S:
+    """Read settings from a YAML file; an empty file gives the defaults.
+
+    Raises
+    ------
+    ExperimentError
+        If the file cannot be read or is not YAML, or a setting is invalid.
+    """
+    try:
+        value, _ = parse_yaml(read_file(path).decode("utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
+    except OSError as error:
+        raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+    return _read(settings, json.dumps(value if value is not None else {}), str(path))
+
+
 def _read(settings: type[_S], text: str, source: str) -> _S:
     try:
         value = parsed_json(text)
     except ValueError as error:
         raise ExperimentError(f"{source}: not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise ExperimentError(f"{source} must hold an object (got {shown(value)})", found=value)
+        raise ExperimentError(f"{source} must hold an object (got {abbreviated(value)})", found=value)
     try:
         return settings.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:

@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fedloom.experiment.grids import Point, begun_in, grid_values, points, seeds_of
-from fedloom.experiment.loading import load, loads, of, of_run
+from fedloom.experiment.loading import load, loads, of, of_run, settings_of
 from fedloom.experiment.yaml_reader import as_yaml
 
 if TYPE_CHECKING:
     from fedloom.experiment.schema import json_schema
-    from fedloom.experiment.sections import Data, Experiment, OwnData, Runtime
+    from fedloom.experiment.sections import Data, Experiment, OwnData, Runtime, WorkerSettings
     from fedloom.experiment.validation import from_shared_json
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "OwnData",
     "Point",
     "Runtime",
+    "WorkerSettings",
     "as_yaml",
     "begun_in",
     "from_shared_json",
@@ -35,10 +36,11 @@ __all__ = [
     "of_run",
     "points",
     "seeds_of",
+    "settings_of",
 ]
 
 _LATER = {
-    **dict.fromkeys(("Data", "Experiment", "OwnData", "Runtime"), "sections"),
+    **dict.fromkeys(("Data", "Experiment", "OwnData", "Runtime", "WorkerSettings"), "sections"),
     "from_shared_json": "validation",
     "json_schema": "schema",
 }

@@ -2,107 +2,171 @@
 
 from __future__ import annotations
 
-from fedloom.algorithms.base import find_algorithm
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from fedloom.algorithms.base import Algorithm, find_algorithm
+from fedloom.data.datasets import Dataset
 from fedloom.data.local import tell_notes
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
-from fedloom.experiment.validation_errors import Mistake
+from fedloom.experiment.validation_errors import SettingError
 from fedloom.models.module import MEMORY
 from fedloom.models.registry import ModuleSettings, VGGSettings
 
 
-def check_compatibility(experiment: Experiment) -> list[Mistake]:
+@dataclass(frozen=True)
+class _Combination:
+    """Experiment whose keys are valid one by one, with what several checks read."""
+
+    experiment: Experiment
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        return find_algorithm(self.experiment.algorithm.name)
+
+    @cached_property
+    def source(self) -> Dataset | None:
+        """Opened data set; None for clients with data of their own."""
+        data = self.experiment.data
+        return None if isinstance(data, OwnData) else data.opened()
+
+
+Check = Callable[[_Combination], Iterator[SettingError]]
+
+
+def check_compatibility(experiment: Experiment) -> list[SettingError]:
     """Return the combinations of keys that cannot run, each at the key to change."""
-    found: list[Mistake] = []
-
-    def refuse(key: str, text: str) -> None:
-        found.append(Mistake(tuple(key.split(".")), text))
-
-    data, federation, runtime = experiment.data, experiment.federation, experiment.runtime
-    algorithm = find_algorithm(experiment.algorithm.name)
-    if isinstance(data, OwnData):
-        classes, shape, kind = len(data.own.classes), data.own.input_shape, data.own.kind
-        closed = algorithm.requires_fixed_population(experiment.algorithm.settings)
-        if closed is not None:
-            key, why = closed
-            refuse(f"algorithm.{key}", f"{why} (with data.own, clients come and go)")
-    else:
-        try:
-            source = data.opened()
-        except ExperimentError as error:
-            key, _, text = str(error).partition(": ")
-            if not key.startswith("data."):  # an error in the file, or in its reader
-                key, text = "data.source", str(error)
-            refuse(key, text)
-            return found
+    combination = _Combination(experiment)
+    try:
+        source = combination.source
+    except ExperimentError as error:  # nothing else can be said of data that cannot be opened
+        return [_error_of(error, "data.source", ("data.",))]
+    if source is not None:
         tell_notes(source.notes)
-        classes, kind = source.classes, source.kind
-        # The scheme ``means`` sets the shape of its examples.
-        shape = (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape
-        try:
-            data.partition.check(classes)
-            data.partition.check_inputs(kind, shape)
-        except ExperimentError as error:
-            key, _, text = str(error).partition(": ")
-            refuse(key, text)
-        if algorithm.needs_classes and not classes:
-            allowed = f"allowed with {algorithm.name}: all others"
-            refuse("data.dataset", f"found {data.dataset}, which has no classes; {allowed}")
+    found = [error for check in DATA_CHECKS for error in check(combination)]
     if not found:  # a model for invalid data would only cause a follow-up error
-        try:
-            model = experiment.model.build(shape, classes, kind)
-            algorithm.check_model(experiment.algorithm.settings, model)
-        except ExperimentError as error:
-            key, _, text = str(error).partition(": ")
-            refuse(key, text)
-    if not algorithm.trains and federation.rounds:
-        refuse("federation.rounds", f"found {federation.rounds}; allowed: 0, because {algorithm.name} has no rounds")
-    if (
-        isinstance(data, Data)
-        and federation.rounds
-        and data.seen is not None
-        and federation.clients_per_round > data.seen
-    ):
-        refuse(
-            "federation.clients_per_round",
-            f"found {federation.clients_per_round}; allowed: at most {data.seen}, the seen clients "
-            f"({data.partition.clients} clients, held_out_fraction {data.held_out_fraction:g})",
-        )
-    if isinstance(data, OwnData):
-        if federation.rounds is None and not algorithm.trains:
-            refuse("federation.rounds", f"found null; allowed: 0, because {algorithm.name} has no rounds")
-        if federation.min_replies > federation.min_clients:
-            allowed = f"at most min_clients, {federation.min_clients}"
-            refuse("federation.min_replies", f"found {federation.min_replies}; allowed: {allowed}")
+        found += _check_model(combination)
+    return found + [error for check in CHECKS for error in check(combination)]
+
+
+def _error(key: str, text: str) -> SettingError:
+    return SettingError(tuple(key.split(".")), text)
+
+
+def _error_of(error: ExperimentError, key: str, within: tuple[str, ...] = ("",)) -> SettingError:
+    """Return an error at the key that it names, as ``key`` or before a colon, or else at ``key``."""
+    if error.key is not None:
+        return _error(error.key, str(error).removeprefix(error.key).lstrip(": "))
+    named, colon, text = str(error).partition(": ")
+    if colon and re.fullmatch(r"[a-z_]+(\.\w+)*", named) and named.startswith(within):
+        return _error(named, text)
+    return _error(key, str(error))
+
+
+def _check_population(c: _Combination) -> Iterator[SettingError]:
+    """Check that the method can train with clients that come and go."""
+    e = c.experiment
+    if isinstance(e.data, OwnData) and (fixed := c.algorithm.requires_fixed_population(e.algorithm.settings)):
+        key, why = fixed
+        yield _error(f"algorithm.{key}", f"{why} (with data.own, clients come and go)")
+
+
+def _check_partition(c: _Combination) -> Iterator[SettingError]:
+    data = c.experiment.data
+    if isinstance(data, OwnData) or c.source is None:
+        return
+    try:
+        data.partition.check(c.source.classes)
+        data.partition.check_inputs(c.source.kind, _input_shape(data, c.source))
+    except ExperimentError as error:
+        yield _error_of(error, "data.partition")
+    if c.algorithm.needs_classes and not c.source.classes:
+        yield _error("data.dataset", f"{data.dataset} has no classes, which {c.algorithm.name} needs; use another one")
+
+
+def _input_shape(data: Data, source: Dataset) -> tuple[int, ...]:
+    """Return the shape of an example, which the scheme ``means`` sets itself."""
+    return (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape
+
+
+def _check_model(c: _Combination) -> Iterator[SettingError]:
+    e = c.experiment
+    if isinstance(e.data, OwnData):
+        shape, classes, kind = e.data.own.input_shape, len(e.data.own.classes), e.data.own.kind
     else:
-        if federation.rounds is None:
-            refuse("federation.rounds", "found null; allowed: a number; null is for data.own")
-        for key in ("until", "min_clients", "heartbeat_timeout_s"):
-            if getattr(federation, key) != Federation.model_fields[key].default:
-                refuse(f"federation.{key}", "found without data.own; allowed: with it")
-    if federation.min_replies > federation.clients_per_round:
-        refuse(
-            "federation.min_replies",
-            f"found {federation.min_replies}; allowed: at most clients_per_round, {federation.clients_per_round}",
+        assert c.source is not None
+        shape, classes, kind = _input_shape(e.data, c.source), c.source.classes, c.source.kind
+    try:
+        c.algorithm.check_model(e.algorithm.settings, e.model.build(shape, classes, kind))
+    except ExperimentError as error:
+        yield _error_of(error, "model")
+
+
+def _check_rounds(c: _Combination) -> Iterator[SettingError]:
+    e, rounds = c.experiment, c.experiment.federation.rounds
+    if not c.algorithm.trains and rounds != 0:
+        shown = "null" if rounds is None else rounds
+        yield _error("federation.rounds", f"must be 0, because {c.algorithm.name} has no rounds (got {shown})")
+    elif rounds is None and not isinstance(e.data, OwnData):
+        yield _error("federation.rounds", "must be a number (got null, which is for data.own)")
+
+
+def _check_cohort(c: _Combination) -> Iterator[SettingError]:
+    data, federation = c.experiment.data, c.experiment.federation
+    seen = data.seen if isinstance(data, Data) and federation.rounds else None
+    if isinstance(data, Data) and seen is not None and federation.clients_per_round > seen:
+        yield _error(
+            "federation.clients_per_round",
+            f"must be at most {seen}, the number of seen clients of {data.partition.clients} with held_out_fraction "
+            f"{data.held_out_fraction:g} (got {federation.clients_per_round})",
         )
-    if experiment.evaluation.label_mask and not algorithm.labelled(experiment.algorithm.settings):
-        refuse(
-            "evaluation.label_mask", f"found true; allowed: false, because {algorithm.name} uses no labels as it is set"
-        )
-    if experiment.evaluation.own_steps is not None:
-        if not isinstance(data, Data) or not data.held_out_fraction:
-            found_ = "data.own" if isinstance(data, OwnData) else "held_out_fraction 0"
-            allowed = "null, or with a data set of which some clients are unseen"
-            refuse("evaluation.own_steps", f"found with {found_}; allowed: {allowed}")
-        try:
-            algorithm.after_steps(experiment.algorithm.settings, 0)
-        except ExperimentError as error:
-            refuse("evaluation.own_steps", str(error).partition(": ")[2])
-    if isinstance(experiment.model, ModuleSettings) and experiment.model.factory.startswith(MEMORY) and runtime.workers:
-        refuse("runtime.workers", f"found {runtime.workers} with a module in memory; allowed: 0, or a model.factory")
-    if runtime.device == "cpu" and runtime.clients_at_once > 1:
-        refuse("runtime.clients_at_once", f"found {runtime.clients_at_once}; allowed: 1 with device: cpu")
-    if isinstance(experiment.model, VGGSettings) and experiment.model.norm == "batch" and runtime.clients_at_once > 1:
-        refuse("runtime.clients_at_once", f"found {runtime.clients_at_once}; allowed: 1 with model.norm: batch")
-    return found
+    limits = ("min_clients", "clients_per_round") if isinstance(data, OwnData) else ("clients_per_round",)
+    for limit in limits:
+        if federation.min_replies > (most := getattr(federation, limit)):
+            message = f"must be at most {limit}, {most} (got {federation.min_replies})"
+            yield _error("federation.min_replies", message)
+
+
+def _check_keys_of_own_data(c: _Combination) -> Iterator[SettingError]:
+    if isinstance(c.experiment.data, OwnData):
+        return
+    for key in ("until", "min_clients", "heartbeat_timeout_s"):
+        if getattr(c.experiment.federation, key) != Federation.model_fields[key].default:
+            yield _error(f"federation.{key}", "is only for data.own; leave it out")
+
+
+def _check_evaluation(c: _Combination) -> Iterator[SettingError]:
+    e, algorithm = c.experiment, c.algorithm
+    if e.evaluation.label_mask and not algorithm.labelled(e.algorithm.settings):
+        message = f"must be false, because {algorithm.name} uses no labels with these settings (got true)"
+        yield _error("evaluation.label_mask", message)
+    if e.evaluation.own_steps is None:
+        return
+    if not isinstance(e.data, Data) or not e.data.held_out_fraction:
+        where = "data.own" if isinstance(e.data, OwnData) else "held_out_fraction 0"
+        yield _error("evaluation.own_steps", f"needs a data set some of whose clients are unseen (got {where})")
+    try:
+        algorithm.after_steps(e.algorithm.settings, 0)
+    except ExperimentError as error:
+        yield _error("evaluation.own_steps", str(error).partition(": ")[2] or str(error))
+
+
+def _check_runtime(c: _Combination) -> Iterator[SettingError]:
+    model, runtime = c.experiment.model, c.experiment.runtime
+    if isinstance(model, ModuleSettings) and model.factory.startswith(MEMORY) and runtime.workers:
+        message = f"must be 0 for a module in memory, unless model.factory names one (got {runtime.workers})"
+        yield _error("runtime.workers", message)
+    if runtime.clients_at_once == 1:
+        return
+    if runtime.device == "cpu":
+        yield _error("runtime.clients_at_once", f"must be 1 with device: cpu (got {runtime.clients_at_once})")
+    if isinstance(model, VGGSettings) and model.norm == "batch":
+        yield _error("runtime.clients_at_once", f"must be 1 with model.norm: batch (got {runtime.clients_at_once})")
+
+
+DATA_CHECKS: tuple[Check, ...] = (_check_population, _check_partition)
+CHECKS: tuple[Check, ...] = (_check_rounds, _check_cohort, _check_keys_of_own_data, _check_evaluation, _check_runtime)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.loading import of
-from fedloom.experiment.yaml_reader import as_yaml, parse
+from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
 from fedloom.words import shortened
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def grid_values(text: str) -> tuple[str, list[str]]:
             f"{shortened(text)}).",
             key="grid",
         )
-    parsed, _ = parse(f"[{values}]", f"{argument('grid')} {shortened(text)}")
+    parsed, _ = parse_yaml(f"[{values}]", f"{argument('grid')} {shortened(text)}")
     if not isinstance(parsed, list) or not parsed:
         raise ExperimentError(f"{argument('grid')} {shortened(text)} has no value.", key="grid")
     found = [as_yaml(value) for value in parsed]
@@ -168,7 +168,7 @@ def _labels(keys: Sequence[str]) -> list[str]:
 
 def _short(value: str) -> str:
     """Return a YAML value as part of a folder name; for a mapping, its ``name`` or ``scheme``."""
-    parsed, _ = parse(value, argument("grid"))
+    parsed, _ = parse_yaml(value, argument("grid"))
     named = (parsed.get("name") or parsed.get("scheme")) if isinstance(parsed, dict) else None
     return f"{{{named}}}" if named else value
 

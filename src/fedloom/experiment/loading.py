@@ -8,19 +8,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment.validation_errors import SET, KeyPath, dotted, shown
-from fedloom.experiment.yaml_reader import as_yaml, parse
+from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, explain, listing
+from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
 from fedloom.home import expanded
 from fedloom.models.factories import is_permitted, permit_factory
+from fedloom.settings import Settings
 from fedloom.storage import is_url, open_store
 from fedloom.storage.folder import read_file
 from fedloom.words import shortened
 
 if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment
+
+S = TypeVar("S", bound=Settings)
 
 RECORDED = "experiment.yaml"
 """Name of the experiment file in a run's folder."""
@@ -126,11 +131,9 @@ def loads(
 
 def _mapping(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Return the mapping in a text, and the origin of each key."""
-    value, origins = parse(text, source)
+    value, origins = parse_yaml(text, source)
     if not isinstance(value, dict):
-        raise ExperimentError(
-            f"{source}: found {shown(value)}; allowed: a mapping with the keys name, data, model, ..."
-        )
+        raise ExperimentError(f"{source}: {abbreviated(value)} is not a mapping with the keys name, data, model, ...")
     return value, origins
 
 
@@ -194,18 +197,47 @@ def of(
     ExperimentError
         If it cannot be read or is invalid; lists every error with its key.
     """
-    replaced = [*overrides, *(f"{key.replace('__', '.')}={as_yaml(plain(value, key))}" for key, value in keys.items())]
+    replaced = [
+        *overrides,
+        *(f"{key.replace('__', '.')}={as_yaml(plain_value(value, key))}" for key, value in keys.items()),
+    ]
     if isinstance(experiment, str | Path):
         return load(experiment, replaced, begun=begun)
     source = "the experiment"
-    value = plain(experiment, source)
+    value = plain_value(experiment, source)
     if not isinstance(value, dict):
-        allowed = "the path of a file, a mapping, or an Experiment"
-        raise ExperimentError(f"{source}: found a {type(experiment).__name__}; allowed: {allowed}")
+        raise ExperimentError(
+            f"The experiment must be the path of a file, a mapping, or an Experiment (got a "
+            f"{type(experiment).__name__})."
+        )
     return _checked(value, {}, replaced, source, begun)
 
 
-def plain(value: Any, what: str) -> Any:
+def settings_of(kind: type[S], overrides: Overrides, source: str) -> S:
+    """Return settings whose defaults are replaced by ``key=value`` overrides.
+
+    Parameters
+    ----------
+    source
+        Name of the settings in errors.
+
+    Raises
+    ------
+    ExperimentError
+        If a key or value is not allowed; lists every error.
+    """
+    value: dict[str, Any] = {}
+    origins: dict[KeyPath, str] = {}
+    for override in overrides:
+        _set(value, origins, override)
+    try:
+        return kind.model_validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        errors = explain(error, kind.model_json_schema(), value)
+        raise ExperimentError(listing(source, errors, origins), key=dotted(errors[0].path)) from None
+
+
+def plain_value(value: Any, what: str) -> Any:
     """Return part of an experiment, which may contain Python objects, in the form that YAML would hold.
 
     Parameters
@@ -229,7 +261,7 @@ def plain(value: Any, what: str) -> Any:
         if hasattr(value, "tolist"):  # numpy and torch numbers
             return value.tolist()
         raise ExperimentError(
-            f"{what}: found a {type(value).__name__}; allowed: what a file can hold, and sections of an experiment"
+            f"{what}: a {type(value).__name__} cannot be part of an experiment; give sections and what a file holds."
         )
 
     try:
@@ -257,7 +289,7 @@ def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str) -> N
     path = tuple(step.strip() for step in key.split("."))
     if not equals or not all(path):
         raise ExperimentError(f"{SET}{shortened(override)} must be KEY=VALUE, such as federation.rounds=10.")
-    new, inside = parse(text, f"{SET}{shortened(override)}")
+    new, inside = parse_yaml(text, f"{SET}{shortened(override)}")
     target = value
     for depth, step in enumerate(path[:-1], start=1):
         if target.get(step) is None:
@@ -266,7 +298,7 @@ def _set(value: dict[str, Any], origins: dict[KeyPath, str], override: str) -> N
         target = target[step]
         if not isinstance(target, dict):
             raise ExperimentError(
-                f"{SET}{shortened(override)}: {dotted(path[:depth])} is {shown(target)}, which has no keys"
+                f"{SET}{shortened(override)}: {dotted(path[:depth])} is {abbreviated(target)}, which has no keys"
             )
     target[path[-1]] = new
     for old in [p for p in origins if p[: len(path)] == path]:

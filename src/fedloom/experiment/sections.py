@@ -31,7 +31,7 @@ from fedloom.data.manifest import MeasuredOn
 from fedloom.data.own import OWN, Own
 from fedloom.data.schemes import Scheme, unseen_count
 from fedloom.errors import ExperimentError
-from fedloom.experiment.validation_errors import shown
+from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.home import expanded
 from fedloom.models.registry import ModelSettings
@@ -58,7 +58,7 @@ def _known_dataset(name: str) -> str:
 
 def _folder(text: str) -> str:
     if "://" in text:
-        raise ValueError(f"found {shown(text)}; allowed: a folder of this machine")
+        raise ValueError(f"must be a folder of this machine (got {abbreviated(text)})")
     return text
 
 
@@ -114,10 +114,12 @@ class Data(Section):
         """
         if self.dataset in LOCAL:
             if self.source is None:
-                raise ExperimentError(f"data.source: missing; allowed: where the {self.dataset} is, {{path: ...}}")
+                raise ExperimentError(
+                    f"data.source is missing; it says where the {self.dataset} is: {{path: ...}}", key="data.source"
+                )
             return local_source(self.dataset, self.source, self.root)
         if self.source is not None:
-            raise ExperimentError(f"data.source: found with {self.dataset}; allowed: with {', '.join(LOCAL)}")
+            raise ExperimentError(f"data.source is only for {', '.join(LOCAL)} (got {self.dataset})", key="data.source")
         return DATASETS[self.dataset]
 
     @property
@@ -142,7 +144,7 @@ class OwnData(Section):
     def _alone(cls, value: Any) -> Any:
         other = next((key for key in Data.model_fields if isinstance(value, dict) and key in value), None)
         if other is not None:
-            raise ValueError(f"{other}: found beside own; allowed: own alone, or dataset and partition without it")
+            raise ValueError(f"{other}: cannot be combined with own; give own alone, or dataset and partition")
         return value
 
     @property
@@ -160,19 +162,17 @@ def _data_way(value: Any) -> str:
 
 
 class EarlyStopping(Section):
-    """Early stopping, checked after each evaluation."""
+    """Early stopping by validation accuracy, pooled over the clients that train, checked after each evaluation."""
 
-    metric: Literal["validation_accuracy"] = Field(
-        description="validation_accuracy: pooled over the clients that train, of their own models."
+    at_least: float | None = Field(default=None, ge=0, le=1, description="Stop once the accuracy is this high.")
+    not_better_for: int | None = Field(
+        default=None, ge=1, description="Stop once the accuracy has not risen for this many rounds."
     )
-    at_least: float | None = Field(default=None, ge=0, le=1, description="It is this high, or higher.")
-    not_better_for: int | None = Field(default=None, ge=1, description="It has not been higher for so many rounds.")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> EarlyStopping:
         if (self.at_least is None) == (self.not_better_for is None):
-            found = "neither" if self.at_least is None else "both"
-            raise ValueError(f"at_least: found {found} of at_least and not_better_for; allowed: one of them")
+            raise ValueError("give either at_least or not_better_for")
         return self
 
 
@@ -185,8 +185,8 @@ class Federation(Section):
     )
     until: EarlyStopping | None = Field(
         default=None,
-        description="With data.own: ends the rounds before their number is reached, after an evaluation: "
-        "{metric: validation_accuracy, at_least: A}, or {metric: validation_accuracy, not_better_for: ROUNDS}.",
+        description="With data.own: ends the rounds early, after an evaluation, by the validation accuracy pooled over "
+        "the clients that train: {at_least: A}, or {not_better_for: ROUNDS}.",
     )
     min_clients: int = Field(
         default=1, ge=1, description="With data.own: clients that train and are connected; below it, rounds wait."
@@ -236,17 +236,28 @@ class Evaluation(Section):
     def _ascending(self) -> Self:
         steps = self.own_steps or ()
         if any(a >= b for a, b in pairwise(steps)):
-            raise ValueError(f"own_steps: found {list(steps)}; allowed: numbers of steps in ascending order")
+            raise ValueError(f"own_steps: must be numbers of steps in ascending order (got {list(steps)})")
         return self
 
 
-class Runtime(Section):
-    """Resources used on this machine: processes, threads, device."""
+class WorkerRuntime(Section):
+    """Resources of one worker."""
 
-    workers: int = Field(default=2, ge=0, description="Worker processes; 0 trains inside the aggregator's process.")
     threads: int = Field(default=1, ge=1, description="Torch threads of each process, the aggregator's included.")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the workers compute on.")
     clients_at_once: int = Field(default=1, ge=1, description="Clients vectorized together on a GPU; 1 on the CPU.")
+
+
+class Runtime(WorkerRuntime):
+    """Resources used on this machine: processes, threads, device."""
+
+    workers: int = Field(default=2, ge=0, description="Worker processes; 0 trains inside the aggregator's process.")
+
+
+class WorkerSettings(Section):
+    """Settings of ``fedloom worker``: the part of an experiment that each worker has its own values of."""
+
+    runtime: WorkerRuntime = WorkerRuntime()
 
 
 class AlgorithmChoice(Section):

@@ -14,7 +14,7 @@ from fedloom.errors import ExperimentError
 from fedloom.experiment.cross_checks import check_compatibility
 from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
-from fedloom.experiment.validation_errors import SET, KeyPath, explain, listing, shown
+from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, explain, listing
 from fedloom.models.factories import check_sent_factory
 from fedloom.words import DEEPEST, parsed_json
 
@@ -46,15 +46,15 @@ def validated(
         algorithm = value.get("algorithm")
         name = algorithm.get("name") if isinstance(algorithm, dict) else None
         schema = json_schema([name] if name in available() else None)
-        mistakes = explain(error, schema, value)
-        left = [m for m in mistakes if m.path[:1] == ("algorithm",) and m.text.startswith("unknown key")]
+        errors = explain(error, schema, value)
+        left = [m for m in errors if m.path[:1] == ("algorithm",) and m.text.startswith("unknown key")]
         renamed = origins.get(("algorithm", "name")) == SET and any(origins.get(m.path) != SET for m in left)
         # The file's other keys belong to the method that it names.
         hint = f"{SET}'algorithm={{name: {name}}}' replaces the whole section" if renamed else None
-        raise ExperimentError(listing(source, mistakes, origins), hint=hint) from None
+        raise ExperimentError(listing(source, errors, origins), hint=hint, key=dotted(errors[0].path)) from None
     found = check_compatibility(experiment) if combined else []
     if found:
-        raise ExperimentError(listing(source, found, origins))
+        raise ExperimentError(listing(source, found, origins), key=dotted(found[0].path))
     return experiment
 
 
@@ -81,7 +81,7 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
     except ValueError as error:
         raise ExperimentError(f"{source}: not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("data"), dict):
-        raise ExperimentError(f"{source}: found {shown(value)}; allowed: a mapping with the key data")
+        raise ExperimentError(f"{source}: {abbreviated(value)} is not a mapping with the key data")
     if "own" not in value["data"]:
         value["data"]["root"] = root
     model = value.get("model")

@@ -1,4 +1,4 @@
-"""Messages for errors in an experiment file: place, key, value found and values allowed, on one screen."""
+"""Messages for errors in an experiment file: place, key, and what the value must be, on one screen."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 from fedloom.errors import argument
 from fedloom.words import pluralize, shortened
@@ -25,8 +26,8 @@ MOST_SHOWN = 16
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """One error: the key it is at, and a line with the value found and the values allowed."""
+class SettingError:
+    """Error at a key, with a line that says what is wrong and what to do."""
 
     path: KeyPath
     text: str
@@ -36,33 +37,33 @@ SET = argument("set")
 """Origin of a key set by an override; it stands before the key."""
 
 
-def listing(source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, str]) -> str:
-    """Lay out errors as lines of the form ``line 7, data.partition.clients: found "ten"; allowed: ...``.
+def listing(source: str, errors: Sequence[SettingError], origins: Mapping[KeyPath, str]) -> str:
+    """Lay out errors as lines of the form ``line 7, data.partition.clients: must be an integer (got "ten")``.
 
     Parameters
     ----------
     source
         The file, as the user named it.
-    mistakes
+    errors
         At least one.
     origins
         Origin of each key (``line 7``, or :data:`SET`); a missing key takes its parent's.
     """
-    count = pluralize(len(mistakes), "mistake")
+    count = pluralize(len(errors), "error")
     lines = [f"{source}: {count}"]
-    for mistake in mistakes[:MOST_SHOWN]:
-        origin = next((origins[p] for p in _upwards(mistake.path) if p in origins), None)
+    for error in errors[:MOST_SHOWN]:
+        origin = next((origins[p] for p in _upwards(error.path) if p in origins), None)
         if origin == SET:
-            where = f"{SET}{dotted(mistake.path)}"
+            where = f"{SET}{dotted(error.path)}"
         else:
-            where = ", ".join(part for part in (origin, dotted(mistake.path)) if part)
-        lines.append(f"  {where}: {mistake.text}" if where else f"  {mistake.text}")
-    if len(mistakes) > MOST_SHOWN:
-        lines.append(f"  ... and {len(mistakes) - MOST_SHOWN} more")
+            where = ", ".join(part for part in (origin, dotted(error.path)) if part)
+        lines.append(f"  {where}: {error.text}" if where else f"  {error.text}")
+    if len(errors) > MOST_SHOWN:
+        lines.append(f"  ... and {len(errors) - MOST_SHOWN} more")
     return "\n".join(lines)
 
 
-def explain(error: ValidationError, schema: Schema, value: Any) -> list[Mistake]:
+def explain(error: ValidationError, schema: Schema, value: Any) -> list[SettingError]:
     """Describe each error of a validation in the words of the schema.
 
     Parameters
@@ -74,32 +75,34 @@ def explain(error: ValidationError, schema: Schema, value: Any) -> list[Mistake]
     value
         Content of the file: its ``name`` and ``scheme`` keys select branches of the schema.
     """
-    mistakes: dict[KeyPath, Mistake] = {}
+    errors: dict[KeyPath, SettingError] = {}
     for detail in error.errors(include_url=False):
-        kind, found = detail["type"], detail["input"]
-        loc: KeyPath = tuple(detail["loc"])
-        if kind in ("union_tag_invalid", "union_tag_not_found"):
-            tag = str(detail["ctx"]["discriminator"]).strip("'")
-            loc, kind = (*loc, tag), "missing" if kind == "union_tag_not_found" else kind
-            found = found.get(tag) if isinstance(found, dict) else found
-        if kind == "extra_forbidden":
-            path = (*_known(schema, loc[:-1], value), loc[-1])
-            text = f"unknown key{_allowed_keys(schema, path, value)}"
-        else:
-            path = _known(schema, loc, value)
-            what = "missing" if kind == "missing" else f"found {shown(found)}"
-            if kind in ("value_error", "assertion_error"):  # a validator's own message
-                text = detail["msg"].partition(", ")[2]
-                key, _, rest = text.partition(": ")
-                if len(inner := _known(schema, (*path, *key.split(".")), value)) > len(path):
-                    path, text = inner, rest
-            elif kind == "finite_number":
-                text = f"{what}; allowed: a finite number"
-            else:
-                text = f"{what}; {_allowed_values(schema, path, value, found) or detail['msg']}"
+        found = _explained(detail, schema, value)
         # The branches of a plain union each report their own error at the same key: keep the first.
-        mistakes.setdefault(path, Mistake(path, text))
-    return list(mistakes.values())
+        errors.setdefault(found.path, found)
+    return list(errors.values())
+
+
+def _explained(detail: ErrorDetails, schema: Schema, value: Any) -> SettingError:
+    kind, found = detail["type"], detail["input"]
+    loc: KeyPath = tuple(detail["loc"])
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = str(detail["ctx"]["discriminator"]).strip("'")
+        loc, kind = (*loc, tag), "missing" if kind == "union_tag_not_found" else kind
+        found = found.get(tag) if isinstance(found, dict) else found
+    if kind == "extra_forbidden":
+        path = (*_known(schema, loc[:-1], value), loc[-1])
+        return SettingError(path, f"unknown key{_allowed_keys(schema, path, value)}")
+    path = _known(schema, loc, value)
+    if kind in ("value_error", "assertion_error"):  # a validator's own message
+        text = detail["msg"].partition(", ")[2]
+        key, _, rest = text.partition(": ")
+        inner = _known(schema, (*path, *key.split(".")), value)
+        return SettingError(inner, rest) if len(inner) > len(path) else SettingError(path, text)
+    if kind == "missing":
+        return SettingError(path, f"missing; it {_allowed_values(schema, path, value, None) or detail['msg']}")
+    must = "must be a finite number" if kind == "finite_number" else _allowed_values(schema, path, value, found)
+    return SettingError(path, f"{must or detail['msg']} (got {abbreviated(found)})")
 
 
 def describe(node: Schema, root: Schema) -> str:
@@ -112,7 +115,7 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(step) for step in path)
 
 
-def shown(value: Any) -> str:
+def abbreviated(value: Any) -> str:
     """Return a value as YAML would show it, shortened to part of a line."""
     return shortened(json.dumps(value, ensure_ascii=False, default=str))
 
@@ -233,7 +236,9 @@ def _allowed_values(schema: Schema, path: KeyPath, value: Any, found: Any) -> st
     others = [_describe(node, schema) for node in nodes if "const" not in node and "enum" not in node]
     meant = closest(found, words)
     allowed = _either([", ".join(dict.fromkeys(words)), *others] if words else others)
-    return f"did you mean {meant}? allowed: {allowed}" if meant else f"allowed: {allowed}"
+    if not allowed:
+        return ""
+    return f"did you mean {meant}? It must be {allowed}" if meant else f"must be {allowed}"
 
 
 def _allowed_keys(schema: Schema, path: KeyPath, value: Any) -> str:
@@ -243,8 +248,12 @@ def _allowed_keys(schema: Schema, path: KeyPath, value: Any) -> str:
     if meant is None:
         sections = [s for s in schema.get("properties", {}) if key in _keys_at(schema, (s,), value)]
         meant = f"{sections[0]}.{key}" if sections else None
-    suggestion = f"; did you mean {meant}?" if meant else ";"
-    return f"{suggestion} allowed: {', '.join(dict.fromkeys(keys)) or 'no keys'}"
+    suggestion = f"; did you mean {meant}?" if meant else ""
+    return (
+        f"{suggestion or ';'} the keys are {', '.join(dict.fromkeys(keys))}"
+        if keys
+        else f"{suggestion}; it has no keys"
+    )
 
 
 def _keys_at(schema: Schema, path: KeyPath, value: Any) -> list[str]:

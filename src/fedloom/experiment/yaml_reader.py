@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment.validation_errors import KeyPath, Mistake, listing
+from fedloom.experiment.validation_errors import KeyPath, SettingError, listing
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,7 +55,7 @@ DEEPEST = 50
 """Maximum nesting depth of lists and mappings."""
 
 
-def parse(text: str, source: str, *, quick: bool = False) -> tuple[Any, dict[KeyPath, str]]:
+def parse_yaml(text: str, source: str, *, quick: bool = False) -> tuple[Any, dict[KeyPath, str]]:
     """Return the value of a YAML document, and the line of each key.
 
     Parameters
@@ -73,14 +73,14 @@ def parse(text: str, source: str, *, quick: bool = False) -> tuple[Any, dict[Key
         If it is not YAML, a mapping has a key twice, or it is too large in characters, depth, or values.
     """
     if len(text) > LONGEST:
-        raise ExperimentError(f"{source}: found {len(text):,} characters; allowed: at most {LONGEST:,}")
+        raise ExperimentError(f"{source}: has {len(text):,} characters; the limit is {LONGEST:,}")
     origins: dict[KeyPath, str] = {(): ""}
-    twice: list[Mistake] = []
+    twice: list[SettingError] = []
     try:
         loader = (_QuickLoader if quick else _Loader)(text)  # checks for characters that YAML does not allow
     except yaml.YAMLError as error:
         if quick:
-            return parse(text, source)
+            return parse_yaml(text, source)
         raise ExperimentError(f"{source}: not YAML: {_yaml_problem(error)}") from error
     try:
         node = loader.get_single_node()
@@ -90,15 +90,15 @@ def parse(text: str, source: str, *, quick: bool = False) -> tuple[Any, dict[Key
         if depth > DEEPEST:
             raise RecursionError
         if values > MOST:
-            raise ExperimentError(f"{source}: found more than {MOST:,} values, counting those repeated by aliases")
+            raise ExperimentError(f"{source}: has more than {MOST:,} values, counting those repeated by aliases")
         _locate(node, (), origins, twice, set())
         value = None if twice else json.loads(json.dumps(loader.construct_document(node), default=str))
     except yaml.YAMLError as error:
         if quick:
-            return parse(text, source)
+            return parse_yaml(text, source)
         raise ExperimentError(f"{source}: not YAML: {_yaml_problem(error)}") from error
     except RecursionError:
-        problem = f"found lists and mappings inside one another; allowed: {DEEPEST} deep, and no alias inside itself"
+        problem = f"lists and mappings are nested more than {DEEPEST} deep, or an alias is inside itself"
         raise ExperimentError(f"{source}: {problem}") from None
     except (TypeError, ValueError) as error:  # a key that is not text; an integer of thousands of digits
         raise ExperimentError(f"{source}: {error}") from error
@@ -126,7 +126,7 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def _locate(
-    node: yaml.Node, path: KeyPath, origins: dict[KeyPath, str], twice: list[Mistake], visited: set[int]
+    node: yaml.Node, path: KeyPath, origins: dict[KeyPath, str], twice: list[SettingError], visited: set[int]
 ) -> None:
     """Record the line of every key, and the keys that a mapping has twice (YAML would keep the last)."""
     if id(node) in visited:
@@ -141,7 +141,7 @@ def _locate(
             inner = (*path, str(key.value))
             line = f"line {key.start_mark.line + 1}"
             if inner in origins:
-                twice.append(Mistake(inner, f"found again at {line}; allowed: each key once"))
+                twice.append(SettingError(inner, f"is given again at {line}; give each key once"))
             else:
                 origins[inner] = line
             _locate(item, inner, origins, twice, visited)

@@ -78,15 +78,19 @@ def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Pa
         If the token cannot be read.
     """
     if in_cluster and token:
-        raise ExperimentError(f"{argument('token')} cannot be combined with {argument('in_cluster')}.", key="token")
+        raise ExperimentError(
+            f"{argument('kubeflow')} has token and in_cluster; give one of them.", key="kubeflow.token"
+        )
     host = host or (IN_CLUSTER_HOST if in_cluster else None)
     if host is None:
         raise ExperimentError(
-            f"Give {argument('host')}, the URL of Kubeflow Pipelines, or {argument('in_cluster')} in a pod.", key="host"
+            f"Give the URL of Kubeflow Pipelines as {argument('kubeflow')}, or in-cluster in a pod.",
+            key="kubeflow.host",
         )
     if urlsplit(host).scheme not in ("http", "https") or not urlsplit(host).netloc:
         raise ExperimentError(
-            f"{argument('host')} must be a URL such as https://kubeflow.example/pipeline (got {host}).", key="host"
+            f"{argument('kubeflow')} must be a URL such as https://kubeflow.example/pipeline (got {host}).",
+            key="kubeflow.host",
         )
     path = os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE) if in_cluster else (token or "").partition("@")[2]
     if (token or "").startswith("@") or in_cluster:
@@ -182,18 +186,19 @@ class Kubeflow:
             raise ExperimentError(self._not_kubeflow(f"answers with a page of type {headers.get('Content-Type')}"))
         if health.multi_user and self.namespace is None:
             raise ExperimentError(
-                f"Give {argument('namespace')}, that of your profile: this Kubeflow has many users.", key="namespace"
+                f"This Kubeflow has many users: give your profile's namespace in the file of {argument('kubeflow')}.",
+                key="kubeflow.namespace",
             )
         if not health.multi_user and self.namespace is not None:
             raise ExperimentError(
-                f"Leave {argument('namespace')} out: this Kubeflow has one user (got {self.namespace}).",
-                key="namespace",
+                f"This Kubeflow has one user: leave namespace out of {argument('kubeflow')} (got {self.namespace}).",
+                key="kubeflow.namespace",
             )
 
     def _not_kubeflow(self, found: str) -> str:
         return (
-            f"{argument('host')}: {self.host}/apis/v2beta1/healthz {found}. Give the URL of Kubeflow Pipelines, which "
-            f"often ends in /pipeline, and {argument('token')} where it asks for a login."
+            f"{self.host}/apis/v2beta1/healthz {found}. Give the URL of Kubeflow Pipelines, which "
+            f"often ends in /pipeline, and a token where it asks for a login."
         )
 
     def pipeline(self, name: str) -> str | None:
@@ -363,19 +368,18 @@ class Kubeflow:
         from urllib3.exceptions import MaxRetryError
 
         why = error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
-        return StorageError(f"{self.host}: cannot be reached: {why}", hint=f"check {argument('host')} and the network")
+        return StorageError(f"{self.host}: cannot be reached: {why}", hint="check the URL and the network")
 
     def _failure(self, what: str, status: int, body: Any) -> FedloomError:
         said = _message(body)
         where = f"{self.host}" + (f", namespace {self.namespace}" if self.namespace else "")
         if status == 401:
             return RefusedError(
-                f"{where}: the token is not accepted: {said}", hint=f"give a valid one with {argument('token')}"
+                f"{where}: the token is not accepted: {said}",
+                hint=f"give a valid one as token in the file of {argument('kubeflow')}",
             )
         if status == 403:
-            return RefusedError(
-                f"{where}: not allowed to {what}: {said}", hint=f"check {argument('namespace')} and your rights"
-            )
+            return RefusedError(f"{where}: not allowed to {what}: {said}", hint="check the namespace and your rights")
         if status == 404:
             return Gone(f"{where}: cannot {what}: {said}")
         if status == 409:

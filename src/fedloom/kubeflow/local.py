@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument
 from fedloom.kubeflow import steps
 from fedloom.kubeflow.compiling import load_pipeline, parameters
-from fedloom.processes import TELL_PARENT, Told, environment, listen_to_parent, python, tell_failure
+from fedloom.processes import TELL_PARENT, ChildReport, environment, listen_to_parent, python, tell_failure
 
 STOP_GRACE_S = 40.0
 """Seconds for stopped processes to exit cleanly; a federation first writes a checkpoint."""
@@ -88,7 +88,7 @@ def run_pipeline(
                     say(line.rstrip("\n") if everything else told[1].removeprefix(steps.MARK))  # type: ignore[index]
             code = process.wait()
             _ended(process.pid, STOP_GRACE_S)
-        failure = _failure(Told(Path(folder) / RECORDS), code, log)
+        failure = _failure(ChildReport(Path(folder) / RECORDS), code, log)
         if stopped.is_set():
             failure = InterruptedRun("stopped; nothing of it is left running")
         if failure is not None and not _worth_keeping(root):
@@ -154,7 +154,7 @@ def _ended(group: int, grace_s: float) -> None:
     _signal(group, signal.SIGKILL)
 
 
-def _failure(told: Told, code: int, log: Path) -> FedloomError | None:
+def _failure(told: ChildReport, code: int, log: Path) -> FedloomError | None:
     """Return the failure of a pipeline: that of the first task that reported one, or of the pipeline itself."""
     if code == 0 or told.failure is not None:
         return told.failure

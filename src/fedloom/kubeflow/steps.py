@@ -279,7 +279,8 @@ def evaluate_task(
     """
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import documents, summary
-    from fedloom.runner import personal, trained
+    from fedloom.runner import trained
+    from fedloom.runner.served_evaluation import evaluate_served
     from fedloom.runs.folder import RunFolder
     from fedloom.trust.options import ClientOptions
 
@@ -290,11 +291,8 @@ def evaluate_task(
                 key="checkpoint",
                 found=checkpoint,
             )
-        ca, certificate, key, token = (
-            path if path.exists() else None
-            for path in map(credentials.joinpath, ("ca.crt", "tls.crt", "tls.key", "token"))
-        )
-        found = personal.evaluate_served(model, serve, shards, ClientOptions(ca, certificate, key, token))
+        given = any(credentials.glob("[!.]*"))  # an optional Secret that does not exist is an empty folder
+        found = evaluate_served(model, serve, shards, ClientOptions.of(credentials if given else None))
     else:
         found = trained.evaluate(model, checkpoint, shards)
     mask = found.parts.experiment.evaluation.label_mask

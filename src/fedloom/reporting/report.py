@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import DataError, ExperimentError, StorageError
-from fedloom.experiment.yaml_reader import parse
+from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.reporting import inputs, report_results, report_setup
 from fedloom.reporting.page import DASH, Fact, Part, ReportPage, Section, check_installed
 from fedloom.reporting.words import human_bytes, human_time, in_percent, method_title, number_range
@@ -195,7 +195,7 @@ def _title(method: str, dataset: str, seed: int) -> str:
 def _unfinished_title(run: RunFolder) -> str:
     """Return :func:`_title` from the experiment, or the folder's name if that is incomplete."""
     try:
-        settings, _ = parse(run.text(EXPERIMENT), EXPERIMENT)
+        settings, _ = parse_yaml(run.text(EXPERIMENT), EXPERIMENT)
         return _title(settings["algorithm"]["name"], settings["data"]["dataset"], settings["seed"])
     except (DataError, ExperimentError, KeyError, TypeError):
         return run.path.resolve().name

@@ -14,8 +14,8 @@ from fedloom.evaluation.measure import nothing_measured
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors, predictor_of
 from fedloom.runner import assemble
-from fedloom.runner.personal import torch_threads
 from fedloom.runner.personal_model import PersonalModel, card_of
+from fedloom.runner.requesting_client import check_predictor, torch_threads
 from fedloom.runner.serve import about
 from fedloom.runner.trained import restore
 from fedloom.runner.worker import select_clients
@@ -54,7 +54,7 @@ def client_models(
 
     def chosen(dataset: FederatedDataset) -> Sequence[str]:
         if not dataset.manifest.classes:
-            raise DataError(f"{run}: its data have no classes, so that its models predict none; allowed: with classes")
+            raise DataError(f"{run}: its data have no classes, so that its models predict none")
         entries = dataset.manifest.clients if clients is None else map(dataset.manifest.named, clients)
         return [entry.id for entry in entries]
 
@@ -66,14 +66,14 @@ def client_models(
 
 
 @dataclass(frozen=True)
-class Personalized:
+class SavedModels:
     """Ids of the clients whose models were saved, and the reasons why the others got none."""
 
     saved: Sequence[str]
     lost: Mapping[str, str]
 
 
-def personalize(
+def save_models(
     run: Path,
     out: Path,
     checkpoint: str = "last",
@@ -81,7 +81,7 @@ def personalize(
     clients: str | None = None,
     data: Sequence[Path] = (),
     predictor: str = "personal",
-) -> Personalized:
+) -> SavedModels:
     """Personalize models for seen or new clients and save each as ``ID.safetensors`` and ``ID.md``.
 
     Parameters
@@ -115,7 +115,7 @@ def personalize(
         saved.append(client)
 
     _, lost = _give(run, checkpoint, partition, data, predictor, chosen, save)
-    return Personalized(saved, lost)
+    return SavedModels(saved, lost)
 
 
 def _give(
@@ -133,8 +133,7 @@ def _give(
         wanted = chosen(dataset)
         for client in wanted:
             dataset.manifest.entry(client)
-        if predictor not in loop.predictors:
-            raise ExperimentError(f"predictor: found {predictor!r}; allowed: {', '.join(loop.predictors)}")
+        check_predictor(predictor, loop.predictors)
         e, problem = parts.experiment, Problem.from_json(about(parts).problem)
         digest = loop.checkpoints.load(loop.round).digest
 

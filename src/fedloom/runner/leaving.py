@@ -68,8 +68,8 @@ def answers(algorithm: Algorithm, sizes: Mapping[str, int] | None = None) -> lis
     ]
 
 
-def moments() -> list[Leaving]:
-    """Return the tensors that a client sends when asked, once, for the moments of its inputs."""
+def moment_tensors() -> list[Leaving]:
+    """Return the tensors that a client sends when asked, once, for the moment_tensors of its inputs."""
     return [
         Leaving(InputMoments.__name__, field.name, str(field.quantity), field.shape) for field in InputMoments.fields()
     ]
@@ -114,7 +114,7 @@ def announcements(clients: OwnClients, *, class_counts: bool) -> list[dict[str, 
 
 
 def is_measured(experiment: Experiment | None, clients: OwnClients) -> bool:
-    """Return whether the aggregator may ask, once, for the moments of these clients' inputs."""
+    """Return whether the aggregator may ask, once, for the moment_tensors of these clients' inputs."""
     if all(name in clients.observers or card.kind == "tokens" for name, card in clients.cards.items()):
         return False
     own = None if experiment is None else own_of(experiment)

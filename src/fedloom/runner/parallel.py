@@ -15,7 +15,7 @@ from typing import IO
 
 from fedloom.errors import FedloomError, InterruptedRun, WorkerLostError, argument
 from fedloom.experiment import Experiment
-from fedloom.processes import Told, command, environment
+from fedloom.processes import ChildReport, command, environment
 from fedloom.runner.options import RunOptions
 from fedloom.runner.stop_request import StopRequest
 from fedloom.words import pluralize
@@ -151,12 +151,12 @@ def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
     file.write_text(job.experiment.resolved_yaml(), encoding="utf-8")
     said = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed when the run is over)
     process = subprocess.Popen(
-        command("run", str(file), "--until-eof", *_arguments(job.options)),
+        command("run", str(file), *_arguments(job.options)),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=said,
         start_new_session=True,  # Ctrl-C reaches this process only
-        env=environment(os.environ, told, getattr(job.experiment.model, "factory", None)),
+        env=environment(os.environ, told, getattr(job.experiment.model, "factory", None), ends_with_parent=True),
     )
     if share := core_shares(parallel)[place]:
         with suppress(ProcessLookupError):  # it has already ended and reports why
@@ -185,7 +185,7 @@ def _outcome(one: _Running) -> tuple[FedloomError | None, list[str]]:
     with one.said as said:
         said.seek(0)
         words = said.read().decode(errors="replace")
-    told, code = Told(one.told), one.process.returncode
+    told, code = ChildReport(one.told), one.process.returncode
     if code == 0:
         return None, told.notices
     failure = told.failure or WorkerLostError(

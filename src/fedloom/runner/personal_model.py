@@ -58,7 +58,7 @@ class PrivacyGuarantee:
 
 
 @dataclass(frozen=True)
-class Card:
+class ModelCard:
     """Description of a personalized model.
 
     Attributes
@@ -109,7 +109,7 @@ class PersonalModel(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, predictor: Predictor, card: Card) -> None:
+    def __init__(self, predictor: Predictor, card: ModelCard) -> None:
         super().__init__()
         self.card = card
         self._predict = predictor.predict
@@ -179,7 +179,7 @@ class PersonalModel(nn.Module):
         return [path]
 
     def weights(self) -> bytes:
-        """Return the weights as a safetensors file with the :class:`Card` in its metadata."""
+        """Return the weights as a safetensors file with the :class:`ModelCard` in its metadata."""
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         about = json.dumps({"version": 1, **asdict(self.card)}, sort_keys=True)
         return safetensors.torch.save(tensors, metadata={"fedloom": about})
@@ -202,7 +202,8 @@ class PersonalModel(nn.Module):
             import onnxscript  # noqa: F401
         except ImportError as error:
             raise ExperimentError(
-                f"ONNX: {error.name} is not installed; allowed: {', '.join(FORMATS[:2])}", hint=f"install {ONNX}"
+                f"ONNX needs {error.name}, which is not installed.",
+                hint=f"install {ONNX}, or save as .safetensors or .pt2",
             ) from error
         try:
             program = torch.onnx.export(self._program(), verbose=False)
@@ -250,7 +251,9 @@ def check_format(path: Path) -> None:
         If the suffix is none of :data:`FORMATS`.
     """
     if path.suffix not in FORMATS:
-        raise ExperimentError(f"the model's file: found {path}; allowed: a file that ends in {', '.join(FORMATS)}")
+        raise ExperimentError(
+            f"The model's file must end in {', '.join(FORMATS)} (got {path}).", key="out", found=path, allowed=FORMATS
+        )
 
 
 def _put(module: nn.Module, path: list[str], tensor: Tensor) -> None:
@@ -267,12 +270,14 @@ def _put(module: nn.Module, path: list[str], tensor: Tensor) -> None:
 
 def _unexportable(what: str, error: Exception, others: str) -> ExperimentError:
     said = printable((str(error).splitlines() or [""])[0], 200)
-    return ExperimentError(f"{what}: this model cannot be exported ({type(error).__name__}: {said}); allowed: {others}")
+    return ExperimentError(
+        f"This model cannot be exported by {what} ({type(error).__name__}: {said}); save it as {others}."
+    )
 
 
-def card_of(problem: Problem, **others: Any) -> Card:
+def card_of(problem: Problem, **others: Any) -> ModelCard:
     """Return the card of a model, with the input and output description from the run's problem."""
-    return Card(
+    return ModelCard(
         kind=problem.kind,
         input_shape=problem.input_shape,
         classes=problem.class_names,

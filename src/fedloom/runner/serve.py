@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import Field
+
 from fedloom.federation.served import About, ServedRound, served_round
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
@@ -16,10 +18,31 @@ from fedloom.runner.metrics import certificate_end, metrics_served, serving_fami
 from fedloom.runner.trained import check_checkpoint
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
+from fedloom.settings import Settings
 from fedloom.storage import is_url
 from fedloom.transport.personalization import Personalization, ServingLimits, serve_models
 from fedloom.trust.audit import Audit
 from fedloom.trust.options import Protection
+
+FOLLOW_INTERVAL_S = 1.0
+"""Seconds between checks for a newer round."""
+
+
+class ModelServerSettings(Settings):
+    """Limits of ``fedloom serve``."""
+
+    wait_s: float = Field(default=0.0, ge=0, description="Seconds to wait while nothing is published at the URL.")
+    linger_s: float = Field(
+        default=0.003, ge=0, description="Seconds that a client waits for others, so that models are computed together."
+    )
+    queue: int = Field(
+        default=1024, ge=1, description="Clients that may wait for their model; the next one is told when to try again."
+    )
+    conversations: int = Field(default=4096, ge=1, description="Conversations that may be open at a time.")
+    deadline_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to answer.")
+    drain_s: float = Field(
+        default=10.0, ge=0, description="Seconds that open conversations may continue after SIGTERM."
+    )
 
 
 def about(parts: RunContext) -> About:
@@ -127,22 +150,20 @@ def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str]
     return wait
 
 
-def serve(
+def serve_run(
     run: str,
     listen: str,
     *,
     checkpoint: str = "last",
     follow: bool = False,
-    limits: ServingLimits | None = None,
+    settings: ModelServerSettings | None = None,
     protection: Protection | None = None,
     audit: Path | None = None,
-    drain_s: float = 10.0,
     stop: threading.Event | None = None,
     started: Callable[[str], None] = lambda address: None,
     say: Callable[[str], None] = lambda text: None,
     health: str | None = None,
     metrics: str | None = None,
-    wait_s: float = 0.0,
 ) -> int:
     """Serve a run's models until stopped; return the number of models handed out.
 
@@ -159,14 +180,10 @@ def serve(
     audit
         Path of the audit log; None: in the logs of the run's folder, if that is local. No audit log is kept
         unless clients must authenticate.
-    drain_s
-        Seconds that open conversations may continue after a stop.
     started, say
         Receive the address, and messages for the user.
     health, metrics
         ``host:port`` for health probes and for Prometheus; None: none.
-    wait_s
-        Seconds to wait for a first publication at the URL.
 
     Raises
     ------
@@ -176,16 +193,23 @@ def serve(
         If the method has no model for new clients, or the address cannot be bound.
     """
     protection, kept = protection or Protection(), Audit()
-    limits = limits or ServingLimits()
+    settings = settings or ModelServerSettings()
     stop = stop or threading.Event()
-    folder = RunFolder.open(run, wait=waiting(run, wait_s, stop, say))
+    folder = RunFolder.open(run, wait=waiting(run, settings.wait_s, stop, say))
     rounds = DurableRounds(folder, checkpoint)
     threads = rounds.parts.experiment.runtime.threads
     assemble.use_device("cpu", threads)
-    limits = ServingLimits(**{**vars(limits), "threads": threads, "follow_s": limits.follow_s if follow else None})
+    limits = ServingLimits(
+        settings.linger_s,
+        settings.queue,
+        settings.conversations,
+        settings.deadline_s,
+        FOLLOW_INTERVAL_S if follow else None,
+        threads,
+    )
     if protection.access is not None and (audit is not None or not is_url(run)):
         kept.keep(audit or folder.logs / "audit.jsonl")
     service = Personalization(rounds, limits, kept)
     with metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))):
-        asyncio.run(serve_models(service, listen, protection, kept, stop, drain_s, started, say, health))
+        asyncio.run(serve_models(service, listen, protection, kept, stop, settings.drain_s, started, say, health))
     return service.load.handed_out

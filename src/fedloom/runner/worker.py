@@ -38,7 +38,7 @@ class WorkerOptions:
     partition
         Folder or URL of the partition; None: serve the packed clients in the folders ``data``, which train, and
         ``observe``, which are only evaluated.
-    clients, part
+    clients
         Clients to serve, as in :func:`select_clients`.
     threads
         Torch threads; must equal the aggregator's.
@@ -58,7 +58,6 @@ class WorkerOptions:
 
     partition: str | None
     clients: str | None = None
-    part: str | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     threads: int = 1
     clients_at_once: int = 1
@@ -161,7 +160,7 @@ class PartitionProvider:
         self._where = where
         self._dataset = FederatedDataset.open(where)
         everyone = [entry.id for entry in self._dataset.manifest.clients]
-        self.clients = select_clients(everyone, options.clients, options.part)
+        self.clients = select_clients(everyone, options.clients)
         for client in self.clients:
             self._dataset.manifest.entry(client)
         # Of a store, fetch now only shards that no other worker serves; the others follow when their clients come here.
@@ -198,7 +197,7 @@ class OwnDataProvider:
 
     def __init__(self, options: WorkerOptions) -> None:
         self._packed = OwnClients.open(options.data, options.observe)
-        self.clients = select_clients(list(self._packed.cards), options.clients, options.part)
+        self.clients = select_clients(list(self._packed.cards), options.clients)
         for client in self.clients:
             if client not in self._packed.cards:
                 known = ", ".join(self._packed.cards)
@@ -265,16 +264,25 @@ def serves(options: WorkerOptions) -> PartitionProvider | OwnDataProvider:
     return OwnDataProvider(options) if options.partition is None else PartitionProvider(options.partition, options)
 
 
-def select_clients(everyone: Sequence[str], clients: str | None, part: str | None = None) -> list[str]:
-    """Return the ids of the clients that a worker serves: ``clients``, which are separated by commas, or a part.
+def select_clients(everyone: Sequence[str], clients: str | None) -> list[str]:
+    """Return the ids of the clients that a worker serves.
 
-    ``part`` is ``I/N``: the I-th (from 0) of N consecutive blocks of ``everyone`` whose sizes differ by at most one.
+    Parameters
+    ----------
+    everyone
+        Ids of all clients, in the partition's order.
+    clients
+        Comma-separated ids; or ``I/N``, the I-th (from 0) of N consecutive blocks whose sizes differ by at most one.
+        None: all clients.
 
-    Raise ExperimentError if both are given, ``part`` is invalid, or ``clients`` is empty.
+    Raises
+    ------
+    ExperimentError
+        If there is no such block, or ``clients`` is empty.
     """
-    if clients is not None:
-        if part is not None:
-            raise ExperimentError(f"{argument('part')} cannot be combined with {argument('clients')}.", key="part")
+    if clients is None:
+        return list(everyone)
+    if "/" not in clients:
         named = [name.strip() for name in clients.split(",") if name.strip()]
         if not named:
             raise ExperimentError(
@@ -284,16 +292,13 @@ def select_clients(everyone: Sequence[str], clients: str | None, part: str | Non
                 found=clients,
             )
         return named
-    if part is None:
-        return list(everyone)
-    given = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", part)
+    given = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", clients)
     i, n = (int(given[1]), int(given[2])) if given else (0, 0)
     if not i < n <= len(everyone):
         raise ExperimentError(
-            f"{argument('part')} must be I/N, with I from 0 to N - 1, and N at most {len(everyone)}, the number of "
-            "clients "
-            f"(got {part}).",
-            key="part",
-            found=part,
+            f"{argument('clients')} must be ids, or I/N with I from 0 to N - 1 and N at most {len(everyone)}, the "
+            f"number of clients (got {clients}).",
+            key="clients",
+            found=clients,
         )
     return list(everyone[i * len(everyone) // n : (i + 1) * len(everyone) // n])

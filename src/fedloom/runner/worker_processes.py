@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, WorkerLostError, argument
 from fedloom.models.factories import FACTORIES
-from fedloom.processes import Told, command, environment
+from fedloom.processes import ChildReport, command, environment
 from fedloom.storage.folder import open_to_append, read_file, storing
 from fedloom.trust.options import FILES, TOKEN
 
@@ -115,10 +115,10 @@ class Workers:
 
     def _start(self, i: int) -> subprocess.Popen[bytes]:
         name = f"worker-{i}"
-        words = ["worker", "--aggregator", self._address, *self._serves, "--name", name, "--until-eof"]
+        words = ["worker", "--aggregator", self._address, *self._serves, "--name", name]
         words += ["--log", str(self._logs / f"{name}.jsonl"), "--states", self._states]
-        words += ["--device", self._runtime.device, "--threads", str(self._runtime.threads)]
-        words += ["--clients-at-once", str(self._runtime.clients_at_once)]
+        for key in ("device", "threads", "clients_at_once"):
+            words += ["--set", f"runtime.{key}={getattr(self._runtime, key)}"]
         folder = Path(self._temporary.name)
         self._told[i] = folder / f"{name}-{len(list(folder.iterdir()))}.jsonl"
         self._told[i].touch()
@@ -132,7 +132,7 @@ class Workers:
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
-                env=environment(self._environment, self._told[i], self._factory),
+                env=environment(self._environment, self._told[i], self._factory, ends_with_parent=True),
             )
 
     def _watch(self, i: int) -> None:
@@ -145,7 +145,7 @@ class Workers:
             if self._stopping.is_set():
                 return
             log.warning("worker-%d (pid %d) ended with code %d", i, process.pid, code)
-            told = Told(self._told[i])
+            told = ChildReport(self._told[i])
             if isinstance(told.failure, FINAL):
                 self._fail(told.failure.within(f"worker-{i}"))
                 return

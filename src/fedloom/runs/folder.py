@@ -121,10 +121,10 @@ class RunFolder(RunFiles):
 
         Validation would import its method and model, and therefore torch.
         """
-        from fedloom.experiment.yaml_reader import parse
+        from fedloom.experiment.yaml_reader import parse_yaml
 
         try:
-            value, _ = parse(self.text(EXPERIMENT), str(self.path / EXPERIMENT))
+            value, _ = parse_yaml(self.text(EXPERIMENT), str(self.path / EXPERIMENT))
         except ExperimentError as error:  # the fault is in a file of the run, not in a request
             raise DataError(str(error)) from error
         found = dict(value) if isinstance(value, dict) else {}

@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 
-from fedloom.errors import argument, spelled
 from fedloom.transport.failures import BROKEN
 from fedloom.trust.options import ClientCredentials
 
@@ -63,8 +62,8 @@ def distrust(address: str, shown: ClientCredentials, code: grpc.StatusCode, deta
         ("has expired", f"its certificate has ended, by this machine's clock: {now}"),
         ("not yet valid", f"its certificate is not valid yet, by this machine's clock: {now}"),
         ("hostname verification", f"its certificate is not for {host}: dial a name that is in it"),
-        ("certificate_verify_failed", f"its certificate is not of the CA of {spelled(argument('tls_ca'))}"),
-        ("wrong_version_number", f"it does not speak TLS: leave {spelled(argument('tls_ca'))} out"),
+        ("certificate_verify_failed", "its certificate is not signed by an authority in ca.crt"),
+        ("wrong_version_number", "it does not speak TLS: connect without ca.crt"),
     ):
         if part in said:
             return words
@@ -77,7 +76,7 @@ def perhaps_tls(shown: ClientCredentials, code: grpc.StatusCode, details: str | 
     closed = "socket closed" in said or "connection reset" in said
     if shown.ca is not None or code is not grpc.StatusCode.UNAVAILABLE or not closed or "failed to connect" not in said:
         return None
-    return f"{BROKEN} before anything was said: it may speak TLS ({spelled(argument('tls_ca'))})"
+    return f"{BROKEN} before anything was said: it may speak TLS, which needs ca.crt in the credentials"
 
 
 def closed_after_handshake(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
@@ -85,7 +84,7 @@ def closed_after_handshake(shown: ClientCredentials, code: grpc.StatusCode, deta
     if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE or "socket closed" not in (details or "").lower():
         return None
     if shown.pair is None:
-        return f"it ends the connection: it may ask for a certificate ({spelled(argument('tls_certificate'))})"
+        return "it ends the connection: it may ask for a certificate (tls.crt in the credentials)"
     said = shown.pair.certificate
     ends = f"{said.ends:%Y-%m-%d %H:%M:%S} UTC"
     return f"it ends the connection: it may not believe {said}, until {ends}: of another CA, or by its clock"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import grpc
 
-from fedloom.errors import argument
 from fedloom.words import REASON_CHARACTERS, printable
 
 NOBODY = "nothing listens there"
@@ -23,9 +22,7 @@ OUR_OWN = (
 
 _HINTS = {
     grpc.StatusCode.UNIMPLEMENTED: "give the address of a `fedloom aggregator` of this version",
-    grpc.StatusCode.UNAUTHENTICATED: (
-        f"show a certificate or a token that it knows: {argument('tls_certificate')}, {argument('token_file')}"
-    ),
+    grpc.StatusCode.UNAUTHENTICATED: "show a certificate or a token that it knows: tls.crt or token in the credentials",
     grpc.StatusCode.PERMISSION_DENIED: "its table of identities says who may do what (docs/security.md)",
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedloom.errors import ExperimentError, RefusedError, argument
-from fedloom.experiment.validation_errors import shown
+from fedloom.experiment.validation_errors import abbreviated
 from fedloom.trust.credentials import read_key_pair, validity
 from fedloom.trust.files import create, write_private
 from fedloom.trust.tokens import check_member_name
@@ -62,12 +62,16 @@ def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
 def make_certificate(
     name: str, folder: Path, ca: Path, *, hosts: Sequence[str] = (), days: int = LEAF_DAYS, replace: bool = False
 ) -> Made:
-    """Create a certificate for a member, or for a server if hosts are given: ``NAME.crt`` and ``NAME.key`` (0600).
+    """Create the credentials of a member, or of a server if hosts are given, in the folder ``NAME``.
+
+    They are laid out as ``credentials`` expect them: ``tls.crt``, ``tls.key`` (0600) and the authority's ``ca.crt``.
 
     Parameters
     ----------
     name
         Name of the member; its certificate has the URI ``urn:fedloom:NAME``.
+    folder
+        Parent of the folder ``NAME``.
     ca
         Folder of the authority.
     hosts
@@ -114,7 +118,13 @@ def make_certificate(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
     said = (f"URI:{URI}{name}", *hosts)
-    return _write(_sign(builder, signer), key, folder / f"{name}.crt", folder / f"{name}.key", said, replace=replace)
+    own = folder / name
+    made = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", said, replace=replace)
+    trusted = own / "ca.crt"
+    known = trusted.read_bytes() if trusted.exists() else b""
+    if pair.chain not in known:  # where another authority is trusted, certificates of both are, until it is taken out
+        write_private(trusted, (known + pair.chain).decode())
+    return made
 
 
 def _builder(
@@ -172,7 +182,7 @@ def _host(host: str) -> x509.GeneralName:
         if re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?", host):
             return x509.DNSName(host)
     raise ExperimentError(
-        f"{argument('host')} must be a DNS name or an IP address, without a port (got {shown(host)}).", key="host"
+        f"{argument('host')} must be a DNS name or an IP address, without a port (got {abbreviated(host)}).", key="host"
     )
 
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.errors import ExperimentError, RefusedError, argument
+from fedloom.errors import ExperimentError, RefusedError
 from fedloom.trust.files import read_text
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def parse_certificate(pem: bytes) -> Certificate:
     return _said(x509.load_pem_x509_certificate(pem))
 
 
-TLS_FILES = (argument("tls_certificate"), argument("tls_key"))
+TLS_FILES = ("tls.crt", "tls.key")
 """Names, in errors, of the files of a key pair that the user has given."""
 
 
@@ -102,7 +102,7 @@ def read_key_pair(certificate: Path, key: Path, *, names: tuple[str, str] = TLS_
     return KeyPair(chain, secret, said)
 
 
-def read_ca(path: Path, *, what: str = argument("tls_ca")) -> bytes:
+def read_ca(path: Path, *, what: str = "ca.crt") -> bytes:
     """Read the certificates of the trusted authorities.
 
     Raise ExperimentError if the file cannot be read, or has no certificate of an authority.

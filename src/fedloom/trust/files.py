@@ -32,7 +32,7 @@ def read_text(path: Path, what: str) -> str:
     Parameters
     ----------
     what
-        Name of the file in errors, such as ``--tls-key``.
+        Name of the file in errors, such as ``tls.key``.
 
     Raises
     ------

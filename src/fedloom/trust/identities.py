@@ -15,8 +15,8 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment.validation_errors import KeyPath, Mistake, explain, listing, shown
-from fedloom.experiment.yaml_reader import parse
+from fedloom.experiment.validation_errors import KeyPath, SettingError, abbreviated, explain, listing
+from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.settings import Settings
 from fedloom.trust.files import read_text
 from fedloom.trust.tokens import NAME, contains_token
@@ -188,9 +188,9 @@ def read_identities(path: Path) -> Identities:
             f"{path} contains a token; give the name of the token instead.",
             hint="whoever reads this file can use that token: revoke it (`fedloom token revoke`) and make another",
         )
-    value, origins = parse(text, str(path), quick=True)
+    value, origins = parse_yaml(text, str(path), quick=True)
     if not isinstance(value, dict):
-        raise ExperimentError(f"{path} must be a mapping with the keys version and identities (got {shown(value)}).")
+        raise ExperimentError(f"{path}: {abbreviated(value)} is not a mapping with the keys version, identities")
     try:
         table = _Table.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
@@ -202,21 +202,21 @@ def read_identities(path: Path) -> Identities:
     return Identities(table.identities)
 
 
-def _mistakes(entries: Sequence[IdentityEntry]) -> list[Mistake]:
+def _mistakes(entries: Sequence[IdentityEntry]) -> list[SettingError]:
     """Return the errors that the schema does not cover, such as missing or duplicate credentials."""
-    found: list[Mistake] = []
+    found: list[SettingError] = []
     names = Counter(entry.name for entry in entries)
     credentials = Counter((entry.certificate, entry.token) for entry in entries)
     for i, entry in enumerate(entries):
         here: KeyPath = ("identities", i)
         if names[entry.name] > 1:
-            found.append(Mistake((*here, "name"), f"{entry.name} is the name of {names[entry.name]} identities"))
+            found.append(SettingError((*here, "name"), f"{entry.name} is the name of {names[entry.name]} identities"))
         if entry.certificate is None and entry.token is None:
-            found.append(Mistake(here, "a certificate, a token or both are needed"))
+            found.append(SettingError(here, "a certificate, a token or both are needed"))
         elif credentials[entry.certificate, entry.token] > 1:
             given = " and ".join(filter(None, (entry.certificate, entry.token and f"token {entry.token}")))
-            found.append(Mistake(here, f"{given} is given at another identity, too"))
-        found += [Mistake((*here, "clients", *at), text) for at, text in _client_errors(entry)]
+            found.append(SettingError(here, f"{given} is given at another identity, too"))
+        found += [SettingError((*here, "clients", *at), text) for at, text in _client_errors(entry)]
     return found
 
 
@@ -230,4 +230,4 @@ def _client_errors(entry: IdentityEntry) -> Iterator[tuple[KeyPath, str]]:
         yield (), f"role {role} has no clients; only worker, observer and personalize have"
     for i, pattern in enumerate(entry.clients):
         if not re.fullmatch(r"[A-Za-z0-9._*?-]{1,128}", pattern):
-            yield (i,), f"{shown(pattern)} is not a pattern; it may have up to 128 letters, digits, and . _ - * ?"
+            yield (i,), f"{abbreviated(pattern)} is not a pattern; it may have up to 128 letters, digits, and . _ - * ?"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,48 @@ FILES = {
     "certificate": "FEDLOOM_TLS_CERTIFICATE",
     "key": "FEDLOOM_TLS_KEY",
     "token_file": "FEDLOOM_TOKEN_FILE",
+    "tokens": "FEDLOOM_TOKENS",
+    "identities": "FEDLOOM_IDENTITIES",
 }
-"""Environment variables for files, by field of :class:`ClientOptions`, in order."""
+"""Environment variables for single files, by field of :class:`ClientOptions` and :class:`ServerOptions`."""
+
+IN_FOLDER = {
+    "ca": "ca.crt",
+    "certificate": "tls.crt",
+    "key": "tls.key",
+    "token_file": "token",
+    "tokens": "tokens.json",
+    "identities": "identities.yaml",
+}
+"""Names of the same files in a folder of credentials, which is laid out like a Kubernetes TLS Secret."""
+
+
+def credential_files(
+    folder: Path | None, fields: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> dict[str, Path]:
+    """Return the files of a folder of credentials by field; environment variables name those that it lacks.
+
+    A token in the folder takes precedence over any in the environment.
+
+    Raises
+    ------
+    ExperimentError
+        If the folder has none of the files.
+    """
+    found: dict[str, Path] = {}
+    if folder is not None:
+        found = {name: folder / IN_FOLDER[name] for name in fields if (folder / IN_FOLDER[name]).exists()}
+        if not found:
+            names = ", ".join(IN_FOLDER[name] for name in fields)
+            problem = f"has none of {names}" if folder.is_dir() else "is not a folder"
+            raise ExperimentError(
+                f"{argument('credentials')} is {folder}, which {problem}; `fedloom certificates new` and "
+                "`fedloom token new` make them.",
+                key="credentials",
+                found=folder,
+            )
+    named = {name: Path(environment[FILES[name]]) for name in fields if environment.get(FILES[name])}
+    return {**named, **found}
 
 
 def is_loopback(host: str) -> bool:
@@ -63,15 +103,16 @@ class ClientOptions:
     insecure: bool = False
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> ClientOptions:
-        """Return the options given by environment variables (:data:`FILES` and :data:`TOKEN`).
+    def of(
+        cls, folder: Path | None = None, *, insecure: bool = False, environment: Mapping[str, str] = os.environ
+    ) -> ClientOptions:
+        """Return the options given by a folder of credentials and by the environment (:data:`FILES`, :data:`TOKEN`).
 
-        Raise RefusedError if the token is invalid.
+        Raise ExperimentError if the folder has no credentials, RefusedError if the token is invalid.
         """
-        ca, certificate, key, token_file = (
-            Path(environment[name]) if environment.get(name) else None for name in FILES.values()
-        )
-        return cls(ca, certificate, key, token_file, token_of(environment))
+        files = credential_files(folder, ("ca", "certificate", "key", "token_file"), environment)
+        in_folder = folder is not None and (folder / IN_FOLDER["token_file"]).exists()
+        return cls(**files, token=None if in_folder else token_of(environment), insecure=insecure)
 
 
 def token_of(environment: Mapping[str, str] = os.environ) -> SecretStr | None:
@@ -103,11 +144,11 @@ class Credentials:
         _together(options.certificate, options.key)
         if options.certificate is not None and options.ca is None:
             raise ExperimentError(
-                f"{argument('tls_certificate')} needs {argument('tls_ca')}, the authorities to trust.",
-                key="tls_certificate",
+                "tls.crt needs ca.crt, the authorities to trust.",
+                key="tls.crt",
             )
         if options.token is not None and options.token_file is not None:
-            raise ExperimentError(f"{argument('token_file')} cannot be combined with {TOKEN}.", key="token_file")
+            raise ExperimentError(f"A token file ({FILES['token_file']}) cannot be combined with {TOKEN}.", key="token")
         self._options = options
         paths = [
             path for path in (options.ca, options.certificate, options.key, options.token_file) if path is not None
@@ -138,7 +179,7 @@ class Credentials:
         shown, options = self.current, self._options
         if shown.token is not None and shown.ca is None and not options.insecure and not is_loopback(host):
             raise ExperimentError(
-                f"A token would be sent to {host} in plaintext; use TLS ({argument('tls_ca')}), or "
+                f"A token would be sent to {host} in plaintext; use TLS (ca.crt in {argument('credentials')}), or "
                 f"{argument('insecure')} to send it all the same."
             )
         if shown.pair is not None:
@@ -172,6 +213,20 @@ class ServerOptions:
     token: SecretStr | None = None
     insecure: bool = False
 
+    @classmethod
+    def of(cls, folder: Path | None = None, *, insecure: bool = False) -> ServerOptions:
+        """Return the options given by a folder of credentials and by the environment.
+
+        Raises
+        ------
+        ExperimentError
+            If the folder has no credentials.
+        RefusedError
+            If the token of the environment is invalid.
+        """
+        files = credential_files(folder, ("ca", "certificate", "key", "tokens", "identities"))
+        return cls(**files, token=token_of(), insecure=insecure)
+
 
 @dataclass(frozen=True)
 class ServerFiles:
@@ -204,11 +259,9 @@ class Protection:
         ca, known = options.ca, any((options.ca, options.tokens, options.token))
         _together(options.certificate, options.key)
         if ca is not None and options.certificate is None:
-            raise ExperimentError(f"{argument('tls_ca')} needs {argument('tls_certificate')}.", key="tls_ca")
+            raise ExperimentError("ca.crt needs tls.crt.", key="ca.crt")
         if options.identities is not None and not known:
-            raise ExperimentError(
-                f"{argument('identities')} needs {argument('tls_ca')}, {argument('tokens')}, or both.", key="identities"
-            )
+            raise ExperimentError("identities.yaml needs ca.crt, tokens.json, or both.", key="identities.yaml")
         self._insecure = options.insecure
         self.tls = _tls_files(options)
         self.access = Access(options.tokens, options.identities, shared=options.token) if known else None
@@ -220,10 +273,8 @@ class Protection:
         """
         if is_loopback(host) or (self.tls is not None and self.access is not None):
             return
-        lacking = [f"TLS ({argument('tls_certificate')}, {argument('tls_key')})"] if self.tls is None else []
-        lacking += (
-            [f"peers that say who they are ({argument('tls_ca')}, {argument('tokens')})"] if self.access is None else []
-        )
+        lacking = ["TLS (tls.crt, tls.key)"] if self.tls is None else []
+        lacking += ["peers that say who they are (ca.crt, tokens.json)"] if self.access is None else []
         if not self._insecure:
             raise ExperimentError(
                 f"{argument('listen')} is {host}, which other machines reach, without {' and '.join(lacking)}; "
@@ -231,7 +282,8 @@ class Protection:
                 f"127.0.0.1, or give what is missing, or {argument('insecure')}.",
                 key="listen",
                 found=host,
-                hint="`fedloom certificates` makes certificates for trials (docs/security.md)",
+                hint=f"{argument('credentials')} is a folder with these files; `fedloom certificates` makes one for "
+                "trials (docs/security.md)",
             )
         log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(lacking)}"))
 
@@ -249,7 +301,5 @@ def _tls_files(options: ServerOptions) -> ReloadingFile[ServerFiles] | None:
 
 def _together(certificate: Path | None, key: Path | None) -> None:
     if (certificate is None) is not (key is None):
-        found = "tls_key" if certificate is None else "tls_certificate"
-        raise ExperimentError(
-            f"{argument('tls_certificate')} and {argument('tls_key')} must be given together.", key=found
-        )
+        found = "tls.key" if certificate is None else "tls.crt"
+        raise ExperimentError("tls.crt and tls.key must be given together.", key=found)

@@ -22,7 +22,7 @@ from pydantic import AwareDatetime, Field, SecretStr, ValidationError
 
 from fedloom.data.folders import locked
 from fedloom.errors import ExperimentError, RefusedError
-from fedloom.experiment.validation_errors import explain, listing, shown
+from fedloom.experiment.validation_errors import abbreviated, explain, listing
 from fedloom.settings import Settings
 from fedloom.trust.files import read_text, write_private
 
@@ -99,7 +99,8 @@ def check_member_name(name: str, reserved: str = "") -> None:
     if not re.fullmatch(NAME, name) or name == reserved:
         but = f", and not {reserved}" if reserved else ""
         raise ExperimentError(
-            f"NAME must be 1 to 128 letters, digits, and . _ -, the first a letter or digit{but} (got {shown(name)}).",
+            f"NAME must be 1 to 128 letters, digits, and . _ -, the first a letter or digit{but} "
+            f"(got {abbreviated(name)}).",
             key="name",
             found=name,
         )
@@ -183,7 +184,9 @@ def revoke_tokens(path: Path, which: str) -> list[Token]:
         chosen = [token for token in kept if which in (token.id, token.name)]
         if not chosen:
             known = ", ".join(dict.fromkeys(token.name for token in kept)) or "none"
-            raise ExperimentError(f"{path} has no token {shown(which)}; give its id or its name ({known})", found=which)
+            raise ExperimentError(
+                f"{path} has no token {abbreviated(which)}; give its id or its name ({known})", found=which
+            )
         now = datetime.now(UTC).replace(microsecond=0)
         changed = {token.id: token.model_copy(update={"revoked": now}) for token in chosen if token.revoked is None}
         if changed:

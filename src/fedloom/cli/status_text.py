@@ -1,0 +1,152 @@
+"""Status of a federation as lines of text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
+from rich.text import Text
+
+from fedloom.cli.characters import shown_as
+from fedloom.words import pluralize, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedloom.federation.activity import Activity, Awaited, ConnectedWorker, RosterClient
+
+NAME_WIDTH = 12
+"""Width of the names of facts, in characters."""
+
+ENDED = ("finished", "interrupted", "published")
+
+
+def status_lines(now: Activity, console: Console) -> list[Text]:
+    """Return a heading, and a line for each known fact."""
+    of = "" if now.rounds is None else f" of {now.rounds}"
+    doing = f"round {now.doing}{of}, attempt {now.attempt}" if now.doing is not None else f"after round {now.round}{of}"
+    since = duration(now.time - now.since)
+    heading = f"{now.run} · {now.method} · {now.phase}, {doing}, "
+    heading += f"{since} ago" if now.phase in ENDED else f"for {since}"
+    lines = [(heading, "bold"), *((f"{name:<{NAME_WIDTH}}{words}", "") for name, words in _facts(now))]
+    return [Text(shown_as(console.encoding, printable(line)), style) for line, style in lines]
+
+
+def client_table(clients: Sequence[RosterClient]) -> tuple[list[str], list[list[str]], list[int]]:
+    """Return the headings, rows and text columns of a table of clients, without columns that would be empty."""
+    now = time.time()
+    columns: tuple[tuple[str, Callable[[RosterClient], str]], ...] = (
+        ("client", lambda c: c.id),
+        ("role", lambda c: "observes" if c.observes else "trains"),
+        ("state", lambda c: {True: "connected", False: "absent", None: ""}[c.connected]),
+        ("worker", lambda c: printable(c.worker or "")),
+        ("identity", lambda c: printable(c.identity or "")),
+        ("examples", lambda c: "" if c.examples is None else f"{c.examples:,}"),
+        ("last round", lambda c: "" if c.last_round is None else str(c.last_round)),
+        ("awaited for", lambda c: "" if c.awaited_since is None else duration(now - c.awaited_since)),
+    )
+    shown = [(i, heading, [cell(client) for client in clients]) for i, (heading, cell) in enumerate(columns)]
+    kept = [(i, heading, cells) for i, heading, cells in shown if i < 2 or any(cells)]
+    rows = [list(row) for row in zip(*(cells for _, _, cells in kept), strict=True)]
+    return [heading for _, heading, _ in kept], rows, [n for n, (i, _, _) in enumerate(kept) if i < 5]
+
+
+def _facts(now: Activity) -> Iterator[tuple[str, str]]:
+    """Yield the known facts about a federation as (name, text)."""
+    if now.message:
+        yield "", now.message
+    if now.paused_by is not None and now.phase != "paused":
+        yield "pause", f"asked for by {now.paused_by}"
+    if now.durable_age_s is not None:
+        yield "durable", f"round {now.durable_round}, {duration(now.durable_age_s)} ago"
+    yield "clients", _clients(now)
+    if now.awaited:
+        yield "awaited", f"{pluralize(now.awaited, 'client')}, {now.late:,} late"
+    yield from (("late", _late(each, now.time)) for each in now.awaiting if each.late)
+    if now.rounds_per_s is not None:
+        steps = _number(now.client_steps_per_s or 0.0)
+        yield "speed", f"{_number(now.rounds_per_s)} rounds/s, {steps} client steps/s"
+    if now.train_loss is not None:
+        yield "loss", f"{now.train_loss:.4f} in training"
+    yield from _measured(now)
+    yield from _totals(now)
+    yield from (("worker", _worker(worker, now.time)) for worker in now.workers)
+
+
+def _clients(now: Activity) -> str:
+    c = now.clients
+    parts = [f"{c.roster:,} in the roster"]
+    if c.connected is not None:
+        parts += [f"{c.connected:,} connected", f"{c.absent:,} absent"]
+    if c.observing:
+        parts.append(f"{c.observing:,} observing")
+    if c.cohort:
+        parts.append(f"{c.answered:,} of {c.cohort:,} answered in round {now.round}")
+    return ", ".join(parts)
+
+
+def _late(each: Awaited, now: float) -> str:
+    whom = "nobody serves it" if each.worker is None else f"worker {each.worker}"
+    until = "" if each.deadline is None else f", lost in {duration(each.deadline - now)}"
+    return f"{each.client}: {whom}, awaited for {duration(now - each.since)}{until}"
+
+
+def _totals(now: Activity) -> Iterator[tuple[str, str]]:
+    t = now.totals
+    if t.bytes_up is not None and t.bytes_down is not None:
+        yield "bytes", f"{decimal(t.bytes_down)} to workers, {decimal(t.bytes_up)} from them"
+    if t.exchanges:
+        spent = f"{duration(t.seconds)}: {_shares(t.exchanges)}"
+        yield "rounds", f"{t.rounds:,}, {t.failed_attempts:,} failed attempts, {spent}"
+    if t.phases:
+        yield "time", f"{duration(sum(t.phases.values()))}: {_shares(t.phases)}"
+    if t.refusals:
+        yield "refused", ", ".join(f"{reason}: {count:,}" for reason, count in sorted(t.refusals.items()))
+
+
+def _measured(now: Activity) -> Iterator[tuple[str, str]]:
+    if (measured := now.measured) is None:
+        return
+    for name in ("seen", "unseen", "global"):
+        if (group := measured.groups.get(name)) is None:
+            continue
+        if group.accuracy_mean is None:
+            what = "" if group.loss_mean is None else f"loss {group.loss_mean:.4f}"
+        else:
+            worst = group.accuracy_worst_decile
+            what = f"accuracy {group.accuracy_mean:.4f}" + ("" if worst is None else f", worst decile {worst:.4f}")
+        yield name, f"{what} (mean of {group.clients:,} after round {measured.round})"
+
+
+def _worker(worker: ConnectedWorker, now: float) -> str:
+    whose = "" if worker.identity is None else f" of {worker.identity}"
+    silent = "" if now - worker.sign < 30 else f", silent for {duration(now - worker.sign)}"
+    return (
+        f"{worker.name}{whose}: {pluralize(worker.clients, 'client')}, {worker.device}, "
+        f"connected for {duration(now - worker.since)}{silent}"
+    )
+
+
+def _shares(seconds: dict[str, float]) -> str:
+    """Return each part's share of the total time, largest first."""
+    total = sum(seconds.values()) or 1.0
+    by_size = sorted(seconds.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {part / total:.0%}" for name, part in by_size)
+
+
+def duration(seconds: float) -> str:
+    """Return a readable duration: ``0.4 s``, ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``5 d 3 h``."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    for unit, size, smaller, part in (("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= size:
+            rest = whole % size // part
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

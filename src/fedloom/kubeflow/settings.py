@@ -1,0 +1,81 @@
+"""Settings of a Kubeflow installation, for ``fedloom pipeline submit|wait|stop``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from fedloom.cluster.settings import settings_from_file
+from fedloom.kubeflow.api import Kubeflow, access
+from fedloom.settings import Settings
+
+VARIABLES = {"host": "KF_PIPELINES_ENDPOINT", "token": "FEDLOOM_KUBEFLOW_TOKEN", "ca_file": "SSL_CERT_FILE"}
+"""Environment variables for keys that are not given."""
+
+
+class KubeflowSettings(Settings):
+    """Kubeflow installation, and how runs are submitted to it."""
+
+    host: str | None = Field(
+        default=None, description="URL of Kubeflow Pipelines; in a pod, by default the API's Service."
+    )
+    token: str | None = Field(default=None, description="Bearer token, or @FILE, which is read again when needed.")
+    in_cluster: bool = Field(default=False, description="Use the token that Kubeflow gave this pod.")
+    ca_file: str | None = Field(default=None, description="File of certificates to trust.")
+    namespace: str | None = Field(default=None, description="Your profile's namespace, if Kubeflow has several users.")
+    experiment: str = Field(
+        default="fedloom", description="Kubeflow experiment that shows the runs; created if needed."
+    )
+    service_account: str | None = Field(default=None, description="Service account of the runs' pods.")
+    pipeline_root: str | None = Field(default=None, description="URL where the runs' artifacts go.")
+    image: str | None = Field(default=None, description="Image of the components, with tag or digest.")
+    storage_secret: str | None = Field(default=None, description="Secret with the credentials of `storage`.")
+    serve_secret: str | None = Field(
+        default=None, description="Secret with the credentials for --serve: ca.crt; tls.crt and tls.key, or token."
+    )
+
+    @classmethod
+    def of(cls, where: str | None, environment: Mapping[str, str] = os.environ) -> KubeflowSettings:
+        """Return the settings of an installation, completed from the environment.
+
+        Parameters
+        ----------
+        where
+            URL of Kubeflow Pipelines, ``in-cluster``, a YAML file with these settings, or None.
+
+        Raises
+        ------
+        ExperimentError
+            If the file cannot be read, or a setting is invalid.
+        """
+        if where is None or "://" in where:
+            found = cls(host=where)
+        elif where == "in-cluster":
+            found = cls(in_cluster=True)
+        else:
+            found = settings_from_file(cls, Path(where))
+        missing: dict[str, Any] = {
+            key: environment[name]
+            for key, name in VARIABLES.items()
+            if getattr(found, key) is None and environment.get(name)
+        }
+        if found.in_cluster:
+            missing.pop("token", None)
+        return found.model_copy(update=missing)
+
+    def connect(self) -> Kubeflow:
+        """Return the API of the installation.
+
+        Raises
+        ------
+        ExperimentError
+            If the settings name no installation, or kfp is not installed.
+        RefusedError
+            If the token cannot be read.
+        """
+        ca_file = None if self.ca_file is None else Path(self.ca_file)
+        return Kubeflow(access(self.host, self.token, in_cluster=self.in_cluster, ca_file=ca_file), self.namespace)

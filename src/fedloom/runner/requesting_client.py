@@ -1,0 +1,286 @@
+"""Client that a model is made for: its data, its half of the conversation, and the privacy that it spends."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fedloom import experiment as experiments
+from fedloom.algorithms.base import Algorithm, ClientGroup, find_algorithm
+from fedloom.data.federated import FederatedDataset
+from fedloom.data.manifest import Manifest
+from fedloom.data.newcomer import Newcomer
+from fedloom.data.problem import Problem
+from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, argument
+from fedloom.evaluation.measure import nothing_measured
+from fedloom.experiment import Experiment, Runtime
+from fedloom.federation.carrier import ConversationKey, Lost
+from fedloom.federation.client_side import ClientConfig, ClientSide
+from fedloom.federation.loop import vocabulary
+from fedloom.federation.served import About
+from fedloom.messages import Message, Metrics
+from fedloom.models.predictors import Predictor, Predictors, predictor_of
+from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
+from fedloom.runner import assemble
+from fedloom.runner.assemble import RunContext
+from fedloom.runner.ledger import PrivacyAccountant
+from fedloom.runner.personal_model import PersonalModel, PrivacyGuarantee, card_of
+from fedloom.runner.personalization import PersonalizationRequest
+from fedloom.transport.newcomer import Answered
+
+
+@dataclass(frozen=True, eq=False)
+class DescribedRun:
+    """Run that a server describes, as far as its clients must know it."""
+
+    about: About
+    algorithm: Algorithm
+    experiment: Experiment
+    problem: Problem
+
+    @classmethod
+    def of(cls, about: About) -> DescribedRun:
+        """Read a server's description.
+
+        Raises
+        ------
+        RefusedError
+            If the run's method is not installed here in the run's version.
+        """
+        try:
+            algorithm = find_algorithm(about.algorithm)
+        except ExperimentError as error:
+            raise RefusedError(f"the run's method is not installed here: {error}") from error
+        if algorithm.version != about.version:
+            raise RefusedError(
+                f"The run uses version {about.version} of {about.algorithm}, and version {algorithm.version} is "
+                "installed here.",
+                hint="install the same version on both sides",
+                found=algorithm.version,
+                allowed=[about.version],
+            )
+        e = experiments.from_shared_json(about.experiment, runtime=Runtime(workers=0))
+        return cls(about, algorithm, e, Problem.from_json(about.problem))
+
+    def parts(self, manifest: Manifest) -> RunContext:
+        """Return the parts of the run, for clients from outside it."""
+        parts = assemble.for_newcomers(assemble.make_parts(self.experiment, manifest), self.problem.clients)
+        return dataclasses.replace(parts, algorithm=self.algorithm)
+
+
+@dataclass(frozen=True, eq=False)
+class RequestingClient:
+    """Client that took no part in a run, with its data, able to answer the run's messages."""
+
+    request: PersonalizationRequest
+    about: About
+    data: Newcomer
+    parts: RunContext
+
+    @classmethod
+    def described(cls, request: PersonalizationRequest, about: About) -> RequestingClient:
+        """Return the client of a request to a server that describes its run like this."""
+        run = DescribedRun.of(about)
+        data = request.newcomer(run.problem, run.experiment)
+        return cls.of(request, about, data, run.parts(data.manifest))
+
+    @classmethod
+    def of(cls, request: PersonalizationRequest, about: About, data: Newcomer, parts: RunContext) -> RequestingClient:
+        """Return the client of a request.
+
+        Raises
+        ------
+        DataError
+            If it has labels that the method would ignore.
+        ExperimentError
+            If δ or the run does not allow the requested privacy.
+        """
+        if request.y is not None and not parts.algorithm.labelled(parts.settings):
+            raise DataError(f"y must be left out: {parts.algorithm.name} describes clients without labels here.")
+        request.check_delta(data.manifest.clients[0].train)
+        return cls(request, about, data, request.private(parts))
+
+    @property
+    def id(self) -> str:
+        """Id of the client."""
+        return self.data.client_id
+
+    @property
+    def guarantee(self) -> PrivacyGuarantee | None:
+        """Privacy guarantee of the client's answer; None without noise."""
+        found = self.parts.algorithm.privacy(self.parts.settings)
+        if found is None or not found.noise_multiplier:
+            return None
+        z, delta = found.noise_multiplier, found.delta
+        examples = self.data.manifest.clients[0].train
+        return PrivacyGuarantee(gaussian_epsilon(z, delta), delta, found.clip, z, examples)
+
+    @property
+    def accountant(self) -> PrivacyAccountant | None:
+        """Accountant of the ledger that the request names, if any.
+
+        Raises
+        ------
+        ExperimentError
+            If there is a ledger, but the answer has no noise to account for.
+        """
+        if self.request.ledger is None:
+            return None
+        if self.guarantee is None:
+            epsilon = self.request.epsilon
+            raise ExperimentError(
+                f"{argument('epsilon')} must be a finite number above 0 with {argument('ledger')}, which records "
+                f"answers with noise (got {'none' if epsilon is None else f'{epsilon:g}'}).",
+                key="epsilon",
+                found=epsilon,
+            )
+        return PrivacyAccountant(Path(self.request.ledger), self.request.budget)
+
+    def spend(self, accountant: PrivacyAccountant | None) -> PrivacyGuarantee | None:
+        """Return the privacy guarantee; record it in the ledger, if any, before anything is released."""
+        if accountant is None or self.guarantee is None:
+            return self.guarantee
+        run = self.parts.experiment.name
+        return accountant.charge(self.guarantee, where=self.request.where, run=run, client=self.id)
+
+    def model(
+        self, predictors: dict[str, Predictor], answered: Answered, guarantee: PrivacyGuarantee | None
+    ) -> PersonalModel:
+        """Return the requested predictor as a module with its card."""
+        name = self.request.predictor
+        check_predictor(name, self.parts.client_half().predictors)
+        card = card_of(
+            Problem.from_json(self.about.problem),
+            run=answered.run,
+            round=answered.round,
+            digest=answered.digest,
+            algorithm=self.about.algorithm,
+            predictor=name,
+            model=self.parts.experiment.model.name,
+            client=self.id,
+            precision=answered.precision,
+            privacy=guarantee,
+        )
+        return PersonalModel(predictor_of(self.id, predictors, name), card)
+
+
+def check_predictor(name: str, known: Sequence[str]) -> None:
+    """Raise if a method gives its clients no predictor of this name.
+
+    Raises
+    ------
+    ExperimentError
+        If the name is not known.
+    """
+    if name not in known:
+        raise ExperimentError(
+            f"{argument('predictor')} must be one of {', '.join(known)} (got {name!r}).",
+            key="predictor",
+            found=name,
+            allowed=list(known),
+        )
+
+
+class PersonalizationClient:
+    """Client half in this process that converses with a remote server half.
+
+    Parameters
+    ----------
+    parts
+        Parts of the run, for clients from outside it.
+    data
+        Data of one or more clients.
+    client
+        Id of the client, among those in ``data``.
+    once
+        Answer a single opening message only; answering another would release more about the data.
+    tell
+        Called once, before the first answer to a server; its result is stored in ``told``.
+    """
+
+    told: PrivacyGuarantee | None = None
+
+    def __init__(
+        self,
+        parts: RunContext,
+        data: FederatedDataset,
+        client: str,
+        *,
+        once: bool = False,
+        tell: Callable[[], PrivacyGuarantee | None] = lambda: None,
+    ) -> None:
+        self._id = client
+        self._once = once
+        self._tell = tell
+        self._opening: Message | None = None
+        self._threads = parts.experiment.runtime.threads
+        self._nothing = nothing_measured(1, len(parts.client_half().predictors), parts.task.classes)
+        self._made: dict[str, Predictor] | None = None
+        self._side = ClientSide(
+            parts.client_half(),
+            vocabulary(parts.algorithm),
+            data.client,
+            self._conclude,
+            ClientConfig(parts.experiment.seed, secret=os.urandom(32)),
+        )
+        self._side.raises_bugs = True
+
+    @property
+    def predictors(self) -> dict[str, Predictor]:
+        """Predictors made in the conversation, by name."""
+        assert self._made is not None
+        return self._made
+
+    def speak(self, round: int, exchange: int, message: Message) -> Message | None:
+        """Answer a message of the server; return None once the predictors are made.
+
+        Raises
+        ------
+        DataError
+            If the client half cannot process the message or the data.
+        QuorumError
+            If it would release a second answer although ``once`` is set.
+        """
+        key = ConversationKey(round, 0, 0, "evaluate")
+        if exchange == 0:
+            if self._once and self._opening is not None and not _equal(message, self._opening):
+                raise QuorumError(
+                    "the server went on to another round when it had been answered, and a second answer would cost "
+                    "(ε, δ) again",
+                    hint="ask again to spend it",
+                )
+            if self._opening is None:
+                self.told = self._tell()
+            self._opening = message
+            self._side.close_all()
+        with torch_threads(self._threads):
+            _, answer = next(iter(self._side.answer(key, exchange, [0], [self._id], message)))
+        if isinstance(answer, Lost):
+            raise DataError(answer.reason)
+        return None if isinstance(answer, Metrics) else answer
+
+    def _conclude(self, predictors: Predictors, group: ClientGroup) -> Message:
+        self._made = predictors[0]
+        return self._nothing
+
+
+def _equal(a: Message, b: Message) -> bool:
+    first, second = a.tensors(), b.tensors()
+    return type(a) is type(b) and first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Set torch's number of threads in the block to the run's, since the bits depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
