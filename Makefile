@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml images/constraints.txt Makefile
 
 run: setup ## train PeFLL, FedAvg and Local on Fashion-MNIST and compare what each client would get
 	@$(BIN)/fedloom data fetch fashion-mnist
-	@./experiments/quickstart.sh
+	@./research/quickstart.sh
 
 # One thread per process: the tests run in several, and two that fight over a core are slower than one.
 test test-cluster test-all: export OMP_NUM_THREADS = 1
@@ -89,7 +89,7 @@ site: setup ## build the documentation as a site, in build/site; a warning is an
 
 bench: setup ## measure FedLoom against bare PyTorch, bare gRPC, Flower (docs/benchmarks.md)
 	@for name in local_training module_model aggregator_overhead registered_clients serving scale resume flower; do \
-		echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py || exit; echo; \
+		echo "research/benchmarks/$$name.py"; $(BIN)/python research/benchmarks/$$name.py || exit; echo; \
 	done
 
 faults: setup ## kills, cuts, hostile peers, garbage, full disks for MINUTES=30 [KINDS=...] [SEED=1] [TRIES=...] (docs/faults.md)
@@ -97,7 +97,7 @@ faults: setup ## kills, cuts, hostile peers, garbage, full disks for MINUTES=30 
 		$(if $(KINDS),--kinds "$(KINDS)") $(if $(SEED),--seed $(SEED)) $(if $(TRIES),--tries $(TRIES)) $(if $(OUT),--out $(OUT)) $(if $(KEEP),--keep) $(if $(JOBS),--jobs $(JOBS))
 
 cuda: setup ## what only a GPU can tell, where one is at hand: at most 40 minutes (docs/benchmarks.md)
-	@for part in agreement speed table table table; do $(BIN)/python benchmarks/gpu.py $$part || exit; done
+	@for part in agreement speed table table table; do $(BIN)/python research/benchmarks/gpu.py $$part || exit; done
 
 images: ## build worker, aggregator and components with docker buildx or buildah (docs/images.md): TARGETS="worker ..."
 	@images/build.sh $(TARGETS)

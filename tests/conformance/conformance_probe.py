@@ -20,9 +20,9 @@ from fedloom.algorithms.base import (
     Task,
     conversation,
 )
+from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors, predictors_of
-from fedloom.settings import Settings
 
 
 class Begin(Message):

@@ -26,8 +26,8 @@ from fedloom.data.datasets.vowel import read_vowel
 from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.trust.certificates import make_ca, make_certificate
-from fedloom.trust.tokens import add_token
+from fedloom.security.certificates import make_ca, make_certificate
+from fedloom.security.tokens import add_token
 
 CLASS_NAMES = find_dataset("vowel").class_names
 

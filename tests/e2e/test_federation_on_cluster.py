@@ -11,7 +11,7 @@ import yaml
 from e2e_places import Case, Place
 from run_processes import final, scores, until
 
-from fedloom.trust.tokens import make_token
+from fedloom.security.tokens import make_token
 
 pytestmark = [
     pytest.mark.cluster,

@@ -20,8 +20,8 @@ from faults.place import Broken, Place, Running, wait_until
 from faults.table import Fault, Tried
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
-from fedloom.trust.certificates import make_certificate
-from fedloom.trust.options import ClientOptions
+from fedloom.security.certificates import make_certificate
+from fedloom.security.options import ClientOptions
 
 ROUNDS = 30
 GROWTH_MB = 150.0

@@ -19,10 +19,10 @@ from faults.table import Fault, Tried
 from fedloom.algorithms.base import find_algorithm
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.publisher import Publisher
+from fedloom.security.certificates import make_ca, make_certificate
+from fedloom.security.options import FILES
+from fedloom.security.tokens import add_token
 from fedloom.storage import open_store
-from fedloom.trust.certificates import make_ca, make_certificate
-from fedloom.trust.options import FILES
-from fedloom.trust.tokens import add_token
 
 TRAINED = tuple(method for method in METHODS if find_algorithm(method.partition(":")[0]).trains)
 PROMISE = "resumed, it ends with the same bits; no durable round is made again"

@@ -23,9 +23,9 @@ from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.messages import Message
 from fedloom.runner.worker import Worker, WorkerOptions
+from fedloom.security.options import ClientOptions
 from fedloom.transport.frames import FRAME_BYTES, seal_frame, serialize
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.trust.options import ClientOptions
 
 ALGORITHMS = {name: find_algorithm(name).version for name in available()}
 CONTROL = "\u2028\u2029\x85\x00\x07\x1b[2J\x1b]0;owned\x07\r\n\t\udcff".replace("\udcff", "\ufeff")

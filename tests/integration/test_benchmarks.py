@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from forked import run
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "research" / "benchmarks"
 
 
 @pytest.mark.parametrize(

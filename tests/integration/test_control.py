@@ -20,14 +20,14 @@ from fedloom.federation.activity import Group, LastEvaluation, RosterClient
 from fedloom.federation.control import NAME, Control, read_pause
 from fedloom.federation.monitor import Monitor
 from fedloom.runs.folder import RunFolder
+from fedloom.security.audit import Audit
+from fedloom.security.certificates import make_ca, make_certificate
+from fedloom.security.options import ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.security.tokens import add_token
 from fedloom.transport import control_service
 from fedloom.transport.control import ControlClient, dialled, from_wire
 from fedloom.transport.control_service import OPERATOR
 from fedloom.transport.wire import control_pb2
-from fedloom.trust.audit import Audit
-from fedloom.trust.certificates import make_ca, make_certificate
-from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
-from fedloom.trust.tokens import add_token
 
 CLIENTS = ("anna", "bo", "carla")
 

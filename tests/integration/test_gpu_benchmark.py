@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on a CPU, in tiny sizes: what `make cuda` runs where a GPU is at hand."""
+"""research/benchmarks/gpu.py on a CPU, in tiny sizes: what `make cuda` runs where a GPU is at hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(900)
 @pytest.mark.cluster
 def test_it_runs_on_a_cpu_and_finds_that_stacks_agree(tmp_path: Path, fashion_mnist_root: Path) -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--tiny", "--out", tmp_path]
+    command = [
+        sys.executable,
+        ROOT / "research" / "benchmarks" / "gpu.py",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        tmp_path,
+    ]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=880)
     assert done.returncode == 0, done.stderr
     agreement = json.loads((tmp_path / "agreement.json").read_text())["figures"]

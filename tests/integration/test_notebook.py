@@ -20,7 +20,7 @@ def test_a_notebook_shows_each_run_in_one_output(tmp_path: Path, monkeypatch: py
         pytest.skip("there is no uv, which installs in seconds")
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
     out = tmp_path / "out.ipynb"
-    command = [sys.executable, ROOT / "benchmarks" / "first_use.py", "--uv", "--out", out]
+    command = [sys.executable, ROOT / "research" / "benchmarks" / "first_use.py", "--uv", "--out", out]
     notebook = ROOT / "docs" / "tutorials" / "python.ipynb"
     done = subprocess.run([*command, "--notebook", notebook], capture_output=True, text=True, timeout=880)
     if "network" in done.stderr or "Failed to fetch" in done.stderr:

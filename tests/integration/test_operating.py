@@ -22,8 +22,8 @@ from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
-from fedloom.trust.certificates import make_ca, make_certificate
-from fedloom.trust.tokens import add_token
+from fedloom.security.certificates import make_ca, make_certificate
+from fedloom.security.tokens import add_token
 
 OWN = Own(kind="features", input_shape=(4,), classes=("a", "b"))
 MEMBERS = ("north", "south")

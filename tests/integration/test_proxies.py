@@ -16,14 +16,14 @@ from transport_support import Proxy, Worker, expected, key, make_aggregator, sta
 
 from fedloom.federation.carrier import Lost
 from fedloom.federation.monitor import Monitor
+from fedloom.security.certificates import make_ca, make_certificate
+from fedloom.security.options import ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.security.tokens import add_token
 from fedloom.transport import stream
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.control import follow
 from fedloom.transport.control_service import ProgressPublisher
 from fedloom.transport.frames import Refusal
-from fedloom.trust.certificates import make_ca, make_certificate
-from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
-from fedloom.trust.tokens import add_token
 
 CLIENTS = ("a-1", "a-2", "b-1")
 ENDED, PASSED = "TLS termination", "TLS passthrough"

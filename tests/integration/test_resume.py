@@ -14,8 +14,8 @@ import pytest
 from facts import tells
 from run_processes import experiment, fedloom, final, scores
 
-from fedloom import digests
 from fedloom.cli.run import run_command as command
+from fedloom.core import digests
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
 from fedloom.experiment import load
 from fedloom.runner.observer import RunObserver

@@ -12,9 +12,9 @@ import yaml
 from facts import tells
 from s3_support import S3Server
 
-from fedloom import digests
 from fedloom.cli.run import aggregator_command as aggregator
 from fedloom.cli.run import run_command as run
+from fedloom.core import digests
 from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
 from fedloom.experiment import load
 from fedloom.runner import sweep

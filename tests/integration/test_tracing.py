@@ -16,7 +16,7 @@ from forked import run
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from run_processes import experiment, fedloom, final, scores
 
-from fedloom import tracing
+from fedloom.core import tracing
 
 CLIENTS = 4
 

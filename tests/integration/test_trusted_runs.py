@@ -13,10 +13,10 @@ from facts import tells
 from run_processes import ended, experiment, fedloom, final, rounds, started, until, worker
 
 from fedloom.errors import ExitCode
+from fedloom.security.certificates import make_ca, make_certificate
+from fedloom.security.options import ClientOptions, Credentials
+from fedloom.security.tokens import add_token, make_token, revoke_tokens
 from fedloom.transport.control import follow
-from fedloom.trust.certificates import make_ca, make_certificate
-from fedloom.trust.options import ClientOptions, Credentials
-from fedloom.trust.tokens import add_token, make_token, revoke_tokens
 
 TINY = {
     "federation": {"rounds": 2, "clients_per_round": 3},

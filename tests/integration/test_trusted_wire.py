@@ -28,6 +28,13 @@ from fedloom.errors import AbandonedError, ExitCode, ExperimentError, FedloomErr
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients
+from fedloom.security import access, audit, certificates
+from fedloom.security.audit import Audit
+from fedloom.security.certificates import make_ca, make_certificate
+from fedloom.security.files import ReloadingFile
+from fedloom.security.identities import Role, read_identities
+from fedloom.security.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.security.tokens import add_token, make_token, revoke_tokens
 from fedloom.transport import control, gate, model_stream, stream, worker_connection
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import encode
@@ -39,13 +46,6 @@ from fedloom.transport.personalization import Personalization
 from fedloom.transport.wire import control_pb2
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.wire import personalization_pb2 as models
-from fedloom.trust import access, audit, certificates
-from fedloom.trust.audit import Audit
-from fedloom.trust.certificates import make_ca, make_certificate
-from fedloom.trust.files import ReloadingFile
-from fedloom.trust.identities import Role, read_identities
-from fedloom.trust.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
-from fedloom.trust.tokens import add_token, make_token, revoke_tokens
 
 CLIENTS = ("a-1", "a-2", "b-1")
 
@@ -686,7 +686,7 @@ def test_a_damaged_table_puts_nobody_out(federation: Federation, caplog: pytest.
     aggregator = federation.start()
     federation.worker(federation.member("north"))
     aggregator.wait_for(CLIENTS, 10)
-    with caplog.at_level(logging.WARNING, "fedloom.trust"):
+    with caplog.at_level(logging.WARNING, "fedloom.security"):
         federation.table.write_text("version: 1\nidentities: nobody\n")
         until(lambda: any("in force" in record.getMessage() for record in caplog.records))
     answers_are_right(aggregator, [start_call(CLIENTS)])

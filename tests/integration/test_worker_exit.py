@@ -14,7 +14,7 @@ from facts import tells
 from run_processes import ENVIRONMENT, WAIT_S, experiment, fedloom, rounds, until, worker
 from transport_support import make_aggregator
 
-from fedloom.processes import END_WITH_PARENT
+from fedloom.core.processes import END_WITH_PARENT
 
 pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("faults")]
 

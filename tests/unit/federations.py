@@ -16,6 +16,7 @@ from torch import Tensor
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Task
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import metrics
@@ -36,7 +37,6 @@ from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Predictors
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, Replay
-from fedloom.settings import Settings
 from fedloom.storage import Store, open_store
 
 CLASSES = 3

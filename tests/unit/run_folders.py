@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom import digests
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.core import digests
+from fedloom.core.words import as_csv
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
@@ -19,7 +20,6 @@ from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.summary import Communication, EvaluationResult, RunCost, RunDescription, metrics_line, summary
 from fedloom.evaluation.uncertainty import averaged, calibration_counts, client_document, uncertainty_counts
 from fedloom.runs.folder import RunFolder
-from fedloom.words import as_csv
 
 FASHION = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 ROUNDS = (0, 50, 100, 150, 200, 250, 300, 350, 400)

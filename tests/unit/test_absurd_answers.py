@@ -19,12 +19,12 @@ from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Con
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
+from fedloom.core.words import REASON_CHARACTERS
 from fedloom.errors import QuorumError
 from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.federation.carrier import Traffic
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Metrics
-from fedloom.words import REASON_CHARACTERS
 
 D = task().model.layout.size
 LIAR = "c1"

@@ -1,4 +1,4 @@
-"""The regimes of experiments/baselines.py: equally many settings for every method, all of which can be run."""
+"""The regimes of research/baselines.py: equally many settings for every method, all of which can be run."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from cryptography import x509
 from facts import tells
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError
-from fedloom.trust import certificates
-from fedloom.trust.certificates import EARLIER, make_ca, make_certificate
-from fedloom.trust.credentials import read_ca, read_key_pair
-from fedloom.trust.options import ClientOptions, Credentials, Protection, ServerOptions
-from fedloom.trust.tokens import make_token
+from fedloom.security import certificates
+from fedloom.security.certificates import EARLIER, make_ca, make_certificate
+from fedloom.security.credentials import read_ca, read_key_pair
+from fedloom.security.options import ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.security.tokens import make_token
 
 Fedloom = Callable[..., tuple[int, str, str]]
 

@@ -22,7 +22,7 @@ from typer.main import get_command
 import fedloom
 from fedloom import experiment as experiments
 from fedloom.cli.main import app
-from fedloom.trust.options import FILES
+from fedloom.security.options import FILES
 
 GOLDEN = ROOT / "tests" / "fixtures" / "chart"
 VERSIONS = ("1.31", "1.35")

@@ -20,6 +20,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedloom.cli.main import app
+from fedloom.core.words import as_csv
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.reporting.compare import RunComparison, best_by_validation, compare_runs
 from fedloom.reporting.compare_figures import COLOURS, draw_curves, draw_spent, line_styles
@@ -36,7 +37,6 @@ from fedloom.reporting.compare_tables import (
     rows_as_csv,
 )
 from fedloom.reporting.significance import holm
-from fedloom.words import as_csv
 
 pytestmark = pytest.mark.xdist_group("compare")
 UNRENDERED = pytest.mark.usefixtures("unrendered")

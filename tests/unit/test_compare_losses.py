@@ -20,12 +20,12 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedloom.cli.main import app
+from fedloom.core.words import as_csv
 from fedloom.errors import ExperimentError
 from fedloom.reporting.compare import compare_runs
 from fedloom.reporting.compare_report import write_comparison
 from fedloom.reporting.compare_rows import LOSS, MeanStd
 from fedloom.reporting.compare_tables import as_latex, as_text, headings, rows_as_csv
-from fedloom.words import as_csv
 
 pytestmark = pytest.mark.xdist_group("losses")
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom import digests
+from fedloom.core import digests
 from fedloom.errors import DataError
 from fedloom.runs.files import DIGESTS
 from fedloom.runs.folder import RunFolder

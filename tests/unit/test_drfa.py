@@ -18,9 +18,9 @@ from fedloom.algorithms.base import Task
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.drfa import DRFA, DRFASettings, DRFATrainRequest, LossRequest
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
-from fedloom.settings import Settings
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

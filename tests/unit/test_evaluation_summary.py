@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom.core.words import as_csv
 from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document
 from fedloom.evaluation.summary import (
@@ -35,7 +36,6 @@ from fedloom.evaluation.summary import (
     validation_pooled,
 )
 from fedloom.evaluation.uncertainty import BINS, calibration_errors, group_uncertainty
-from fedloom.words import as_csv
 
 KEYS = {
     "clients",

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedloom import digests
+from fedloom.core import digests
 from fedloom.data import datasets
 from fedloom.data import partition as partitioning
 from fedloom.data.datasets import Dataset, Owners, Pool, RawDataset

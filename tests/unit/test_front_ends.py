@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fedloom import errors
-from fedloom.digests import RESTORE
+from fedloom.core.digests import RESTORE
+from fedloom.core.processes import TELL_PARENT, ChildReport, listen_to_parent, tell_failure, tell_notice
 from fedloom.errors import FAILURES, ExperimentError, FedloomError, argument, arguments_as_options, from_json, spelled
-from fedloom.processes import TELL_PARENT, ChildReport, listen_to_parent, tell_failure, tell_notice
 from fedloom.runs.listing import RESUME
 
 SOURCE = Path(errors.__file__).parent

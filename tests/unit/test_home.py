@@ -9,9 +9,9 @@ import pytest
 from facts import tells
 
 from fedloom.cluster import api
+from fedloom.core.home import expanded
 from fedloom.data.folders import data_root
 from fedloom.errors import ExitCode, ExperimentError
-from fedloom.home import expanded
 from fedloom.storage import open_store
 
 

@@ -14,24 +14,17 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
-COMMON = {"digests", "errors", "home", "logs", "plugins", "processes", "settings", "tracing", "words"}
-"""Modules that every room may know."""
+COMMON = {"core", "errors"}
+"""Rooms that every room may know."""
 
 PARTS = {
-    "messages", "models", "data", "storage", "algorithms", "evaluation", "federation", "trust", "transport",
+    "messages", "models", "data", "storage", "algorithms", "evaluation", "federation", "security", "transport",
     "experiment", "runs",
 }  # fmt: skip
 
 ARROWS: dict[str, set[str]] = {
-    "digests": set(),
+    "core": set(),
     "errors": set(),
-    "processes": set(),
-    "home": set(),
-    "logs": set(),
-    "settings": set(),
-    "plugins": set(),
-    "words": set(),
-    "tracing": set(),
     "messages": set(),
     "models": set(),
     "storage": set(),
@@ -42,9 +35,9 @@ ARROWS: dict[str, set[str]] = {
     "evaluation": {"data", "messages"},
     "runs": {"data", "storage", "experiment"},
     "federation": {"models", "data", "messages", "algorithms", "evaluation", "storage", "experiment", "runs"},
-    "trust": {"data", "storage", "experiment"},
+    "security": {"data", "storage", "experiment"},
     "transport": {
-        "trust",
+        "security",
         "models",
         "data",
         "messages",

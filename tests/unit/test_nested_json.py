@@ -12,6 +12,7 @@ import torch
 from facts import tells
 
 from fedloom.cluster.settings import ClusterSettings
+from fedloom.core.words import DEEPEST, parsed_json
 from fedloom.data.manifest import Manifest
 from fedloom.data.own import CARD, read_card
 from fedloom.data.problem import LONGEST, Problem
@@ -22,10 +23,9 @@ from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.runner.worker import _told
 from fedloom.runs import tensor_file
 from fedloom.runs.folder import RunFolder
+from fedloom.security.identities import read_identities
 from fedloom.transport.newcomer import _found
 from fedloom.transport.wire import personalization_pb2 as personalization
-from fedloom.trust.identities import read_identities
-from fedloom.words import DEEPEST, parsed_json
 
 DEEP = "[" * 100_000 + "]" * 100_000
 OBJECTS = '{"a":' * 100_000 + "1" + "}" * 100_000

@@ -1,4 +1,4 @@
-"""What a new client's own steps are worth: ``evaluation.own_steps``, and experiments/own_steps.py."""
+"""What a new client's own steps are worth: ``evaluation.own_steps``, and research/own_steps.py."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedloom import digests
+from fedloom.core import digests
 from fedloom.data.federated import OwnDataset
 from fedloom.data.moments import Moments, moments_of, pooled_normalization
 from fedloom.data.own import Own, OwnClients, own_manifest, read_card

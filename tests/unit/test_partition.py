@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
+from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data import datasets
 from fedloom.data import partition as partitioning
 from fedloom.data.apportion import largest_remainders, partition_classes, quotas, stratified
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.datasets import Pool, RawDataset
-from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import Normalization
 from fedloom.data.partition import measure_normalization
 from fedloom.data.schemes import (

@@ -15,6 +15,7 @@ import yaml
 from facts import tells
 from run_folders import put, write_run
 
+from fedloom.core.words import as_csv, pluralize
 from fedloom.errors import DataError, StorageError
 from fedloom.reporting.follow import follow_report
 from fedloom.reporting.page import Part
@@ -22,7 +23,6 @@ from fedloom.reporting.report import section_of, write_report
 from fedloom.reporting.report_results import client_results, confusion_matrices, confusion_table_of, uncertainty
 from fedloom.reporting.report_setup import time
 from fedloom.runs.folder import RunFolder
-from fedloom.words import as_csv, pluralize
 
 SECTIONS = [
     "Learning curves", "Results", "Clients", "Confusion matrix", "Calibration", "Descriptors", "Client by client",

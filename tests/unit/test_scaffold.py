@@ -18,10 +18,10 @@ from fedloom.algorithms.base import Algorithm, Task
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.scaffold import SCAFFOLD, ScaffoldSettings
+from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.quadratic import Quadratic
-from fedloom.settings import Settings
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

@@ -35,12 +35,12 @@ from torch import Tensor
 from vowel_runs import on_vowels
 
 import fedloom
-from fedloom import digests
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PersonalizedModel
 from fedloom.cli.use import personalize_command as personalize
+from fedloom.core import digests
 from fedloom.data.manifest import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack import PackSettings, pack
@@ -57,14 +57,14 @@ from fedloom.runner.personalization import PersonalizationRequest
 from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
 from fedloom.runner.serve import DurableRounds, ModelServerSettings, serve_run
 from fedloom.runs.folder import RunFolder
+from fedloom.security.audit import Audit
+from fedloom.security.options import Protection, ServerOptions
+from fedloom.security.tokens import add_token
 from fedloom.transport.codec import DTYPES, Cutter, encode
 from fedloom.transport.frames import pack_parts, parse_frame, seal_frame, serialize
 from fedloom.transport.model_stream import PERSONALIZE, RETRY, SERVICE, message_frames
 from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.wire import personalization_pb2 as wire
-from fedloom.trust.audit import Audit
-from fedloom.trust.options import Protection, ServerOptions
-from fedloom.trust.tokens import add_token
 
 PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}
 METHODS: dict[str, dict[str, Any]] = {

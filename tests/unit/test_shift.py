@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from test_reserve import vowels
 
-from fedloom import digests
+from fedloom.core import digests
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import SPLITS, Manifest
 from fedloom.data.overlap import overlap

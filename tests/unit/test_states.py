@@ -14,12 +14,12 @@ from federations import Federation, clients, federation, task
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, conversation
+from fedloom.core.settings import Settings
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.states import StoredStates, Versions
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.models.predictors import predictors_of
 from fedloom.runs.journal import Attempt, ConversationRecord, Journal, Loss, Version
-from fedloom.settings import Settings
 from fedloom.storage import Store
 from fedloom.storage.folder import FolderStore
 from fedloom.transport.stream import states_from_wire, states_to_wire

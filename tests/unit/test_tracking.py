@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli.main import app
+from fedloom.core.plugins import _entries
 from fedloom.errors import ExperimentError, InterruptedRun
 from fedloom.experiment import load, of
-from fedloom.plugins import _entries
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.tracking import find_trackers
 

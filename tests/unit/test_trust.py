@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError
-from fedloom.trust.access import SHARED, Access, Admitted, Denied, PeerCredentials
-from fedloom.trust.audit import KINDS, LONGEST, REPEATED_S, Audit
-from fedloom.trust.credentials import Certificate
-from fedloom.trust.files import ReloadingFile, read_text
-from fedloom.trust.identities import ALLOWED, MAX_CLIENTS, Action, Identity, Role, read_identities
-from fedloom.trust.tokens import (
+from fedloom.security.access import SHARED, Access, Admitted, Denied, PeerCredentials
+from fedloom.security.audit import KINDS, LONGEST, REPEATED_S, Audit
+from fedloom.security.credentials import Certificate
+from fedloom.security.files import ReloadingFile, read_text
+from fedloom.security.identities import ALLOWED, MAX_CLIENTS, Action, Identity, Role, read_identities
+from fedloom.security.tokens import (
     Tokens,
     add_token,
     checked_token,
@@ -448,7 +448,7 @@ def test_what_is_damaged_later_changes_nothing(
     south, kept = add_token(tokens, "south")
     access = Access(tokens, table)
     good, before = [tokens.read_text(), table.read_text()], access.refresh()
-    with caplog.at_level(logging.WARNING, "fedloom.trust"):
+    with caplog.at_level(logging.WARNING, "fedloom.security"):
         for path in (tokens, table):
             path.write_text(content)
         assert access.refresh() == before

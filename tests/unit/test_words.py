@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.logs import JsonLines, lines_about
+from fedloom.core.logs import JsonLines, lines_about
+from fedloom.core.words import printable
 from fedloom.runs.folder import RunFolder
-from fedloom.words import printable
 
 NASTY = "a\u2028b\u2029c\x85d\x1b[2Je\u202ef\x9bg\x00h\ri\nj\x0bk\ud800"
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
 from fedloom.algorithms.client import LocalTrainer
+from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors, predictors_of
-from fedloom.settings import Settings
 
 
 class FedSGDServer(base.ServerAlgorithm):

@@ -18,8 +18,8 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Round, Task
 from fedloom.algorithms.fedavg import FedAvg, FedAvgServer, PersonalizeRequest, SharedModel
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.core.settings import Settings
 from fedloom.messages import Replies
-from fedloom.settings import Settings
 
 
 class ClientWeights:

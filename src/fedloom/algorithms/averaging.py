@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fedloom.core.settings import Settings
 from fedloom.messages import Replies
-from fedloom.settings import Settings
 
 COLUMNS = 1 << 16
 """Coordinates per piece of a trimmed mean."""

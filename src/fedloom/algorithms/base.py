@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.model_needs import Need, check_needs
+from fedloom.core.plugins import entries, load_plugin
 from fedloom.data.federated import ClientData
 from fedloom.data.manifest import Kind
 from fedloom.errors import DataError, ExperimentError
 from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
-from fedloom.plugins import entries, load_plugin
 
 Statistics: TypeAlias = dict[str, float]
 """Statistics of a round: always ``client_steps`` (local SGD steps of all clients), ``loss`` and others if known."""

@@ -21,10 +21,10 @@ from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Ta
 from fedloom.algorithms.client import Batch, LocalTrainer, Parameters, laid_out, mean_loss, train
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.core.settings import Settings
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
-from fedloom.settings import Settings
 
 NOT_FINITE = LOSS_LIMIT
 """Value that a client reports in place of a loss that is not finite."""

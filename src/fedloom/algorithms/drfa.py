@@ -20,9 +20,9 @@ from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Ta
 from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
-from fedloom.settings import Settings
 
 
 class DRFATrainRequest(Message):

@@ -19,9 +19,9 @@ from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Ta
 from fedloom.algorithms.client import Correction, proximal, train
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
+from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.predictors import Predictors, predictors_of
-from fedloom.settings import Settings
 
 
 def attention(models: Tensor, i: int, self_weight: float, sigma: float) -> Tensor:

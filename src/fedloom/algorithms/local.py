@@ -16,10 +16,10 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Round, Statistics, Task, conversation
 from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Replies
 from fedloom.models.predictors import Predictors, predictors_of
-from fedloom.settings import Settings
 
 
 class LocalServer(base.ServerAlgorithm):

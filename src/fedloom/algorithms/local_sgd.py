@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from fedloom.settings import Settings
+from fedloom.core.settings import Settings
 
 
 def check_overshoot(key: str, value: float, other: str, rate: float, *, factor: float = 1) -> None:

@@ -23,6 +23,7 @@ from fedloom.algorithms.client import batches, examples, train
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
+from fedloom.core.settings import Settings
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.embedding import EmbeddingNetwork, EmbeddingSettings
@@ -30,7 +31,6 @@ from fedloom.models.flat import vjp
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import predictors_of
 from fedloom.privacy.gaussian_mechanism import MAX_DELTA, on_grid
-from fedloom.settings import Settings
 
 # --- the server -------------------------------------------------------------------------------------------------------
 

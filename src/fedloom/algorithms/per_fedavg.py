@@ -20,8 +20,8 @@ from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Batch, LocalTrainer, Parameters, Trained, laid_out, train
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.core.settings import Settings
 from fedloom.models.flat import FlatModel
-from fedloom.settings import Settings
 
 
 def meta_gradient(

@@ -31,10 +31,10 @@ from fedloom.algorithms.mean_field import (
     softplus,
 )
 from fedloom.algorithms.optimizers import adam_
+from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Ensemble, Predictors
-from fedloom.settings import Settings
 
 
 class PFedBayesServer(base.ServerAlgorithm):

@@ -23,10 +23,10 @@ from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.algorithms.optimizers import MomentumAscent
 from fedloom.algorithms.pefll import prefixed, under
+from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import Predictors, predictors_of
-from fedloom.settings import Settings
 
 
 class PFedHNServer(base.ServerAlgorithm):

@@ -21,12 +21,12 @@ from fedloom.algorithms.client import train
 from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.neuron_matching import match, pool
+from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Predictors
-from fedloom.settings import Settings
 
 
 def width(task: Task) -> int:

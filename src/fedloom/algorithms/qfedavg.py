@@ -19,9 +19,9 @@ from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalTrainer, Trained, train
 from fedloom.algorithms.fedavg import FedAvg, Update
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.core.settings import Settings
 from fedloom.messages import Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
-from fedloom.settings import Settings
 
 
 class FairUpdate(Update):

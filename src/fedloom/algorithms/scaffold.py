@@ -20,9 +20,9 @@ from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Ta
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import PlainSGD
+from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
-from fedloom.settings import Settings
 
 
 class ScaffoldServer(base.ServerAlgorithm):

@@ -27,10 +27,10 @@ from fedloom.algorithms.collaboration import CollaborationConstants, next_bias, 
 from fedloom.algorithms.fedavg import or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import adam_direction
+from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
-from fedloom.settings import Settings
 
 # --- the server -------------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.api.frames import pandas
+from fedloom.core.home import expanded
+from fedloom.core.words import composed, named_twice
 from fedloom.errors import DataError, ExperimentError
-from fedloom.home import expanded
-from fedloom.words import composed, named_twice
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -6,8 +6,8 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fedloom.core.words import dotted_keys
 from fedloom.errors import ExperimentError
-from fedloom.words import dotted_keys
 
 if TYPE_CHECKING:
     from pandas import DataFrame

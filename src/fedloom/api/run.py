@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fedloom.api.frames import of_csv, of_lines
+from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError
-from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

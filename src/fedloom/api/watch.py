@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fedloom.core.words import pluralize, printable
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.sweep import SweepObserver
-from fedloom.words import pluralize, printable
 
 if TYPE_CHECKING:
     from fedloom.errors import FedloomError

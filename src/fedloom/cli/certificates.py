@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from fedloom.trust.certificates import Made
+    from fedloom.security.certificates import Made
 
 app = typer.Typer(
     help="A CA and certificates for trials of TLS. A real installation uses the authority that it has.",
@@ -28,7 +28,7 @@ def _ca(
     days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650.")] = 365,
 ) -> None:
     """Create a certificate authority."""
-    from fedloom.trust.certificates import make_ca
+    from fedloom.security.certificates import make_ca
 
     _show(make_ca(out, days=days))
     typer.echo(INSTEAD, err=True)
@@ -49,7 +49,7 @@ def _new(
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing files.")] = False,
 ) -> None:
     """Create a certificate for a member, or for a server (--host)."""
-    from fedloom.trust.certificates import make_certificate
+    from fedloom.security.certificates import make_certificate
 
     _show(make_certificate(name, out or ca, ca, hosts=host or (), days=days, replace=replace))
 

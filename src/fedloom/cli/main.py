@@ -33,10 +33,10 @@ from fedloom.cli import (
     worker,
 )
 from fedloom.cli.characters import write_anything
+from fedloom.core.logs import JsonLines, structured
+from fedloom.core.processes import listen_to_parent, tell_failure
+from fedloom.core.words import printable
 from fedloom.errors import STORAGE_FAILURES, FedloomError, InterruptedRun, arguments_as_options, as_storage_error
-from fedloom.logs import JsonLines, structured
-from fedloom.processes import listen_to_parent, tell_failure
-from fedloom.words import printable
 
 KEPT = "\n\t"
 """Unprintable characters that are kept in output."""
@@ -124,7 +124,7 @@ def options(
     logging.basicConfig(handlers=[shown])
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
     if tracing and context.invoked_subcommand in TRACED:
-        from fedloom.tracing import start_tracing, stop_tracing
+        from fedloom.core.tracing import start_tracing, stop_tracing
 
         os.environ["FEDLOOM_TRACING"] = "1"  # for the workers that we start
         start_tracing(f"fedloom-{context.invoked_subcommand}")

@@ -105,7 +105,7 @@ def run_command(
 ) -> None:
     """Run an experiment on this machine. With --seeds or --grid, run every combination and compare."""
     from fedloom import experiment as experiments
-    from fedloom import processes
+    from fedloom.core import processes
     from fedloom.errors import ExperimentError
     from fedloom.runner.options import RunOptions
 
@@ -178,8 +178,8 @@ def aggregator_command(
     """Run rounds with workers that connect. Start them with `fedloom worker`."""
     from fedloom import experiment as experiments
     from fedloom.runner.options import RunOptions
+    from fedloom.security.options import Protection, ServerOptions
     from fedloom.transport.address import split_address
-    from fedloom.trust.options import Protection, ServerOptions
 
     host, _ = split_address(listen, what="--listen", lowest=0)
     protection = ServerOptions.of(credentials, insecure=insecure)
@@ -211,7 +211,7 @@ def _run(experiment: Experiment, options: RunOptions) -> None:
     from fedloom.api.watch import Watch
     from fedloom.cli.logged import LoggedRun
     from fedloom.cli.tables import print_results
-    from fedloom.logs import structured
+    from fedloom.core.logs import structured
     from fedloom.runner.run_experiment import run_experiment
 
     if structured():

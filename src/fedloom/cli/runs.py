@@ -22,8 +22,8 @@ def runs(
     import json
 
     from fedloom.cli.tables import print_table
+    from fedloom.core.words import pluralize
     from fedloom.runs.listing import list_runs
-    from fedloom.words import pluralize
 
     found = list_runs(folder)
     if as_json:

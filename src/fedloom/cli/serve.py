@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli.credentials import AuditLog, Health, InsecureServer, Metrics, ServerCredentials
-from fedloom.words import pluralize
+from fedloom.core.words import pluralize
 
 
 def serve_command(
@@ -42,8 +42,8 @@ def serve_command(
         RunFolder.open(run)  # fail early, before torch is imported
     from fedloom.experiment import settings_of
     from fedloom.runner.serve import ModelServerSettings, serve_run
+    from fedloom.security.options import Protection, ServerOptions
     from fedloom.transport.address import split_address
-    from fedloom.trust.options import Protection, ServerOptions
 
     settings = settings_of(ModelServerSettings, set_ or (), "the server")
     host, _ = split_address(listen, what="--listen", lowest=0)

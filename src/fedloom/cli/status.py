@@ -91,7 +91,7 @@ def clients_command(
 
     from fedloom.cli.status_text import client_table
     from fedloom.cli.tables import print_table
-    from fedloom.words import pluralize
+    from fedloom.core.words import pluralize
 
     with _open_source(where, credentials, insecure) as source:
         found = source.clients()
@@ -156,8 +156,8 @@ def _stop(
 
 @contextmanager
 def _dialled(address: str, credentials: Path | None, insecure: bool) -> Iterator[ControlClient]:
+    from fedloom.security.options import ClientOptions, Credentials
     from fedloom.transport.control import dialled
-    from fedloom.trust.options import ClientOptions, Credentials
 
     with dialled(address, Credentials(ClientOptions.of(credentials, insecure=insecure))) as asked:
         yield asked
@@ -192,7 +192,7 @@ def _open_source(where: str | None, credentials: Path | None, insecure: bool) ->
 
 
 def _say(text: str) -> None:
-    from fedloom.words import printable
+    from fedloom.core.words import printable
 
     typer.echo(printable(text))
 

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from fedloom.cli.characters import shown_as
-from fedloom.words import pluralize, printable
+from fedloom.core.words import pluralize, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -31,8 +31,8 @@ def _new(
     ] = None,
 ) -> None:
     """Create a token. It is shown or written only once, and its hash is stored."""
-    from fedloom.trust.files import create
-    from fedloom.trust.tokens import add_token, revoke_tokens
+    from fedloom.security.files import create
+    from fedloom.security.tokens import add_token, revoke_tokens
 
     token, entry = add_token(tokens, name, days=days)
     if out is None:
@@ -51,7 +51,7 @@ def _new(
 @app.command("list")
 def _list(tokens: TokensFile = Path("tokens.json")) -> None:
     """List the tokens of a file: id, state, name, time created, and time of expiry or revocation."""
-    from fedloom.trust.tokens import read_tokens
+    from fedloom.security.tokens import read_tokens
 
     now = datetime.now(UTC)
     for token in read_tokens(tokens).all:
@@ -68,7 +68,7 @@ def _revoke(
     tokens: TokensFile = Path("tokens.json"),
 ) -> None:
     """Revoke tokens. An aggregator that reads this file disconnects their users within seconds."""
-    from fedloom.trust.tokens import revoke_tokens
+    from fedloom.security.tokens import revoke_tokens
 
     revoked = revoke_tokens(tokens, which)
     for token in revoked:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.cli.credentials import ClientCredentials, InsecureClient
-from fedloom.words import pluralize
+from fedloom.core.words import pluralize
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
 Which = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]

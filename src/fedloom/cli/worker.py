@@ -99,12 +99,12 @@ def worker(
     import socket
 
     from fedloom import experiment as experiments
-    from fedloom import processes
+    from fedloom.core import processes
     from fedloom.errors import ExperimentError, InterruptedRun
     from fedloom.runner.log_file import logged_to
     from fedloom.runner.worker import Worker, WorkerOptions
+    from fedloom.security.options import ClientOptions
     from fedloom.transport.bandwidth import parse_bandwidth
-    from fedloom.trust.options import ClientOptions
 
     runtime = experiments.settings_of(experiments.WorkerSettings, set_ or (), "the worker").runtime
     owned = processes.ends_with_parent()

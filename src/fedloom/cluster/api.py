@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeAlias
 
 from fedloom.cluster.manifests import Manifest
 from fedloom.cluster.refusals import refusal
+from fedloom.core.home import expanded
+from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
-from fedloom.home import expanded
-from fedloom.words import parsed_json
 
 log = logging.getLogger("fedloom.cluster")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedloom.cluster.manifests import AGGREGATOR, COMPONENT, FINAL, WORKER
+from fedloom.core.processes import ChildReport
 from fedloom.errors import FAILURES, ExitCode, FedloomError, QuorumError, WorkerLostError
-from fedloom.processes import ChildReport
 
 KILLED = 137
 AGAIN = "start it again with the same run id: it goes on from what was published"

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom import digests
 from fedloom.cluster import local
 from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_pod, rights_hint
 from fedloom.cluster.manifests import INSTANCE, RUN_ID, FederationSpec, Manifest, identity, label, owners_of_pod
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
+from fedloom.core import digests
+from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
 from fedloom.models.factories import FACTORIES
-from fedloom.trust.options import TOKEN
-from fedloom.words import pluralize
+from fedloom.security.options import TOKEN
 
 if TYPE_CHECKING:
     from fedloom.cluster.launcher import Launcher

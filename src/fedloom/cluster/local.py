@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from fedloom.core.processes import ChildReport, environment, python
 from fedloom.errors import FedloomError, InterruptedRun, QuorumError, WorkerLostError
-from fedloom.processes import ChildReport, environment, python
 
 _ENDS_WITH_ITS_PARENT = """
 import ctypes, os, runpy, signal, sys

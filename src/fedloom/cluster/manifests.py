@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from fedloom.cluster.settings import DEFAULT_REQUESTS, OWN, AggregatorPod, ClusterSettings, Resources, TaskConfig
+from fedloom.core.processes import TELL_PARENT
 from fedloom.errors import ExitCode
-from fedloom.processes import TELL_PARENT
-from fedloom.trust.options import TOKEN
+from fedloom.security.options import TOKEN
 
 Manifest: TypeAlias = dict[str, Any]
 

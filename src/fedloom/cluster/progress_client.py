@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from fedloom.core.words import pluralize
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError
 from fedloom.federation.activity import Activity, LastEvaluation
+from fedloom.security.options import ClientOptions, Credentials
 from fedloom.transport.control import follow
-from fedloom.trust.options import ClientOptions, Credentials
-from fedloom.words import pluralize
 
 LINE_EVERY_S = 10.0
 CONNECT_S = 10.0

@@ -10,12 +10,12 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from fedloom.core.settings import Settings
+from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import abbreviated, explain, listing
 from fedloom.experiment.yaml_reader import parse_yaml
-from fedloom.settings import Settings
 from fedloom.storage.folder import read_file
-from fedloom.words import parsed_json
 
 OWN = "fedloom.dev/"
 """Prefix of FedLoom's own labels and annotations."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.keyed import make_rng, shuffled
+from fedloom.core.keyed import make_rng, shuffled
 
 Mixes: TypeAlias = NDArray[np.float64]
 """``[n, C]``; rows sum to one."""

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.keyed import make_rng, shuffled
+from fedloom.core.words import pluralize
 from fedloom.data.apportion import Mixes, quotas
 from fedloom.data.datasets import Dataset, RawDataset
-from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS, MeasuredOn
 from fedloom.data.natural import assign_owners
 from fedloom.data.reserve import Reserved, reserved_classes
@@ -37,7 +38,6 @@ from fedloom.data.schemes import (
     unseen_count,
 )
 from fedloom.errors import ExperimentError
-from fedloom.words import pluralize
 
 UNUSED = 0.2
 """Fraction of a pool that may stay unused without a note."""

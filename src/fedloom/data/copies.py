@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data.apportion import held_out, largest_remainders, stratified
-from fedloom.data.keyed import make_rng, shuffled
 
 Positions: TypeAlias = NDArray[np.int64]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedloom.core.home import expanded
 from fedloom.errors import StorageError
-from fedloom.home import expanded
 from fedloom.storage.folder import sync
 
 log = logging.getLogger("fedloom.data")

@@ -21,10 +21,13 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter, ValidationError
 
+from fedloom.core.home import expanded
+from fedloom.core.keyed import make_rng
+from fedloom.core.settings import Settings
+from fedloom.core.words import parsed_json, pluralize
 from fedloom.data.copies import draw_splits, equal_inputs
 from fedloom.data.datasets.base import DataFile, Dataset, Owners, Pool, RawDataset
 from fedloom.data.folders import data_root, locked, naming_owner, published
-from fedloom.data.keyed import make_rng
 from fedloom.data.listing import files_below
 from fedloom.data.manifest import Kind, read_stored, text_fault
 from fedloom.data.pack.arrays import examples_of, read_arrays
@@ -33,10 +36,7 @@ from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
 from fedloom.errors import DataError, ExperimentError
-from fedloom.home import expanded
-from fedloom.settings import Settings
 from fedloom.storage.folder import fill, sync, write_atomically
-from fedloom.words import parsed_json, pluralize
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter, ValidationError
 
-from fedloom import digests
+from fedloom.core import digests
+from fedloom.core.words import parsed_json
 from fedloom.data.folders import naming_owner
 from fedloom.data.reserve import Reserved
 from fedloom.errors import DataError, as_storage_error
 from fedloom.storage.folder import read_file
-from fedloom.words import parsed_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,9 +8,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.keyed import make_rng
 from fedloom.data.assignment import Assignment, PartitionSettings, draw_seen
 from fedloom.data.datasets import Dataset, Pool, RawDataset
-from fedloom.data.keyed import make_rng
 from fedloom.data.schemes import MeansScheme
 
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.keyed import make_rng, shuffled
+from fedloom.core.words import pluralize
 from fedloom.data.apportion import held_out, stratified
 from fedloom.data.copies import firsts_of
 from fedloom.data.datasets import RawDataset
-from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS
 from fedloom.data.reserve import Reserved, reserved_owners
 from fedloom.data.schemes import NaturalScheme
 from fedloom.errors import ExperimentError
-from fedloom.words import pluralize
 
 TEST_FRACTION = 0.2
 """Fraction of an owner's examples for testing, where neither the data set nor the user sets a split (as in LEAF)."""

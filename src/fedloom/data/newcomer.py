@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedloom.core.words import composed
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalize
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind, Manifest, Normalization
 from fedloom.data.own import AGAIN, check_features, is_same, read_card, read_own_shard
@@ -22,7 +23,6 @@ from fedloom.data.pack.examples import ValidationErrors
 from fedloom.data.problem import Problem
 from fedloom.data.values import Rounding, as_array, as_numbers
 from fedloom.errors import DataError
-from fedloom.words import composed
 
 MOST_EXAMPLES = 1_000_000
 """Maximum examples of a client: more would not describe it better and would fill its memory."""

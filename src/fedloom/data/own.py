@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
-from fedloom import digests
+from fedloom.core import digests
+from fedloom.core.settings import Settings
+from fedloom.core.words import composed, named_twice, pluralize
 from fedloom.data.manifest import (
     SPLITS,
     VERSION,
@@ -29,8 +31,6 @@ from fedloom.data.manifest import (
 )
 from fedloom.data.moments import Moments, pooled_normalization
 from fedloom.errors import DataError, argument
-from fedloom.settings import Settings
-from fedloom.words import composed, named_twice, pluralize
 
 CARD = "client.json"
 SHARD = "shard.safetensors"

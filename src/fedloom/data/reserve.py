@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data.copies import leading
-from fedloom.data.keyed import make_rng, shuffled
 from fedloom.errors import ExperimentError
 
 _SEED = 0

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data.apportion import Mixes, feasible_sizes, partition_classes
 from fedloom.data.copies import fill_pools, hold_out
-from fedloom.data.keyed import make_rng, shuffled
 from fedloom.data.manifest import SPLITS
 from fedloom.data.reserve import Reserve
 from fedloom.data.shift import Shift

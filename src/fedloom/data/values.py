@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.words import composed
 from fedloom.errors import DataError
-from fedloom.words import composed
 
 EXACT = 2**53
 """Largest integer up to which a 64-bit float, used in the checks, holds every integer exactly."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.core.words import shortened
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.loading import of
 from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
-from fedloom.words import shortened
 
 if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from fedloom.core.home import expanded
+from fedloom.core.settings import Settings
+from fedloom.core.words import shortened
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, explain, listing
 from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
-from fedloom.home import expanded
 from fedloom.models.factories import is_permitted, permit_factory
-from fedloom.settings import Settings
 from fedloom.storage import is_url, open_store
 from fedloom.storage.folder import read_file
-from fedloom.words import shortened
 
 if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment

@@ -24,6 +24,8 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.core.home import expanded
+from fedloom.core.settings import Settings
 from fedloom.data.datasets import DATASETS, Dataset
 from fedloom.data.folders import data_root
 from fedloom.data.local import LOCAL, LocalFiles, local_source
@@ -33,9 +35,7 @@ from fedloom.data.schemes import Scheme, unseen_count
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
-from fedloom.home import expanded
 from fedloom.models.registry import ModelSettings
-from fedloom.settings import Settings
 from fedloom.storage.open import is_url, s3_place
 
 

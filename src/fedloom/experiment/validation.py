@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedloom.algorithms.base import available
+from fedloom.core.words import DEEPEST, parsed_json
 from fedloom.data.local import LOCAL
 from fedloom.errors import ExperimentError
 from fedloom.experiment.cross_checks import check_compatibility
@@ -16,7 +17,6 @@ from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
 from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, explain, listing
 from fedloom.models.factories import check_sent_factory
-from fedloom.words import DEEPEST, parsed_json
 
 
 def validated(

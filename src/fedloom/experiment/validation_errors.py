@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
     from pydantic_core import ErrorDetails
 
+from fedloom.core.words import pluralize, shortened
 from fedloom.errors import argument
-from fedloom.words import pluralize, shortened
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 """Keys (and list positions) from the top level of the file."""

@@ -50,7 +50,7 @@ class Call:
     states
         In an opening of a method with client states: their versions, one per row.
     trace
-        Trace context of the exchange's span, if the run is traced (:func:`fedloom.tracing.here`).
+        Trace context of the exchange's span, if the run is traced (:func:`fedloom.core.tracing.here`).
     told_again
         For private answers: called before clients are asked for another one because the first worker asked is gone.
     """

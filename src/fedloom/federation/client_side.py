@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedloom import tracing
 from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation
+from fedloom.core import tracing
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, safe_reason

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom import tracing
+from fedloom.core import tracing
+from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
 from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.randomness import generator
@@ -22,7 +23,6 @@ from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
 from fedloom.messages import Message, Metrics, Replies, stack
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
-from fedloom.words import REASON_CHARACTERS, pluralize, printable
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedloom import tracing
+from fedloom.core import tracing
+from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.data.federated import Manifest
 from fedloom.errors import DataError, FedloomError, InterruptedRun, argument
 from fedloom.evaluation.measure import implausible, nothing_measured
@@ -30,7 +31,6 @@ from fedloom.messages import Message, Metrics, Replies, answer_shapes
 from fedloom.runs.checkpoint import Best, Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal, Replay
-from fedloom.words import REASON_CHARACTERS, pluralize, printable
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from functools import partial
 
 from torch import Tensor
 
-from fedloom import tracing
 from fedloom.algorithms.base import Algorithm, Statistics
+from fedloom.core import tracing
+from fedloom.core.words import pluralize
 from fedloom.errors import GO_ON, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.summary import Communication, EvaluationResult, metrics_line, validation_score
 from fedloom.federation.carrier import Carrier
@@ -28,7 +29,6 @@ from fedloom.messages import Message, Metrics
 from fedloom.runs.checkpoint import Best, Checkpoint, check_fits
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE, EVALUATED, Attempt, Journal, Replay
-from fedloom.words import pluralize
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedloom.algorithms.base import Privacy
-from fedloom.digests import RESTORE
+from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError
 from fedloom.federation.carrier import ConversationKey
 from fedloom.runs.files import RELEASES

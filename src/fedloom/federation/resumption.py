@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fedloom import digests
-from fedloom.digests import RESTORE
+from fedloom.core import digests
+from fedloom.core.digests import RESTORE
 from fedloom.errors import NEW_RUN, DataError
 from fedloom.evaluation.summary import line_score
 from fedloom.runs.checkpoint import Checkpoint, Checkpoints

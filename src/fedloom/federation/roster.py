@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from fedloom.core.words import pluralize
 from fedloom.data.manifest import SPLITS, ClientEntry, Manifest
 from fedloom.errors import DataError, InterruptedRun, argument
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.silence import Silence
 from fedloom.runs.journal import Replay, fold
-from fedloom.words import pluralize
 
 UNKNOWN = "0" * 64
 """Replaces the hash of a shard whose owner does not reveal it."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError, argument
-from fedloom.words import parsed_json
 
 log = logging.getLogger("fedloom.kubeflow")
 

@@ -23,10 +23,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from fedloom.core.processes import TELL_PARENT, ChildReport, environment, listen_to_parent, python, tell_failure
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, argument
 from fedloom.kubeflow import steps
 from fedloom.kubeflow.compiling import load_pipeline, parameters
-from fedloom.processes import TELL_PARENT, ChildReport, environment, listen_to_parent, python, tell_failure
 
 STOP_GRACE_S = 40.0
 """Seconds for stopped processes to exit cleanly; a federation first writes a checkpoint."""

@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import Field
 
 from fedloom.cluster.settings import settings_from_file
+from fedloom.core.settings import Settings
 from fedloom.kubeflow.api import Kubeflow, access
-from fedloom.settings import Settings
 
 VARIABLES = {"host": "KF_PIPELINES_ENDPOINT", "token": "FEDLOOM_KUBEFLOW_TOKEN", "ca_file": "SSL_CERT_FILE"}
 """Environment variables for keys that are not given."""

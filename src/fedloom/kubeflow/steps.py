@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from fedloom.core.processes import listen_to_parent, tell_failure
+from fedloom.core.words import as_csv
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
-from fedloom.processes import listen_to_parent, tell_failure
-from fedloom.words import as_csv
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.planning import Plan
@@ -282,7 +282,7 @@ def evaluate_task(
     from fedloom.runner import trained
     from fedloom.runner.served_evaluation import evaluate_served
     from fedloom.runs.folder import RunFolder
-    from fedloom.trust.options import ClientOptions
+    from fedloom.security.options import ClientOptions
 
     if serve:
         if checkpoint != "last":

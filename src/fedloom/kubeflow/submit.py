@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedloom.core.words import parsed_json
 from fedloom.errors import (
     ExperimentError,
     FedloomError,
@@ -24,7 +25,6 @@ from fedloom.errors import (
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
 from fedloom.kubeflow.steps import FAILURE_MARK
-from fedloom.words import parsed_json
 
 POLL_S = 5.0
 PATIENCE_S = 300.0

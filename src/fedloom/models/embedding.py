@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatNetwork, Layout
 from fedloom.models.lenet import lenet_features, lenet_layout
 from fedloom.models.lstm import LSTM
-from fedloom.settings import Settings
 
 
 class EmbeddingNetwork(FlatNetwork):

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
+from fedloom.core.plugins import plugins
+from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.models.codes import check_codes
 from fedloom.models.convnet import BatchNormConvNet, ConvNet
@@ -21,8 +23,6 @@ from fedloom.models.module import ModuleModel, factory_of
 from fedloom.models.precision import bfloat16
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.resnet import ResNet20
-from fedloom.plugins import plugins
-from fedloom.settings import Settings
 
 Kind: TypeAlias = Literal["pixels", "features", "tokens"]
 """Kind of an input, as in ``fedloom.data.manifest.Kind``; models do not import the data package."""

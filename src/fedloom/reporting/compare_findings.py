@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from fedloom.core.words import pluralize
 from fedloom.reporting.compare import LEVEL, RunComparison
 from fedloom.reporting.compare_pairs import Pair
 from fedloom.reporting.compare_rows import Row, Scale
 from fedloom.reporting.run_results import USERS
 from fedloom.reporting.significance import least_p
-from fedloom.words import pluralize
 
 GROUP_NAMES = {USERS: "user 0", "seen": "seen clients", "unseen": "unseen clients"}
 

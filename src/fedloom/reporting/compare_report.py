@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedloom.core.words import pluralize
 from fedloom.errors import ExperimentError, StorageError, argument
 from fedloom.reporting.compare import RunComparison
 from fedloom.reporting.compare_findings import GROUP_NAMES, caution, findings, sentence
 from fedloom.reporting.compare_sections import line_styles_of, sections
 from fedloom.reporting.compare_tables import as_latex, own_steps_as_csv, pairs_as_csv, rows_as_csv, value_cell
 from fedloom.reporting.page import Fact, Lead, ReportPage, check_installed
-from fedloom.words import pluralize
 
 PAGE = "compare.html"
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedloom.core.words import pluralize
 from fedloom.reporting.compare import FEATURED, LEVEL, RunComparison
 from fedloom.reporting.compare_findings import GROUP_NAMES
 from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_value
@@ -14,7 +15,6 @@ from fedloom.reporting.compare_tables import cost_cells, edge_note, marks_note, 
 from fedloom.reporting.page import DASH, Cell, Panel, Part, Section, Table, TableRow
 from fedloom.reporting.run_results import GROUPS, USERS
 from fedloom.reporting.words import human_bytes, human_time
-from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare_figures import LineStyle

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fedloom.core.words import pluralize
 from fedloom.federation.activity import Activity
 from fedloom.reporting.report import AutoRefresh, write_report
 from fedloom.reporting.status import RunStatus
 from fedloom.runs.folder import RunFolder
-from fedloom.words import pluralize
 
 POLL_INTERVAL_S = 1.0
 """Seconds between checks of the run's files."""

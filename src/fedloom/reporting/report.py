@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.reporting import inputs, report_results, report_setup
@@ -15,7 +16,6 @@ from fedloom.reporting.page import DASH, Fact, Part, ReportPage, Section, check_
 from fedloom.reporting.words import human_bytes, human_time, in_percent, method_title, number_range
 from fedloom.runs.files import EXPERIMENT
 from fedloom.runs.folder import RunFolder
-from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedloom.core.words import pluralize
 from fedloom.errors import DataError
 from fedloom.reporting import inputs
 from fedloom.reporting.page import DASH, FEWEST_POINTS, Cell, ConfusionCard, Panel, Part, Table, TableRow, table_row
 from fedloom.reporting.report_setup import summary_of
 from fedloom.reporting.words import in_percent, is_masked
 from fedloom.runs.folder import RunFolder
-from fedloom.words import pluralize
 
 NAMED = 10
 """Maximum number of rows of a small table."""

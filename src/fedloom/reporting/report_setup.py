@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedloom.core.words import dotted_keys, pluralize
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
 from fedloom.reporting import inputs
 from fedloom.reporting.page import Panel, Part
 from fedloom.reporting.words import number_range
 from fedloom.runs.folder import RunFolder
-from fedloom.words import dotted_keys, pluralize
 
 
 def summary_of(run: RunFolder) -> Mapping[str, Any]:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedloom.core.words import dotted_keys
 from fedloom.errors import DataError
 from fedloom.reporting.inputs import OF_BROKEN_FILES, check_compared
 from fedloom.reporting.words import is_masked
 from fedloom.runs.files import METRICS, SUMMARY
 from fedloom.runs.folder import RunFolder
-from fedloom.words import dotted_keys
 
 GROUPS = ("seen", "unseen")
 USERS = "users"

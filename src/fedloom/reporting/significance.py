@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from fedloom.data.keyed import make_rng
+from fedloom.core.keyed import make_rng
 
 EXACT_UP_TO = 100
 """Maximum number of differences for the exact test; above it, the normal approximation is close."""

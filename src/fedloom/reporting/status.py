@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedloom import digests
+from fedloom.core import digests
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
 from fedloom.federation.activity import Activity, Phase, RosterClient

@@ -15,6 +15,7 @@ import torch
 
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Task, find_algorithm
+from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import Own, OwnClients, own_manifest
 from fedloom.data.partition import partition_dataset
@@ -41,7 +42,6 @@ from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
 from fedloom.storage import is_url, open_store
-from fedloom.words import pluralize
 
 DTYPE = torch.float32
 

@@ -21,12 +21,12 @@ from fedloom.runner.metrics import certificate_end, federation_families, metrics
 from fedloom.runner.options import RunOptions
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.worker_processes import Workers
+from fedloom.security.audit import Audit
+from fedloom.security.options import Protection
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.control_service import ProgressPublisher
 from fedloom.transport.personalization import Personalization
 from fedloom.transport.served_run import ServedRun
-from fedloom.trust.audit import Audit
-from fedloom.trust.options import Protection
 
 
 @dataclass(frozen=True)

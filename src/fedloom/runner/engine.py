@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedloom.core.logs import lines_about
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.experiment import Experiment
@@ -27,7 +28,6 @@ from fedloom.federation.loop import Loop
 from fedloom.federation.loop_config import LoopHooks
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients, Roster
-from fedloom.logs import lines_about
 from fedloom.runner import assemble, results
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.distributed import Serving, ServingSettings, serving
@@ -43,11 +43,11 @@ from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.tracking import TrackerObserver, find_trackers
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
+from fedloom.security.audit import Audit
+from fedloom.security.options import Protection, ServerOptions
+from fedloom.security.tokens import make_token
 from fedloom.transport.control_service import ProgressPublisher
 from fedloom.transport.personalization import Personalization, ServingLimits
-from fedloom.trust.audit import Audit
-from fedloom.trust.options import Protection, ServerOptions
-from fedloom.trust.tokens import make_token
 
 log = logging.getLogger("fedloom.run")
 

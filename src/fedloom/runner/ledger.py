@@ -9,16 +9,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fedloom import digests
+from fedloom.core import digests
+from fedloom.core.words import parsed_json
 from fedloom.errors import DataError, ExperimentError, StorageError, argument
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
 from fedloom.runner.personal_model import PrivacyGuarantee
 from fedloom.storage.folder import PRIVATE_FILE
-from fedloom.words import parsed_json
 
 VERSION = 2
 KIND = "ledger"
-"""Kind of the file in :mod:`fedloom.digests`."""
+"""Kind of the file in :mod:`fedloom.core.digests`."""
 
 
 class PrivacyAccountant:

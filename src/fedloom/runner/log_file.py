@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from fedloom.logs import JsonLines, structured
+from fedloom.core.logs import JsonLines, structured
 from fedloom.storage.folder import open_to_append, storing
 
 

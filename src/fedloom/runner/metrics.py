@@ -15,9 +15,9 @@ import fedloom
 from fedloom.errors import ExperimentError, argument
 from fedloom.federation.activity import Activity, LivePhase
 from fedloom.runner.bounded_http import BoundedServer
+from fedloom.security.options import Protection
 from fedloom.transport.address import split_address
 from fedloom.transport.personalization import ServingLoad
-from fedloom.trust.options import Protection
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.trust.options import ServerOptions
+from fedloom.security.options import ServerOptions
 
 
 @dataclass(frozen=True)

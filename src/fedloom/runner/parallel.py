@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from fedloom.core.processes import ChildReport, command, environment
+from fedloom.core.words import pluralize
 from fedloom.errors import FedloomError, InterruptedRun, WorkerLostError, argument
 from fedloom.experiment import Experiment
-from fedloom.processes import ChildReport, command, environment
 from fedloom.runner.options import RunOptions
 from fedloom.runner.stop_request import StopRequest
-from fedloom.words import pluralize
 
 POLL_INTERVAL_S = 0.05
 """Seconds between checks for ended processes."""

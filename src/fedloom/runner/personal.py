@@ -34,9 +34,9 @@ from fedloom.runner.serve import DurableRounds
 from fedloom.runner.trained import check_checkpoint
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
+from fedloom.security.options import Credentials
 from fedloom.transport.model_stream import PRECISIONS
 from fedloom.transport.newcomer import Answered, Models
-from fedloom.trust.options import Credentials
 
 T = TypeVar("T")
 

@@ -13,12 +13,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from fedloom.core.words import printable
 from fedloom.data.manifest import Kind, Normalization
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.predictors import Predictor
 from fedloom.storage.folder import write_atomically
-from fedloom.words import printable
 
 FORMATS = (".safetensors", ".pt2", ".onnx")
 """Suffixes of the supported file formats."""

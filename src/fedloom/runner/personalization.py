@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedloom.data.problem import Problem
     from fedloom.experiment import Experiment
     from fedloom.runner.assemble import RunContext
-    from fedloom.trust.options import ClientOptions
+    from fedloom.security.options import ClientOptions
 
 CLIENT = "newcomer"
 """Client id used when the caller gives none."""
@@ -57,8 +57,8 @@ class PersonalizationRequest:
         RefusedError
             If the token is malformed.
         """
-        from fedloom.trust.options import ClientOptions
-        from fedloom.trust.tokens import checked_token
+        from fedloom.security.options import ClientOptions
+        from fedloom.security.tokens import checked_token
 
         options = ClientOptions.of(None if self.credentials is None else Path(self.credentials), insecure=self.insecure)
         if self.token is None:

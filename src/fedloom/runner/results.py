@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.digests import RESTORE
+from fedloom.core.digests import RESTORE
+from fedloom.core.words import as_csv, pluralize
 from fedloom.errors import GO_ON, DataError, QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
@@ -23,7 +24,6 @@ from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
 from fedloom.reporting.inputs import checked
 from fedloom.runs.files import METRICS
 from fedloom.runs.folder import RunFolder
-from fedloom.words import as_csv, pluralize
 
 if TYPE_CHECKING:
     from fedloom.runner.assemble import RunContext

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from fedloom.core.settings import Settings
 from fedloom.federation.served import About, ServedRound, served_round
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
@@ -18,11 +19,10 @@ from fedloom.runner.metrics import certificate_end, metrics_served, serving_fami
 from fedloom.runner.trained import check_checkpoint
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
-from fedloom.settings import Settings
+from fedloom.security.audit import Audit
+from fedloom.security.options import Protection
 from fedloom.storage import is_url
 from fedloom.transport.personalization import Personalization, ServingLimits, serve_models
-from fedloom.trust.audit import Audit
-from fedloom.trust.options import Protection
 
 FOLLOW_INTERVAL_S = 1.0
 """Seconds between checks for a newer round."""

@@ -15,8 +15,8 @@ from fedloom.federation.loop import vocabulary
 from fedloom.models.predictors import Predictor
 from fedloom.runner.requesting_client import DescribedRun, PersonalizationClient
 from fedloom.runner.trained import CheckpointEvaluation, found_of, restore
+from fedloom.security.options import ClientOptions, Credentials
 from fedloom.transport.newcomer import Models
-from fedloom.trust.options import ClientOptions, Credentials
 
 
 async def converse_for_all(

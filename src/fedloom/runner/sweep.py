@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from fedloom.core.words import pluralize
 from fedloom.errors import ExperimentError, FedloomError, InterruptedRun, QuorumError, argument
 from fedloom.experiment import Experiment, Point
 from fedloom.models.module import MEMORY
@@ -19,7 +20,6 @@ from fedloom.runner.run_data import check_roster
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import is_url
-from fedloom.words import pluralize
 
 
 def complete(run: RunFolder, experiment: Experiment, report: bool = True) -> bool:

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from fedloom.core.plugins import entries
+from fedloom.core.processes import tell_notice
 from fedloom.errors import ExperimentError
-from fedloom.plugins import entries
-from fedloom.processes import tell_notice
 from fedloom.runner.observer import RunObserver
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fedloom.core.words import pluralize
 from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
 from fedloom.data.folders import data_root
 from fedloom.data.overlap import apart_by_reserve, overlap
@@ -26,7 +27,6 @@ from fedloom.runs.checkpoint import check_fits
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 from fedloom.storage import is_url
-from fedloom.words import pluralize
 
 
 @dataclass(frozen=True)

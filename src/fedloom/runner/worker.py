@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
 from fedloom.data.own import AGAIN, Own, OwnClients, own_manifest, read_own_shard
 from fedloom.errors import DataError, ExperimentError, RefusedError, argument
@@ -20,13 +21,12 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuringSession
 from fedloom.federation.roster import Member
 from fedloom.runner import assemble
+from fedloom.security.options import ClientOptions, Credentials
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
 from fedloom.transport.bandwidth import Bandwidth
 from fedloom.transport.introduction import Introduction, Joined
 from fedloom.transport.worker import Session, serve
-from fedloom.trust.options import ClientOptions, Credentials
-from fedloom.words import DEEPEST, parsed_json, printable, shortened
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
+from fedloom.core.processes import ChildReport, command, environment
 from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedError, WorkerLostError, argument
 from fedloom.models.factories import FACTORIES
-from fedloom.processes import ChildReport, command, environment
+from fedloom.security.options import FILES, TOKEN
 from fedloom.storage.folder import open_to_append, read_file, storing
-from fedloom.trust.options import FILES, TOKEN
 
 if TYPE_CHECKING:
     from fedloom.experiment import Runtime

@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fedloom import digests
+from fedloom.core import digests
+from fedloom.core.words import parsed_json
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.runs.line_file import LineFile, Placed
 from fedloom.storage.folder import PARTIAL, read_file, storing, sync, write_atomically
-from fedloom.words import parsed_json
 
 EXPERIMENT = "experiment.yaml"
 PARTITION = "partition.json"

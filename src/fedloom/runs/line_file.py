@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from fedloom import digests
+from fedloom.core import digests
+from fedloom.core.words import parsed_json
 from fedloom.errors import DataError, as_storage_error
 from fedloom.storage.folder import open_file, opened, staged, storing, sync, write_atomically
-from fedloom.words import parsed_json
 
 PIECE = 1 << 20
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedloom.core.words import pluralize
 from fedloom.errors import DataError, argument
 from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE
-from fedloom.words import pluralize
 
 FINISHED, INTERRUPTED, RUNNING, DAMAGED = "finished", "interrupted", "running", "damaged"
 RESUME = f"go on with it: run it again with {argument('resume')}"

@@ -38,13 +38,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from fedloom.core.words import parsed_json
 from fedloom.errors import DataError
 from fedloom.runs.files import CHECKPOINTS, EXPERIMENT
 from fedloom.runs.folder import RunFolder
 from fedloom.storage import Absent, Store
 from fedloom.storage.base import parts_of
 from fedloom.storage.folder import copy_atomically, storing
-from fedloom.words import parsed_json
 
 VERSION = 2
 FIRST = (EXPERIMENT, "published.json")

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
 
+from fedloom.core.words import parsed_json
 from fedloom.errors import StorageError, argument
 from fedloom.runs.files import CHECKPOINTS, RELEASES, SUMMARY
 from fedloom.runs.folder import RunFolder
@@ -32,7 +33,6 @@ from fedloom.runs.published import (
 )
 from fedloom.storage import Store, Taken
 from fedloom.storage.folder import PARTIAL, opened
-from fedloom.words import parsed_json
 
 log = logging.getLogger("fedloom.published")
 

@@ -16,7 +16,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedloom.words import parsed_json
+from fedloom.core.words import parsed_json
 
 _BEFORE = b'{"__metadata__":{"fedloom":"{\\"sha256\\": \\"'
 _AT = slice(8 + len(_BEFORE), 8 + len(_BEFORE) + 64)

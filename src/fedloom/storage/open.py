@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from fedloom.core.home import expanded
 from fedloom.errors import ExperimentError
-from fedloom.home import expanded
 from fedloom.storage.base import Store, has_plain_parts
 from fedloom.storage.folder import FolderStore
 

@@ -14,9 +14,9 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from fedloom.core.words import dotted_keys
 from fedloom.runner.tracking import NumberTracker
 from fedloom.runs.folder import RunFolder
-from fedloom.words import dotted_keys
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment

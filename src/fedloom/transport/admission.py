@@ -6,8 +6,11 @@ import contextlib
 from collections.abc import Collection
 
 import fedloom
+from fedloom.core.words import first_of, pluralize, printable
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.federation.roster import Member
+from fedloom.security.access import Denied
+from fedloom.security.identities import Action, Identity
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Clients, Link, WorkerInfo
 from fedloom.transport.frames import SEAL, SEAL_BYTES, Refusal, WireError, parse_frame
@@ -15,9 +18,6 @@ from fedloom.transport.gate import Peer
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.trust.access import Denied
-from fedloom.trust.identities import Action, Identity
-from fedloom.words import first_of, pluralize, printable
 
 NAME_CHARACTERS = 200
 MOST_EXAMPLES = 10**9  # per client and split

@@ -28,6 +28,8 @@ from fedloom.federation.monitor import Monitor
 from fedloom.federation.silence import Silence
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
+from fedloom.security.audit import Audit
+from fedloom.security.options import Protection
 from fedloom.transport.admission import Admission
 from fedloom.transport.codec import encode
 from fedloom.transport.connected import ConnectedWorkers
@@ -45,8 +47,6 @@ from fedloom.transport.served_run import ServedRun
 from fedloom.transport.server import SERVER_OPTIONS, listening
 from fedloom.transport.stream import METHOD, SERVICE
 from fedloom.transport.worker_streams import ByteCount, WorkerStreams
-from fedloom.trust.audit import Audit
-from fedloom.trust.options import Protection
 
 log = logging.getLogger("fedloom.transport.aggregator")
 log.addFilter(RateLimitFilter())

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from fedloom.core.words import REASON_CHARACTERS
 from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.transport.codec import Cutter, Encoded, group_answers, join_answers
 from fedloom.transport.frames import serialize
 from fedloom.transport.stream import HELD_CONVERSATIONS, Outbox, key_from_wire, key_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker_requests import WorkerRequest
-from fedloom.words import REASON_CHARACTERS
 
 HEARTBEAT = serialize(wire.WorkerPart(heartbeat=wire.Heartbeat()))
 

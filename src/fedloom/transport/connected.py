@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from fedloom.core.words import first_of, pluralize
 from fedloom.errors import QuorumError
 from fedloom.transport.exchanges import Clients, WorkerInfo
 from fedloom.transport.stream import LAST_BACKOFF_S
-from fedloom.words import first_of, pluralize
 
 LINGER_S = 2 * LAST_BACKOFF_S  # a worker that has lost its connection reconnects within this time
 

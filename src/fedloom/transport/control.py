@@ -13,14 +13,14 @@ import grpc
 from google.protobuf.json_format import MessageToDict, ParseDict
 from pydantic import TypeAdapter, ValidationError
 
+from fedloom.core.words import printable, shortened
 from fedloom.errors import AbandonedError, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.federation.activity import Activity, Phase, RosterClient
+from fedloom.security.options import ClientCredentials, Credentials
 from fedloom.transport import dial
 from fedloom.transport.address import split_address
 from fedloom.transport.failures import REFUSALS, described, hint
 from fedloom.transport.wire import control_pb2 as wire
-from fedloom.trust.options import ClientCredentials, Credentials
-from fedloom.words import printable, shortened
 
 CONTROL = "fedloom.v1.Control"
 STATUS, WATCH, CLIENTS, PAUSE, RESUME, STOP = "Status", "Watch", "Clients", "Pause", "Resume", "Stop"

@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
+from fedloom.security.options import ClientCredentials
 from fedloom.transport.failures import BROKEN
-from fedloom.trust.options import ClientCredentials
 
 # Finds within time + timeout that the other side has vanished without closing its connection.
 KEEPALIVE = (

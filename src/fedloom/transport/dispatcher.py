@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
+from fedloom.core.words import first_of, pluralize
 from fedloom.errors import FedloomError
 from fedloom.federation.activity import Awaited
 from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
@@ -26,7 +27,6 @@ from fedloom.transport.receiver import Receiver
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import HELD_CONVERSATIONS, key_from_wire, key_to_wire, states_to_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import first_of, pluralize
 
 log = logging.getLogger("fedloom.transport.aggregator")
 

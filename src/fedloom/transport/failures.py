@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from fedloom.words import REASON_CHARACTERS, printable
+from fedloom.core.words import REASON_CHARACTERS, printable
 
 NOBODY = "nothing listens there"
 STRANGER = "what answers there is not a FedLoom aggregator"

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from isal.isal_zlib import crc32  # zlib's value at several times its speed, which a round of 100 models needs
 
+from fedloom.core.words import printable
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.wire import personalization_pb2 as models
-from fedloom.words import printable
 
 FRAME_BYTES = 1 << 20
 

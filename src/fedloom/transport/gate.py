@@ -19,17 +19,17 @@ from grpc_health.v1 import health
 from pydantic import SecretStr
 
 from fedloom.errors import FedloomError
+from fedloom.security.access import SHARED, Access, Admitted, Denied, PeerCredentials
+from fedloom.security.audit import Audit, Value
+from fedloom.security.credentials import parse_certificate
+from fedloom.security.files import ReloadingFile
+from fedloom.security.identities import Action, Identity
+from fedloom.security.options import ServerFiles
 from fedloom.transport import model_stream
 from fedloom.transport.control import CLIENTS, CONTROL, PAUSE, RESUME, STATUS, STOP, WATCH
 from fedloom.transport.failures import FINAL
 from fedloom.transport.limits import TokenBucket
 from fedloom.transport.stream import METHOD, SERVICE
-from fedloom.trust.access import SHARED, Access, Admitted, Denied, PeerCredentials
-from fedloom.trust.audit import Audit, Value
-from fedloom.trust.credentials import parse_certificate
-from fedloom.trust.files import ReloadingFile
-from fedloom.trust.identities import Action, Identity
-from fedloom.trust.options import ServerFiles
 
 log = logging.getLogger("fedloom.transport.aggregator")
 

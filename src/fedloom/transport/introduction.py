@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import fedloom
+from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import DataError, FedloomError, RefusedError, argument
 from fedloom.federation.roster import Member
 from fedloom.transport.frames import SEAL, SEAL_BYTES, Refusal, WireError, parse_frame
 from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import REASON_CHARACTERS, printable
 
 
 @dataclass(frozen=True)

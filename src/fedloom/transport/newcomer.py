@@ -15,10 +15,12 @@ import grpc
 from torch import Tensor
 
 import fedloom
+from fedloom.core.words import DEEPEST, parsed_json, printable
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, FedloomError, QuorumError, RefusedError
 from fedloom.federation.served import About
 from fedloom.messages import Message
+from fedloom.security.options import Credentials
 from fedloom.transport import dial
 from fedloom.transport.address import split_address
 from fedloom.transport.codec import DTYPES, Cutter, Encoded, digest_of_bytes, encode
@@ -38,8 +40,6 @@ from fedloom.transport.model_stream import (
 )
 from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.wire import personalization_pb2 as wire
-from fedloom.trust.options import Credentials
-from fedloom.words import DEEPEST, parsed_json, printable
 
 MOST_BYTES = 1 << 32
 """Maximum size of one message from a server."""

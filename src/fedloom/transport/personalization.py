@@ -20,10 +20,13 @@ import grpc
 import torch
 
 import fedloom
+from fedloom.core.words import pluralize, printable
 from fedloom.data.manifest import CLIENT_ID
 from fedloom.errors import ExperimentError, FedloomError
 from fedloom.federation.served import ServedRound
 from fedloom.messages import Message, Metrics
+from fedloom.security.audit import Audit, Value
+from fedloom.security.options import Protection
 from fedloom.transport.codec import DTYPES
 from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.gate import PEER, AuthInterceptor, watch_certificate
@@ -42,9 +45,6 @@ from fedloom.transport.server import SERVER_OPTIONS, listening
 from fedloom.transport.stream import PROTOCOL
 from fedloom.transport.tiles import ClientDataError, PendingClient, PreparedRound, ServerHalfError, TileQueue
 from fedloom.transport.wire import personalization_pb2 as wire
-from fedloom.trust.audit import Audit, Value
-from fedloom.trust.options import Protection
-from fedloom.words import pluralize, printable
 
 log = logging.getLogger("fedloom.transport.personalization")
 log.addFilter(RateLimitFilter())

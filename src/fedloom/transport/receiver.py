@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.federation.carrier import Lost, Refusals
 from fedloom.federation.silence import Silence
 from fedloom.federation.validation import TensorSpec, mismatch
@@ -24,7 +25,6 @@ from fedloom.transport.limits import TokenBucket
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.stream import key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.words import REASON_CHARACTERS, printable
 
 log = logging.getLogger("fedloom.transport.aggregator")
 

@@ -12,13 +12,13 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from fedloom.errors import ExperimentError, argument
+from fedloom.security.options import Protection
 from fedloom.transport.address import split_address
 from fedloom.transport.dial import KEEPALIVE
 from fedloom.transport.frames import FRAME_BYTES
 from fedloom.transport.gate import AuthInterceptor, connection_age, server_credentials
 from fedloom.transport.health import Health, Probes, probed
 from fedloom.transport.limits import RateLimitFilter
-from fedloom.trust.options import Protection
 
 # Pings are allowed twice as often as clients send them, so that none receives "too_many_pings". No limit is raised.
 SERVER_OPTIONS = (

@@ -11,17 +11,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from fedloom import tracing
+from fedloom.core import tracing
 from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
+from fedloom.security.options import Credentials
 from fedloom.transport.bandwidth import Bandwidth
 from fedloom.transport.frames import WireError
 from fedloom.transport.introduction import Introduction, Joined
 from fedloom.transport.stream import states_from_wire
 from fedloom.transport.worker_connection import Close, Finished, WorkerConnection
 from fedloom.transport.worker_requests import WorkerRequest
-from fedloom.trust.options import Credentials
 
 NOTICE_S = 0.2  # how soon a stop event is noticed while idle
 

@@ -14,9 +14,11 @@ from typing import Any
 
 import grpc
 
+from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import AbandonedError, FedloomError, RefusedError
 from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.messages import Message
+from fedloom.security.options import ClientCredentials, Credentials
 from fedloom.transport import dial, stream
 from fedloom.transport.address import split_address
 from fedloom.transport.answer_book import AnswerBook
@@ -29,8 +31,6 @@ from fedloom.transport.introduction import Introduction, Joined, parse_welcome, 
 from fedloom.transport.stream import LAST_BACKOFF_S, METHOD, SERVICE, key_from_wire
 from fedloom.transport.wire import federation_pb2 as wire
 from fedloom.transport.worker_requests import RequestReader, WorkerRequest
-from fedloom.trust.options import ClientCredentials, Credentials
-from fedloom.words import REASON_CHARACTERS, printable
 
 log = logging.getLogger("fedloom.transport.worker")
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import grpc
 
 from fedloom.errors import ExperimentError
+from fedloom.security.access import Denied
 from fedloom.transport import stream
 from fedloom.transport.admission import Admission, parse_hello, refusal
 from fedloom.transport.dispatcher import Dispatcher
@@ -21,7 +22,6 @@ from fedloom.transport.gate import PEER, Peer
 from fedloom.transport.limits import TokenBucket
 from fedloom.transport.served_run import ServedRun
 from fedloom.transport.wire import federation_pb2 as wire
-from fedloom.trust.access import Denied
 
 log = logging.getLogger("fedloom.transport.aggregator")
 

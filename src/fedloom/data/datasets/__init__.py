@@ -10,11 +10,11 @@ import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fedloom.core.plugins import plugins
 from fedloom.data.datasets import cifar, femnist, leaf, mnist, qmnist, shakespeare, vowel
 from fedloom.data.datasets.base import DataFile, Dataset, FetchProgress, Owners, OwnFiles, Pool, RawDataset
 from fedloom.data.datasets.fetching import checksums, fetch_dataset, load_dataset, size_on_disk
 from fedloom.errors import DataError, ExperimentError
-from fedloom.plugins import plugins
 
 __all__ = [
     "DATASETS",

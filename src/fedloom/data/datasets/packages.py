@@ -12,8 +12,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from fedloom.core.processes import python
 from fedloom.data.datasets.base import FetchFailed, FetchProgress, Report
-from fedloom.processes import python
 
 TITLES = {
     "debian": "the Debian package {} (apt-get download)",

@@ -15,6 +15,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from fedloom.core.words import named_twice
 from fedloom.data.manifest import SPLITS, Kind
 from fedloom.data.pack.examples import (
     Batches,
@@ -31,7 +32,6 @@ from fedloom.data.pack.examples import (
 )
 from fedloom.data.values import are_numbers, as_numbers, found_classes, label_text
 from fedloom.errors import DataError, argument
-from fedloom.words import named_twice
 
 VALUES = 2**22
 """Numbers processed at once, unless one example has more."""

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.words import composed, pluralize, shortened
 from fedloom.data.manifest import Kind
 from fedloom.data.own import Own
 from fedloom.data.values import (
@@ -24,7 +25,6 @@ from fedloom.data.values import (
     plain_numbers,
 )
 from fedloom.errors import DataError, argument
-from fedloom.words import composed, pluralize, shortened
 
 Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
 

@@ -12,10 +12,11 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
+from fedloom.core.keyed import make_rng
+from fedloom.core.words import pluralize
 from fedloom.data.apportion import held_out
 from fedloom.data.copies import draw_splits, equal_inputs
 from fedloom.data.folders import published
-from fedloom.data.keyed import make_rng
 from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.moments import moments_of
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
@@ -27,7 +28,6 @@ from fedloom.data.pack.tables import read_csv
 from fedloom.data.pack.texts import read_characters
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, sync
-from fedloom.words import pluralize
 
 Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, Tell], Examples]
 

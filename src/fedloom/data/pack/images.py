@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.words import composed, pluralize
 from fedloom.data.listing import files_below, folders_in
 from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.pixels import GREY, UnfitImage, endings, read_picture
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.words import composed, pluralize
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.words import pluralize
 from fedloom.data.pack.pixels import PALETTES, UnfitImage, check_depth, check_frames, orientation
 from fedloom.data.values import as_array
 from fedloom.errors import DataError
-from fedloom.words import pluralize
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedloom.core.words import composed, named_twice
 from fedloom.data.pack.examples import (
     Batches,
     Examples,
@@ -29,7 +30,6 @@ from fedloom.data.pack.examples import (
 )
 from fedloom.data.values import EXACT, TRUTHS, number, whole
 from fedloom.errors import DataError
-from fedloom.words import composed, named_twice
 
 ROWS = 4096
 """Rows processed at once."""

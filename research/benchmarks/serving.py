@@ -1,0 +1,508 @@
+"""Model service: throughput, latency, cost, and correctness of each model.
+
+    .venv/bin/python research/benchmarks/serving.py [--seconds S] [--json FILE]
+
+PeFLL's LeNet (85,822 parameters). `fedloom serve` is one process, and the load comes from another: clients that have
+the opening (warm) send a descriptor and read their model, so that the server is measured. For comparison, in the same
+session, the bounds: the hypernetwork's product in full tiles, and a bare gRPC stream that sends as many bytes. Then:
+latency at half of the load; two servers; cold clients; bfloat16; a server that is killed and restarted while clients
+make requests, each of whose models is compared with the hypernetwork's bit for bit; and an aggregator that hands out
+models while it trains (Fashion-MNIST, one worker), if the data are available.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import grpc
+import torch
+import yaml
+from common import cpu_s, describe, machine, percentile, table, write_json
+
+import fedloom
+from fedloom import experiment as experiments
+from fedloom.algorithms.pefll import Descriptor, PeFLLServer, PersonalizedModel
+from fedloom.data.folders import data_root
+from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
+from fedloom.runner import assemble
+from fedloom.runs.checkpoint import Checkpoint, Checkpoints
+from fedloom.runs.folder import RunFolder
+from fedloom.transport.codec import DTYPES, Cutter, encode
+from fedloom.transport.frames import WireError, serialize
+from fedloom.transport.model_stream import PERSONALIZE, PRECISIONS, SERVICE, PartReader, message_frames
+from fedloom.transport.newcomer import Models
+from fedloom.transport.wire import personalization_pb2 as wire
+
+CLIENTS, CLASSES, DESCRIPTORS = 100, 10, 64
+D = 85_822
+BARE = "/bare.Models/Get"
+PROGRAM = (sys.executable, "-m", "fedloom")
+REST_S = 0.02
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "serving",
+    "data": {
+        "dataset": "fashion-mnist",
+        "partition": {
+            "scheme": "classes", "clients": CLIENTS, "classes_per_client": 5, "train_per_client": 60,
+            "test_per_client": 20,
+        },
+    },
+    "model": {"name": "lenet"},
+    "algorithm": {"name": "pefll", "local": {"steps": 20}},
+    "federation": {"rounds": 100_000, "clients_per_round": 10, "checkpoint_every_s": 5, "deadline_s": 600},
+    "evaluation": {"every": 100_000},
+    "runtime": {"workers": 1},
+}  # fmt: skip
+
+
+def make_run(folder: Path) -> tuple[PeFLLServer, int]:
+    """Create a run's folder with an untrained checkpoint; return its server half and the descriptors' length."""
+    counts = dict.fromkeys(("train", "validation", "test"), (6,) * CLASSES)
+    manifest = Manifest(
+        version=VERSION,
+        dataset="fashion-mnist",
+        classes=CLASSES,
+        class_names=tuple(f"class {c}" for c in range(CLASSES)),
+        input_shape=(1, 28, 28),
+        kind="pixels",
+        scheme={"scheme": "none"},
+        seed=1,
+        held_out_fraction=0.0,
+        validation_fraction=0.0,
+        normalization=Normalization((0.5,), (0.5,)),
+        source_sha256={},
+        clients=tuple(ClientEntry(f"c{i}", True, 60, 60, 60, counts, "0" * 64) for i in range(CLIENTS)),
+    )
+    e = experiments.loads(yaml.safe_dump(EXPERIMENT))
+    parts = assemble.make_parts(e, manifest)
+    run = RunFolder(folder)
+    run.make(e.resolved_yaml())
+    run.write("partition.json", manifest.to_json())
+    server = parts.server_half()
+    assert isinstance(server, PeFLLServer)
+    checkpoints = Checkpoints(run.checkpoints)
+    checkpoints.save(Checkpoint("pefll", parts.algorithm.version, 1, None, server.state))
+    checkpoints.close()
+    return server, server.sizes["l"]
+
+
+def descriptors(size: int) -> torch.Tensor:
+    """Return the clients' descriptors: ``[DESCRIPTORS, l]``."""
+    return torch.randn(DESCRIPTORS, size, generator=torch.Generator().manual_seed(1))
+
+
+# --- load, in a separate process --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Load:
+    """Result of a load."""
+
+    models: int = 0
+    refused: int = 0
+    bytes_down: int = 0
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+
+
+async def loaded(
+    addresses: Sequence[str], seconds: float, at_once: int, rate: float | None, precision: str, size: int, *, bare: bool
+) -> Load:
+    """Request models for a period: ``at_once`` at a time, or at a fixed rate whatever the outcome."""
+    asks = [] if bare else await _asks(addresses[0], precision, descriptors(size))
+    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+    channels = [grpc.aio.insecure_channel(a, options=options) for a in addresses for _ in range(2)]
+    method = BARE if bare else f"/{SERVICE}/{PERSONALIZE}"
+    calls = [channel.stream_stream(method) for channel in channels]
+    load, number = Load(), 0
+
+    async def one(i: int) -> None:
+        started = time.perf_counter()
+        call = calls[i % len(calls)]()
+        try:
+            await call.write(b"ask" if bare else asks[i % len(asks)])
+            await call.done_writing()
+            data = await call.read()
+            if data is grpc.aio.EOF:
+                raise ConnectionError
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ConnectionError):
+            load.refused += 1
+            return
+        load.models += 1
+        load.bytes_down += len(data)
+        load.latencies.append(time.perf_counter() - started)
+        await call.code()
+
+    async def worker(ends: float) -> None:
+        nonlocal number
+        while time.perf_counter() < ends:
+            number += 1
+            await one(number)
+
+    await asyncio.gather(*(one(i) for i in range(8)))  # opens the connections
+    load.__init__()  # type: ignore[misc]
+    started = time.perf_counter()
+    if rate is None:
+        await asyncio.gather(*(worker(started + seconds) for _ in range(at_once)))
+    else:
+        tasks = []
+        for i in range(int(rate * seconds)):
+            wait_s = started + i / rate - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            tasks.append(asyncio.create_task(one(i)))
+        await asyncio.gather(*tasks)
+    load.seconds = time.perf_counter() - started
+    for channel in channels:
+        await channel.close()
+    return load
+
+
+async def _asks(address: str, precision: str, v: torch.Tensor) -> list[bytes]:
+    """Return first frames of warm clients: their request and descriptor."""
+    models = Models(address)
+    found = await models.describe(60)
+    await models.close()
+    made = []
+    for i, row in enumerate(v):
+        ask = wire.Ask(
+            client=f"c{i}",
+            package=fedloom.__version__,
+            algorithm="pefll",
+            algorithm_version=found.about.version,
+            precision=DTYPES[PRECISIONS[precision]],
+            answers=found.digest,
+        )
+        head = serialize(wire.NewcomerPart(ask=ask))
+        (frame,) = message_frames(Cutter(wire.NewcomerPart), encode(Descriptor(row[None])), head)
+        made.append(frame)
+    return made
+
+
+async def serve_bare() -> None:
+    """Run a stream that answers each message with as many bytes as a model has."""
+    model = bytes(4 * D)
+
+    async def get(_: Any, context: Any) -> None:
+        await context.read()
+        await context.write(model)
+
+    server = grpc.aio.server()
+    name, method = BARE.strip("/").split("/")
+    handler = grpc.stream_stream_rpc_method_handler(get)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(name, {method: handler})])
+    print(f"at 127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", flush=True)
+    await server.start()
+    await server.wait_for_termination()
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process(*command: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yield a server process and its address, which it prints at the end of a line."""
+    started = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
+    assert started.stdout is not None
+    try:
+        line = next(line for line in started.stdout if " at " in line or line.startswith("at "))
+        yield started, line.split()[-1]
+    finally:
+        started.send_signal(signal.SIGTERM)
+        try:
+            started.wait(20)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+
+
+def put_under(
+    load: Sequence[str], servers: Sequence[int], seconds: float, size: int, *, at_once: int = 64, **options: Any
+) -> dict[str, float]:
+    """Put servers under load from another process; return models per second, latencies, and server CPU per model."""
+    command = [sys.executable, __file__, "--load", *load, "--seconds", str(seconds), "--size", str(size)]
+    command += ["--at-once", str(at_once)]
+    for key, value in options.items():
+        command += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    before = cpu_s(servers)
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    used = cpu_s(servers) - before
+    return {**found, "cpu_ms": 1e3 * used / max(1, found["models"] + 8)}
+
+
+def summed_up(load: Load) -> dict[str, float]:
+    """Return the figures of a load."""
+    return {
+        "models": load.models,
+        "refused": load.refused,
+        "per_s": load.models / load.seconds,
+        "bytes": load.bytes_down / max(1, load.models),
+        "p50_ms": 1e3 * percentile(load.latencies, 0.5) if load.latencies else 0.0,
+        "p99_ms": 1e3 * percentile(load.latencies, 0.99) if load.latencies else 0.0,
+    }
+
+
+def product_ms(server: PeFLLServer, size: int, seconds: float) -> float:
+    """Return the hypernetwork's ms per model in full tiles."""
+    v, count, ends = descriptors(size), 0, time.perf_counter() + seconds
+    started = time.process_time()
+    while time.perf_counter() < ends:
+        server.hypernetwork(server.eta_h, v)
+        count += len(v)
+    return 1e3 * (time.process_time() - started) / count
+
+
+def cold_bytes(address: str) -> dict[str, float]:
+    """Return the bytes received by a client without the opening (cold), and by one that has it (warm)."""
+    from fedloom.federation.loop import vocabulary
+    from fedloom.runner.personalization import PersonalizationRequest
+    from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient
+    from fedloom.transport.newcomer import Memory
+
+    async def ask() -> dict[str, float]:
+        models = Models(address, memory=Memory())
+        found: dict[str, float] = {}
+        try:
+            about = (await models.describe(60)).about
+            x = torch.randint(256, (32, 1, 28, 28), dtype=torch.uint8)
+            request = PersonalizationRequest(address, x, torch.arange(32) % CLASSES)
+            client = RequestingClient.described(request, about)
+            for which in ("cold", "warm"):
+                speaking, started = PersonalizationClient(client.parts, client.data, client.id), time.perf_counter()
+                words = vocabulary(client.parts.algorithm)
+                answered = await models.converse(about, client.id, words, speaking.speak)
+                found |= {f"{which}_down": answered.down, f"{which}_up": answered.up}
+                found[f"{which}_ms"] = 1e3 * (time.perf_counter() - started)
+        finally:
+            await models.close()
+        return found
+
+    return asyncio.run(ask())
+
+
+def killed_and_started_again(run: Path, server: PeFLLServer, size: int, seconds: float) -> dict[str, float]:
+    """Have clients make requests while their server is killed and restarted; compare each model bit for bit."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    v = descriptors(size)
+    expected = server.hypernetwork(server.eta_h, v)
+    address = f"127.0.0.1:{port}"
+    command = [*PROGRAM, "serve", str(run), "--listen", address]
+    serving = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    async def ask() -> tuple[int, int, int]:
+        asks = await _asks(address, "float32", v)
+        right = wrong = refused = 0
+        ends, killed = time.perf_counter() + seconds, False
+        nonlocal serving
+        while time.perf_counter() < ends:
+            async with grpc.aio.insecure_channel(address, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
+                for i in range(8):
+                    call = channel.stream_stream(f"/{SERVICE}/{PERSONALIZE}")(timeout=10)
+                    try:
+                        await call.write(asks[i])
+                        reader = PartReader(call.read, wire.ModelFrame)
+                        await reader.part("header")
+                        received = await reader.message({"PersonalizedModel": PersonalizedModel}, 1 << 30)
+                    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, WireError):
+                        refused += 1
+                        await asyncio.sleep(REST_S)
+                        continue
+                    theta = received.tensors["theta"][0]
+                    right, wrong = (right + 1, wrong) if torch.equal(theta, expected[i]) else (right, wrong + 1)
+            if not killed and time.perf_counter() > ends - 0.8 * seconds:
+                killed = True
+                serving.kill()
+                serving.wait()
+                serving = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        return right, wrong, refused
+
+    try:
+        right, wrong, refused = asyncio.run(ask())
+    finally:
+        serving.terminate()
+        serving.wait(20)
+    return {"right": right, "wrong": wrong, "refused": refused}
+
+
+def beside_training(folder: Path, seconds: float, rate: float, size: int) -> dict[str, float] | None:
+    """Return an aggregator's rounds per second with and without this many models per second; None without the data."""
+    if not (data_root() / "datasets" / "fashion-mnist").is_dir():
+        return None
+    path = folder / "experiment.yaml"
+    path.write_text(yaml.safe_dump(EXPERIMENT))
+    subprocess.run([*PROGRAM, "partition", str(path)], check=True, stdout=subprocess.DEVNULL)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    out = folder / "out"
+    none = subprocess.DEVNULL
+    partition = assemble.make_partition(experiments.load(path)).folder
+    options = ["--listen", address, "--out", str(out), "--no-report"]
+    aggregator = subprocess.Popen([*PROGRAM, "aggregator", str(path), *options], stdout=none, stderr=none)
+    whose = ["--aggregator", address, "--partition", str(partition)]
+    worker = subprocess.Popen([*PROGRAM, "worker", *whose], stdout=none, stderr=none)
+    try:
+        ends = time.monotonic() + 300
+        while not (out / "journal.jsonl").exists() or not _attempts(out):  # round 0 already has a checkpoint
+            if time.monotonic() > ends or aggregator.poll() is not None:
+                raise RuntimeError("the aggregator has made no round")
+            time.sleep(0.5)
+        alone = _rounds(out, seconds)
+        found = put_under([address], [aggregator.pid], 1.0, size, rate=rate)  # the first request loads the round
+        rounds, started, before = len(_attempts(out)), time.perf_counter(), cpu_s([aggregator.pid])
+        found = put_under([address], [aggregator.pid], seconds, size, rate=rate)
+        took = time.perf_counter() - started
+        beside = (len(_attempts(out)) - rounds) / took
+        share = (cpu_s([aggregator.pid]) - before) / took
+    finally:
+        for each in (worker, aggregator):
+            each.terminate()
+        for each in (worker, aggregator):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                each.wait(30)
+    return {
+        "rounds_per_s_alone": alone,
+        "rounds_per_s_beside": beside,
+        "aggregator_cores_beside": share,
+        "models_per_s": found["per_s"],
+        "refused": found["refused"],
+        "p50_ms": found["p50_ms"],
+        "p99_ms": found["p99_ms"],
+    }
+
+
+def _attempts(out: Path) -> list[str]:
+    return (out / "journal.jsonl").read_text().splitlines()
+
+
+def _rounds(out: Path, seconds: float) -> float:
+    before, started = len(_attempts(out)), time.perf_counter()
+    time.sleep(seconds)
+    return (len(_attempts(out)) - before) / (time.perf_counter() - started)
+
+
+# --- measurement ------------------------------------------------------------------------------------------------------
+
+
+def measure(seconds: float) -> dict[str, Any]:
+    """Return all figures except those during training."""
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Path(scratch) / "run"
+        server, size = make_run(run)
+        figures["product_ms"] = product_ms(server, size, min(seconds, 3.0))
+        with process(sys.executable, __file__, "--bare-server") as (bare, address):
+            figures["bare"] = put_under([address], [bare.pid], seconds, size, bare=True)
+        with process(*PROGRAM, "serve", run, "--listen", "127.0.0.1:0") as (one, first):
+            figures["serve"] = put_under([first], [one.pid], seconds, size)
+            figures["bfloat16"] = put_under([first], [one.pid], seconds, size, precision="bfloat16")
+            half = max(1.0, figures["serve"]["per_s"] / 2)
+            figures["half"] = put_under([first], [one.pid], seconds, size, rate=half)
+            figures["clients"] = cold_bytes(first)
+            with process(*PROGRAM, "serve", run, "--listen", "127.0.0.1:0") as (two, second):
+                figures["replicas"] = put_under([first, second], [one.pid, two.pid], seconds, size, **{"at_once": 128})
+        figures["killed"] = killed_and_started_again(run, server, size, max(4.0, 2 * seconds))
+    return figures
+
+
+def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the figures as lines of a table."""
+    s, bare, half, two, bf = (figures[key] for key in ("serve", "bare", "half", "replicas", "bfloat16"))
+    clients, killed = figures["clients"], figures["killed"]
+    return [
+        ("bound: hypernetwork in full tiles, ms of CPU a model", f"{figures['product_ms']:.2f}"),
+        ("bound: bare gRPC stream, ms of the server's CPU a model", f"{bare['cpu_ms']:.2f}"),
+        ("bare gRPC stream, models/s", f"{bare['per_s']:.0f}"),
+        ("`fedloom serve`: ms of the server's CPU a model", f"{s['cpu_ms']:.2f}"),
+        ("models/s, 64 clients at a time", f"{s['per_s']:.0f}"),
+        ("p50 / p99 then, ms", f"{s['p50_ms']:.0f} / {s['p99_ms']:.0f}"),
+        (f"p50 / p99 at half of it ({half['per_s']:.0f} a second), ms", f"{half['p50_ms']:.0f} / {half['p99_ms']:.0f}"),
+        ("bfloat16: models/s; ms of CPU a model", f"{bf['per_s']:.0f}; {bf['cpu_ms']:.2f}"),
+        ("two servers: models/s; over one", f"{two['per_s']:.0f}; {two['per_s'] / s['per_s']:.2f}"),
+        ("two servers: ms of their CPU a model", f"{two['cpu_ms']:.2f}"),
+        ("cold client: KiB down / up; ms", _client(clients, "cold")),
+        ("warm client: KiB down / up; ms", _client(clients, "warm")),
+        ("warm client, bfloat16: KiB down", f"{bf['bytes'] / 1024:.1f}"),
+        ("killed and started again: right / refused / wrong", "{right} / {refused} / {wrong}".format(**killed)),
+    ]
+
+
+def train_beside(seconds: float, rate: float) -> dict[str, float] | None:
+    """Return the figures of an aggregator that hands out models while it trains."""
+    with tempfile.TemporaryDirectory() as scratch:
+        _, size = make_run(Path(scratch) / "run")
+        return beside_training(Path(scratch), max(10.0, seconds), max(1.0, rate), size)
+
+
+def training_rows(training: dict[str, float]) -> list[tuple[str, str]]:
+    """Return the training figures as lines of a table."""
+    alone, beside = training["rounds_per_s_alone"], training["rounds_per_s_beside"]
+    return [
+        ("training alone / beside, rounds/s", f"{alone:.2f} / {beside:.2f}"),
+        (f"rounds slower by, at {training['models_per_s']:.0f} models/s", f"{100 * (1 - beside / alone):.0f} %"),
+        ("the aggregator's share of a core then", f"{100 * training['aggregator_cores_beside']:.0f} %"),
+        ("p50 / p99 beside training, ms", "{p50_ms:.0f} / {p99_ms:.0f}".format(**training)),
+    ]
+
+
+def _client(clients: dict[str, float], which: str) -> str:
+    down, up, ms = (clients[f"{which}_{what}"] for what in ("down", "up", "ms"))
+    return f"{down / 1024:.1f} / {up / 1024:.2f}; {ms:.0f}"
+
+
+def main() -> None:
+    """Run the benchmark and print its results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--no-training", action="store_true", help="leave out the aggregator that trains")
+    parser.add_argument("--load", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--size", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--at-once", type=int, default=64, help=argparse.SUPPRESS)
+    parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--precision", default="float32", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--bare-server", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.bare_server:
+        asyncio.run(serve_bare())
+        return
+    if options.load:
+        o = options
+        work = loaded(o.load, o.seconds, o.at_once, o.rate, o.precision, o.size, bare=o.bare)
+        print(json.dumps(summed_up(asyncio.run(work))))
+        return
+    about = machine()
+    print(describe(about), flush=True)
+    figures = measure(options.seconds)
+    print(table(("", f"{D:,} parameters"), rows(figures)), flush=True)
+    if not options.no_training:
+        figures["training"] = train_beside(options.seconds, figures["half"]["per_s"] / 2)
+        if figures["training"] is not None:
+            print(table(("", "training"), training_rows(figures["training"])))
+    write_json(options.json, about, {"serving": figures})
+
+
+if __name__ == "__main__":
+    main()

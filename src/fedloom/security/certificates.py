@@ -1,0 +1,219 @@
+"""Certificate authority and certificates for trials; a production installation uses its existing authority."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedloom.errors import ExperimentError, RefusedError, argument
+from fedloom.experiment.validation_errors import abbreviated
+from fedloom.security.credentials import read_key_pair, validity
+from fedloom.security.files import create, write_private
+from fedloom.security.tokens import check_member_name
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+CA_DAYS = 365
+LEAF_DAYS = 30
+MOST_DAYS = 3650
+EARLIER = timedelta(minutes=5)
+"""Time by which the start of validity precedes creation, for slow clocks."""
+
+URI = "urn:fedloom:"
+"""Prefix of a member's name in its certificate."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """Created files, the expiry of the certificate, and the names in it."""
+
+    certificate: Path
+    key: Path
+    ends: datetime
+    names: tuple[str, ...]
+
+
+def make_ca(folder: Path, *, days: int = CA_DAYS) -> Made:
+    """Create an authority: ``ca.crt`` to distribute, and ``ca.key`` (0600), which never leaves the folder.
+
+    Raise ExperimentError if there is one already: a new one would invalidate the certificates that it has signed. Raise
+    StorageError if the files cannot be written.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), _now()
+    name = _called(f"FedLoom trial CA {now:%Y-%m-%d %H:%M}")
+    builder = (
+        _builder(name, name, key, now, now + timedelta(days=_allowed(days)))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(authority=True), critical=True)
+    )
+    return _write(_sign(builder, key), key, folder / "ca.crt", folder / "ca.key", (), replace=False)
+
+
+def make_certificate(
+    name: str, folder: Path, ca: Path, *, hosts: Sequence[str] = (), days: int = LEAF_DAYS, replace: bool = False
+) -> Made:
+    """Create the credentials of a member, or of a server if hosts are given, in the folder ``NAME``.
+
+    They are laid out as ``credentials`` expect them: ``tls.crt``, ``tls.key`` (0600) and the authority's ``ca.crt``.
+
+    Parameters
+    ----------
+    name
+        Name of the member; its certificate has the URI ``urn:fedloom:NAME``.
+    folder
+        Parent of the folder ``NAME``.
+    ca
+        Folder of the authority.
+    hosts
+        DNS names and IP addresses of the server.
+    days
+        Validity in days; never longer than the authority's.
+    replace
+        Replace existing files.
+
+    Raises
+    ------
+    ExperimentError
+        If a name is not allowed, there is no authority, or the files exist already.
+    RefusedError
+        If the authority has expired.
+    StorageError
+        If the files cannot be written.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    check_member_name(name, reserved="ca")
+    names = [x509.UniformResourceIdentifier(f"{URI}{name}"), *map(_host, hosts)]
+    pair = read_key_pair(ca / "ca.crt", ca / "ca.key", names=(argument("ca"), argument("ca")))
+    authority = x509.load_pem_x509_certificate(pair.chain)
+    signer = load_pem_private_key(pair.key, password=None)
+    if not isinstance(signer, ec.EllipticCurvePrivateKey):
+        raise ExperimentError(
+            f"{argument('ca')} must be an authority that `fedloom certificates ca` made (got {ca}).", key="ca"
+        )
+    key, now = ec.generate_private_key(ec.SECP256R1()), _now()
+    ends = min(now + timedelta(days=_allowed(days)), pair.certificate.ends)
+    if ends <= now:
+        raise RefusedError(f"{ca / 'ca.crt'}: {validity(pair.certificate.starts, pair.certificate.ends, now)}")
+    purposes = [ExtendedKeyUsageOID.CLIENT_AUTH] + ([ExtendedKeyUsageOID.SERVER_AUTH] if hosts else [])
+    builder = (
+        _builder(_called(name), authority.subject, key, now, ends)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(authority=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+    )
+    said = (f"URI:{URI}{name}", *hosts)
+    own = folder / name
+    made = _write(_sign(builder, signer), key, own / "tls.crt", own / "tls.key", said, replace=replace)
+    trusted = own / "ca.crt"
+    known = trusted.read_bytes() if trusted.exists() else b""
+    if pair.chain not in known:  # where another authority is trusted, certificates of both are, until it is taken out
+        write_private(trusted, (known + pair.chain).decode())
+    return made
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: EllipticCurvePrivateKey, now: datetime, ends: datetime
+) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - EARLIER)
+        .not_valid_after(ends)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _sign(builder: x509.CertificateBuilder, key: EllipticCurvePrivateKey) -> x509.Certificate:
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    return builder.sign(key, SHA256())
+
+
+def _usage(*, authority: bool) -> x509.KeyUsage:
+    from cryptography import x509
+
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _called(name: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+
+
+def _host(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        if re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?", host):
+            return x509.DNSName(host)
+    raise ExperimentError(
+        f"{argument('host')} must be a DNS name or an IP address, without a port (got {abbreviated(host)}).", key="host"
+    )
+
+
+def _allowed(days: int) -> int:
+    if not 1 <= days <= MOST_DAYS:
+        raise ExperimentError(f"{argument('days')} must be 1 to {MOST_DAYS} (got {days}).", key="days", found=days)
+    return days
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def _write(
+    certificate: x509.Certificate,
+    key: EllipticCurvePrivateKey,
+    at: Path,
+    key_at: Path,
+    names: tuple[str, ...],
+    *,
+    replace: bool,
+) -> Made:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    public = certificate.public_bytes(Encoding.PEM).decode()
+    if replace and at.exists():
+        # A reader between the two writes finds a key that does not match the certificate, and keeps what it has.
+        write_private(key_at, secret)
+        write_private(at, public)
+    else:
+        create(key_at, secret, private=True)
+        create(at, public)
+    return Made(at, key_at, certificate.not_valid_after_utc, names)

@@ -1,0 +1,305 @@
+"""Security options of clients and servers; their files are checked, and reloaded when they change."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from fedloom.errors import ExperimentError, argument, spelled
+from fedloom.security.access import Access
+from fedloom.security.credentials import KeyPair, check_valid, read_ca, read_key_pair
+from fedloom.security.files import ReloadingFile
+from fedloom.security.tokens import checked_token, read_secret
+
+log = logging.getLogger("fedloom.security")
+
+TOKEN = "FEDLOOM_TOKEN"
+"""Environment variable for a token; there is no option for it, because process arguments are visible to everyone."""
+
+FILES = {
+    "ca": "FEDLOOM_TLS_CA",
+    "certificate": "FEDLOOM_TLS_CERTIFICATE",
+    "key": "FEDLOOM_TLS_KEY",
+    "token_file": "FEDLOOM_TOKEN_FILE",
+    "tokens": "FEDLOOM_TOKENS",
+    "identities": "FEDLOOM_IDENTITIES",
+}
+"""Environment variables for single files, by field of :class:`ClientOptions` and :class:`ServerOptions`."""
+
+IN_FOLDER = {
+    "ca": "ca.crt",
+    "certificate": "tls.crt",
+    "key": "tls.key",
+    "token_file": "token",
+    "tokens": "tokens.json",
+    "identities": "identities.yaml",
+}
+"""Names of the same files in a folder of credentials, which is laid out like a Kubernetes TLS Secret."""
+
+
+def credential_files(
+    folder: Path | None, fields: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> dict[str, Path]:
+    """Return the files of a folder of credentials by field; environment variables name those that it lacks.
+
+    A token in the folder takes precedence over any in the environment.
+
+    Raises
+    ------
+    ExperimentError
+        If the folder has none of the files.
+    """
+    found: dict[str, Path] = {}
+    if folder is not None:
+        found = {name: folder / IN_FOLDER[name] for name in fields if (folder / IN_FOLDER[name]).exists()}
+        if not found:
+            names = ", ".join(IN_FOLDER[name] for name in fields)
+            problem = f"has none of {names}" if folder.is_dir() else "is not a folder"
+            raise ExperimentError(
+                f"{argument('credentials')} is {folder}, which {problem}; `fedloom certificates new` and "
+                "`fedloom token new` make them.",
+                key="credentials",
+                found=folder,
+            )
+    named = {name: Path(environment[FILES[name]]) for name in fields if environment.get(FILES[name])}
+    return {**named, **found}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is reachable only from this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """Options for connecting to an aggregator.
+
+    Attributes
+    ----------
+    ca
+        Certificates of the authorities trusted to verify it; if given, only TLS is used.
+    certificate, key
+        Our certificate and its key.
+    token_file, token
+        Our token, instead of a certificate or in addition to it.
+    insecure
+        Allow a token to be sent in plaintext to any host.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    token_file: Path | None = None
+    token: SecretStr | None = None
+    insecure: bool = False
+
+    @classmethod
+    def of(
+        cls, folder: Path | None = None, *, insecure: bool = False, environment: Mapping[str, str] = os.environ
+    ) -> ClientOptions:
+        """Return the options given by a folder of credentials and by the environment (:data:`FILES`, :data:`TOKEN`).
+
+        Raise ExperimentError if the folder has no credentials, RefusedError if the token is invalid.
+        """
+        files = credential_files(folder, ("ca", "certificate", "key", "token_file"), environment)
+        in_folder = folder is not None and (folder / IN_FOLDER["token_file"]).exists()
+        return cls(**files, token=None if in_folder else token_of(environment), insecure=insecure)
+
+
+def token_of(environment: Mapping[str, str] = os.environ) -> SecretStr | None:
+    """Return the token given by an environment; None if there is none.
+
+    Raise RefusedError if the token is invalid.
+    """
+    return checked_token(environment[TOKEN], TOKEN) if environment.get(TOKEN) else None
+
+
+@dataclass(frozen=True)
+class ClientCredentials:
+    """Our credentials, and the trusted authorities, as currently in the files."""
+
+    ca: bytes | None
+    pair: KeyPair | None
+    token: SecretStr | None
+
+
+class Credentials:
+    """Credentials for connecting to an aggregator, reloaded when their files change. Any thread may use it.
+
+    Raise ExperimentError if a file cannot be read, or options contradict each other. Raise RefusedError if a
+    certificate is not valid now, or a token is invalid.
+    """
+
+    def __init__(self, options: ClientOptions | None = None) -> None:
+        options = options or ClientOptions()
+        _together(options.certificate, options.key)
+        if options.certificate is not None and options.ca is None:
+            raise ExperimentError(
+                "tls.crt needs ca.crt, the authorities to trust.",
+                key="tls.crt",
+            )
+        if options.token is not None and options.token_file is not None:
+            raise ExperimentError(f"A token file ({FILES['token_file']}) cannot be combined with {TOKEN}.", key="token")
+        self._options = options
+        paths = [
+            path for path in (options.ca, options.certificate, options.key, options.token_file) if path is not None
+        ]
+        self._files = ReloadingFile(paths, self._read)
+
+    def _read(self) -> ClientCredentials:
+        options = self._options
+        pair = token = None
+        if options.certificate is not None and options.key is not None:
+            pair = read_key_pair(options.certificate, options.key)
+        if options.token_file is not None:
+            token = read_secret(options.token_file)
+        return ClientCredentials(None if options.ca is None else read_ca(options.ca), pair, token or options.token)
+
+    @property
+    def current(self) -> ClientCredentials:
+        """Current credentials, reloaded if the files have changed."""
+        self._files.refresh()
+        return self._files.value
+
+    def show(self, host: str) -> ClientCredentials:
+        """Return the credentials to present to an aggregator on a host.
+
+        Raise ExperimentError if a token could be read by others in transit. Raise RefusedError if our certificate is
+        not valid now: no peer would admit us with it.
+        """
+        shown, options = self.current, self._options
+        if shown.token is not None and shown.ca is None and not options.insecure and not is_loopback(host):
+            raise ExperimentError(
+                f"A token would be sent to {host} in plaintext; use TLS (ca.crt in {argument('credentials')}), or "
+                f"{argument('insecure')} to send it all the same."
+            )
+        if shown.pair is not None:
+            check_valid(options.certificate, shown.pair.certificate)
+        return shown
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Security options of an aggregator.
+
+    Attributes
+    ----------
+    certificate, key
+        Certificate and key for TLS.
+    ca
+        Certificates of the authorities, one of which must have signed a peer's certificate.
+    tokens, identities
+        Token file and identity file (:class:`fedloom.security.access.Access`).
+    token
+        One shared token for workers and watchers.
+    insecure
+        Serve other machines even without TLS or without identifying peers.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+    tokens: Path | None = None
+    identities: Path | None = None
+    token: SecretStr | None = None
+    insecure: bool = False
+
+    @classmethod
+    def of(cls, folder: Path | None = None, *, insecure: bool = False) -> ServerOptions:
+        """Return the options given by a folder of credentials and by the environment.
+
+        Raises
+        ------
+        ExperimentError
+            If the folder has no credentials.
+        RefusedError
+            If the token of the environment is invalid.
+        """
+        files = credential_files(folder, ("ca", "certificate", "key", "tokens", "identities"))
+        return cls(**files, token=token_of(), insecure=insecure)
+
+
+@dataclass(frozen=True)
+class ServerFiles:
+    """Certificate of a server, and the authorities of its peers."""
+
+    pair: KeyPair
+    ca: bytes | None
+
+
+class Protection:
+    """Protection of an aggregator: TLS and access control.
+
+    Attributes
+    ----------
+    tls
+        Certificate and CA; None for plaintext.
+    access
+        Access rules; None if peers need no identity.
+
+    Raises
+    ------
+    ExperimentError
+        If a file cannot be read, or options contradict each other.
+    RefusedError
+        If the certificate is not valid now.
+    """
+
+    def __init__(self, options: ServerOptions | None = None) -> None:
+        options = options or ServerOptions()
+        ca, known = options.ca, any((options.ca, options.tokens, options.token))
+        _together(options.certificate, options.key)
+        if ca is not None and options.certificate is None:
+            raise ExperimentError("ca.crt needs tls.crt.", key="ca.crt")
+        if options.identities is not None and not known:
+            raise ExperimentError("identities.yaml needs ca.crt, tokens.json, or both.", key="identities.yaml")
+        self._insecure = options.insecure
+        self.tls = _tls_files(options)
+        self.access = Access(options.tokens, options.identities, shared=options.token) if known else None
+
+    def check(self, host: str) -> None:
+        """Refuse to listen where other machines could reach an unprotected aggregator; only warn if ``insecure``.
+
+        Raise ExperimentError if TLS or access control is missing; the message names it.
+        """
+        if is_loopback(host) or (self.tls is not None and self.access is not None):
+            return
+        lacking = ["TLS (tls.crt, tls.key)"] if self.tls is None else []
+        lacking += ["peers that say who they are (ca.crt, tokens.json)"] if self.access is None else []
+        if not self._insecure:
+            raise ExperimentError(
+                f"{argument('listen')} is {host}, which other machines reach, without {' and '.join(lacking)}; "
+                "listen on "
+                f"127.0.0.1, or give what is missing, or {argument('insecure')}.",
+                key="listen",
+                found=host,
+                hint=f"{argument('credentials')} is a folder with these files; `fedloom certificates` makes one for "
+                "trials (docs/security.md)",
+            )
+        log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(lacking)}"))
+
+
+def _tls_files(options: ServerOptions) -> ReloadingFile[ServerFiles] | None:
+    certificate, key, ca = options.certificate, options.key, options.ca
+    if certificate is None or key is None:
+        return None
+
+    def read() -> ServerFiles:
+        return ServerFiles(read_key_pair(certificate, key), None if ca is None else read_ca(ca))
+
+    return ReloadingFile([path for path in (certificate, key, ca) if path is not None], read)
+
+
+def _together(certificate: Path | None, key: Path | None) -> None:
+    if (certificate is None) is not (key is None):
+        found = "tls.key" if certificate is None else "tls.crt"
+        raise ExperimentError("tls.crt and tls.key must be given together.", key=found)

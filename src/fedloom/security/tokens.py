@@ -1,0 +1,229 @@
+"""Tokens: secrets of 256 random bits, shown once; a file keeps their hashes.
+
+A token is ``fedloom_ID_SECRET``. The id is not secret: it names the token in lists and logs, and selects the hash that
+the secret is compared with in constant time. An unsalted, single-round hash suffices, since 256 bits cannot be guessed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AwareDatetime, Field, SecretStr, ValidationError
+
+from fedloom.core.settings import Settings
+from fedloom.data.folders import locked
+from fedloom.errors import ExperimentError, RefusedError
+from fedloom.experiment.validation_errors import abbreviated, explain, listing
+from fedloom.security.files import read_text, write_private
+
+SECRET_BYTES = 32
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+"""Pattern for names of identities and tokens."""
+
+_TOKEN = re.compile(r"fedloom_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+_NOBODY = hashlib.sha256(b"").hexdigest()
+
+
+class Token(Settings):
+    """Stored record of a token.
+
+    Attributes
+    ----------
+    id
+        12 hex digits.
+    name
+        Name of its owner; several tokens may share one, such as an old token and its replacement.
+    sha256
+        SHA-256 of its secret.
+    created, expires, revoked
+        Times of these events; the last two may be None.
+    """
+
+    id: str = Field(pattern=r"^[0-9a-f]{12}$")
+    name: str = Field(pattern=NAME)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    created: AwareDatetime
+    expires: AwareDatetime | None = None
+    revoked: AwareDatetime | None = None
+
+    def state(self, now: datetime) -> Literal["valid", "expired", "revoked"]:
+        """Return the token's state at a time."""
+        if self.revoked is not None:
+            return "revoked"
+        return "expired" if self.expires is not None and now >= self.expires else "valid"
+
+
+class _File(Settings):
+    version: Literal[1]
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of a file, in order of creation."""
+
+    all: tuple[Token, ...]
+
+    def find(self, token: SecretStr) -> Token | None:
+        """Return the record of a token, even if expired or revoked; None if it is not in the file.
+
+        The duration does not depend on whether the id is known or how much of the secret is correct.
+        """
+        given = _TOKEN.fullmatch(token.get_secret_value())
+        id, secret = given.groups() if given else ("", "")
+        kept = self.of(id)
+        same = hmac.compare_digest(_hash(secret), _NOBODY if kept is None else kept.sha256)
+        return kept if same else None
+
+    def of(self, id: str) -> Token | None:
+        """Return the token with this id, if any."""
+        return self._by_id.get(id)
+
+    @cached_property
+    def _by_id(self) -> dict[str, Token]:
+        return {token.id: token for token in self.all}
+
+
+def check_member_name(name: str, reserved: str = "") -> None:
+    """Raise ExperimentError if a new identity or token may not have this name."""
+    if not re.fullmatch(NAME, name) or name == reserved:
+        but = f", and not {reserved}" if reserved else ""
+        raise ExperimentError(
+            f"NAME must be 1 to 128 letters, digits, and . _ -, the first a letter or digit{but} "
+            f"(got {abbreviated(name)}).",
+            key="name",
+            found=name,
+        )
+
+
+def token_id(token: SecretStr) -> str | None:
+    """Return the id that a token claims, for logs; None if the text is not a token."""
+    given = _TOKEN.fullmatch(token.get_secret_value())
+    return given[1] if given else None
+
+
+def contains_token(text: str) -> bool:
+    """Return whether a text contains a token."""
+    return _TOKEN.search(text) is not None
+
+
+def make_token() -> SecretStr:
+    """Return a new random token."""
+    return SecretStr(f"fedloom_{secrets.token_hex(6)}_{secrets.token_urlsafe(SECRET_BYTES)}")
+
+
+def keep_token(name: str, token: SecretStr, *, days: float | None = None) -> Token:
+    """Return the record of a token that expires in ``days`` days from now, or never.
+
+    Raise ValueError if the text is not a token.
+    """
+    given = _TOKEN.fullmatch(token.get_secret_value())
+    if given is None:
+        raise ValueError("no token")
+    now = datetime.now(UTC).replace(microsecond=0)
+    expires = None if days is None else now + timedelta(days=days)
+    return Token(id=given[1], name=name, sha256=_hash(given[2]), created=now, expires=expires)
+
+
+def read_tokens(path: Path) -> Tokens:
+    """Read a token file.
+
+    Raise ExperimentError if it cannot be read, or was not written by ``fedloom token``.
+    """
+    text = read_text(path, "file of tokens")
+    try:
+        value = json.loads(text)
+        found = _File.model_validate_json(text)
+    except ValidationError as error:
+        mistakes = explain(error, _File.model_json_schema(), value)
+        raise ExperimentError(listing(str(path), mistakes, {}), hint=_REPAIR) from None
+    except (ValueError, RecursionError) as error:
+        raise ExperimentError(f"{path}: damaged: not JSON ({_without_text(error)})", hint=_REPAIR) from None
+    ids = [token.id for token in found.tokens]
+    if len(set(ids)) < len(ids):
+        raise ExperimentError(f"{path}: damaged: a token's id is there twice", hint=_REPAIR)
+    return Tokens(found.tokens)
+
+
+_REPAIR = "take it from a backup, or make another with `fedloom token new`"
+
+
+def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[SecretStr, Token]:
+    """Create a token and store its hash in a file, which is created if necessary.
+
+    Raise ExperimentError if the name is not allowed, or the file is damaged; it stays unchanged. Raise StorageError if
+    it cannot be written.
+    """
+    check_member_name(name)
+    with locked(path):
+        kept = read_tokens(path).all if path.exists() else ()
+        token = make_token()
+        entry = keep_token(name, token, days=days)
+        _write(path, (*kept, entry))
+    return token, entry
+
+
+def revoke_tokens(path: Path, which: str) -> list[Token]:
+    """Revoke the token with an id, or all tokens with a name; return those newly revoked.
+
+    Raise ExperimentError if there is no such token, or the file is damaged; it stays unchanged. Raise StorageError if
+    it cannot be written.
+    """
+    with locked(path):
+        kept = read_tokens(path).all
+        chosen = [token for token in kept if which in (token.id, token.name)]
+        if not chosen:
+            known = ", ".join(dict.fromkeys(token.name for token in kept)) or "none"
+            raise ExperimentError(
+                f"{path} has no token {abbreviated(which)}; give its id or its name ({known})", found=which
+            )
+        now = datetime.now(UTC).replace(microsecond=0)
+        changed = {token.id: token.model_copy(update={"revoked": now}) for token in chosen if token.revoked is None}
+        if changed:
+            _write(path, [changed.get(token.id, token) for token in kept])
+    return list(changed.values())
+
+
+def read_secret(path: Path) -> SecretStr:
+    """Read a worker's token from a file.
+
+    Raise ExperimentError if the file cannot be read. Raise RefusedError if its content is not a token; the content is
+    not shown.
+    """
+    return checked_token(read_text(path, "file of a token").strip(), str(path))
+
+
+def checked_token(text: str, source: str) -> SecretStr:
+    """Return a text as a token.
+
+    Raise RefusedError if it is not a token; the text is not shown.
+    """
+    if not _TOKEN.fullmatch(text):
+        raise RefusedError(
+            f"{source}: its {len(text)} characters are not a valid token", hint="make one with `fedloom token new NAME`"
+        )
+    return SecretStr(text)
+
+
+def _write(path: Path, tokens: Sequence[Token]) -> None:
+    content = _File(version=1, tokens=tuple(tokens)).model_dump(mode="json")
+    write_private(path, json.dumps(content, indent=1) + "\n")
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _without_text(error: BaseException) -> str:
+    """Return what is wrong with a document without quoting it, as JSON's errors and their messages may do."""
+    return f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__
