@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from fedloom.cluster.manifests import (
 from fedloom.cluster.pod_diagnosis import PodMonitor
 from fedloom.cluster.progress_client import ProgressClient
 from fedloom.cluster.tunnel import Tunnel
-from fedloom.errors import ExperimentError, RefusedError, WorkerLostError
+from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
 
 POLL_S = 3.0
 """Poll interval while some pod is not running: a pod's problems do not show in its Job."""
@@ -105,7 +105,9 @@ class Launcher:
         patience_s, self._api.patience_s = self._api.patience_s, API_PATIENCE_S
         try:
             with self._reached(address) as reached:
-                client = ProgressClient(reached, self._say, orphan_after_s=self._federation.orphan_after_s)
+                client = ProgressClient(
+                    reached, self._say, orphan_after_s=self._federation.orphan_after_s, reached=self._report_pods
+                )
                 with client.following():
                     self._watch(client)
         finally:
@@ -297,6 +299,11 @@ class Launcher:
                 self._reported.add(one.pod)
                 reason = f", {one.reason}" if one.reason not in ("", "Error") else ""
                 self._say(f"{one.pod} ended with code {one.code} ({name_of(one.code)}{reason}): {one.summary}")
+
+    def _report_pods(self) -> None:
+        """Report the pods' phases if they can be read: their lines come before those of the rounds."""
+        with suppress(FedloomError):
+            self._report_phases(self._pods())
 
     def _report_phases(self, pods: Sequence[Manifest]) -> None:
         """Report changes of the pods' phases: the only progress before the aggregator answers."""
