@@ -1,6 +1,6 @@
 """Timed first use of FedLoom: build a wheel, install it in an empty environment, run a notebook.
 
-    .venv/bin/python research/benchmarks/first_use.py [--uv] [--notebook FILE] [--out FILE] [--json FILE] [REQUIREMENT ...]
+    .venv/bin/python research/benchmarks/first_use.py [--uv] [--notebook FILE] [--out FILE] [--json FILE] [REQUIREMENT]
 
 Builds the wheel, creates an empty environment, installs the wheel with the extra ``notebook`` and a notebook runner
 (and further requirements, such as another build of torch), and runs docs/tutorials/images.ipynb, or another, in a new
