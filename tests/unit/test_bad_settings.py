@@ -73,7 +73,7 @@ def test_a_step_that_must_overshoot_is_refused(tmp_path: Path, algorithm: str, k
         ("{name: apfl, alpha: 1.5}", "alpha", "1.5"),
         ("{name: fedrod, balance: 1.0e+300}", "balance", "1e+300"),
         ("{name: scaffold, local: {steps: 1, momentum: 0.9}}", "local.momentum", "unknown key"),
-        ("{name: drfa, local: {epochs: 1}}", "local.epochs", "1"),
+        ("{name: drfa, local: {epochs: 1}}", "local.epochs", "local.steps"),
     ],
 )
 def test_a_setting_without_a_meaning_is_refused(tmp_path: Path, algorithm: str, key: str, found: str) -> None:
@@ -83,7 +83,5 @@ def test_a_setting_without_a_meaning_is_refused(tmp_path: Path, algorithm: str, 
 def test_clients_with_whom_a_method_cannot_train_are_counted(tmp_path: Path) -> None:
     (tmp_path / "few.yaml").write_text(GOOD.replace("fedavg", "knn-per"))
     experiment = load(tmp_path / "few.yaml")
-    with pytest.raises(
-        ExperimentError, match="cannot train c1 and 2 others: found 4 train examples; allowed: at least"
-    ):
+    with pytest.raises(ExperimentError, match=r"cannot train c1 and 2 others: .*4 train examples.* 5"):
         check_clients(experiment, manifest(clients((5, 4, 3, 2))).clients)
