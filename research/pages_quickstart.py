@@ -66,14 +66,20 @@ def tables(runs: Runs) -> Iterator[str]:
     yield table(header, rows, left=2)
     for folder, title in (("five-classes", "five classes"), ("label-codes", "four label codes")):
         yield _more_classes(runs, folder, title)
+    for folder in ("search", "search-seen"):
+        yield _search(runs, folder)
+
+
+def _search(runs: Runs, folder: str) -> str:
+    """Return validation accuracy by local rate; ``search-seen`` is normalized over seen clients."""
     rows = []
     for method, name in METHODS.items():
-        found = {rate: _validation(runs, f"search/{method}-{rate}") for rate in RATES}
+        found = {rate: _validation(runs, f"{folder}/{method}-{rate}") for rate in RATES}
         shown = {rate: f"{value:.1f}" for rate, value in found.items() if value is not None}
         highest = max(shown.values(), key=float)
         cells = (f"**{shown[rate]}**" if shown.get(rate) == highest else shown.get(rate, "") for rate in RATES)
         rows.append((name.removesuffix(" + fine-tuning"), *cells))
-    yield table(("local rate, validation", *RATES), rows)
+    return table(("local rate, validation", *RATES), rows)
 
 
 def _more_classes(runs: Runs, folder: str, title: str) -> str:
