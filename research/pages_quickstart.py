@@ -21,7 +21,7 @@ COLUMNS = (
 METHODS = {"pefll": "PeFLL", "fedavg": "FedAvg + fine-tuning", "local": "Local, alone"}
 KINDS = {"native": "AVX-512", "avx2": "`avx2`", "default": "`default`"}
 RATES = ("0.003", "0.01", "0.03", "0.1")
-SEARCHES = ("search/*",)
+SEARCHES = ("search/*", "search-seen/*")
 
 
 def measured_too(folder: Path) -> dict[str, float]:
