@@ -738,9 +738,9 @@ def test_what_is_counted_is_on_the_disk_before_it_is_told_and_once(run: Path, tm
         ({"ledger": "l", "budget": math.nan}, ExperimentError, r"budget must .*\(got nan\)"),
         ({"ledger": "l", "epsilon": None, "clip": None}, ExperimentError, r"epsilon must .*ledger.*\(got none\)"),
         ({"ledger": "l", "epsilon": math.inf}, ExperimentError, r"epsilon must .*ledger.*\(got inf\)"),
-        ({"ledger": "nowhere/l"}, StorageError, "cannot be written: no such file or directory; nothing was told"),
-        ({"ledger": "torn"}, DataError, 'torn, line 2: \'{"version": 2, "noise_mul\' is not a line of a ledger'),
-        ({"ledger": "older"}, DataError, "older, line 1: it is of version 1"),
+        ({"ledger": "nowhere/l"}, StorageError, "cannot be written: no such file or directory; nothing was released"),
+        ({"ledger": "torn"}, DataError, 'torn, line 2: \'{"version": 2, "noise_mul\' is not a ledger line'),
+        ({"ledger": "older"}, DataError, "older, line 1: .*version 1"),
     ],
 )
 def test_what_is_no_ledger_or_budget_is_refused(
@@ -851,7 +851,7 @@ def test_only_who_may_gets_a_model_and_the_audit_log_says_to_whom(run: Path, tmp
             return fedloom.personalize(at, x, y, client=client, token=token)
 
         assert same(ask("eve", secrets["phone"]), fedloom.personalize(str(run), x, y, client="eve"))
-        with pytest.raises(RefusedError, match="phone may not speak for bob"):
+        with pytest.raises(RefusedError, match=r"phone .*bob"):
             ask("bob", secrets["phone"])
         with pytest.raises(RefusedError, match="worker"):
             ask("eve", secrets["worker"])

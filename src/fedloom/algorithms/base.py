@@ -1,7 +1,8 @@
-"""Building blocks of an algorithm: server half, client half, settings, and the registry of algorithms.
+"""Building blocks of an algorithm: server algorithm, client algorithm, settings, and the registry of algorithms.
 
-The halves communicate by messages (``fedloom.messages``). The server half is sequential code over a :class:`Cohort`;
-the client half consists of coroutines over a :class:`ClientGroup`. Neither depends on the transport.
+The halves communicate by messages (``fedloom.messages``). The server algorithm is sequential code over a
+:class:`Cohort`; the client algorithm consists of coroutines over a :class:`ClientGroup`. Neither depends on the
+transport.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def statistics_of(updates: Replies[Any]) -> Statistics:
 
 
 class ServerAlgorithm(ABC):
-    """Server half of an algorithm.
+    """Server algorithm of an algorithm.
 
     ``state`` holds everything that lasts between rounds; anything else is lost on resume. The loop restores the state
     if a round fails, or if a tensor that the round replaced is not finite. A method that changes tensors in place for
@@ -144,8 +145,8 @@ class ServerAlgorithm(ABC):
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Run the conversation in which each client gets its predictors, without changing the state.
 
-        Returns the replies to the last message. The client half returns its predictors there, and the reply is what the
-        caller computes from them (metrics, for an evaluation).
+        Returns the replies to the last message. The client algorithm returns its predictors there, and the reply is
+        what the caller computes from them (metrics, for an evaluation).
 
         Raises
         ------
@@ -268,7 +269,7 @@ class ClientGroup:
 
 
 class ClientAlgorithm:
-    """Client half of an algorithm: conversations, chosen by the type of their opening message (:func:`conversation`).
+    """Client side of a method: conversations, chosen by the type of their opening message (:func:`conversation`).
 
     Each is a coroutine, or a plain function if the opening message suffices to make the predictors.
     """
@@ -318,7 +319,7 @@ def _finished(predictors: Predictors) -> Conversation:
 
 
 def conversation(method: F) -> F:
-    """Mark a method of a client half as a conversation, opened by the message type that annotates ``opening``."""
+    """Mark a method of a client algorithm as a conversation, opened by the message type that annotates ``opening``."""
     method.is_conversation = True  # type: ignore[attr-defined]
     return method
 
@@ -372,11 +373,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def server(self, settings: Any, task: Task, generator: torch.Generator) -> ServerAlgorithm:
-        """Return the server half; the generator initializes its state."""
+        """Return the server algorithm; the generator initializes its state."""
 
     @abstractmethod
     def client(self, settings: Any, task: Task) -> ClientAlgorithm:
-        """Return the client half."""
+        """Return the client algorithm."""
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name in tables of each predictor."""

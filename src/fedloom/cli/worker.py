@@ -125,9 +125,9 @@ def worker(
         trust=ClientOptions.of(credentials, insecure=insecure),
     )
     if dry_run:
-        from fedloom.cli.leaving import show_leaving
+        from fedloom.cli.disclosure import show_disclosure
 
-        show_leaving(options, experiment)
+        show_disclosure(options, experiment)
         return
     if aggregator is None:
         raise ExperimentError("Give --aggregator HOST:PORT, or --dry-run.", key="aggregator")

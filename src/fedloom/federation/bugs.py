@@ -1,9 +1,9 @@
 """Distinction between exceptions that lose one client and bugs in a method, a model or FedLoom.
 
 A client is lost by its own errors: a :class:`~fedloom.errors.FedloomError` (its data or its state cannot be used), and
-numbers that overflow or are singular. A client is also lost if the client half calls ``ClientGroup.fail_client`` for
-it. Any other exception is a bug. In process it is raised at once where it occurs; a worker logs its traceback and tells
-the aggregator its class and line.
+numbers that overflow or are singular. A client is also lost if the client algorithm calls ``ClientGroup.fail_client``
+for it. Any other exception is a bug. In process it is raised at once where it occurs; a worker logs its traceback and
+tells the aggregator its class and line.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from fedloom.core import tracing
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, safe_reason
-from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Versions
+from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.runs.journal import Version
@@ -114,8 +114,8 @@ class ClientSide:
 
     Parameters
     ----------
-    half
-        The algorithm's client half.
+    algorithm
+        The algorithm's client algorithm.
     vocabulary
         All messages that it receives or sends, by name.
     load
@@ -124,14 +124,14 @@ class ClientSide:
         Turns the predictors that a conversation returns into its last answer: ``(predictors, group) -> message`` with
         one row per client (for an evaluation, the metrics).
     states
-        Storage of client states; required to train a half that is ``stateful``.
+        Storage of client states; required to train an algorithm that is ``stateful``.
     after_steps
-        Client half for each number of local steps of a new client (``evaluation.own_steps``).
+        Client algorithm for each number of local steps of a new client (``evaluation.own_steps``).
     """
 
     def __init__(
         self,
-        half: ClientAlgorithm,
+        algorithm: ClientAlgorithm,
         vocabulary: Mapping[str, type[Message]],
         load: Callable[[str], ClientData],
         conclude: Callable[[Predictors, ClientGroup], Message],
@@ -141,7 +141,7 @@ class ClientSide:
         after_steps: Mapping[int, ClientAlgorithm] | None = None,
     ) -> None:
         self.vocabulary = vocabulary
-        self._half = half
+        self._algorithm = algorithm
         self._after_steps = {after_steps_purpose(k): other for k, other in (after_steps or {}).items()}
         self._load = load
         self._conclude = conclude
@@ -253,10 +253,10 @@ class ClientSide:
             [_to(self._loaded(client), self._config.device) for client in clients],
             keyed,
             [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None,
-            may_keep=key.purpose == TRAIN and self._half.stateful,
+            may_keep=key.purpose == TRAIN and self._algorithm.stateful,
             secret=self._config.secret,
         )
-        coroutine = self._half_for(key.purpose).open(group, _message_to(request.select(rows), self._config.device))
+        coroutine = self._algorithm_for(key.purpose).open(group, _message_to(request.select(rows), self._config.device))
         opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)
         self._step(opened, request, lambda: next(coroutine), alone=len(rows) == 1)
         if key.purpose == TRAIN and self._states is not None:
@@ -276,14 +276,14 @@ class ClientSide:
         except DataError as error:
             raise DataError(f"client {client}: its data cannot be read, the worker's log says why") from error
 
-    def _half_for(self, purpose: str) -> ClientAlgorithm:
-        """Return the client half for a purpose.
+    def _algorithm_for(self, purpose: str) -> ClientAlgorithm:
+        """Return the client algorithm for a purpose.
 
         Raise DataError if the evaluation is after a number of steps that the experiment does not name.
         """
         if "/" in purpose and purpose not in self._after_steps:
             raise DataError(f"evaluation.own_steps does not name {purpose[:40]!r}", key="evaluation.own_steps")
-        return self._after_steps.get(purpose, self._half)
+        return self._after_steps.get(purpose, self._algorithm)
 
     def _state(self, client: str, versions: Versions) -> dict[str, Tensor] | None:
         """Return the state that a client starts from; None to start afresh.

@@ -1,4 +1,4 @@
-"""Cohorts and rounds: the interface of the server half to clients, independent of the carrier."""
+"""Cohorts and rounds: the interface of the server algorithm to clients, independent of the transport."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from fedloom.core import tracing
 from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
-from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
+from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
 from fedloom.messages import Message, Metrics, Replies, stack
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
 
@@ -67,7 +67,7 @@ class RemoteCohort:
         self.clients = tuple(clients)
         self.records: dict[str, Tensor] = {}
         self._sizes = sizes
-        self._carrier, self._rules, self._helper = session.carrier, session.rules, session.helper
+        self._transport, self._config, self._helper = session.transport, session.rules, session.helper
         self._attempt = session.attempt
         self._planned = planned
         self._at = 0
@@ -75,7 +75,7 @@ class RemoteCohort:
         self._record = ConversationRecord(list(clients))
         self._bugs: dict[int, str] = {}  # of rows, of which somebody tells that a bug lost them
         self.failure: Exception | None = None
-        """Error raised by the carrier, which neither the method nor the clients' answers caused."""
+        """Error raised by the transport, which neither the method nor the clients' answers caused."""
         self._attempt.conversations.append(self._record)
 
     @property
@@ -95,8 +95,8 @@ class RemoteCohort:
         the stop may be the cause, so the replies are unusable.
         """
         started = time.perf_counter()
-        if answer not in self._rules.shapes:
-            known = ", ".join(sorted(cls.__name__ for cls in self._rules.shapes))
+        if answer not in self._config.shapes:
+            known = ", ".join(sorted(cls.__name__ for cls in self._config.shapes))
             raise TypeError(f"clients do not answer with {answer.__name__}, only with {known}")
         self._attempt.payload_down += message.client_bytes() * len(self._alive)
         self._lose_planned()
@@ -104,10 +104,10 @@ class RemoteCohort:
         name = type(message).__name__
         self._attempt.phases[name] = self._attempt.phases.get(name, 0.0) + time.perf_counter() - started
         self._at += 1
-        if len(answers) < self._rules.min_replies:
+        if len(answers) < self._config.min_replies:
             raise TooFewReplies(
                 f"{self._why_lost()}{len(answers)} of {pluralize(len(self.clients), 'client')} answered {name}, "
-                f"federation.min_replies is {self._rules.min_replies}"
+                f"federation.min_replies is {self._config.min_replies}"
             )
         stacked = None
         if answers:
@@ -133,14 +133,14 @@ class RemoteCohort:
                 rows=tuple(self._alive),
                 clients=tuple(self.clients[row] for row in self._alive),
                 message=message.select(self._alive),
-                shapes={answer: self._rules.shapes[answer]},
-                deadline_s=self._rules.deadline_s,
+                shapes={answer: self._config.shapes[answer]},
+                deadline_s=self._config.deadline_s,
                 states=self._states() if self._at == 0 else (),
                 trace=tracing.here(),
                 told_again=self._count_private(answer),
             )
             received = self._carry(call, meanwhile)
-        if self._rules.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
+        if self._config.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
             raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with {argument('resume')}")
         answers = {}
         for row, reply in zip(call.rows, received, strict=True):
@@ -156,7 +156,7 @@ class RemoteCohort:
                 self._bugs[row] = printable(reply.reason, REASON_CHARACTERS)
             self._lose(row, f"bug: {reply.reason}" if reply.is_bug else reply.reason)
             return None
-        if (implausible := self._rules.judge(self.clients[row], reply)) is None:
+        if (implausible := self._config.judge(self.clients[row], reply)) is None:
             return reply
         self._refuse(row, implausible)
         return None
@@ -177,12 +177,12 @@ class RemoteCohort:
         return {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": self._at}
 
     def _states(self) -> tuple[Versions, ...]:
-        states = self._rules.states
+        states = self._config.states
         return () if states is None else states([self.clients[row] for row in self._alive])
 
     def _count_private(self, answer: type[Message]) -> Callable[[Sequence[str]], None] | None:
         """Record the private answers about to be given; return a function that records repeats (None: not private)."""
-        releases = self._rules.releases
+        releases = self._config.releases
         if releases is None or answer.__name__ not in releases.covers:
             return None
         tell = partial(releases.tell, self.key, self._at)
@@ -195,12 +195,12 @@ class RemoteCohort:
 
     def close(self) -> None:
         """End the conversation at the clients."""
-        self._carrier.close(self.key)
+        self._transport.close(self.key)
 
     def _carry(self, call: Call, meanwhile: Callable[[], None] | None) -> Sequence[Message | Lost]:
         if meanwhile is None:
             return self._exchange(call)
-        if self._carrier.traffic.down is None:
+        if self._transport.traffic.down is None:
             # There is no free core in process, so run one after the other.
             meanwhile()
             return self._exchange(call)
@@ -213,7 +213,7 @@ class RemoteCohort:
 
     def _exchange(self, call: Call) -> Sequence[Message | Lost]:
         try:
-            return self._carrier.exchange(call)
+            return self._transport.exchange(call)
         except Exception as error:
             self.failure = error
             raise
@@ -231,7 +231,7 @@ class RemoteCohort:
         return len(rows)
 
     def _refuse(self, row: int, reason: str) -> None:
-        self._carrier.refusals.count(OUT_OF_RANGE)
+        self._transport.refusals.count(OUT_OF_RANGE)
         key, client = self.key, self.clients[row]
         _log.warning(
             "refused the reply of client %s (round %d, attempt %d, exchange %d): %s",
@@ -254,7 +254,7 @@ class RoundAttempt:
         purpose: str,
         roster: Sequence[str],
         sizes: Mapping[str, int],
-        carrier: Carrier,
+        transport: Transport,
         rules: RoundConfig,
         helper: ThreadPoolExecutor,
         planned: Attempt | None = None,
@@ -266,7 +266,7 @@ class RoundAttempt:
         self._purpose = purpose
         self._roster = tuple(roster)
         self._sizes = sizes
-        self.carrier = carrier
+        self.transport = transport
         self.rules = rules
         self.helper = helper
         self._planned = planned
@@ -367,7 +367,7 @@ class RoundAttempt:
 
     @property
     def failure(self) -> Exception | None:
-        """Error that the carrier raised in one of its conversations, if any."""
+        """Error that the transport raised in one of its conversations, if any."""
         return next((c.failure for c in self._conversations if c.failure is not None), None)
 
     def close(self) -> None:

@@ -19,13 +19,13 @@ from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.bugs import is_bug, place
-from fedloom.federation.carrier import Carrier
 from fedloom.federation.client_side import EVALUATE, after_steps_purpose
 from fedloom.federation.cohort import RemoteCohort, RoundAttempt, RoundConfig, TooFewReplies
-from fedloom.federation.loop_config import Halves, LoopConfig, LoopHooks
+from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
 from fedloom.federation.states import Versions
+from fedloom.federation.transport import Transport
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
 from fedloom.runs.checkpoint import Best, Checkpoints
@@ -45,9 +45,9 @@ class Evaluator:
     def __init__(
         self,
         schedule: LoopConfig,
-        halves: Halves,
+        pair: AlgorithmPair,
         roster: Roster,
-        carrier: Carrier,
+        transport: Transport,
         folder: RunFolder,
         hooks: LoopHooks,
         *,
@@ -55,13 +55,13 @@ class Evaluator:
         releases: Releases | None = None,
     ) -> None:
         self.schedule = schedule
-        self.algorithm, self.server = halves.algorithm, halves.server
+        self.algorithm, self.server = pair.algorithm, pair.server
         self.roster = roster
-        self.carrier = carrier
+        self.transport = transport
         self.folder = folder
         self.observer, self.stop, self.monitor = hooks.observer, hooks.stop, hooks.monitor
         self.replay = replay
-        self.predictors = halves.client.predictors
+        self.predictors = pair.client.predictors
         # In a power failure, a checkpoint must not survive without the lines that document it.
         self.checkpoints = Checkpoints(
             folder.checkpoints,
@@ -80,7 +80,7 @@ class Evaluator:
             **answer_shapes(self.algorithm.messages, self.server.sizes),
             Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
         }
-        self._rules = RoundConfig(
+        self._config = RoundConfig(
             schedule.seed,
             schedule.clients_per_round,
             schedule.deadline_s,
@@ -88,7 +88,7 @@ class Evaluator:
             shapes,
             self.stop,
             self._judge,
-            self._states if halves.client.stateful else None,
+            self._states if pair.client.stateful else None,
             releases,
         )
         self._durable: tuple[int, Best | None] | None = None
@@ -123,7 +123,7 @@ class Evaluator:
             clients = self._to_measure(planned, steps)
             session = self._measuring(attempt, planned, EVALUATE if steps is None else after_steps_purpose(steps))
             results = _Measurements(len(clients), len(self.predictors), self.manifest.classes)
-            size, silence, skipped = self.schedule.evaluation_cohort, self.carrier.silence, 0
+            size, silence, skipped = self.schedule.evaluation_cohort, self.transport.silence, 0
             before_s = silence.waited_s
             for start in range(0, len(clients), size):
                 self._check_stop()
@@ -163,9 +163,9 @@ class Evaluator:
 
     def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> RoundAttempt:
         """Return conversations outside training: clients that answer are measured, however few."""
-        rules = replace(self._rules, min_replies=1)
+        rules = replace(self._config, min_replies=1)
         return RoundAttempt(
-            attempt, purpose, self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
+            attempt, purpose, self.manifest.roster, self._sizes, self.transport, rules, self._helper, planned
         )
 
     def _personalize(self, session: RoundAttempt, cohort: RemoteCohort) -> Replies[Metrics] | None:
@@ -184,18 +184,18 @@ class Evaluator:
             return None
 
     def _failure(self, session: RoundAttempt, error: Exception) -> str:
-        """Return a line that describes a failure of the server half on the answers; its traceback is logged.
+        """Return a line that describes a failure of the server algorithm on the answers; its traceback is logged.
 
         Raises
         ------
         Exception
-            The error itself if clients' answers did not cause it: a FedloomError, an error of the carrier, or a bug in
-            a run whose clients are all in this process and which is not a replay.
+            The error itself if clients' answers did not cause it: a FedloomError, an error of the transport, or a bug
+            in a run whose clients are all in this process and which is not a replay.
         """
-        own_clients = self.carrier.traffic.up is None and self.replay is None
+        own_clients = self.transport.traffic.up is None and self.replay is None
         if isinstance(error, FedloomError) or error is session.failure or (own_clients and is_bug(error)):
             raise error
-        _log.error("the server half of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
+        _log.error("the server algorithm of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
         what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
         return f"{what} ({place(error)}), whose traceback is in the log of the aggregator"
 
@@ -237,7 +237,7 @@ class _Measurements:
         self.records: dict[str, Tensor] = {}
 
     def add(self, rows: slice, replies: Replies[Metrics] | None, cohort: RemoteCohort) -> None:
-        """Add the replies of a cohort (None: it had no result), and the rows that its server half recorded."""
+        """Add the replies of a cohort (None: it had no result), and the rows that its server algorithm recorded."""
         if replies is not None:
             for name, tensor in self.metrics.tensors().items():
                 tensor[rows] = getattr(replies, name)

@@ -1,4 +1,4 @@
-"""Round loop: rounds, attempts, evaluations, checkpoints. It is the same for every carrier."""
+"""Round loop: rounds, attempts, evaluations, checkpoints. It is the same for every transport."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fedloom.core import tracing
 from fedloom.core.words import pluralize
 from fedloom.errors import GO_ON, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.summary import Communication, EvaluationResult, metrics_line, validation_score
-from fedloom.federation.carrier import Carrier
 from fedloom.federation.cohort import RoundAttempt, TooFewReplies
 from fedloom.federation.evaluator import Evaluator
-from fedloom.federation.loop_config import Extra, Halves, LoopConfig, LoopHooks
+from fedloom.federation.loop_config import AlgorithmPair, Extra, LoopConfig, LoopHooks
 from fedloom.federation.releases import Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
+from fedloom.federation.transport import Transport
 from fedloom.federation.validation import is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics
 from fedloom.runs.checkpoint import Best, Checkpoint, check_fits
@@ -36,16 +36,16 @@ _log = logging.getLogger(__name__)
 class Loop(Evaluator):
     """Runs the rounds of one federation.
 
-    The server half is new; a resumed run loads its state from the last checkpoint (:meth:`resume`). ``extra`` returns
-    the additions of the method to a line of metrics.jsonl.
+    The server algorithm is new; a resumed run loads its state from the last checkpoint (:meth:`resume`). ``extra``
+    returns the additions of the method to a line of metrics.jsonl.
     """
 
     def __init__(
         self,
         schedule: LoopConfig,
-        halves: Halves,
+        pair: AlgorithmPair,
         roster: Roster,
-        carrier: Carrier,
+        transport: Transport,
         folder: RunFolder,
         hooks: LoopHooks,
         extra: Extra,
@@ -53,7 +53,7 @@ class Loop(Evaluator):
         replay: Replay | None = None,
         releases: Releases | None = None,
     ) -> None:
-        super().__init__(schedule, halves, roster, carrier, folder, hooks, replay=replay, releases=releases)
+        super().__init__(schedule, pair, roster, transport, folder, hooks, replay=replay, releases=releases)
         self._control = hooks.control
         self.extra = extra
         self.best: Best | None = None
@@ -190,13 +190,13 @@ class Loop(Evaluator):
 
     def _training(self, attempt: Attempt, planned: Attempt | None, lost: Collection[str]) -> RoundAttempt:
         """Return one attempt at a round, with the training clients that are connected; ``lost`` by earlier attempts."""
-        roster, rules, groups = self.manifest.roster, self._rules, None
+        roster, rules, groups = self.manifest.roster, self._config, None
         if not self.roster.fixed:
             here = set(self.roster.here())
             roster = tuple(client for client in roster if client in here)
             rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
-            groups = partial(self.carrier.silence.groups, least=rules.min_replies, lost=lost)
-        return RoundAttempt(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned, groups)
+            groups = partial(self.transport.silence.groups, least=rules.min_replies, lost=lost)
+        return RoundAttempt(attempt, "train", roster, self._sizes, self.transport, rules, self._helper, planned, groups)
 
     def _train_round(self) -> None:
         """Run the next round, in as many attempts as allowed."""
@@ -216,7 +216,7 @@ class Loop(Evaluator):
             if attempt.outcome == DONE:
                 self.round = t
                 if not self.roster.fixed:
-                    self.carrier.silence.take_part(attempt.answered)
+                    self.transport.silence.take_part(attempt.answered)
                 self.observer.round_done(attempt, self.schedule.rounds)
                 return
             lost.update(attempt.losses)
@@ -233,7 +233,7 @@ class Loop(Evaluator):
         """Record who refused an attempt in an open federation; return whether it does not count yet."""
         if self.roster.fixed:
             return False
-        self.carrier.silence.refuse(attempt.losses, attempt.answered)
+        self.transport.silence.refuse(attempt.losses, attempt.answered)
         return self.roster.waits_for_others(attempt.round)
 
     def _try(self, attempt: Attempt, session: RoundAttempt) -> bool:
@@ -261,16 +261,16 @@ class Loop(Evaluator):
     @contextmanager
     def _costs(self, attempt: Attempt) -> Iterator[None]:
         """Note in an attempt what the block costs: seconds, bytes on the wire, refused parts."""
-        started, traffic = time.perf_counter(), self.carrier.traffic
+        started, traffic = time.perf_counter(), self.transport.traffic
         up, down = traffic.up, traffic.down
-        refused = dict(self.carrier.refusals.counts)
+        refused = dict(self.transport.refusals.counts)
         yield
         attempt.seconds = time.perf_counter() - started
         attempt.phases["server"] = max(0.0, attempt.seconds - sum(attempt.phases.values()))
-        traffic = self.carrier.traffic
+        traffic = self.transport.traffic
         if up is not None and down is not None:
             attempt.wire_up, attempt.wire_down = (traffic.up or 0) - up, (traffic.down or 0) - down
-        counts = dict(self.carrier.refusals.counts).items()  # a copy: counts may change meanwhile
+        counts = dict(self.transport.refusals.counts).items()  # a copy: counts may change meanwhile
         attempt.refused = {reason: n - refused.get(reason, 0) for reason, n in counts if n > refused.get(reason, 0)}
 
     def _evaluation_due(self) -> bool:
@@ -350,7 +350,7 @@ class Loop(Evaluator):
 
     def communication(self) -> Communication:
         """Return the bytes of all training rounds so far."""
-        costs, traffic = self.journal.costs, self.carrier.traffic
+        costs, traffic = self.journal.costs, self.transport.traffic
         return Communication(
             payload_up=costs.payload_up,
             payload_down=costs.payload_down,

@@ -15,7 +15,7 @@ from fedloom.runs.checkpoint import Best
 from fedloom.runs.journal import Attempt
 
 Extra = Callable[[EvaluationResult], dict[str, dict[str, Any]]]
-"""Sub-objects that a method adds to metrics.jsonl and summary.json, from what its server half recorded."""
+"""Sub-objects that a method adds to metrics.jsonl and summary.json, from what its server algorithm recorded."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class LoopConfig:
 
 
 @dataclass(frozen=True)
-class Halves:
-    """Method of a run: its server half is new; of its client half only the properties are used."""
+class AlgorithmPair:
+    """Method of a run: its server algorithm is new; of its client algorithm only the properties are used."""
 
     algorithm: Algorithm
     server: ServerAlgorithm

@@ -17,8 +17,8 @@ from fedloom.data.manifest import Normalization
 from fedloom.data.moments import Moments, pooled_normalization
 from fedloom.data.own import ClientCard, Own
 from fedloom.errors import QuorumError, argument
-from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.states import Versions
+from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, broadcast, rows
 
 log = logging.getLogger("fedloom.federation.measuring")
@@ -43,7 +43,9 @@ class InputMoments(Message):
 VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (MeasureInputs, InputMoments)}
 
 
-def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, int], deadline_s: float) -> Normalization:
+def measured_normalization(
+    transport: Transport, own: Own, examples: Mapping[str, int], deadline_s: float
+) -> Normalization:
     """Ask clients for their moments, and return the normalization over those with plausible answers.
 
     ``examples`` are the numbers of training examples that the clients announced.
@@ -62,9 +64,9 @@ def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, in
         deadline_s=deadline_s,
     )
     try:
-        answers = carrier.exchange(call)
+        answers = transport.exchange(call)
     finally:
-        carrier.close(KEY)
+        transport.close(KEY)
     sensible = []
     for client, answer in zip(clients, answers, strict=True):
         moments = _moments(answer, own, examples[client]) if isinstance(answer, InputMoments) else None

@@ -17,7 +17,7 @@ from typing import Any
 from fedloom.algorithms.base import Privacy
 from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError
-from fedloom.federation.carrier import ConversationKey
+from fedloom.federation.transport import ConversationKey
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
 

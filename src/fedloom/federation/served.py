@@ -1,4 +1,4 @@
-"""Models on request: a durable round of a run, and the server half's side of the conversations about it.
+"""Models on request: a durable round of a run, and the server algorithm's side of the conversations about it.
 
 The clients that ask here are unknown to the run: the opening of their conversations is the same for all, and is
 computed once per round. Their answers arrive at any time. Those that have arrived are processed together, up to 64 of
@@ -57,7 +57,7 @@ class ServedRound:
     round, digest
         Number of the round, and SHA-256 of its checkpoint.
     server
-        A server half at this round, which is never trained.
+        A server algorithm at this round, which is never trained.
     shapes, dtype
         Allowed answers of a client.
     opening
@@ -85,7 +85,7 @@ class ServedRound:
 def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, checkpoint: Checkpoint) -> ServedRound:
     """Make a checkpoint ready to serve.
 
-    ``fresh`` is a server half of the run, with any state; it is not changed.
+    ``fresh`` is a server algorithm of the run, with any state; it is not changed.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, che
     ExperimentError
         If the method has no model for an unknown client.
     Exception
-        A bug in its server half.
+        A bug in its server algorithm.
     """
     check_fits(checkpoint, fresh.state, algorithm.name, algorithm.version)
     server = copy.copy(fresh)
@@ -112,7 +112,7 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, che
 
 
 class _Opened(Exception):
-    """First message of a server half."""
+    """First message of a server algorithm."""
 
     def __init__(self, message: Message, answer: type[Message]) -> None:
         self.message = message
@@ -134,7 +134,7 @@ class _Opening:
 
 
 class Tile:
-    """Clients that have answered the opening, as the server half's cohort (``algorithms.base.Cohort``).
+    """Clients that have answered the opening, as the server algorithm's cohort (``algorithms.base.Cohort``).
 
     ``answers`` are those to the opening, one row each. ``say`` sends each client its row of a message, given the class
     of the awaited answer (None after the last message). ``hear`` waits for the answers to it; None for a client that is

@@ -1,8 +1,8 @@
 """Validation of clients' answers: class, fields, quantity, row count, dtype, shape, finiteness, implausible values.
 
-Both carriers share these checks: in process a whole message is checked (:func:`fault`); over the wire the announced
+Both transports share these checks: in process a whole message is checked (:func:`fault`); over the wire the announced
 specs are checked before memory is allocated (:func:`mismatch`), and the values when they have arrived. The cohort
-refuses values that a quantity cannot have (:func:`out_of_range`), whatever the carrier.
+refuses values that a quantity cannot have (:func:`out_of_range`), whatever the transport.
 """
 
 from __future__ import annotations

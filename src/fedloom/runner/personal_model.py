@@ -76,7 +76,7 @@ class ModelCard:
     precision
         Precision of the transfer: float32, or bfloat16, which rounds.
     privacy
-        Privacy promise of the client's answer; None: no promise.
+        Privacy guarantee of the client's answer; None: no guarantee.
     """
 
     run: str
@@ -230,13 +230,14 @@ class PersonalModel(nn.Module):
                 f"{c.algorithm}, {c.precision}.",
                 f'Read them: `weights = safetensors.torch.load_file("{name}")`, a `state_dict` of '
                 f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
-                f"In: [b, {', '.join(map(str, c.input_shape))}] of {goes_in}; mean {list(c.normalization.mean)}, std "
+                f"Input: [b, {', '.join(map(str, c.input_shape))}] of {goes_in}; mean {list(c.normalization.mean)}, "
+                "std "
                 f"{list(c.normalization.std)}.",
-                f"Out: logits; their softmax are the probabilities of {', '.join(c.classes)}, in this order."
+                f"Output: logits; their softmax gives the probabilities of {', '.join(c.classes)}, in this order."
                 if c.classes
-                else "Out: what the network gives; the data have no classes.",
-                "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model brings its "
-                "network along.",
+                else "Output: the network's raw output; the data have no classes.",
+                "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model includes "
+                "its network.",
                 "",
             )
         )

@@ -1,7 +1,7 @@
 """Protocol that carries one exchange of a conversation to the clients, and their answers back.
 
-The round loop uses only this protocol. Both the in-process carrier and the gRPC carrier implement it, which is why both
-give the same numbers.
+The round loop uses only this protocol. Both the in-process transport and the gRPC transport implement it, which is why
+both give the same numbers.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Refusals:
             self.counts[reason] = self.counts.get(reason, 0) + 1
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """Carries exchanges to clients."""
 
     @property

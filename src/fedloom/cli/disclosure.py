@@ -11,17 +11,17 @@ import typer
 from fedloom.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from fedloom.runner.leaving import Leaving
+    from fedloom.runner.disclosure import DisclosedTensor
     from fedloom.runner.worker import WorkerOptions
 
 
-def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
+def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
     """Show a worker's announcements of its packed clients, and the content of their answers; send nothing."""
     from fedloom import experiment as experiments
     from fedloom.algorithms.base import available, find_algorithm
     from fedloom.data.own import OwnClients
     from fedloom.errors import ExperimentError
-    from fedloom.runner.leaving import announcements, answers, is_measured, measures, moment_tensors, of_experiment
+    from fedloom.runner.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
 
     if not (options.data or options.observe):
         raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")
@@ -46,7 +46,7 @@ def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
     typer.echo("\nA client that gives no answer tells why, in a sentence. Nothing else leaves; nothing was sent now.")
 
 
-def _show(title: str, tensors: Sequence[Leaving]) -> None:
+def _show(title: str, tensors: Sequence[DisclosedTensor]) -> None:
     rows = [
         (f"{one.message}.{one.field}", one.quantity, f"[{', '.join(map(str, one.shape))}]", _count(one))
         for one in tensors
@@ -56,5 +56,5 @@ def _show(title: str, tensors: Sequence[Leaving]) -> None:
         print_table("", ("message", "quantity", "shape", "numbers"), rows, texts=(0, 1, 2))
 
 
-def _count(one: Leaving) -> str:
+def _count(one: DisclosedTensor) -> str:
     return "" if one.numbers is None else f"{one.numbers:,}"
