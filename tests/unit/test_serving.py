@@ -411,7 +411,7 @@ def test_a_full_queue_says_when_to_come_back(run: Path) -> None:
             code, details, metadata = second.refusal()
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert int(metadata[RETRY]) > 0
-            assert "1 client wait" in details
+            assert "1 client" in details
         until_waiting(at, 0)
         with pytest.raises(QuorumError, match=r"no model"):
             fedloom.personalize(at, *examples(1), timeout_s=0.5)
@@ -919,7 +919,7 @@ def test_the_command_line_asks_for_a_model_and_saves_it(tmp_path: Path, run: Pat
             network.fc1, network.fc2 = torch.nn.Linear(9, 4), torch.nn.Linear(4, 11)
             network.load_state_dict(weights)
     for arguments, facts in (
-        ({"out": tmp_path / "m.bin"}, ("packed", "data of their own")),  # a folder, of all clients
+        ({"out": tmp_path / "m.bin"}, ("packed", "data.dataset")),  # a folder, of all clients
         ({"data": []}, ("--data",)),
         ({"data": [fedloom_packed, fedloom_packed]}, ("--data",)),
         ({"clients": "a"}, ("--clients", tmp_path / "x.pt2")),

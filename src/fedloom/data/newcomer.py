@@ -114,7 +114,7 @@ class Newcomer(FederatedDataset):
         columns = None if (names := getattr(x, "columns", None)) is None else tuple(map(str, names))
         if columns is not None and wanted.features is not None and not is_same(columns, wanted.features):
             raise DataError(
-                f"x: the columns are {', '.join(columns)}; they must be {', '.join(wanted.features)}, in this order"
+                f"x has the columns {', '.join(columns)}; they must be {', '.join(wanted.features)}, in this order"
             )
         inputs = as_array(x, "x")
         if wanted.kind == "pixels":
@@ -135,7 +135,7 @@ class Newcomer(FederatedDataset):
             ("input_shape", list(card.input_shape), list(wanted.input_shape)),
         ):
             if found != needed:
-                raise DataError(f"{folder}: {what} is {found}; the run was trained with {needed}")
+                raise DataError(f"{folder}: {what} is {found}, and must be {needed} as in the run")
         check_features(folder, card, wanted.features)
         place = {composed(name): i for i, name in enumerate(wanted.class_names)}
         foreign = [name for name in card.classes if composed(name) not in place] if card.labelled else []
@@ -160,7 +160,7 @@ class Newcomer(FederatedDataset):
         return self.manifest.clients[0].id
 
     def verify(self, clients: object = None) -> None:
-        """Do nothing: the data were checked on construction."""
+        """Do nothing, since the data were checked on construction."""
 
 
 def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
@@ -182,7 +182,7 @@ def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
 def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
     """Return labels as int64; raise DataError if they are not one class per example."""
     if not classes:
-        raise DataError("y has labels, and the run's data have no classes; leave y out.", key="y")
+        raise DataError("y must be left out, because the run's data have no classes.", key="y")
     if list(y.shape) != [examples]:
         raise DataError(f"y has the shape {list(y.shape)}; it must be [{examples}], a label for each example.", key="y")
     return _whole(y, "y", "labels", classes - 1).long()
@@ -220,8 +220,8 @@ def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
     rounding.add(values, kept.numpy())
     if lost := rounding.lost(spread):
         raise DataError(
-            f"x[:, {lost[0]}]: 32-bit floats, in which features are kept, cannot tell values of this size apart as "
-            "the run's models do; scale them as the run's data were"
+            f"x[:, {lost[0]}]: 32-bit floats cannot distinguish values of this size as the run's models do; scale them "
+            "like the run's data"
         )
     return kept
 
@@ -242,4 +242,4 @@ def _tensor(array: NDArray[Any], what: str) -> Tensor:
     try:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except TypeError as error:
-        raise DataError(f"{what}: values of type {array.dtype} are not numbers; give an array of numbers") from error
+        raise DataError(f"{what} has values of type {array.dtype}; give an array of numbers") from error

@@ -29,13 +29,13 @@ _CPU = torch.device("cpu")
 
 
 def after_steps_purpose(steps: int) -> str:
-    """Return the purpose of an evaluation after so many local steps of each client."""
+    """Return the purpose of an evaluation after this many local steps of each client."""
     return f"{EVALUATE}/{steps}"
 
 
 @dataclass(eq=False)
 class _Open:
-    """One coroutine, its rows, and their last answers; ``life`` identifies the aggregator process that opened it.
+    """Coroutine, its rows, and their last answers; ``life`` identifies the aggregator process that opened it.
 
     ``left`` holds rows that continued elsewhere while the rest of their group continued here.
     """
@@ -61,7 +61,7 @@ class ClientConfig:
     device, clients_at_once
         On CPU a group is one client; elsewhere up to ``clients_at_once``.
     start_afresh
-        Let a client whose state is lost start afresh; otherwise it is refused.
+        Let a client whose state is lost start without one; otherwise it is refused.
     secret
         Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`).
     """
@@ -149,7 +149,7 @@ class ClientSide:
         self._states = states
         self._open: dict[ConversationKey, dict[int, _Open]] = {}
         self.raises_bugs = False
-        """True to raise a bug where it is, where nobody else would see it; else it is logged, and loses the client."""
+        """True to raise a bug at once, in process; otherwise it is logged, and the client is lost."""
 
     def answer(
         self,
@@ -163,7 +163,7 @@ class ClientSide:
         """Yield each row's answer as soon as it is ready.
 
         The same exchange asked again gives the same answer without recomputation. Conversations of an earlier attempt,
-        or of the previous evaluation, are closed, because a worker that was away is not told of their end.
+        or of the previous evaluation, are closed, because a disconnected worker is not notified of their end.
 
         Parameters
         ----------
@@ -195,7 +195,7 @@ class ClientSide:
     def _answers(
         self, opened: _Open, request: _Request, there: Mapping[int, _Open]
     ) -> Iterator[tuple[int, Message | Lost]]:
-        """Yield the answers of a group, brought to the exchange."""
+        """Yield the answers of a group to the exchange."""
         if opened.exchange < request.exchange:
             with request.traced(opened.rows):
                 self._advance(opened, request)
@@ -274,7 +274,7 @@ class ClientSide:
         try:
             return self._load(client)
         except DataError as error:
-            raise DataError(f"client {client}: its data cannot be read, the worker's log says why") from error
+            raise DataError(f"client {client}: cannot read its data; the worker's log has the reason") from error
 
     def _algorithm_for(self, purpose: str) -> ClientAlgorithm:
         """Return the client algorithm for a purpose.
@@ -317,15 +317,11 @@ class ClientSide:
             self._states.save(opened.group.clients[i].id, version, tensors)
 
     def _advance(self, opened: _Open, request: _Request) -> None:
-        """Deliver the next message to a group; rows that are absent from it have left."""
+        """Deliver the next message to a group; rows absent from it have left."""
         there = self._open[opened.key]
         opened.left.update(row for row in opened.rows if row not in request.position or there[row] is not opened)
         lost = [
-            answer
-            if isinstance(answer, Lost)
-            else Lost("left out of an exchange before")
-            if row in opened.left
-            else None
+            answer if isinstance(answer, Lost) else Lost("missed an earlier exchange") if row in opened.left else None
             for row, answer in zip(opened.rows, opened.answers, strict=True)
         ]
         if all(lost):
@@ -361,7 +357,7 @@ class ClientSide:
             return resume()
         except StopIteration as end:
             if end.value is None:
-                raise RuntimeError("the conversation is over, nothing answers this message") from None
+                raise RuntimeError("the conversation is over; nothing answers this message") from None
             return self._conclude(end.value, opened.group)
 
 
@@ -377,7 +373,7 @@ def _log_failure(what: str, why: str, request: _Request, clients: Sequence[str],
 
 
 def _moment(key: ConversationKey) -> tuple[int, bool, int]:
-    """Return a sort key for the time of a conversation: a round is trained, in attempts, and then evaluated."""
+    """Return a chronological sort key for a conversation: a round's attempts come before its evaluation."""
     return key.round, key.purpose != TRAIN, key.attempt
 
 

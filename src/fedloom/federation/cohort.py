@@ -75,12 +75,12 @@ class RemoteCohort:
         self._record = ConversationRecord(list(clients))
         self._bugs: dict[int, str] = {}  # of rows, of which somebody tells that a bug lost them
         self.failure: Exception | None = None
-        """Error raised by the transport, which neither the method nor the clients' answers caused."""
+        """Error raised by the transport itself."""
         self._attempt.conversations.append(self._record)
 
     @property
     def present(self) -> Tensor:
-        """``[c]`` bool: clients that have answered everything so far."""
+        """``[c]`` bool: clients that have answered every exchange so far."""
         present = torch.zeros(len(self.clients), dtype=torch.bool)
         present[self._alive] = True
         return present
@@ -141,7 +141,7 @@ class RemoteCohort:
             )
             received = self._carry(call, meanwhile)
         if self._config.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
-            raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with {argument('resume')}")
+            raise InterruptedRun(f"stopped in the middle of round {self.key.round}; continue with {argument('resume')}")
         answers = {}
         for row, reply in zip(call.rows, received, strict=True):
             if (usable := self._usable(row, reply)) is not None:
@@ -150,7 +150,7 @@ class RemoteCohort:
         return answers
 
     def _usable(self, row: int, reply: Message | Lost) -> Message | None:
-        """Return a reply that can be used; otherwise lose the client and return None."""
+        """Return a usable reply; otherwise lose the client and return None."""
         if isinstance(reply, Lost):
             if reply.is_bug:
                 self._bugs[row] = printable(reply.reason, REASON_CHARACTERS)
@@ -162,12 +162,12 @@ class RemoteCohort:
         return None
 
     def _why_lost(self) -> str:
-        """Return why the last client was lost, as often all share one reason; or that all failed by a bug."""
+        """Return why the last client was lost, or that all failed because of a bug."""
         lost = [loss for loss in self._record.lost if loss.exchange == self._at - 1]
         if lost and not self._alive and all(loss.row in self._bugs for loss in lost):
             return (
-                f"{pluralize(len(lost), 'client')} failed by a bug in the method or the model, not by their data: "
-                f"{self._bugs[lost[-1].row]}, whose traceback is in the log of their worker; "
+                f"{pluralize(len(lost), 'client')} failed because of a bug in the method or the model, not their data: "
+                f"{self._bugs[lost[-1].row]}; the traceback is in their worker's log; "
             )
         return "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
 
@@ -348,19 +348,20 @@ class RoundAttempt:
         planned, begun = self._planned.conversations, len(self._conversations)
         if begun >= len(planned):
             raise DataError(
-                f"the journal to replay has {len(planned)} conversations in round {self.number}, this experiment more",
+                f"the replayed journal has {len(planned)} conversations in round {self.number}, and this experiment "
+                "has more",
                 hint="replay a run of the same experiment",
             )
         strangers = [client for client in planned[begun].clients if client not in self._sizes]
         if self._purpose == "evaluate" and planned[begun].clients != list(clients):
             raise DataError(
-                f"the journal to replay measures {len(planned[begun].clients)} clients at once after round "
-                f"{self.number}, this experiment {len(clients)}",
+                f"the replayed journal measures {len(planned[begun].clients)} clients at once after round "
+                f"{self.number}, and this experiment {len(clients)}",
                 hint="replay a run of the same experiment",
             )
         if strangers:
             raise DataError(
-                f"the journal to replay has client {strangers[0]} in round {self.number}, whom this partition lacks",
+                f"the replayed journal has client {strangers[0]} in round {self.number}, and this partition lacks it",
                 hint="replay a run of the same experiment",
             )
         return planned[begun]

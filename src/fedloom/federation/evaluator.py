@@ -1,4 +1,4 @@
-"""Conversations with the clients of a run at one round, outside training: evaluation and personalization."""
+"""Evaluation and personalization: conversations with a run's clients outside training."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 class Evaluator:
     """Measures the clients of a federation at one round, without changing any state.
 
-    ``round``, ``server`` and ``journal`` say which: by default the beginning of a run. The cohorts and losses of the
-    journal ``replay`` are repeated, and private answers are recorded in ``releases``.
+    ``round``, ``server`` and ``journal`` select the round; by default, the start of a run. The cohorts and losses of
+    the journal ``replay`` are repeated, and private answers are recorded in ``releases``.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class Evaluator:
         self.monitor.know(self.manifest.clients)
 
     def evaluate(self) -> EvaluationResult:
-        """Personalize every client, seen and unseen, and have it measure the result."""
+        """Personalize and evaluate every client, seen and unseen."""
         return self._evaluate(Attempt(self.round, 0))
 
     def personalize(self, clients: Sequence[str]) -> dict[str, str]:
-        """Hold the ``personalize`` conversation with some clients; return those lost, and why."""
+        """Hold the ``personalize`` conversation with some clients; return the lost ones with the reasons."""
         attempt = Attempt(self.round, 0)
         with closing(self._measuring(attempt)) as session:
             for start in range(0, len(clients), self.schedule.evaluation_cohort):
@@ -117,7 +117,7 @@ class Evaluator:
         return attempt.losses
 
     def _evaluate(self, attempt: Attempt, steps: int | None = None) -> EvaluationResult:
-        """Measure every client, or, given a number of local steps, the unseen ones after these steps."""
+        """Evaluate every client or, given a number of local steps, the unseen ones after these steps."""
         with tracing.span("evaluation", round=self.round, algorithm=self.algorithm.name):
             planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
             clients = self._to_measure(planned, steps)
@@ -154,7 +154,7 @@ class Evaluator:
         )
 
     def _to_measure(self, planned: Attempt | None, steps: int | None) -> list[str]:
-        """Return the clients to measure: all that are here, or the unseen ones, or those of a journal's evaluation."""
+        """Return the clients to evaluate: all connected ones, the unseen ones, or those recorded in a journal."""
         if steps is not None:
             return [client for client in self.roster.here() if not self.manifest.entry(client).seen]
         if planned is not None and not self.roster.fixed:
@@ -162,14 +162,14 @@ class Evaluator:
         return list(self.roster.here())
 
     def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> RoundAttempt:
-        """Return conversations outside training: clients that answer are measured, however few."""
+        """Return conversations outside training, which need no minimum number of answers."""
         rules = replace(self._config, min_replies=1)
         return RoundAttempt(
             attempt, purpose, self.manifest.roster, self._sizes, self.transport, rules, self._helper, planned
         )
 
     def _personalize(self, session: RoundAttempt, cohort: RemoteCohort) -> Replies[Metrics] | None:
-        """Hold the conversation; return None if it had no result, and each client's loss says why."""
+        """Hold the conversation; return None if it had no result (each lost client has the reason)."""
         try:
             return self.server.personalize(cohort)
         except TooFewReplies:
@@ -197,7 +197,7 @@ class Evaluator:
             raise error
         _log.error("the server algorithm of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
         what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
-        return f"{what} ({place(error)}), whose traceback is in the log of the aggregator"
+        return f"{what} ({place(error)}); the traceback is in the aggregator's log"
 
     def _judge(self, client: str, answer: Message) -> str | None:
         """Return why the values of a client's answer are implausible; None if they are plausible."""
@@ -225,7 +225,7 @@ class Evaluator:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
-            raise InterruptedRun(f"stopped after round {self.round}{of}; go on with {argument('resume')}")
+            raise InterruptedRun(f"stopped after round {self.round}{of}; continue with {argument('resume')}")
 
 
 class _Measurements:

@@ -62,7 +62,7 @@ class Loop(Evaluator):
         self._saved_at = time.monotonic()
 
     def _settle(self, attempt: Attempt) -> None:
-        """Wait for the end of a pause and update the roster; the changes are noted in the attempt or evaluation.
+        """Wait for the end of a pause and update the roster; the changes are recorded in the attempt or evaluation.
 
         Raise InterruptedRun if the run is stopped while it waits for clients or is paused.
         """
@@ -73,7 +73,7 @@ class Loop(Evaluator):
             attempt.joined, attempt.left = change.as_lines()
             self._know()
             _log.info(
-                "%d joined and %d left, %s in the roster",
+                "%d joined and %d left; %s in the roster",
                 len(change.joined), len(change.left), pluralize(len(self.manifest.clients), "client"),
             )  # fmt: skip
         if self.schedule.experiment != self.journal.experiment:
@@ -162,7 +162,7 @@ class Loop(Evaluator):
         return evaluation
 
     def _make_rounds(self) -> EvaluationResult | None:
-        """Run all remaining rounds, and return the last evaluation made on the way."""
+        """Run all remaining rounds, and return the last evaluation."""
         evaluation: EvaluationResult | None = None
         if self._evaluation_due() and self._evaluated != self.round:
             evaluation = self._evaluate_and_note()
@@ -189,7 +189,7 @@ class Loop(Evaluator):
         return s.enough(self.round, self.best)
 
     def _training(self, attempt: Attempt, planned: Attempt | None, lost: Collection[str]) -> RoundAttempt:
-        """Return one attempt at a round, with the training clients that are connected; ``lost`` by earlier attempts."""
+        """Return an attempt at a round with the connected training clients; earlier attempts ``lost`` some."""
         roster, rules, groups = self.manifest.roster, self._config, None
         if not self.roster.fixed:
             here = set(self.roster.here())
@@ -230,14 +230,14 @@ class Loop(Evaluator):
         )
 
     def _waits_for_others(self, attempt: Attempt) -> bool:
-        """Record who refused an attempt in an open federation; return whether it does not count yet."""
+        """Record the clients that refused an attempt in an open federation; return True if it does not count yet."""
         if self.roster.fixed:
             return False
         self.transport.silence.refuse(attempt.losses, attempt.answered)
         return self.roster.waits_for_others(attempt.round)
 
     def _try(self, attempt: Attempt, session: RoundAttempt) -> bool:
-        """Train one round; if it fails, restore the server's state and say why in the attempt's outcome.
+        """Train one round; if it fails, restore the server's state and record the reason in the attempt's outcome.
 
         Return True if too few clients answered.
         """
@@ -260,7 +260,7 @@ class Loop(Evaluator):
 
     @contextmanager
     def _costs(self, attempt: Attempt) -> Iterator[None]:
-        """Note in an attempt what the block costs: seconds, bytes on the wire, refused parts."""
+        """Record the cost of the block in an attempt: seconds, bytes on the wire, refused parts."""
         started, traffic = time.perf_counter(), self.transport.traffic
         up, down = traffic.up, traffic.down
         refused = dict(self.transport.refusals.counts)
@@ -324,7 +324,7 @@ class Loop(Evaluator):
             self._check_finite({}, {})
         except FloatingPointError as error:  # possible in a method that changes the state in place
             raise QuorumError(
-                f"{error}: round {self.round} is not kept", hint=f"go on with {argument('resume')}"
+                f"{error}: round {self.round} is not saved", hint=f"go on with {argument('resume')}"
             ) from error
         self.checkpoints.save(
             Checkpoint(self.algorithm.name, self.algorithm.version, self.round, self.best, self.server.state)
@@ -333,7 +333,7 @@ class Loop(Evaluator):
         self._saved_at = time.monotonic()
 
     def _check_finite(self, before: Mapping[str, Tensor], statistics: Statistics) -> None:
-        """Look at what a round made of the server's state, which was ``before``, and at what it reports.
+        """Check the server's state after a round, which was ``before``, and the round's statistics.
 
         Raise FloatingPointError if a tensor that it put into the state is not finite, or one of the statistics; with
         the keys to lower.

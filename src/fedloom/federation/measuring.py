@@ -73,20 +73,20 @@ def measured_normalization(
         if moments is not None:
             sensible.append(moments)
         else:
-            why = answer.reason if isinstance(answer, Lost) else "no examples have such sums"
+            why = answer.reason if isinstance(answer, Lost) else "the sums are impossible for any examples"
             log.warning("client %s is left out of the normalization: %s", client, why)
     if not sensible:
         reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["their sums are impossible"]
         raise QuorumError(
             f"data.own.normalization is measured, but none of {len(clients)} clients sent its sums: {reasons[0]}",
-            hint=f"go on with {argument('resume')}, or give mean and std",
+            hint=f"continue with {argument('resume')}, or give mean and std",
             key="data.own.normalization",
         )
     return pooled_normalization(own.kind, numbers, sensible)
 
 
 def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:
-    """Return a client's moments; None if no such number of examples can have them."""
+    """Return a client's moments; None if they are impossible for this number of examples."""
     count, first, second = float(answer.count[0, 0]), answer.sum[0].tolist(), answer.squares[0].tolist()
     if count != examples * math.prod(own.input_shape[1:]):
         return None
@@ -133,4 +133,4 @@ class MeasuringSession:
             )
 
     def close(self, key: ConversationKey) -> None:
-        """Do nothing: no conversation is kept."""
+        """Do nothing, since there are no conversations to end."""

@@ -52,7 +52,7 @@ class Call:
     trace
         Trace context of the exchange's span, if the run is traced (:func:`fedloom.core.tracing.here`).
     told_again
-        For private answers: called before clients are asked for another one because the first worker asked is gone.
+        For private answers: called before another worker is asked because the first one is gone.
     """
 
     key: ConversationKey
@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Lost:
-    """A row without a valid answer, with the reason in one line; a bug has another cause than the client."""
+    """A row without a valid answer, with the reason in one line; a bug is not caused by the client."""
 
     reason: str
     is_bug: bool = False

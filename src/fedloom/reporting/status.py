@@ -60,7 +60,7 @@ class RunStatus:
             rounds = experiment["federation"]["rounds"]
             phase: Phase = "finished" if has_ended(experiment, summary, self._done) else "interrupted"
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{run.path}: not what FedLoom writes ({error!r})") from error
+            raise DataError(f"{run.path} was not written by FedLoom ({error!r})") from error
         since = run.changed_at()
         if run.published is not None and (record := run.published.record) is not None:
             phase, since = "finished" if record.is_finished else "published", run.published.published_at()

@@ -117,7 +117,7 @@ class PrivacyAccountant:
             f"{self._path}, line {number}: {why}",
             hint=(
                 "if the last line is incomplete, delete it (nothing was released); otherwise restore the file from a "
-                "copy, or begin another with {argument('ledger')} and a {argument('budget')} reduced by the ε that "
+                f"copy, or begin another with {argument('ledger')} and a {argument('budget')} reduced by the ε that "
                 "this ledger has recorded"
             ),
         )

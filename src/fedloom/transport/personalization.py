@@ -288,7 +288,7 @@ class Personalization:
         heard_at, served = time.perf_counter(), client.prepared.served
         if len(self._tiles) >= self._limits.waiting:
             await self._overloaded(
-                context, f"{pluralize(self._limits.waiting, 'client')} are waiting, which is the limit"
+                context, f"the queue is full: {pluralize(self._limits.waiting, 'client')} waiting"
             )
         self._tiles.add(client)
         try:
@@ -384,7 +384,7 @@ class Personalization:
             await self._refuse(context, grpc.StatusCode.NOT_FOUND, reason)
         if self._open > self._limits.conversations:
             await self._overloaded(
-                context, f"{pluralize(self._limits.conversations, 'conversation')} are open, which is the limit"
+                context, f"the limit of {pluralize(self._limits.conversations, 'open conversation')} is reached"
             )
         return prepared
 

@@ -136,7 +136,7 @@ def read_shakespeare(contents: Mapping[str, bytes]) -> RawDataset:
             text = contents[name].decode("ascii")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{name} is not plain ASCII: byte {error.start} is {contents[name][error.start]:#x}"
+                f"{name} is not ASCII text: byte {error.start} is {contents[name][error.start]:#x}"
             ) from error
         texts |= {f"{play}/{role}": character_codes(said, f"{name}, {role}") for role, said in roles(text).items()}
     return windows(texts)

@@ -62,8 +62,8 @@ def read_arrays(path: Path, request: Request, mistakes: ValidationErrors, tell: 
     if missing := [name for name in needed if name not in arrays]:
         without = "" if request.keys is not None else f", or x alone with {argument('unlabelled')}"
         raise DataError(
-            f"{path}: it holds the arrays {', '.join(sorted(arrays)) or '(none)'}, and no {', '.join(missing)}; it "
-            f"must hold x and y, or train_x, train_y and so on{without}"
+            f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}, but no {', '.join(missing)}; it must have "
+            f"x and y, or train_x, train_y and so on{without}"
         )
     parts = []
     for prefix, split in prefixes.items():
@@ -95,7 +95,7 @@ def examples_of(
     names = None if classes is None else _given_classes(classes)
     found = [part for owner, arrays in parts for part in _parts_in_memory(owner, arrays)]
     if not found or len({(part.split is None, part.owners is None) for part in found}) > 1:
-        what = "some clients have train_x and test_x, and some have x" if found else "there are none"
+        what = "some clients have train_x and test_x, and others x" if found else "it has no arrays"
         raise DataError(f"{mistakes.source}: {what}; give the same arrays for every client")
     kind, shape = _form(found[0], mistakes)
     examples = _joined(found, kind, shape, names, mistakes, in_order=True)
@@ -115,13 +115,15 @@ def _parts_in_memory(owner: str | None, arrays: Mapping[str, NDArray[Any]]) -> I
     known = [f"{prefix}{name}" for prefix in prefixes for name in "xy"]
     names = "x and y, or train_x, train_y, test_x and test_y, and possibly validation_x and validation_y"
     if missing := [name for name in known if name not in arrays]:
-        raise DataError(f"{whose}{', '.join(missing)} is not among {', '.join(arrays) or 'no arrays'}; give {names}")
+        raise DataError(
+            f"{whose}{', '.join(missing)} is missing from {', '.join(arrays) or 'the arrays'}; give {names}"
+        )
     if foreign := [name for name in arrays if name not in known]:
         raise DataError(
-            f"{whose}{', '.join(foreign)} would not be used beside {', '.join(known)}; the names are {names}"
+            f"{whose}{', '.join(foreign)} would not be used beside {', '.join(known)}; use the names {names}"
         )
     if not any(len(arrays[f"{prefix}x"].shape) == 0 or len(arrays[f"{prefix}x"]) for prefix in prefixes):
-        raise DataError(f"{whose}there are 0 examples; leave such a client out")
+        raise DataError(f"{whose}it has no examples; leave such a client out")
     for prefix, split in prefixes.items():
         name, x, y = f"{whose}{prefix}", with_channels(arrays[f"{prefix}x"]), arrays[f"{prefix}y"]
         yield _Part(f"{name}x", f"{name}y", x, y, split, owner)
@@ -206,7 +208,7 @@ def _given_classes(classes: Sequence[str]) -> tuple[str, ...]:
             raise DataError(f"classes: {given!r} stands for a missing label; give a name for each class")
         names.append(name)
     if not names:
-        raise DataError("classes: the list is empty; give the names of the classes, or leave it out")
+        raise DataError("classes is empty; give the names of the classes, or leave it out")
     if (twice := named_twice(names)) is not None:
         raise DataError(f"classes: {twice!r} is there twice; each class needs a name of its own")
     return tuple(names)
@@ -238,8 +240,8 @@ def numbered(
     kinds = {part.dtype.kind for part in ys}
     if not any(kinds <= set(allowed) for allowed in ("USO", "iuf", "b")):
         raise DataError(
-            f"{mistakes.source}: labels of type {', '.join(sorted({str(part.dtype) for part in ys}))} are no classes; "
-            "labels are whole numbers, or the classes' names"
+            f"{mistakes.source}: labels of type {', '.join(sorted({str(part.dtype) for part in ys}))} are not classes; "
+            "labels must be whole numbers or class names"
         )
     labels = names_of((label for part in ys for label in part.tolist()), where, mistakes)
     if classes is not None and kinds <= set("iuf"):
@@ -268,7 +270,7 @@ def _npz(path: Path) -> dict[str, NDArray[Any]]:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, AttributeError) as error:
-        raise DataError(f"{path}: not a whole npz file of plain arrays: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path} is not an intact npz file of plain arrays: {str(error).splitlines()[0]}") from error
 
 
 def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
@@ -276,7 +278,7 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"{member.filename} is of version {version} of the npy format; 1.0 and 2.0 are read")
+            raise ValueError(f"{member.filename} has version {version} of the npy format; use 1.0 or 2.0")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
         told = math.prod(shape) * dtype.itemsize
@@ -291,7 +293,7 @@ def _safetensors(path: Path) -> dict[str, NDArray[Any]]:
     try:
         return safetensors.numpy.load_file(path)
     except (SafetensorError, KeyError, TypeError, OSError) as error:
-        raise DataError(f"{path}: no whole safetensors file that numpy can hold: {error}") from error
+        raise DataError(f"{path} is not an intact safetensors file that numpy can read: {error}") from error
 
 
 def _take(batches: Batches, part: _Part) -> None:

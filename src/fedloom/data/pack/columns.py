@@ -18,7 +18,7 @@ from fedloom.errors import DataError, ExperimentError
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NOT_NUMBERS = "column without numbers; features are integers, floats, or true and false"
+NOT_NUMBERS = "not a numeric column; features must be integers, floats, or true and false"
 NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
 """Numpy type that holds a numeric column, by the kind code of its dtype."""
 
@@ -34,7 +34,7 @@ def read_parquet(path: Path, request: Request, mistakes: ValidationErrors, tell:
         import pyarrow.parquet as parquet
     except ImportError:
         raise ExperimentError(
-            f"{path}: reading Parquet needs pyarrow, which is not installed",
+            f"reading {path} needs pyarrow, which is not installed",
             hint="pip install 'fedloom[parquet]', or pack a CSV file",
         ) from None
     try:
@@ -54,7 +54,7 @@ def read_parquet(path: Path, request: Request, mistakes: ValidationErrors, tell:
                 texts = {name: batch.column(name).to_pylist() for name in table.named}
                 _take(table, columns, texts, range(first + 1, first + batch.num_rows + 1))
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path} is not an intact Parquet file: {str(error).splitlines()[0]}") from error
     return table.examples()
 
 

@@ -103,7 +103,7 @@ class Request:
     keys: str | None = None
 
     def called(self, name: str) -> str:
-        """Return what messages call ``label``, ``split`` or ``client``."""
+        """Return the name of ``label``, ``split`` or ``client`` in messages."""
         if self.keys is not None:
             return f"{self.keys}{name}"
         without = f"; {argument('unlabelled')} if there are no labels" if name == "label" else ""
@@ -140,7 +140,7 @@ class ValidationErrors:
         """
         if not self._counts:
             return
-        lines = [f"{self.source}: {pluralize(sum(self._counts.values()), 'mistake')}{self.outcome}"]
+        lines = [f"{self.source}: {pluralize(sum(self._counts.values()), 'error')}{self.outcome}"]
         for what, count in self._counts.items():
             places = "; ".join(self._places[what]) + ("; ..." if count > len(self._places[what]) else "")
             lines.append(f"  {what}, in {pluralize(count, 'place')}: {places}")
@@ -185,7 +185,7 @@ class Batches:
             return
         top = 255 if self.kind == "pixels" else self.classes - 1
         wrong = ~((values >= 0) & (values <= top) & (values == np.floor(values)))
-        self._note(f"no integer in 0 to {top}", wrong & ~known, values, where)
+        self._note(f"not an integer from 0 to {top}", wrong & ~known, values, where)
         self._kept.append(np.where(wrong, 0, values).astype(np.uint8).reshape(-1, *self.shape))
 
     def _note(
@@ -291,7 +291,7 @@ def _classes_of(
         quantity = different
     places = [i for i, label in enumerate(labels) if label in quantity]
     mistakes.add_many(
-        f"a measured quantity ({pluralize(len(different), 'different number')}), and classes are names or whole "
+        f"a measured quantity ({pluralize(len(different), 'different number')}); classes must be names or whole "
         "numbers that repeat",
         len(places),
         (f"{where(i)}: {labels[i]}" for i in places),

@@ -115,10 +115,10 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
     try:
         examples = reader(source, settings.request, mistakes, tell)
     except OSError as error:
-        raise DataError(f"{source}: cannot be read ({error.strerror or error})") from error
+        raise DataError(f"{source} cannot be read ({error.strerror or error})") from error
     mistakes.refuse()
     if not len(examples.x):
-        raise DataError(f"{source}: there are 0 examples")
+        raise DataError(f"{source} has no examples")
     tell("checking", 0, None)
     split, notes = _divided(examples, settings, name, mistakes)
     tensors, counts = _tensors(examples, split)
@@ -158,7 +158,7 @@ def _reader(source: Path) -> tuple[str, Reader]:
     if source.is_dir():
         return "images", read_images
     if not source.exists():
-        raise DataError(f"{source}: no such file or folder")
+        raise DataError(f"{source} does not exist")
     if source.suffix.lower() not in FORMATS or not source.is_file():
         raise ExperimentError(f"{source} must be a folder of images, or a file that ends in {', '.join(FORMATS)}")
     return FORMATS[source.suffix.lower()]
@@ -172,7 +172,7 @@ def _divided(
     if examples.overlap:
         split = _by_time(len(examples.x), settings, examples.overlap)
         left_out = int(np.count_nonzero(split < 0))
-        notes.append(f"{left_out} windows left out, so that no split shares characters with another")
+        notes.append(f"{left_out} windows left out, so that splits do not share characters")
     else:
         group = equal_inputs(examples.x)
         if examples.split is None:
@@ -190,8 +190,8 @@ def _divided(
     empty = [SPLITS[place] for place in range(len(SPLITS)) if not (split == place).any()]
     if empty:
         raise DataError(
-            f"{mistakes.source}: of {pluralize(len(examples.x), 'example')} there is none for {', '.join(empty)}; each "
-            "split needs an input of its own"
+            f"{mistakes.source}: none of {pluralize(len(examples.x), 'example')} is for {', '.join(empty)}; each split "
+            "needs its own inputs"
         )
     return split, notes
 

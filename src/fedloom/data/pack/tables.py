@@ -156,7 +156,7 @@ def table_builder(
     elif inputs:
         kind, classes, shape = "features", 0, (len(inputs),)
     else:
-        raise DataError(f"{source}: there is no column for features beside {listed(header)}")
+        raise DataError(f"{source}: it has no feature columns besides {listed(header)}")
     batches = Batches(kind, shape, classes, mistakes, lambda j: f"column {header[inputs[j]]}")
     notes = (f"{why}: {listed(ignored)}",) if ignored else ()
     return TableBuilder(
@@ -192,7 +192,7 @@ def read_csv(path: Path, request: Request, mistakes: ValidationErrors, tell: Tel
                 if reader.add(row, line):
                     tell("reading rows", raw.tell(), total)
         except UnicodeDecodeError:
-            mistakes.add("no UTF-8 text", f"line {undecodable_line(path)}")
+            mistakes.add("not UTF-8 text", f"line {undecodable_line(path)}")
         except csv.Error as error:
             mistakes.add("no CSV", f"after line {line}: {error}")
     if reader is None:
@@ -205,7 +205,7 @@ def _check_header(header: Sequence[str], source: str) -> None:
     if not any(header):
         raise DataError(f"{source}: the first line is empty; it must have the names of the columns")
     if all(number(cell) is not None for cell in header):
-        raise DataError(f"{source}: there are numbers in the first line; it must have the names of the columns")
+        raise DataError(f"{source}: the first line has numbers; it must have the names of the columns")
     if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
         raise DataError(f"{source}: the first line is {header[0]!r:.60}; separate the names of the columns by commas")
 

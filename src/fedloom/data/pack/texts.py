@@ -21,7 +21,8 @@ def read_characters(path: Path, request: Request, mistakes: ValidationErrors, te
         )
     if not request.labelled:
         raise ExperimentError(
-            f"{argument('unlabelled')} is not for texts, which label themselves ({path}).", key="unlabelled"
+            f"{argument('unlabelled')} is not for texts, whose labels are their next characters ({path}).",
+            key="unlabelled",
         )
     tell("reading text", 0, None)
     try:
@@ -37,7 +38,7 @@ def read_characters(path: Path, request: Request, mistakes: ValidationErrors, te
     mistakes.refuse()
     window = own.input_shape[0]
     if len(text) <= window:
-        raise DataError(f"{path}: it has {len(text)} characters; an input alone has {window}, so give a longer text")
+        raise DataError(f"{path}: it has {len(text)} characters, and a single input has {window}; give a longer text")
     characters = np.array([codes[character] for character in text], dtype=np.uint8)
     return Examples(
         kind="tokens",
