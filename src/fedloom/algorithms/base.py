@@ -259,12 +259,12 @@ class ClientGroup:
             In a conversation that changes no state.
         """
         if not self._may_keep:
-            raise RuntimeError("personalizing changes no state: nothing can be kept in it")
+            raise RuntimeError("personalization cannot save states")
         for i in range(len(self)):
             self.kept[i] = {name: rows[i].detach().clone() for name, rows in named.items()}
 
     def fail_client(self, i: int, reason: str) -> None:
-        """Drop the i-th client, which answers with this reason; the rest of the group goes on."""
+        """Drop the i-th client, which answers with this reason; the rest of the group continues."""
         self.lost.setdefault(i, reason)
 
 
@@ -452,7 +452,7 @@ class Algorithm(ABC):
 
 def no_place_for_new_clients(name: str) -> tuple[str, str]:
     """Return the answer of :meth:`Algorithm.requires_fixed_population` for a server with a place for each client."""
-    return "name", f"the server of {name} keeps something of each client, so that none can join later; use fedavg"
+    return "name", f"the server of {name} keeps data of each client, so that none can join later; use fedavg"
 
 
 def available() -> tuple[str, ...]:

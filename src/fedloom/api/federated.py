@@ -87,9 +87,7 @@ class Federated:
             raise DataError(f"clients is {found}; give a dict of (x, y) by client.", key="clients")
         parts = [_named_arrays(name, given) for name, given in clients.items()]
         if (twice := named_twice([name for name, _ in parts])) is not None:
-            raise DataError(
-                f"clients has the name {twice!r} twice; each client needs a name of its own.", key="clients"
-            )
+            raise DataError(f"clients has the name {twice!r} twice; give each client a unique name.", key="clients")
         return cls._kept(parts, classes, root, {"partition": NATURAL, **settings})
 
     @classmethod
@@ -228,8 +226,8 @@ class Federated:
         try:
             data = Data.model_validate(section)
         except ValidationError as error:
-            mistakes = explain(error, Data.model_json_schema(), section)
-            raise ExperimentError(listing("data", mistakes, {})) from None
+            errors = explain(error, Data.model_json_schema(), section)
+            raise ExperimentError(listing("data", errors, {})) from None
         tell_notes(data.opened().notes)
         return make_data(data, seed)
 

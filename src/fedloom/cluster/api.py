@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from fedloom.cluster.manifests import Manifest
-from fedloom.cluster.refusals import refusal
+from fedloom.cluster.refusals import diagnose_refusal
 from fedloom.core.home import expanded
 from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
@@ -291,7 +291,7 @@ class Api:
                 f"the Kubernetes API at {self.server} does not accept these credentials: {said}",
                 hint="log in again, or set KUBECONFIG to a valid kubeconfig",
             )
-        if refused := refusal(said):
+        if refused := diagnose_refusal(said):
             kind, hint = refused
             return kind(f"{where}: {said}", hint=hint)
         if error.status == 403:

@@ -287,7 +287,7 @@ class Launcher:
         if job is None or job["metadata"].get("deletionTimestamp"):
             raise WorkerLostError(
                 f"Job {self._federation.name}-{component} was deleted while the federation ran",
-                hint="somebody ended it; start it again with the same run id and it goes on from what was published",
+                hint="it was ended; start it again with the same run id to continue from the published state",
             )
         return job
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from fedloom.cluster.exit_status import count_indexes
-from fedloom.cluster.refusals import refusal
+from fedloom.cluster.refusals import diagnose_refusal
 from fedloom.errors import ExperimentError, FedloomError, QuorumError
 
 
@@ -47,7 +47,7 @@ class Diagnosis:
             return ExperimentError(
                 text, hint="kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... (docs/cluster.md)"
             )
-        if refused := refusal(self.message):
+        if refused := diagnose_refusal(self.message):
             kind, hint = refused
             return kind(text, hint=hint)
         return ExperimentError(text, hint="change the cluster setting named above (docs/cluster.md)")

@@ -14,7 +14,7 @@ UNAUTHORIZED = re.compile(r'User "[^"]*" cannot ')
 """Missing right, which is not a refusal of the request's content."""
 
 
-def refusal(said: str) -> tuple[type[FedloomError], str] | None:
+def diagnose_refusal(said: str) -> tuple[type[FedloomError], str] | None:
     """Return the error class for a refusal by an admission controller, and the remedy.
 
     Parameters
@@ -25,7 +25,7 @@ def refusal(said: str) -> tuple[type[FedloomError], str] | None:
     Returns
     -------
     tuple or None
-        Error class and hint; None if the message is no such refusal.
+        Error class and hint; None if the message is not such a refusal.
     """
     if found := UNSPECIFIED.search(said):
         return RefusedError, f"set {_settings(found['needed'])}, as required by quota {found['quota']}"

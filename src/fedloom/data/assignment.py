@@ -231,7 +231,7 @@ def _note_unused(
             f"only {dealt} are assigned: no client's mix has class {named}. Use more clients or more classes per client"
         )
     return (
-        f"only {dealt} are dealt out: class {scarce} has {pool[scarce]:,} and limits each client whose mix has it. To "
+        f"only {dealt} are assigned: class {scarce} has {pool[scarce]:,} and limits each client whose mix has it. To "
         "use more, leave that class out, or choose a scheme that needs less of it"
     )
 

@@ -49,7 +49,7 @@ def files_below(folder: Path) -> Iterator[Path]:
         walked += 1
         if walked > MOST_FOLDERS:
             raise DataError(
-                f"{folder}: has more than {MOST_FOLDERS:,} folders, counting those that links lead to; remove the "
+                f"{folder} has more than {MOST_FOLDERS:,} folders, counting those that links lead to; remove the "
                 "links between its folders"
             )
         files, folders, here = _entries(at)

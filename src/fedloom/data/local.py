@@ -148,11 +148,11 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or the kept data set is gone
         kept = parsed_json(record.read_bytes())
         return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
-    mistakes = ValidationErrors(str(path))
+    errors = ValidationErrors(str(path))
     request = Request(None, True, files.label, files.split, files.resize, files.client, "data.source.")
     try:
-        examples = reader(path, request, mistakes, lambda what, done, total: None)
-        mistakes.refuse()
+        examples = reader(path, request, errors, lambda what, done, total: None)
+        errors.refuse()
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
     except DataError as error:

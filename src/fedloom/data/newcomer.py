@@ -141,7 +141,8 @@ class Newcomer(FederatedDataset):
         foreign = [name for name in card.classes if composed(name) not in place] if card.labelled else []
         if foreign:
             raise DataError(
-                f"{folder}: the run lacks the class {foreign[0]!r}; its classes are {', '.join(wanted.class_names)}"
+                f"{folder}: the class {foreign[0]!r} is unknown to the run; its classes are "
+                f"{', '.join(wanted.class_names)}"
             )
         try:
             tensors = safetensors.torch.load(read_own_shard(folder, card))
@@ -230,9 +231,9 @@ def _positions(y: NDArray[Any], wanted: Wanted) -> Tensor:
     """Return labels as positions in the run's classes; they may be the names of these."""
     if y.ndim != 1 or not wanted.class_names:
         return _tensor(y, "y")  # refused for that
-    mistakes = ValidationErrors("y", outcome="")
-    found, _ = numbered([y], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", mistakes)
-    mistakes.refuse()
+    errors = ValidationErrors("y", outcome="")
+    found, _ = numbered([y], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", errors)
+    errors.refuse()
     return torch.from_numpy(found)
 
 

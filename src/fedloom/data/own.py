@@ -77,7 +77,7 @@ class Own(Settings):
         if not self.classes:
             raise ValueError("classes is empty; give at least one name")
         if (twice := named_twice(self.classes)) is not None:
-            raise ValueError(f"classes: {twice!r} is there twice; each class needs a name of its own")
+            raise ValueError(f"classes: {twice!r} occurs twice; give each class a unique name")
         if self.kind == "tokens" and len(self.classes) > 256:
             raise ValueError(f"classes has {len(self.classes)} names; tokens are single bytes, so give at most 256")
         if self.features is not None and self.kind != "features":

@@ -39,9 +39,7 @@ class Problem:
     def from_json(cls, text: str) -> Problem:
         """Parse a problem; raise DataError if the text is too long, not JSON, nested too deeply, or inconsistent."""
         if len(text) > LONGEST:
-            raise DataError(
-                f"the server's problem description has {len(text):,} characters; at most {LONGEST:,} are read"
-            )
+            raise DataError(f"the server's problem description has {len(text):,} characters; the limit is {LONGEST:,}")
         try:
             problem = _PROBLEM.validate_json(text)  # rejects deep nesting itself
         except ValidationError as error:

@@ -65,7 +65,7 @@ class Reserve(BaseModel):
             return math.floor(self.share * whole + 0.5)
         if self.count >= whole:
             raise ExperimentError(
-                f"data.partition.reserve.count: {self.count} leaves none of the {whole:,} {what}; keep back fewer",
+                f"data.partition.reserve.count: {self.count} leaves none of the {whole:,} {what}; reserve fewer",
                 key="data.partition.reserve.count",
                 found=self.count,
             )

@@ -183,7 +183,7 @@ class DirichletScheme(_CappedScheme):
     )
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
-        """Draw π_i ~ Dir(α, ..., α) for each client from a generator of its own.
+        """Draw π_i ~ Dir(α, ..., α) for each client from its own generator.
 
         A seen client's π_i therefore depends neither on ``alpha_unseen`` nor on the number of clients.
         """
@@ -361,7 +361,9 @@ class FixedScheme(MixScheme):
         validation = max(1, math.floor(self.train_per_class * validation_fraction + 0.5))
         kept = self.train_per_class - (validation if self.validation_from == "train" else 0)
         if kept < 1:
-            fault = f"leaves no training example of a label beside {validation} for validation (validation_from: train)"
+            fault = (
+                f"leaves no training example of a label besides {validation} for validation (validation_from: train)"
+            )
             remedy = "use more, or a smaller data.validation_fraction"
             raise _refusal("train_per_class", self.train_per_class, fault, remedy)
         per_client = np.array([kept, validation, self.test_per_class])
@@ -485,13 +487,13 @@ def _dominant(clients: int, classes: int, share: float) -> Mixes:
 
 def _check_dominant(key: str, share: float, classes: int) -> None:
     if share < (1 - 1e-9) / classes:
-        fault = f"is below 1/{classes}, a smaller share than that of any other class"
+        fault = f"is below 1/{classes}, so the class would not dominate"
         raise _refusal(key, share, fault, f"set it to {1 / classes:g} or more, at most 1")
 
 
 def _check_classes(key: str, per_client: int, classes: int) -> None:
     if per_client > classes:
-        raise _refusal(key, per_client, "is more than the classes of the data set", f"set it to {classes} or less")
+        raise _refusal(key, per_client, "exceeds the number of classes of the data set", f"set it to {classes} or less")
 
 
 def _refusal(key: str, found: object, fault: str, remedy: str) -> ExperimentError:

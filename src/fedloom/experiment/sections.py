@@ -113,7 +113,8 @@ class Data(Section):
         if self.dataset in LOCAL:
             if self.source is None:
                 raise ExperimentError(
-                    f"data.source is missing; set it to the location of the {self.dataset}: {{path: ...}}", key="data.source"
+                    f"data.source is missing; set it to the location of the {self.dataset}: {{path: ...}}",
+                    key="data.source",
                 )
             return local_source(self.dataset, self.source, self.root)
         if self.source is not None:
@@ -133,7 +134,7 @@ class Data(Section):
 
 
 class OwnData(Section):
-    """Data that clients bring themselves."""
+    """Requirements on clients' own data."""
 
     own: Own = Field(description="Requirements on every client's data, in place of `dataset` and `partition`.")
 

@@ -324,7 +324,7 @@ class Loop(Evaluator):
             self._check_finite({}, {})
         except FloatingPointError as error:  # possible in a method that changes the state in place
             raise QuorumError(
-                f"{error}: round {self.round} is not saved", hint=f"go on with {argument('resume')}"
+                f"{error}: round {self.round} is not saved", hint=f"continue with {argument('resume')}"
             ) from error
         self.checkpoints.save(
             Checkpoint(self.algorithm.name, self.algorithm.version, self.round, self.best, self.server.state)

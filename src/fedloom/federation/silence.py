@@ -159,7 +159,7 @@ class Silence:
     def groups(self, roster: Sequence[str], least: int, lost: Collection[str] = ()) -> list[Sequence[str]]:
         """Return groups of a roster, in its order, that a cohort is filled from, one group after the other.
 
-        One group of everyone, while nobody is silent, refuses or is lost. Otherwise silent and refusing clients, and
+        One group of all clients, if none is silent, refuses or is lost. Otherwise silent and refusing clients, and
         those of an owner whose clients have all been silent in their last exchange, are in a group only if the others
         are fewer than ``least``: a cohort that is smaller is better than one in which they take the place of others.
 

@@ -3,7 +3,7 @@
 A state is one file, or one object of a bucket, named by the conversation it was kept in (:class:`Version`). The
 aggregator knows only the names. It tells each client which version to start from: that of the last round that counted
 it, so that a client lost in the middle of a round continues from its state before. A conversation repeated after a
-crash of the aggregator keeps a version of its own, named by the aggregator's new life, so a worker that has not heard
+crash of the aggregator keeps a separate version, named by the aggregator's new ``life``, so a worker that has not heard
 of the crash does no harm.
 """
 

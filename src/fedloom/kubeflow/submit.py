@@ -33,7 +33,7 @@ PATIENCE_S = 300.0
 ENDS = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 STOPPED = ("CANCELING", "CANCELED")
 PENDING_S = 60.0
-"""Seconds that a pod may be pending before the user is told where to look."""
+"""Seconds that a pod may be pending before a hint is shown."""
 
 INTERNAL = re.compile(
     r".*-driver|root|executor|iteration-item|(exit-handler|for-loop|condition|condition-branches)-\d+(\.onExit)?"

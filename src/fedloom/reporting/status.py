@@ -23,7 +23,7 @@ from fedloom.runs.listing import has_ended
 class RunStatus:
     """Status of a run, read again at each call, with the journal read only as far as it has grown.
 
-    Every method brings the copy of a published run up to date first, and raises as :meth:`RunFolder.refresh`.
+    Every method first updates the copy of a published run, and raises as :meth:`RunFolder.refresh`.
     """
 
     def __init__(self, run: RunFolder) -> None:

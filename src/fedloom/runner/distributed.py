@@ -164,7 +164,7 @@ def with_workers(
 
     The run's own workers leave at the end of the block. External ones stay until :func:`serving` ends, unless the
     block failed. ``workers`` starts the run's own, given the address and ``on_failure``; None: they connect from
-    elsewhere. ``options`` say how long these are waited for, and when a run that nobody watches stops.
+    elsewhere. ``options`` set the timeout for them, and when a run without watchers stops.
 
     Raises
     ------
@@ -173,7 +173,7 @@ def with_workers(
     WorkerLostError, DataError, ExperimentError, RefusedError
         The failure of the run's own workers, if they stopped the run.
     AbandonedError
-        If the run stopped because nobody watches it.
+        If the run stopped for lack of watchers.
     InterruptedRun
         If the run was stopped while waiting for workers.
     """

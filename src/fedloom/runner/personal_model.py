@@ -72,7 +72,7 @@ class ModelCard:
     client
         Id of the client.
     kind, input_shape, classes, normalization
-        Inputs (pixels from 0 to 255, or features or tokens as they are) and outputs, in the order of ``classes``.
+        Inputs (pixels from 0 to 255, or unchanged features or tokens) and outputs, in the order of ``classes``.
     precision
         Precision of the transfer: float32, or bfloat16, which rounds.
     privacy
@@ -188,7 +188,7 @@ class PersonalModel(nn.Module):
         """Return the model as a program of ``torch.export``."""
         content = io.BytesIO()
         try:
-            with warnings.catch_warnings():  # it mistakes channels-last kernels for views
+            with warnings.catch_warnings():  # it errors channels-last kernels for views
                 warnings.simplefilter("ignore")
                 torch.export.save(self._program(), content)
         except Exception as error:
@@ -222,7 +222,7 @@ class PersonalModel(nn.Module):
         goes_in = {
             "pixels": "pixels 0 ... 255: x = (pixels / 255 - mean) / std, of each channel",
             "features": "features: x = (features - mean) / std",
-            "tokens": "tokens, as they are",
+            "tokens": "tokens, unchanged",
         }[c.kind]
         return "\n".join(
             (

@@ -1,4 +1,4 @@
-"""Requests to stop a run: by signal, by an operator, or because nobody watches it."""
+"""Requests to stop a run: by signal, by an operator, or for lack of watchers."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class Access:
             shown = [str(certificate)] if certificate is not None else []
             shown += [f"token {token.id} of {token.name}"] if token is not None else []
             whose = " and ".join(sorted(each.name for each in found))
-            belongs = f"belong to {whose}, but must belong to one identity" if found else "nobody's"
+            belongs = f"belong to {whose}, but must belong to one identity" if found else "has no identity"
             raise Denied(f"{' and '.join(shown)}: {belongs}")
         return Admitted(found[0], certificate, token)
 

@@ -196,15 +196,15 @@ def read_identities(path: Path) -> Identities:
     try:
         table = _Table.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        mistakes = explain(error, _Table.model_json_schema(), value)
+        errors = explain(error, _Table.model_json_schema(), value)
     else:
-        mistakes = _mistakes(table.identities)
-    if mistakes:
-        raise ExperimentError(listing(str(path), mistakes, origins))
+        errors = _errors(table.identities)
+    if errors:
+        raise ExperimentError(listing(str(path), errors, origins))
     return Identities(table.identities)
 
 
-def _mistakes(entries: Sequence[IdentityEntry]) -> list[SettingError]:
+def _errors(entries: Sequence[IdentityEntry]) -> list[SettingError]:
     """Return the errors that the schema does not cover, such as missing or duplicate credentials."""
     found: list[SettingError] = []
     names = Counter(entry.name for entry in entries)

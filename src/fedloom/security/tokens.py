@@ -145,8 +145,8 @@ def read_tokens(path: Path) -> Tokens:
         value = json.loads(text)
         found = _File.model_validate_json(text)
     except ValidationError as error:
-        mistakes = explain(error, _File.model_json_schema(), value)
-        raise ExperimentError(listing(str(path), mistakes, {}), hint=_REPAIR) from None
+        errors = explain(error, _File.model_json_schema(), value)
+        raise ExperimentError(listing(str(path), errors, {}), hint=_REPAIR) from None
     except (ValueError, RecursionError) as error:
         raise ExperimentError(f"{path} is damaged: not JSON ({_without_text(error)})", hint=_REPAIR) from None
     ids = [token.id for token in found.tokens]

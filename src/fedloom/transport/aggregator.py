@@ -1,6 +1,6 @@
 """Aggregator side of the wire protocol: a gRPC server that carries exchanges to connected workers (docs/wire.md).
 
-Streams, frames and bookkeeping live on one event loop in a thread of its own. The thread that called
+Streams, frames and bookkeeping live on one event loop in its own thread. The thread that called
 :meth:`Aggregator.exchange` decodes and checks values while other replies are still in transit.
 """
 
@@ -74,7 +74,7 @@ class Aggregator:
     control
         Requests that an operator may make of the round loop; without it, the federation can only be observed.
     models
-        Service that hands out models to clients that are not workers; without it, none are handed out.
+        Service of models for clients that are not workers; None: no service.
     say
         Shows one line to the user, for example that clients have no worker. Called on the event loop's thread.
     health

@@ -149,7 +149,7 @@ def join_answers(answers: Sequence[Encoded]) -> Encoded:
 def group_answers(answers: Sequence[Encoded]) -> Iterator[range]:
     """Yield ranges of consecutive answers that share a transfer: those of one class that fit into a chunk.
 
-    An answer with a broadcast has a transfer of its own.
+    An answer with a broadcast has a separate transfer.
     """
     start, size = 0, 0
     for i, answer in enumerate(answers):

@@ -212,7 +212,7 @@ def follow(address: str, *, connect_s: float, credentials: Credentials | None = 
     """Watch the run of an aggregator to its end.
 
     The first :class:`Activity` comes at once, and another whenever something has changed, at most a few per second;
-    each evaluation (``measured``) has one of its own. The iterator ends after one whose phase is ``finished`` or
+    each evaluation (``measured``) has a separate one. The iterator ends after one whose phase is ``finished`` or
     ``failed``. Closing it stops watching.
 
     Parameters

@@ -33,7 +33,7 @@ class Introduction:
     incarnation
         Id of this process: conversations are kept as long as it stays the same.
     members
-        Announcements of the clients, in the same order, where they bring data of their own.
+        Announcements of the clients, in the same order, if they have their own data.
     """
 
     worker: str

@@ -48,7 +48,7 @@ REMEMBERED_BYTES = 256 << 20
 """Maximum size of the broadcasts cached for later models."""
 
 RETRY_INTERVAL_S = 0.5
-"""Delay before retrying an unavailable server that names no delay of its own."""
+"""Delay before retrying an unavailable server that names no delay."""
 
 RETRYABLE = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 ENDED = "Internal error from Core"
@@ -307,7 +307,7 @@ def _is_temporary(error: grpc.aio.AioRpcError) -> bool:
 
 
 class _Conversation:
-    """One attempt at a conversation, on a stream of its own."""
+    """One attempt at a conversation, on a separate stream."""
 
     def __init__(
         self, memory: Memory, call: Any, about: About, vocabulary: Mapping[str, type[Message]], speak: Speak

@@ -1,4 +1,4 @@
-"""Personalization service (docs/serving.md): on an aggregator's port, or in a process of its own.
+"""Personalization service (docs/serving.md): on an aggregator's port, or in its own process.
 
 Streams and bookkeeping live on one event loop; the server algorithm's work is done in tiles
 (``fedloom.transport.tiles``).
@@ -287,9 +287,7 @@ class Personalization:
         """Let a client that has answered the opening wait for a tile, and hold its conversation to the end."""
         heard_at, served = time.perf_counter(), client.prepared.served
         if len(self._tiles) >= self._limits.waiting:
-            await self._overloaded(
-                context, f"the queue is full: {pluralize(self._limits.waiting, 'client')} waiting"
-            )
+            await self._overloaded(context, f"the queue is full: {pluralize(self._limits.waiting, 'client')} waiting")
         self._tiles.add(client)
         try:
             while True:

@@ -165,7 +165,7 @@ class Receiver:
         cls = self._run.vocabulary.get(envelope.message)
         if cls is None:
             allowed = ", ".join(sorted(allowed.__name__ for allowed in exchange.call.shapes))
-            raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r} (allowed: {allowed})")
+            raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r} , expected {allowed}")
         specs, count = read_specs(envelope), len(envelope.rows)
         wrong = mismatch(cls, specs, exchange.call.shapes, self._run.dtype, count)
         if wrong is None and count > 1 and not all(spec.per_client for spec in specs):

@@ -192,7 +192,7 @@ class TileQueue:
 
 
 class _TileRun:
-    """One tile at work, in a thread of its own.
+    """Tile at work, in its own thread.
 
     Parameters
     ----------

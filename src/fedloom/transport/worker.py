@@ -1,6 +1,6 @@
 """Worker side of the wire protocol: receives requests and streams answers back (docs/wire.md).
 
-The stream lives on an event loop in a thread of its own (``worker_connection.py``). All work of a session, and thus all
+The stream lives on an event loop in its own thread (``worker_connection.py``). All work of a session, and thus all
 torch work, happens in the thread that called :func:`serve`.
 """
 

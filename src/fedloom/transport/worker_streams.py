@@ -141,7 +141,7 @@ class WorkerStreams:
             raise _NotAdmitted
         self._traffic.up += len(data)
         if not self._joins.spend(1 + len(data) / HELLO_BYTES):
-            raise WireError(Refusal.JOINS, "come again")
+            raise WireError(Refusal.JOINS, "retry later")
         return parse_hello(data)
 
     async def _refuse(

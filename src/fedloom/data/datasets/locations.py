@@ -169,5 +169,5 @@ def uncompressed(content: bytes, name: str) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise FetchFailed(f"{name} is damaged: {error}") from error
     if len(found) > most:
-        raise FetchFailed(f"{name}: {len(content):,} bytes that unpack to more than {most:,} are not read")
+        raise FetchFailed(f"{name}: {len(content):,} bytes unpack to more than {most:,} are not read")
     return found

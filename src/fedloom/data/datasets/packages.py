@@ -86,7 +86,7 @@ def _run(command: Sequence[str], folder: Path, statuses: Sequence[int] = (0,)) -
     try:
         done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S)
     except subprocess.TimeoutExpired as error:
-        raise FetchFailed(f"{name} did not end within {TOOL_S:.0f} s") from error
+        raise FetchFailed(f"{name} timed out after {TOOL_S:.0f} s") from error
     if done.returncode not in statuses:
         said = (done.stdout + b"\n" + done.stderr).decode(errors="replace")
         raise FetchFailed(f"{name} ended with status {done.returncode}: {_last_line(said)}")

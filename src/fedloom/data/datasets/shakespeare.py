@@ -42,7 +42,7 @@ def character_codes(text: str, where: str) -> NDArray[np.uint8]:
     wrong = np.flatnonzero((codes < 0) | (points > 127))
     if len(wrong):
         raise DataError(
-            f"{where}: the character {text[int(wrong[0])]!r} is none of the {len(VOCABULARY)} of the vocabulary: "
+            f"{where}: the character {text[int(wrong[0])]!r} is not in the vocabulary of {len(VOCABULARY)} characters: "
             f"{VOCABULARY!r}"
         )
     return codes.astype(np.uint8)

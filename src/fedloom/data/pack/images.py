@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def read_images(folder: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
+def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
     """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on.
 
     Hidden files and those that operating systems leave behind are skipped; links to folders are followed. With
@@ -53,13 +53,13 @@ def read_images(folder: Path, request: Request, mistakes: ValidationErrors, tell
             _check_place(path, label, request, known)
             taken.add(*read_picture(path))
         except UnfitImage as unfit:
-            mistakes.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))
+            errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))
             continue
         labels.append(label or "")
         owners.append(steps[depth - 1] if request.client is not None else "")
         splits.append(SPLIT_NAMES[steps[0].lower()] if given else 0)
         kept.append(path)
-    mistakes.refuse()
+    errors.refuse()
     if not kept:
         raise DataError(f"{folder} has no images; put images below it as CLASS/NAME.png")
     empty = [] if not request.labelled else [str(path.relative_to(folder)) for path in _empty(folder, depth, kept)]
@@ -97,7 +97,7 @@ def _check_request(folder: Path, request: Request) -> None:
             f"reading the images in {folder} needs Pillow, which is not installed", hint="pip install 'fedloom[vision]'"
         ) from None
     if request.client not in (None, "folder"):
-        raise ExperimentError(f"client: {request.client!r} is no column of a folder of images; use folder, or null")
+        raise ExperimentError(f"client: {request.client!r} cannot be used with a folder of images; use folder, or null")
     own = request.own
     if own is not None and (own.kind != "pixels" or own.input_shape[0] not in (1, 3)):
         raise ExperimentError(

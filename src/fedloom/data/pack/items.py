@@ -76,13 +76,11 @@ def _items(dataset: Any, what: str) -> Iterator[Any]:
     count = 0
     for item in dataset if hasattr(dataset, "__iter__") else _by_place(dataset, length or 0, what):
         if count == length:
-            raise DataError(
-                f"{what}: gives more than the {length:,} examples that len({what}) says; correct its length"
-            )
+            raise DataError(f"{what} yields more than its length, {length:,} examples; correct its length")
         count += 1
         yield item
     if length is not None and count < length:
-        raise DataError(f"{what}: gives {count:,} examples, and its length is {length:,}; correct the length")
+        raise DataError(f"{what} yields {count:,} examples, but its length is {length:,}; correct the length")
 
 
 def _by_place(dataset: Any, length: int, what: str) -> Iterator[Any]:
@@ -172,7 +170,8 @@ def _unscaled(values: NDArray[Any], where: str) -> NDArray[np.uint8]:
     if not exact.all():
         found = values[~exact].reshape(-1)[0]
         raise DataError(
-            f"{where}: has a pixel of {found:g}, which is none of 0/255 to 255/255; leave out the transform, or use "
+            f"{where}: has a pixel of {found:g}, which is not a multiple of 1/255 from 0 to 1; leave out the "
+            "transform, or use "
             "ToTensor alone (whole numbers from 0 to 255 must be of an integer type)"
         )
     return whole.astype(np.uint8)
