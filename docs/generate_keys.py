@@ -12,7 +12,7 @@ from fedloom.algorithms.base import available, find_algorithm
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.experiment import json_schema
 from fedloom.experiment.validation_errors import Schema, branches, describe
-from fedloom.runner.leaving import Leaving, answers, measures, moment_tensors
+from fedloom.runner.disclosure import DisclosedTensor, answers, measures, moment_tensors
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
@@ -54,7 +54,7 @@ def cluster_page() -> str:
 
 def leaving_page(text: str) -> str:
     """Return the page of what leaves a client, its tables made anew."""
-    methods: dict[tuple[Leaving, ...], list[str]] = {}
+    methods: dict[tuple[DisclosedTensor, ...], list[str]] = {}
     for name in available():
         methods.setdefault(tuple(answers(find_algorithm(name))), []).append(name)
     made = {
@@ -72,7 +72,7 @@ def leaving_page(text: str) -> str:
 
 
 def _leaving_table(
-    told: Sequence[Leaving], letters: Mapping[int, str] | None = None, first: str | None = None
+    told: Sequence[DisclosedTensor], letters: Mapping[int, str] | None = None, first: str | None = None
 ) -> list[str]:
     if not told:
         return []

@@ -26,11 +26,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from common import describe, machine, spread, table, write_json
+from fedloom.federation.carrier import Call, Lost
 
 from fedloom.algorithms.base import Task, find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import nothing_measured
-from fedloom.federation.carrier import Call, Lost
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess

@@ -183,7 +183,7 @@ class WorkerLostError(FedloomError):
 
 
 class AbandonedError(FedloomError):
-    """Loss of the peer: a worker's aggregator is gone, or nobody watches the aggregator."""
+    """Loss of the peer: a worker's aggregator is gone, or an aggregator has no watchers."""
 
     exit_code = ExitCode.ABANDONED
 
@@ -229,7 +229,7 @@ def argument(name: str) -> str:
 NEW_RUN = f"start a new run in another folder ({argument('out')})"
 """Advice for a run that cannot continue."""
 
-GO_ON = f"fix the cause and go on with {argument('resume')}; with other settings, {NEW_RUN}"
+GO_ON = f"fix the cause and continue with {argument('resume')}; with other settings, {NEW_RUN}"
 """Advice for a run that stopped for a cause that can be fixed."""
 
 

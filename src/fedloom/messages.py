@@ -8,7 +8,7 @@ of :class:`Message`, whose fields are ``rows`` (one row per client, ``[c, ...]``
         steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1]
 
 The transport encodes any such class without further declarations. A message that clients send declares the shape of
-its rows, in numbers and in names that the server half knows (``ServerAlgorithm.sizes``).
+its rows, in numbers and in names that the server algorithm knows (``ServerAlgorithm.sizes``).
 """
 
 from __future__ import annotations

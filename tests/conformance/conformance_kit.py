@@ -1,4 +1,4 @@
-"""A tiny federation made of the real parts, and carriers that lose, move and poison what the real ones carry."""
+"""A tiny federation made of the real parts, and transports that lose, move and poison what the real ones carry."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation, find_algorithm
 from fedloom.data.federated import FederatedDataset
 from fedloom.evaluation.summary import EvaluationResult
-from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop
 from fedloom.federation.loop_config import LoopHooks
 from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
+from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic, Transport
 from fedloom.messages import Message
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
@@ -161,8 +161,8 @@ class Federation:
                 tree[section] = value
         return dataclasses.replace(self, parts=_parts(self.tmp, tree, self.dataset))
 
-    def carrier(self, name: str, change: Callable[[ClientAlgorithm], Any] = lambda half: half) -> InProcess:
-        """A fresh in-process carrier for the run in folder ``name``; ``change`` may wrap the clients' half."""
+    def transport(self, name: str, change: Callable[[ClientAlgorithm], Any] = lambda half: half) -> InProcess:
+        """A fresh in-process transport for the run in folder ``name``; ``change`` may wrap the clients' half."""
         algorithm = self.parts.algorithm
         changed = copy.copy(algorithm)
         vars(changed)["client"] = lambda *known: change(algorithm.client(*known))
@@ -171,18 +171,24 @@ class Federation:
         )
 
     def loop(
-        self, name: str, carrier: Carrier | None = None, replay: str | None = None, stop: threading.Event | None = None
+        self,
+        name: str,
+        transport: Transport | None = None,
+        replay: str | None = None,
+        stop: threading.Event | None = None,
     ) -> Loop:
         """A loop over the run's folder ``name``; ``replay`` names the folder whose journal is repeated."""
         folder = RunFolder(self.tmp / name)
         folder.make()
         again = None if replay is None else Replay(RunFolder(self.tmp / replay))
         stop = threading.Event() if stop is None else stop
-        return assemble.loop(self.parts, carrier or self.carrier(name), folder, LoopHooks(Quiet(), stop), replay=again)
+        return assemble.loop(
+            self.parts, transport or self.transport(name), folder, LoopHooks(Quiet(), stop), replay=again
+        )
 
-    def run(self, name: str, carrier: Carrier | None = None, replay: str | None = None) -> EvaluationResult:
+    def run(self, name: str, transport: Transport | None = None, replay: str | None = None) -> EvaluationResult:
         """Run from the beginning to the end."""
-        return self.loop(name, carrier, replay).run()
+        return self.loop(name, transport, replay).run()
 
     def resume(self, name: str) -> EvaluationResult:
         """Go on in a folder, in new objects only."""
@@ -206,11 +212,11 @@ class Federation:
     def exchanges(self, round: int = 2) -> list[Exchange]:
         """The exchanges of an undisturbed training round, found by running it."""
         name = f"exchanges-{round}"
-        carrier = Faulty(self.carrier(name))
-        self.changed(federation__rounds=round).run(name, carrier)
+        transport = Faulty(self.transport(name))
+        self.changed(federation__rounds=round).run(name, transport)
         return [
             Exchange(call.key.conversation, call.exchange, call.rows)
-            for call in carrier.calls
+            for call in transport.calls
             if call.key.round == round and call.key.purpose == "train"
         ]
 
@@ -280,7 +286,7 @@ def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 class Faulty:
-    """Carries as another carrier does, and then loses the rows that ``lose`` names: the client did all its work.
+    """Carries as another transport does, and then loses the rows that ``lose`` names: the client did all its work.
 
     Parameters
     ----------
@@ -292,31 +298,31 @@ class Faulty:
 
     def __init__(
         self,
-        carrier: Carrier,
+        transport: Transport,
         lose: Callable[[Call, int], bool] = lambda call, row: False,
         before: Callable[[Call], None] = lambda call: None,
     ) -> None:
         self.calls: list[Call] = []
-        self.refusals, self.silence = carrier.refusals, carrier.silence
-        self._carrier = carrier
+        self.refusals, self.silence = transport.refusals, transport.silence
+        self._transport = transport
         self._lose = lose
         self._before = before
 
     @property
     def traffic(self) -> Traffic:
-        return self._carrier.traffic
+        return self._transport.traffic
 
     def exchange(self, call: Call) -> Sequence[Message | Lost]:
         self.calls.append(call)
         self._before(call)
-        answers = self._carrier.exchange(call)
+        answers = self._transport.exchange(call)
         return [
             Lost("injected") if self._lose(call, row) else answer
             for row, answer in zip(call.rows, answers, strict=True)
         ]
 
     def close(self, key: ConversationKey) -> None:
-        self._carrier.close(key)
+        self._transport.close(key)
 
 
 class Spread:

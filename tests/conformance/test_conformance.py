@@ -33,8 +33,8 @@ from conformance_kit import (
 from fedloom.errors import DataError, ExitCode, InterruptedRun, QuorumError
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.evaluation.summary import groups
-from fedloom.federation.carrier import Call
 from fedloom.federation.loop import Loop
+from fedloom.federation.transport import Call
 from fedloom.runner import assemble
 from fedloom.runs.folder import RunFolder
 
@@ -69,7 +69,7 @@ def test_each_client_lost_at_each_exchange_and_the_replay_of_it(tiny: Federation
         for row in exchange.rows:
             name = f"lost-{exchange.conversation}-{exchange.exchange}-{row}"
             lose = lambda call, r, e=exchange, row=row: training(call) and e.same(call) and r == row  # noqa: E731
-            loop = tiny.loop(name, Faulty(tiny.carrier(name), lose))
+            loop = tiny.loop(name, Faulty(tiny.transport(name), lose))
             loop.run()
             assert loop.round == ROUNDS
             assert_finite(loop)
@@ -89,13 +89,13 @@ def test_client_steps_are_those_of_the_clients_that_made_them(tiny: Federation, 
     alone = []
     for row in range(COHORT):
         others_lost = lambda call, r, row=row: training(call) and r != row  # noqa: E731
-        tiny.run(f"alone-{row}", Faulty(tiny.carrier(f"alone-{row}"), others_lost))
+        tiny.run(f"alone-{row}", Faulty(tiny.transport(f"alone-{row}"), others_lost))
         alone.append(steps(tiny, f"alone-{row}"))
     assert min(alone) > 0
     assert steps(tiny, "whole") == sum(alone)
     for row in range(COHORT):
         never_there = lambda call, r, row=row: training(call) and r == row  # noqa: E731
-        tiny.run(f"without-{row}", Faulty(tiny.carrier(f"without-{row}"), never_there))
+        tiny.run(f"without-{row}", Faulty(tiny.transport(f"without-{row}"), never_there))
         assert steps(tiny, f"without-{row}") == sum(alone) - alone[row]
 
 
@@ -105,7 +105,7 @@ def test_one_survivor_of_each_exchange(tiny: Federation, trained: str) -> None:
         for survivor in exchange.rows:
             name = f"survivor-{exchange.conversation}-{exchange.exchange}-{survivor}"
             lose = lambda call, row, e=exchange, s=survivor: training(call) and e.same(call) and row != s  # noqa: E731
-            loop = tiny.loop(name, Faulty(tiny.carrier(name), lose))
+            loop = tiny.loop(name, Faulty(tiny.transport(name), lose))
             loop.run()
             assert loop.round == ROUNDS
             assert_finite(loop)
@@ -116,7 +116,7 @@ def test_one_survivor_of_an_exchange_that_is_drawn(tiny: Federation, sampled: st
     exchange = draw.choice(tiny.exchanges())
     survivor = draw.choice(exchange.rows)
     lose = lambda call, row: training(call) and exchange.same(call) and row != survivor  # noqa: E731
-    loop = tiny.loop("survivor", Faulty(tiny.carrier("survivor"), lose))
+    loop = tiny.loop("survivor", Faulty(tiny.transport("survivor"), lose))
     loop.run()
     assert loop.round == ROUNDS
     assert_finite(loop)
@@ -127,7 +127,7 @@ def test_an_attempt_that_loses_everybody_changes_nothing_and_is_made_again(tiny:
     for exchange in tiny.exchanges():
         name = f"everybody-{exchange.conversation}-{exchange.exchange}"
         lose = lambda call, row, e=exchange: training(call) and call.key.attempt == 1 and e.same(call)  # noqa: E731
-        loop = tiny.loop(name, Faulty(tiny.carrier(name), lose))
+        loop = tiny.loop(name, Faulty(tiny.transport(name), lose))
         before: list[dict[str, torch.Tensor]] = []
         unchanged: list[bool] = []
         loop.observer.on_round = lambda attempt, loop=loop, before=before: before.append(state(loop))
@@ -145,7 +145,7 @@ def test_an_attempt_that_loses_everybody_changes_nothing_and_is_made_again(tiny:
 def test_when_every_attempt_fails_the_run_stops_with_its_last_round_durable(tiny: Federation, trained: str) -> None:
     tiny.run("whole")
     tiny = tiny.changed(federation__checkpoint_every_s=1e9)
-    loop = tiny.loop("failed", Faulty(tiny.carrier("failed"), lambda call, row: training(call)))
+    loop = tiny.loop("failed", Faulty(tiny.transport("failed"), lambda call, row: training(call)))
     said = r"client-\d+ was lost: injected; 0 of 3 clients answered.*round 2 failed 3 times"
     with pytest.raises(QuorumError, match=said) as failure:
         loop.run()
@@ -160,20 +160,20 @@ def test_min_replies(tiny: Federation, trained: str) -> None:
     tiny = tiny.changed(federation__min_replies=2)
     for lost, made in ((1, [1]), (2, [1, 2])):
         lose = lambda call, row, lost=lost: training(call) and call.key.attempt == 1 and row < lost  # noqa: E731
-        tiny.run(f"{lost}-lost", Faulty(tiny.carrier(f"{lost}-lost"), lose))
+        tiny.run(f"{lost}-lost", Faulty(tiny.transport(f"{lost}-lost"), lose))
         assert [a.attempt for a in tiny.attempts(f"{lost}-lost") if a.round == AT] == made
 
 
 def test_a_reply_that_is_not_finite_loses_its_client_and_nobody_else(tiny: Federation, trained: str) -> None:
     tiny = tiny.changed(federation__rounds=1)
-    carrier = Faulty(tiny.carrier("whole"))
-    tiny.run("whole", carrier)
-    first = [call for call in carrier.calls if training(call, 1) and call.key.conversation == 0]
+    transport = Faulty(tiny.transport("whole"))
+    tiny.run("whole", transport)
+    first = [call for call in transport.calls if training(call, 1) and call.key.conversation == 0]
     row = 1
     client, opening = first[0].clients[row], type(first[0].message)
     for call in first:
         name = f"nan-{call.exchange}"
-        loop = tiny.loop(name, tiny.carrier(name, lambda half, e=call.exchange: Poisoned(half, opening, client, e)))
+        loop = tiny.loop(name, tiny.transport(name, lambda half, e=call.exchange: Poisoned(half, opening, client, e)))
         loop.run()
         assert_finite(loop)
         (attempt,) = tiny.attempts(name)
@@ -182,7 +182,7 @@ def test_a_reply_that_is_not_finite_loses_its_client_and_nobody_else(tiny: Feder
         assert "is not finite" in loss.reason
         assert sum(attempt.refused.values()) == 1
         lose = lambda c, r, e=call.exchange: training(c, 1) and (c.key.conversation, c.exchange, r) == (0, e, row)  # noqa: E731
-        tiny.run(f"{name}-lost", Faulty(tiny.carrier(f"{name}-lost"), lose))
+        tiny.run(f"{name}-lost", Faulty(tiny.transport(f"{name}-lost"), lose))
         assert tiny.final(f"{name}-lost") == tiny.final(name)
 
 
@@ -192,7 +192,7 @@ GROWS: dict[str, dict[str, Any]] = {"pfedbayes": {"beta": 2.0}, "pfedbayes:kept"
 
 def test_answers_that_are_absurd_are_refused(tiny: Federation, trained: str) -> None:
     """Every answer is finite, and far beyond what a model can be."""
-    loop = tiny.loop("absurd", tiny.carrier("absurd", Huge))
+    loop = tiny.loop("absurd", tiny.transport("absurd", Huge))
     before = state(loop)
     with pytest.raises(QuorumError, match="value out of range"):
         loop.run()
@@ -211,7 +211,7 @@ def test_a_state_that_would_not_be_finite_is_not_taken_over(
     tree = tiny.parts.experiment.model_dump(mode="json")["algorithm"]
     rounds = 4
     tiny = tiny.changed(algorithm={**tree, **GROWS.get(trained, {})}, federation__rounds=rounds)
-    loop = tiny.loop("huge", tiny.carrier("huge", Huge))
+    loop = tiny.loop("huge", tiny.transport("huge", Huge))
     states = [state(loop)]
     unchanged: list[bool] = []
     loop.observer.on_round = lambda attempt: states.append(state(loop))
@@ -268,9 +268,9 @@ def test_killed_at_one_exchange_of_each_kind_and_resumed(tiny: Federation, sampl
 
 def undisturbed(tiny: Federation) -> list[Call]:
     """The calls of a whole run, in the folder ``whole``."""
-    carrier = Faulty(tiny.carrier("whole"))
-    tiny.run("whole", carrier)
-    return carrier.calls
+    transport = Faulty(tiny.transport("whole"))
+    tiny.run("whole", transport)
+    return transport.calls
 
 
 def killed_and_resumed(tiny: Federation, i: int, calls: list[Call]) -> None:
@@ -283,7 +283,7 @@ def killed_and_resumed(tiny: Federation, i: int, calls: list[Call]) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        tiny.run(name, Faulty(tiny.carrier(name), before=kill))
+        tiny.run(name, Faulty(tiny.transport(name), before=kill))
     tiny.resume(name)
     assert tiny.final(name) == tiny.final("whole"), calls[i].key
     assert tiny.metrics(name) == tiny.metrics("whole")
@@ -292,10 +292,10 @@ def killed_and_resumed(tiny: Federation, i: int, calls: list[Call]) -> None:
 
 @pytest.mark.parametrize("purpose", ["train", "evaluate"])
 def test_stopping_loses_nobody(tiny: Federation, trained: str, purpose: str) -> None:
-    """A carrier that is stopped loses who has not answered; that must not become part of the run."""
-    carrier = Faulty(tiny.carrier("whole"))
-    tiny.run("whole", carrier)
-    calls = [c for c in carrier.calls if c.key.purpose == purpose and c.key.round == AT]
+    """A transport that is stopped loses who has not answered; that must not become part of the run."""
+    transport = Faulty(tiny.transport("whole"))
+    tiny.run("whole", transport)
+    calls = [c for c in transport.calls if c.key.purpose == purpose and c.key.round == AT]
     for call in calls:
         name = f"stopped-{call.key.conversation}-{call.exchange}"
         stop = threading.Event()
@@ -306,7 +306,7 @@ def test_stopping_loses_nobody(tiny: Federation, trained: str, purpose: str) -> 
             return stop.is_set() and row > 0
 
         with pytest.raises(InterruptedRun) as stopped:
-            tiny.loop(name, Faulty(tiny.carrier(name), lose), stop=stop).run()
+            tiny.loop(name, Faulty(tiny.transport(name), lose), stop=stop).run()
         assert stopped.value.exit_code is ExitCode.INTERRUPTED
         assert not any(c.lost for a in tiny.attempts(name) for c in a.conversations)
         tiny.resume(name)
@@ -324,7 +324,7 @@ def test_where_clients_are_served_changes_nothing(tiny: Federation, method: str,
     shared = [frozenset(everyone)] * places
     apart = [frozenset(everyone[i::places]) for i in range(places)]
     for name, serves in (("shared", shared), ("apart", apart)):
-        tiny.run(name, Spread([tiny.carrier(name) for _ in serves], serves))
+        tiny.run(name, Spread([tiny.transport(name) for _ in serves], serves))
         assert tiny.final(name) == tiny.final("whole")
         for there, here in zip(tiny.metrics(name), tiny.metrics("whole"), strict=True):
             del there["communication"], here["communication"]  # Spread counts traffic, as a wire does
@@ -389,10 +389,10 @@ def test_the_probabilities_of_the_predictors(tiny: Federation, method: str) -> N
 
 
 def test_clients_lost_in_an_evaluation_are_left_out_of_it(tiny: Federation, method: str) -> None:
-    carrier = Faulty(tiny.carrier("whole"))
-    tiny.run("whole", carrier)
-    final = max(call.key.round for call in carrier.calls)
-    last = max(call.exchange for call in carrier.calls if call.key.purpose == "evaluate")
+    transport = Faulty(tiny.transport("whole"))
+    tiny.run("whole", transport)
+    final = max(call.key.round for call in transport.calls)
+    last = max(call.exchange for call in transport.calls if call.key.purpose == "evaluate")
     for exchange in range(last + 1):
         for rows in ({0}, {0, 1, 2, 3}):  # one, and a whole cohort
             name = f"absent-{exchange}-{len(rows)}"
@@ -401,7 +401,7 @@ def test_clients_lost_in_an_evaluation_are_left_out_of_it(tiny: Federation, meth
                 measured = call.key.purpose == "evaluate" and call.key.round == final
                 return measured and call.key.conversation == 0 and call.exchange == exchange and row in rows
 
-            evaluation = tiny.run(name, Faulty(tiny.carrier(name), lose))
+            evaluation = tiny.run(name, Faulty(tiny.transport(name), lose))
             assert (~evaluation.present).nonzero().flatten().tolist() == sorted(rows)
             statistics = groups(evaluation, label_mask=False)
             assert statistics["seen"]["clients"] == int((evaluation.seen & evaluation.present).sum())
@@ -412,10 +412,10 @@ def test_clients_lost_in_an_evaluation_are_left_out_of_it(tiny: Federation, meth
 
 
 def test_an_evaluation_that_nobody_answers(tiny: Federation, method: str) -> None:
-    evaluation = tiny.run("nobody", Faulty(tiny.carrier("nobody"), lambda call, row: call.key.purpose == "evaluate"))
+    evaluation = tiny.run("nobody", Faulty(tiny.transport("nobody"), lambda call, row: call.key.purpose == "evaluate"))
     assert not evaluation.present.any()
     assert tiny.metrics("nobody")[-1]["seen"] is None
     json.dumps(tiny.metrics("nobody"), allow_nan=False)
     assert set(
-        tiny.loop("nobody", Faulty(tiny.carrier("nobody"), lambda call, row: True)).personalize(evaluation.clients)
+        tiny.loop("nobody", Faulty(tiny.transport("nobody"), lambda call, row: True)).personalize(evaluation.clients)
     ) == {*evaluation.clients}

@@ -12,7 +12,7 @@ from transport_support import Sum, expected, key, served_run, start_call
 
 from faults.place import Broken, Place
 from faults.table import Fault, Tried
-from fedloom.federation.carrier import Call, Lost
+from fedloom.federation.transport import Call, Lost
 from fedloom.transport.codec import Assembler, Cutter, encode, read_specs
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Arrived, Clients, Exchange, Link, WorkerInfo

@@ -13,7 +13,7 @@ from transport_support import expected, key, start_call, step_call
 from faults.fuzz import dispatcher, link, quiet, reply
 from faults.place import Broken, Place
 from faults.table import Fault, Tried
-from fedloom.federation.carrier import Call, Lost
+from fedloom.federation.transport import Call, Lost
 from fedloom.transport.codec import Cutter
 from fedloom.transport.exchanges import Arrived, Exchange, Link
 from fedloom.transport.frames import WireError, pack_parts, parse_frame, seal_frame, serialize

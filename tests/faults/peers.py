@@ -20,7 +20,7 @@ from transport_support import Hostile
 from faults import http2
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.evaluation.measure import nothing_measured
-from fedloom.federation.carrier import ConversationKey, Lost
+from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
 from fedloom.runner.worker import Worker, WorkerOptions
 from fedloom.security.options import ClientOptions

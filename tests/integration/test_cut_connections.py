@@ -59,8 +59,8 @@ def test_pefll_over_connections_that_are_cut_every_40_kilobytes(tiny_root: Path,
         return sorted((tmp_path / name / "checkpoints").glob("round-*"))[-1].read_bytes()
 
     undisturbed = folder("undisturbed")
-    carrier = assemble.in_process(parts, dataset, undisturbed)
-    assemble.loop(parts, carrier, undisturbed, LoopHooks(RunObserver())).run()
+    transport = assemble.in_process(parts, dataset, undisturbed)
+    assemble.loop(parts, transport, undisturbed, LoopHooks(RunObserver())).run()
 
     algorithm = parts.algorithm
     run = ServedRun(

@@ -230,7 +230,7 @@ def test_workers_that_come_after_the_end_are_let_go(notices: ProgressPublisher) 
     until(lambda: aggregator.workers())
     watcher = Watcher(address)
     watcher.until(phase="waiting")
-    aggregator.dismiss(finished=True)
+    aggregator.shutdown_workers(finished=True)
     late = Worker(address, "late", CLIENTS)
     for worker in (early, late):
         worker.thread.join(10)

@@ -14,8 +14,8 @@ import torch
 from proxies import ReverseProxy
 from transport_support import Proxy, Worker, expected, key, make_aggregator, start_call, step_call, until
 
-from fedloom.federation.carrier import Lost
 from fedloom.federation.monitor import Monitor
+from fedloom.federation.transport import Lost
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.options import ClientOptions, Credentials, Protection, ServerOptions
 from fedloom.security.tokens import add_token

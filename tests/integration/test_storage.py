@@ -303,7 +303,7 @@ def test_absent_bucket(s3_server: S3Server) -> None:
     error = refusal(s3_server, "s3://not-there/x", lambda s: s.check())
     assert error.exit_code == ExitCode.STORAGE
     assert "s3://not-there" in str(error)
-    assert "has no such bucket" in str(error)
+    assert "has no bucket" in str(error)
     assert "create the bucket" in str(error)
 
 

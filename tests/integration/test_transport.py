@@ -30,7 +30,7 @@ from transport_support import (
 )
 
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumError, RefusedError, StorageError
-from fedloom.federation.carrier import Lost
+from fedloom.federation.transport import Lost
 from fedloom.transport.connected import ConnectedWorkers
 from fedloom.transport.exchanges import Clients, WorkerInfo
 from fedloom.transport.frames import Refusal
@@ -705,7 +705,7 @@ def test_an_aggregator_that_is_gone(worker):
     alone = worker(address="127.0.0.1:1", reconnect_s=0.3)
     alone.thread.join(30)
     assert isinstance(alone.error, AbandonedError)
-    assert "127.0.0.1:1 is gone for 0.3 s" in str(alone.error)
+    assert "127.0.0.1:1 for 0.3 s" in str(alone.error)
     assert time.monotonic() - began < 3
 
 
@@ -735,8 +735,8 @@ def test_who_is_dialling_while_a_run_ends_is_told_that_it_is_over(worker, backgr
         aggregator.stop()
         aggregator = make_aggregator("a2")
         aggregator.start(address)
-    aggregator.dismiss(finished=True)
-    waiting = background(aggregator.linger, resumed)
+    aggregator.shutdown_workers(finished=True)
+    waiting = background(aggregator.drain, resumed)
     proxy.target = there
     waiting.result(30)
     aggregator.stop(finished=True)
@@ -749,9 +749,9 @@ def test_an_end_with_everyone_told_waits_for_nobody(aggregator, worker):
     served = worker()
     aggregator.wait_for(set(CLIENTS), 30)
     began = time.monotonic()
-    aggregator.dismiss(finished=True)
+    aggregator.shutdown_workers(finished=True)
     served.thread.join(10)
-    aggregator.linger(resumed=False)
+    aggregator.drain(resumed=False)
     assert time.monotonic() - began < 5
     assert served.over is True
 

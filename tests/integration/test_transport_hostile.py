@@ -29,7 +29,7 @@ from transport_support import (
     until,
 )
 
-from fedloom.federation.carrier import Lost
+from fedloom.federation.transport import Lost
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.dispatcher import UNREAD_LANES, Dispatcher
 from fedloom.transport.exchanges import Clients, Link, WorkerInfo

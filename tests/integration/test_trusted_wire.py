@@ -649,7 +649,7 @@ def test_a_stream_ends_with_its_certificate(federation: Federation, monkeypatch:
     aggregator.wait_for(CLIENTS, 10)
     error = ended(worker)
     assert error.exit_code == ExitCode.REFUSED
-    assert tells(str(error), "north/tls.crt", "ended at", "clock says")
+    assert tells(str(error), "north/tls.crt", "expired at", "clock")
     until(lambda: aggregator.workers() == ())
     assert federation.events("revoked") == []
 
@@ -771,7 +771,7 @@ def test_a_server_whose_certificate_has_ended_does_not_start(federation: Federat
     make_certificate("server", federation.folder, federation.ca, hosts=["127.0.0.1"], days=10, replace=True)
     with pytest.raises(RefusedError) as refused:
         federation.start()
-    assert tells(str(refused.value), "server/tls.crt", "ended at", "clock says")
+    assert tells(str(refused.value), "server/tls.crt", "expired at", "clock")
 
 
 @pytest.mark.parametrize(
@@ -840,7 +840,7 @@ def test_a_member_that_is_not_believed(federation: Federation, what: str, facts:
     assert tells(str(refused.value), federation.address, *facts)
 
 
-@pytest.mark.parametrize(("days", "word"), [(-20, "ended at"), (20, "is valid from")])
+@pytest.mark.parametrize(("days", "word"), [(-20, "expired at"), (20, "is not valid before")])
 def test_a_member_whose_own_certificate_is_not_valid_is_told_before_it_dials(
     federation: Federation, at, days: float, word: str
 ) -> None:

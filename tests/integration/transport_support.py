@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fedloom
-from fedloom.federation.carrier import Call, ConversationKey, Lost, MissingConversation
+from fedloom.federation.transport import Call, ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message, Quantity, broadcast, rows
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.codec import Cutter, encode

@@ -25,7 +25,7 @@ from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.control import Control
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop, vocabulary
-from fedloom.federation.loop_config import Halves, LoopConfig, LoopHooks
+from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
@@ -247,7 +247,7 @@ def federation(
     repeated: RunFolder | None = None,
     private: bool = False,
 ) -> Federation:
-    """The real loop over the in-process carrier, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
+    """The real loop over the in-process transport, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
 
     ``repeated``: a run whose journal is replayed. ``private``: what the method promises is counted.
     """
@@ -263,7 +263,7 @@ def federation(
             predictors[loop.round, member.id] = dict(named)
         return metrics(found, clients.clients, half.predictors, batch_size=16)
 
-    carrier = InProcess(
+    transport = InProcess(
         ClientSide(
             half,
             vocabulary(algorithm),
@@ -298,9 +298,9 @@ def federation(
             label_mask=False,
             seed=seed,
         ),
-        Halves(algorithm, algorithm.server(settings, problem, generator(seed, "init")), half),
+        AlgorithmPair(algorithm, algorithm.server(settings, problem, generator(seed, "init")), half),
         FixedRoster(known),
-        carrier,
+        transport,
         made,
         LoopHooks(
             Silent(),

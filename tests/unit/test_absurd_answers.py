@@ -22,7 +22,7 @@ from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.core.words import REASON_CHARACTERS
 from fedloom.errors import QuorumError
 from fedloom.evaluation.measure import implausible, nothing_measured
-from fedloom.federation.carrier import Traffic
+from fedloom.federation.transport import Traffic
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Metrics
 
@@ -213,7 +213,7 @@ def test_what_a_server_half_makes_of_answers_fails_the_attempt(
     f = fedavg(tmp_path, instead, "nobody", rounds=4)
     f.loop.schedule = dataclasses.replace(f.loop.schedule, attempts=3)
     f.loop.resume()
-    f.loop.carrier.traffic = Traffic(0, 0)  # as of clients elsewhere
+    f.loop.transport.traffic = Traffic(0, 0)  # as of clients elsewhere
     before, honestly = f.state, f.loop.server.train_round
 
     def broken(round: Any) -> Any:
@@ -243,7 +243,7 @@ def test_what_the_carrier_raises_is_a_bug_and_stays_one(tmp_path: Path) -> None:
     def broken(call: Any) -> Any:
         raise ValueError("ours")
 
-    f.loop.carrier.exchange = broken  # type: ignore[method-assign]
+    f.loop.transport.exchange = broken  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="ours"):
         f.run()
 
@@ -311,7 +311,7 @@ def test_refusals_that_are_counted_while_an_attempt_is_written_down_harm_nothing
             return int(self) - other
 
     f = fedavg(tmp_path, instead, "nobody", rounds=1)
-    counts = f.loop.carrier.refusals.counts
+    counts = f.loop.transport.refusals.counts
     counts["late"] = Counted(0)
     f.run()
     assert len(counts) > 1

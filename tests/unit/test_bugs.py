@@ -27,8 +27,8 @@ from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import DataError, QuorumError, raised_at
 from fedloom.federation.bugs import is_bug, place, safe_reason
-from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.silence import Silence
+from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.messages import Message
 
 SETTINGS = FedAvgSettings(local=LocalSGD(steps=1, batch_size=2))
@@ -60,18 +60,18 @@ def made(folder: Path, fault: Callable[[ClientGroup], None], **keys: Any) -> Fed
 class Elsewhere:
     """Carries as over a wire: an exception does not travel, and bytes are measured."""
 
-    def __init__(self, carrier: Any) -> None:
+    def __init__(self, transport: Any) -> None:
         self.traffic, self.refusals, self.silence = Traffic(0, 0), Refusals(), Silence()
-        self._carrier = carrier
-        carrier._client_side.raises_bugs = False
+        self._transport = transport
+        transport._client_side.raises_bugs = False
 
     def exchange(self, call: Call) -> Sequence[Message | Lost]:
         given = call.key, call.exchange, call.rows, call.clients, call.message, call.states
-        found = dict(self._carrier._client_side.answer(*given))
+        found = dict(self._transport._client_side.answer(*given))
         return [found[row] for row in call.rows]
 
     def close(self, key: ConversationKey) -> None:
-        self._carrier.close(key)
+        self._transport.close(key)
 
 
 def typo(group: ClientGroup) -> None:
@@ -143,7 +143,7 @@ def test_over_a_wire_a_bug_is_told_with_its_class_and_line(
     fault: Callable[[ClientGroup], None], tmp_path: Path
 ) -> None:
     f = made(tmp_path, fault, rounds=1)
-    f.loop.carrier = Elsewhere(f.loop.carrier)
+    f.loop.transport = Elsewhere(f.loop.transport)
     if fault is typo:
         f.run()
         reasons = [loss.reason for a in f.loop.journal.attempts for c in a.conversations for loss in c.lost]
@@ -173,7 +173,7 @@ def test_a_bug_of_a_server_half_is_raised_in_process_and_told_by_the_line_of_the
     line = inspect.getsourcelines(broken)[1] + 1
     assert place(raised.value) == f"test_bugs.py, line {line}"
     f = made(tmp_path / "far", lambda group: None, rounds=1)
-    f.loop.carrier = Elsewhere(f.loop.carrier)
+    f.loop.transport = Elsewhere(f.loop.transport)
     f.loop.server.train_round = broken  # type: ignore[method-assign]
     with pytest.raises(QuorumError) as error:
         f.run()

@@ -103,7 +103,7 @@ def test_nothing_takes_the_place_of_what_is_there_unasked(ca: Path, tmp_path: Pa
     read_key_pair(made.certificate, made.key)
 
 
-@pytest.mark.parametrize(("made_at", "word"), [(-30, "ended at"), (30, "is valid from")])
+@pytest.mark.parametrize(("made_at", "word"), [(-30, "expired at"), (30, "is not valid before")])
 def test_a_certificate_outside_of_its_time(
     ca: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_at: int, word: str
 ) -> None:

@@ -427,7 +427,7 @@ def test_who_starts_where_its_loss_is_not_finite_is_told_so() -> None:
     train(SMALL, members, theta, s)
     assert list(members.lost) == [1]
     assert "local step 1 of 5; " in members.lost[1]
-    assert members.lost[1].endswith("smaller steps before, as its loss is not finite where it started")
+    assert members.lost[1].endswith("smaller steps earlier")
 
 
 def test_what_a_client_keeps_is_a_row_of_its_group() -> None:

@@ -31,9 +31,9 @@ from fedloom.algorithms.pfedgp import PFEDGP, PFedGPSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.evaluation.measure import nothing_measured
-from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.loop import vocabulary
+from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictors
 

@@ -280,7 +280,7 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
         ("summary.json", '{"seen": 3, "unseen": null, "global": null}', r"summary\.json: .*seen"),
         ("metrics.jsonl", "", r"metrics\.jsonl: has no evaluated round"),
         ("clients.csv", "id\n", r"clients\.csv: has no clients"),
-        ("partition.json", None, r"partition\.json: is not there"),
+        ("partition.json", None, r"partition\.json"),
         ("environment.json", "[]", r"environment\.json: damaged"),
     ],
 )

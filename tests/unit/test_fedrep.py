@@ -17,8 +17,8 @@ from fedloom.algorithms.fedrep import FEDREP, FedRepSettings
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
 from fedloom.errors import ExperimentError
-from fedloom.federation.carrier import Call, Lost
 from fedloom.federation.randomness import generator
+from fedloom.federation.transport import Call, Lost
 from fedloom.models.mlp import MLP
 
 SIZES = (4, 9, 6)
@@ -133,21 +133,21 @@ def test_the_body_alone_travels(tmp_path: Path) -> None:
 class Late:
     """Carries as another does, and loses c1's answers in the second round: it has trained, and kept its head."""
 
-    def __init__(self, carrier: Any) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
+        return getattr(self._transport, name)
 
     def exchange(self, call: Call) -> list[Any]:
         late = call.key.purpose == "train" and call.key.round == 2
-        answers = zip(call.clients, self._carrier.exchange(call), strict=True)
+        answers = zip(call.clients, self._transport.exchange(call), strict=True)
         return [Lost("late") if late and client == "c1" else answer for client, answer in answers]
 
 
 def test_a_lost_clients_head_is_that_of_its_last_counted_round(tmp_path: Path) -> None:
     f = run(tmp_path, made(personalize_epochs=3), rounds=2)
-    f.loop.carrier = Late(f.loop.carrier)
+    f.loop.transport = Late(f.loop.transport)
     f.loop._train_round()
     first = {c: kept_head(tmp_path, c, 1) for c in ("c0", "c1", "c2")}
     f.run()

@@ -174,7 +174,7 @@ def test_arrows_make_no_circle() -> None:
         ("algorithms/a.py", "import grpc", "algorithms imports grpc"),
         ("algorithms/a.py", "from pathlib import Path", "algorithms imports pathlib"),
         ("algorithms/a.py", "try:\n    import yaml\nexcept ImportError: ...", "algorithms imports yaml"),
-        ("algorithms/a.py", "from fedloom.federation.carrier import Call", "algorithms imports fedloom.federation"),
+        ("algorithms/a.py", "from fedloom.federation.transport import Call", "algorithms imports fedloom.federation"),
         ("transport/a.py", "from fedloom.algorithms.pefll import PEFLL", "transport imports fedloom.algorithms.pefll"),
         ("transport/a.py", "from fedloom.algorithms import fedavg", "transport imports fedloom.algorithms.fedavg"),
         ("evaluation/a.py", "from fedloom.models.predictors import Predictor", "evaluation imports fedloom.models"),
@@ -202,7 +202,7 @@ def test_a_wrong_import_is_found(tmp_path: Path, where: str, code: str, expected
     [
         ("evaluation/a.py", "if TYPE_CHECKING:\n    from fedloom.models.predictors import Predictor"),
         ("algorithms/a.py", "import torch\nfrom fedloom.models.flat import FlatModel\nfrom .base import Settings"),
-        ("transport/a.py", "import grpc\nimport fedloom.federation.carrier\nimport fedloom.errors"),
+        ("transport/a.py", "import grpc\nimport fedloom.federation.transport\nimport fedloom.errors"),
         ("cli/a.py", "import fedloom\nfrom fedloom.transport import codec"),
         ("data/a.py", "numpy.load('x', allow_pickle=False)"),
     ],

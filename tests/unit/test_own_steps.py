@@ -15,8 +15,8 @@ from vowel_runs import on_vowels
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.errors import ExperimentError
-from fedloom.federation.carrier import Call, ConversationKey, Lost
 from fedloom.federation.client_side import after_steps_purpose
+from fedloom.federation.transport import Call, ConversationKey, Lost
 from fedloom.runner.results import conclude
 from fedloom.runner.trained import evaluate
 
@@ -146,7 +146,7 @@ def test_steps_that_the_experiment_does_not_name_are_refused(tmp_path: Path) -> 
         opening(Catching())
     for steps, answered in ((3, True), (4, False)):
         key = ConversationKey(run.round, 0, steps, after_steps_purpose(steps))
-        (answer,) = run.carrier.exchange(Call(key, 0, (0,), (client,), sent[0], run._rules.shapes))
+        (answer,) = run.transport.exchange(Call(key, 0, (0,), (client,), sent[0], run._rules.shapes))
         assert isinstance(answer, Lost) != answered
         if isinstance(answer, Lost):
             assert "'evaluate/4'" in answer.reason

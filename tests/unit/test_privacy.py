@@ -32,8 +32,8 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import ExperimentError
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.carrier import ConversationKey
 from fedloom.federation.randomness import generator
+from fedloom.federation.transport import ConversationKey
 from fedloom.models.embedding import EmbeddingSettings, clipped
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_delta, gaussian_epsilon, noise_multiplier, on_grid
 from fedloom.runner.assemble import make_partition, make_parts

@@ -13,8 +13,8 @@ from published_runs import aggregator, run_folder
 from fedloom.algorithms.base import Privacy
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.errors import DataError, QuorumError, StorageError
-from fedloom.federation.carrier import Call, ConversationKey, Lost
 from fedloom.federation.releases import Releases, count_releases
+from fedloom.federation.transport import Call, ConversationKey, Lost
 from fedloom.privacy.gaussian_mechanism import compose
 from fedloom.runner.results import _multiplier
 from fedloom.runs.files import RELEASES
@@ -74,7 +74,7 @@ def test_killed_once_a_client_was_asked_it_counts(tmp_path: Path, monkeypatch: p
         assert counts(tmp_path) == dict.fromkeys(call.clients, 1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f.loop.carrier, "exchange", killed)
+    monkeypatch.setattr(f.loop.transport, "exchange", killed)
     with pytest.raises(KeyboardInterrupt):
         f.loop._train_round()
     assert not (tmp_path / "journal.jsonl").exists()
@@ -86,7 +86,7 @@ def test_killed_once_a_client_was_asked_it_counts(tmp_path: Path, monkeypatch: p
 
 def test_an_attempt_that_failed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     f = made(tmp_path, cohort=2)
-    monkeypatch.setattr(f.loop.carrier, "exchange", lambda call: [Lost("silent")] * len(call.rows))
+    monkeypatch.setattr(f.loop.transport, "exchange", lambda call: [Lost("silent")] * len(call.rows))
     with pytest.raises(QuorumError):
         f.loop._train_round()
     assert counts(tmp_path) == dict(asked_in(tmp_path))
@@ -96,7 +96,7 @@ def test_an_attempt_that_failed_counts(tmp_path: Path, monkeypatch: pytest.Monke
 def test_nobody_is_asked_when_it_cannot_be_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     f = made(tmp_path)
     asked: list[Call] = []
-    monkeypatch.setattr(f.loop.carrier, "exchange", asked.append)
+    monkeypatch.setattr(f.loop.transport, "exchange", asked.append)
     monkeypatch.setattr(RunFolder, "sync", lambda *_: (_ for _ in ()).throw(StorageError("no room")))
     with pytest.raises(StorageError, match="no room"):
         f.loop._train_round()

@@ -460,7 +460,7 @@ def test_a_run_that_did_hardly_start(tmp_path: Path) -> None:
     assert set(missing) == {*SECTIONS} - {"Descriptors", "Client by client", "Settings"}
     assert missing["Results"] == "metrics.jsonl: has no evaluated round"
     assert str(tmp_path) not in page
-    assert "environment.json: is not there" in missing["Environment"]
+    assert "environment.json does not exist" in missing["Environment"]
 
 
 @pytest.mark.parametrize(

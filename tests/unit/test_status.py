@@ -164,7 +164,7 @@ def test_a_run_without_end_is_listed(tmp_path: Path) -> None:
         (["status", "{t}"], 3, ("no experiment.yaml",)),
         (["clients", "{t}"], 3, ("no experiment.yaml",)),
         (["status", "localhost:99999"], 2, ("99999", "HOST:PORT")),
-        (["status", "127.0.0.1:1"], 8, ("127.0.0.1:1", "nothing listens there")),
+        (["status", "127.0.0.1:1"], 8, ("127.0.0.1:1", "nothing listens")),
         (["clients", "127.0.0.1:1"], 8, ("127.0.0.1:1",)),
         (["federation", "pause", "127.0.0.1:1"], 8, ("127.0.0.1:1",)),
         (["federation", "stop", "{t}"], 2, ("{t}", "HOST:PORT")),

@@ -436,7 +436,7 @@ def test_a_token_and_a_certificate_that_end_while_they_are_used(tokens: Path) ->
     assert by_token_denied is not None
     assert by_certificate_denied is not None
     assert tells(str(by_token_denied), "expired at")
-    assert tells(str(by_certificate_denied), "DNS:a", "ended at", "clock")
+    assert tells(str(by_certificate_denied), "DNS:a", "expired at", "clock")
     assert (by_token_denied.again, by_certificate_denied.again) == (False, True)
     assert (by_token.ends, by_certificate.ends) == (kept.expires, by_certificate.certificate.ends)
 

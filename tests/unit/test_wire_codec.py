@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from fedloom.federation.carrier import Call, ConversationKey
+from fedloom.federation.transport import Call, ConversationKey
 from fedloom.messages import Message, Quantity, broadcast, rows, stack
 from fedloom.transport import stream
 from fedloom.transport.codec import (

@@ -1,1 +1,1 @@
-"""One module per method: its server half, its client half, its settings."""
+"""One module per method: its server algorithm, its client algorithm, its settings."""

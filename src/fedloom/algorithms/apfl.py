@@ -42,12 +42,12 @@ class APFLSettings(FedAvgSettings):
     alpha: float = Field(
         default=0.5, ge=0, le=1, description="first α_i, a client's share of its own model; 0 is FedAvg"
     )
-    adaptive: bool = Field(default=True, description="whether α_i is learned, one step in every round")
+    adaptive: bool = Field(default=True, description="learn α_i, with one step in every round")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from w to personal without a v_i")
 
 
 class AdaptivePersonalizedFL(FedAvg):
-    """FedAvg beside personal models that each client mixes with it."""
+    """FedAvg, and personal models that each client mixes with it."""
 
     name = "apfl"
     settings = APFLSettings

@@ -22,13 +22,15 @@ class Averaging(Settings):
     server_lr: float = Field(default=1.0, gt=0, description="factor on the average update")
     weighting: Literal["examples", "uniform"] = Field(default="examples", description="average by n_i or uniformly")
     max_norm: float | None = Field(
-        default=None, gt=0, description="largest norm of a client's update, which is scaled down to it; null: any"
+        default=None,
+        gt=0,
+        description="maximum norm of a client's update, to which larger ones are scaled down; null: none",
     )
     trim: float = Field(
         default=0.0,
         ge=0,
         le=0.5,
-        description="share of the clients' values left out at each end, coordinate by coordinate; 0.5: the median",
+        description="fraction of the clients' values left out at each end, per coordinate; 0.5: the median",
     )
 
     @model_validator(mode="after")

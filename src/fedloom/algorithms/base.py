@@ -1,7 +1,8 @@
-"""Building blocks of an algorithm: server half, client half, settings, and the registry of algorithms.
+"""Building blocks of an algorithm: server algorithm, client algorithm, settings, and the registry of algorithms.
 
-The halves communicate by messages (``fedloom.messages``). The server half is sequential code over a :class:`Cohort`;
-the client half consists of coroutines over a :class:`ClientGroup`. Neither depends on the transport.
+The halves communicate by messages (``fedloom.messages``). The server algorithm is sequential code over a
+:class:`Cohort`; the client algorithm consists of coroutines over a :class:`ClientGroup`. Neither depends on the
+transport.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def statistics_of(updates: Replies[Any]) -> Statistics:
 
 
 class ServerAlgorithm(ABC):
-    """Server half of an algorithm.
+    """Server algorithm of an algorithm.
 
     ``state`` holds everything that lasts between rounds; anything else is lost on resume. The loop restores the state
     if a round fails, or if a tensor that the round replaced is not finite. A method that changes tensors in place for
@@ -144,8 +145,8 @@ class ServerAlgorithm(ABC):
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Run the conversation in which each client gets its predictors, without changing the state.
 
-        Returns the replies to the last message. The client half returns its predictors there, and the reply is what the
-        caller computes from them (metrics, for an evaluation).
+        Returns the replies to the last message. The client algorithm returns its predictors there, and the reply is
+        what the caller computes from them (metrics, for an evaluation).
 
         Raises
         ------
@@ -258,17 +259,17 @@ class ClientGroup:
             In a conversation that changes no state.
         """
         if not self._may_keep:
-            raise RuntimeError("personalizing changes no state: nothing can be kept in it")
+            raise RuntimeError("personalization cannot save states")
         for i in range(len(self)):
             self.kept[i] = {name: rows[i].detach().clone() for name, rows in named.items()}
 
     def fail_client(self, i: int, reason: str) -> None:
-        """Drop the i-th client, which answers with this reason; the rest of the group goes on."""
+        """Drop the i-th client, which answers with this reason; the rest of the group continues."""
         self.lost.setdefault(i, reason)
 
 
 class ClientAlgorithm:
-    """Client half of an algorithm: conversations, chosen by the type of their opening message (:func:`conversation`).
+    """Client side of a method: conversations, chosen by the type of their opening message (:func:`conversation`).
 
     Each is a coroutine, or a plain function if the opening message suffices to make the predictors.
     """
@@ -318,7 +319,7 @@ def _finished(predictors: Predictors) -> Conversation:
 
 
 def conversation(method: F) -> F:
-    """Mark a method of a client half as a conversation, opened by the message type that annotates ``opening``."""
+    """Mark a method of a client algorithm as a conversation, opened by the message type that annotates ``opening``."""
     method.is_conversation = True  # type: ignore[attr-defined]
     return method
 
@@ -372,11 +373,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def server(self, settings: Any, task: Task, generator: torch.Generator) -> ServerAlgorithm:
-        """Return the server half; the generator initializes its state."""
+        """Return the server algorithm; the generator initializes its state."""
 
     @abstractmethod
     def client(self, settings: Any, task: Task) -> ClientAlgorithm:
-        """Return the client half."""
+        """Return the client algorithm."""
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name in tables of each predictor."""
@@ -451,7 +452,7 @@ class Algorithm(ABC):
 
 def no_place_for_new_clients(name: str) -> tuple[str, str]:
     """Return the answer of :meth:`Algorithm.requires_fixed_population` for a server with a place for each client."""
-    return "name", f"the server of {name} keeps something of each client, so that none can join later; use fedavg"
+    return "name", f"the server of {name} keeps data of each client, so that none can join later; use fedavg"
 
 
 def available() -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def examples(client: ClientData, *, labelled: bool = False) -> Split:
         If it is empty, or has no labels although ``labelled`` is set.
     """
     if len(client.train) == 0:
-        raise NothingToTrainOn(f"client {client.id}: its train split is empty, at least one example is needed")
+        raise NothingToTrainOn(f"client {client.id}: its train split is empty; at least one example is needed")
     if labelled and client.train.y is None:
         raise NothingToTrainOn(f"client {client.id}: its train split has no labels, which local training needs")
     return client.train
@@ -384,7 +384,7 @@ class LocalTrainer:
         for j, (count, finite) in enumerate(zip(counts, finite_rows.tolist(), strict=True)):
             bad = [t for t, loss in enumerate(history[:count, j].tolist(), start=1) if not math.isfinite(loss)]
             if bad or not finite:
-                before = "smaller steps before, as its loss is not finite where it started" if bad[:1] == [1] else ""
+                before = "smaller steps earlier, because its loss was not finite at the start" if bad[:1] == [1] else ""
                 other = also or before
                 self.group.fail_client(
                     self.members[j],

@@ -107,7 +107,8 @@ class ComFedLServer(base.ServerAlgorithm):
                 loss = f"{float(losses[i]):.4g}" if losses[i] < NOT_FINITE else "not finite"
                 others = "scale: largest or normalized, " if s.scale == "literal" else ""
                 raise FloatingPointError(
-                    f"{client} left the finite range at {where}, with f = {loss}, γ = {s.gamma:g} and scale: {s.scale};"
+                    f"{client} became infinite or NaN at {where}, with f = {loss}, γ = {s.gamma:g} and scale: "
+                    f"{s.scale};"
                     f" set {others}a smaller local.lr (now {s.local.lr:g}), or a larger gamma"
                 )
 
@@ -246,7 +247,7 @@ def reported(loss: Tensor) -> Tensor:
 class LocalSteps(LocalSGD):
     """Settings of lines 7-14 of Algorithm 1. λ_θ, momentum and clipping, which the paper lacks, act on u, outside g."""
 
-    steps: int | None = Field(default=5, ge=1, description="τ, the synchronization gap; null where epochs is given")
+    steps: int | None = Field(default=5, ge=1, description="τ, the synchronization gap; null if epochs is set")
     lr: float = Field(default=0.01, gt=0, description="η")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum, fresh at every visit; the paper has none")
     outer_batch_size: int | None = Field(
@@ -258,16 +259,20 @@ class ComFedLSettings(Settings):
     """Keys of ``algorithm`` for ComFedL."""
 
     objective: Literal["robust", "damaml"] = Field(default="robust", description="robust averaging (6), or DAMAML (10)")
-    gamma: float = Field(default=0.2, gt=0, description="γ; the smaller, the more the largest loss counts")
+    gamma: float = Field(default=0.2, gt=0, description="γ; smaller values give the largest loss more weight")
     scale: Literal["literal", "largest", "normalized"] = Field(
         default="normalized",
-        description="factor on a client's gradient: exp(f/γ)/γ; that, divided by the exponential of the largest loss; "
-        "or the one with which the mean is the gradient of eq. 5",
+        description=(
+            "factor on a client's gradient: exp(f/γ)/γ; the same divided by the exponential of the largest loss; or "
+            "normalized, so that the mean is the gradient of eq. 5"
+        ),
     )
     factor_at: Literal["step", "round"] | None = Field(
         default=None,
-        description="step: by each local step's batch (line 11); round: by the loss at the shared model, held over the "
-        "steps; null is step for literal, round for the others",
+        description=(
+            "step: from each local step's batch (line 11); round: from the loss at the shared model, constant over "
+            "the steps; null: step for literal, round for the others"
+        ),
     )
     losses_on: Literal["all", "batch"] = Field(default="all", description="train data of the loss at the shared model")
     local: LocalSteps = Field(default=LocalSteps(), description="local training in a round")
@@ -281,7 +286,7 @@ class ComFedLSettings(Settings):
     def _fit_the_objective(self) -> Self:
         if self.scale == "literal" and self.factor_at == "round":
             raise ValueError(
-                "factor_at: round needs a loss before training, for which scale: literal does not ask; set it to step, "
+                "factor_at: round needs a loss before training, which scale: literal does not request; set it to step, "
                 "or scale to largest or normalized"
             )
         if self.objective == "robust" and self.first_order:

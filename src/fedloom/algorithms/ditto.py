@@ -44,7 +44,7 @@ class DittoSettings(Averaging):
     personal: LocalSGD = Field(default=LocalSGD(steps=50), description="v_i's training whenever its client is drawn")
     proximity: float = Field(default=0.1, ge=0, description="λ of λ/2 ‖v_i - w‖²; 0 is local training from w")
     personalize_steps: int = Field(
-        default=50, ge=0, description="steps as in personal by which a client that has no v_i makes one from w"
+        default=50, ge=0, description="steps as in personal that train v_i from w for a client without one"
     )
 
     @model_validator(mode="after")
@@ -54,7 +54,7 @@ class DittoSettings(Averaging):
 
 
 class Ditto(FedAvg):
-    """FedAvg beside personal models that stay near it."""
+    """FedAvg, and personal models that stay near it."""
 
     name = "ditto"
     settings = DittoSettings

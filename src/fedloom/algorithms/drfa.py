@@ -133,7 +133,7 @@ class DRFASettings(Settings):
     gamma: float = Field(
         default=0.08, ge=0, le=1e6, description="γ, step size of λ for each local step; 0 keeps λ uniform"
     )
-    replace: bool = Field(default=True, description="whether a client may be drawn more than once; it counts each time")
+    replace: bool = Field(default=True, description="draw clients with replacement; a repeated client counts each time")
     local: LocalSGD = Field(default=LocalSGD(steps=5, momentum=0.0), description="local training, τ being its steps")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
@@ -143,7 +143,7 @@ class DRFASettings(Settings):
             raise ValueError("local.epochs: set local.steps instead, because t' is a step of all clients")
         if self.gamma and not self.replace:
             raise ValueError(
-                f"replace: with gamma {self.gamma:g}, fewer clients may come to have a weight than are drawn; set it "
+                f"replace: with gamma {self.gamma:g}, fewer clients may have a positive weight than are drawn; set it "
                 "to true, or gamma to 0"
             )
         return self

@@ -109,11 +109,11 @@ class FedAvg(base.Algorithm):
         return bounds
 
     def server(self, settings: Any, task: Task, generator: torch.Generator) -> base.ServerAlgorithm:
-        """Return the server half; override it if rounds differ, or if more than the model is kept."""
+        """Return the server algorithm; override it if rounds differ, or if more than the model is kept."""
         return FedAvgServer(self, settings, task, generator)
 
     def client(self, settings: Any, task: Task) -> base.ClientAlgorithm:
-        """Return the client half."""
+        """Return the client algorithm."""
         return FedAvgClient(self, settings, task)
 
     @property

@@ -27,7 +27,7 @@ class FedPerSettings(Averaging):
     """Keys of ``algorithm`` for FedPer."""
 
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="training in a round, of body and head together")
-    personalize_epochs: int = Field(default=20, ge=0, description="epochs by which a client without a head makes one")
+    personalize_epochs: int = Field(default=20, ge=0, description="epochs that train a head for a client without one")
 
 
 class FedPer(FedRep):

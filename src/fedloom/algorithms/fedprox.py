@@ -35,7 +35,10 @@ class FedProxSettings(FedAvgSettings):
 
     mu: float = Field(default=0.01, ge=0, description="μ of the term μ/2 ‖w - w_t‖²; 0 is FedAvg")
     stragglers: float = Field(
-        default=0.0, ge=0, le=1, description="probability of a client to make 1 to all but one of its steps, uniformly"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="probability that a client makes only some of its steps, from 1 to all but one, uniformly",
     )
 
     @model_validator(mode="after")

@@ -24,7 +24,7 @@ from fedloom.models.flat import FlatModel
 
 
 def with_heads(model: FlatModel, group: ClientGroup, body: Tensor) -> Tensor:
-    """Return θ ``[g, d]``: the shared body with each client's kept head, or a random head of its own if it is new."""
+    """Return θ ``[g, d]``: the shared body with each client's kept head, or its own random head if it is new."""
     drawn = [model.init(group.generator(i, "own-head"), body.dtype)[body.shape[1] :] for i in range(len(group))]
     return torch.cat([body, group.load_state("head", torch.stack(drawn).to(body.device))], dim=1)
 
@@ -35,7 +35,7 @@ class FedRepSettings(Averaging):
     weighting: Literal["examples", "uniform"] = Field(default="uniform", description="examples is the official code's")
     local: LocalSGD = Field(default=LocalSGD(epochs=1), description="the body's training in a round")
     head: LocalSGD = Field(default=LocalSGD(epochs=10), description="the head's training in a round, before the body's")
-    personalize_epochs: int = Field(default=20, ge=0, description="epochs by which a client without a head makes one")
+    personalize_epochs: int = Field(default=20, ge=0, description="epochs that train a head for a client without one")
 
 
 class FedRep(FedAvg):

@@ -91,14 +91,16 @@ class FedRoDSettings(Averaging):
     )
     personal: Literal["shared", "local"] = Field(
         default="shared",
-        description="body and generic head that a personal head is added to: the shared ones as they are now, or the "
-        "client's own as its last training left them, which it then keeps",
+        description=(
+            "body and generic head under a personal head: the current shared ones, or the client's own from its last "
+            "training, which it then keeps"
+        ),
     )
 
     @model_validator(mode="after")
     def _all_labels(self) -> Self:
         if self.local.mask_absent:
-            raise ValueError("local.mask_absent: set it to false, because the balanced loss masks labels by itself")
+            raise ValueError("local.mask_absent: set it to false, because the balanced loss already masks labels")
         return self
 
 

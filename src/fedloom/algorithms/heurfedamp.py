@@ -117,7 +117,7 @@ class HeurFedAMPSettings(Settings):
     """Keys of ``algorithm`` for HeurFedAMP."""
 
     self_weight: float = Field(default=0.5, ge=0, le=1, description="ξ_ii, the share of a client's own model in u_i")
-    sigma: float = Field(default=25.0, ge=0, description="σ, how much similar models count more; 0: all others alike")
+    sigma: float = Field(default=25.0, ge=0, description="σ, weight of similarity; 0 weights all other models equally")
     proximity: float = Field(default=1e-4, ge=0, description="λ of λ/2 ‖w - u_i‖², the paper's λ/α_k")
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="local training in a round")
 

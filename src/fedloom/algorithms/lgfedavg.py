@@ -32,7 +32,7 @@ class LGFedAvgSettings(Averaging):
     """Keys of ``algorithm`` for LG-FedAvg."""
 
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="training in a round, of body and head together")
-    personalize_epochs: int = Field(default=20, ge=0, description="epochs by which a client without a body makes one")
+    personalize_epochs: int = Field(default=20, ge=0, description="epochs that train a body for a client without one")
 
 
 class LGFedAvg(FedAvg):

@@ -68,7 +68,7 @@ class LocalClient(base.ClientAlgorithm):
 class LocalSettings(Settings):
     """Keys of ``algorithm`` for Local."""
 
-    local: LocalSGD = Field(default=LocalSGD(epochs=200), description="the training of each client")
+    local: LocalSGD = Field(default=LocalSGD(epochs=200), description="training of each client")
 
 
 class LocalTrainRequest(Message):

@@ -12,7 +12,7 @@ Need: TypeAlias = Literal["head", "linear head", "features", "default loss", "no
 """Requirement of a method on the clients' model.
 
 ``head``: layers besides the last linear one. ``linear head``: that layer is not parametrized (no weight normalization).
-``features``: it ends in a linear layer on features. ``default loss``: it defines no loss of its own. ``no batch norm``:
+``features``: it ends in a linear layer on features. ``default loss``: it does not define a loss. ``no batch norm``:
 it does not normalize by the batch, because the method's local steps do not track running statistics.
 """
 
@@ -29,15 +29,15 @@ def _problem(need: Need, model: FlatModel) -> str | None:
     """Return why a model does not meet a requirement, as the end of a sentence; None if it does."""
     if need == "head" and not model.layout.head:
         if model.layout.headless:
-            return "needs a last linear layer, and the outputs of this model are not those of one of its own"
-        return "needs a last layer and others before it, and this model has one layer"
+            return "needs a last linear layer, but the outputs of this model do not come from such a layer"
+        return "needs layers before the last one, but this model has one layer"
     if need == "linear head" and not model.layout.head_is_linear:
         head = f"{model.layout.last!r} of this model is parametrized ({', '.join(model.layout.head)})"
         return f"adds the heads of clients, and the head {head}. Make it a plain linear layer"
     if need == "features" and not model.has_features:
-        return "uses the input of the last linear layer, and the outputs of this model are not those of such a layer"
+        return "uses the input of the last linear layer, but the outputs of this model do not come from such a layer"
     if need == "default loss" and model.own_loss:
-        return "trains with a loss of its own, and this model defines another; use a model without a loss"
+        return "trains with its own loss, but this model defines another; use a model without a loss"
     if need == "no batch norm" and model.needs_whole_batches:
-        return "keeps no running statistics in its local steps, and this model normalizes by the batch; use norm: none"
+        return "keeps no running statistics in its local steps, but this model normalizes by the batch; use norm: none"
     return None

@@ -246,7 +246,7 @@ class DescriptorPrivacy(Settings):
     noise_multiplier: float = Field(
         ge=0, description="z: noise of deviation z·2C/n on each coordinate, n being the client's training examples"
     )
-    delta: float = Field(default=1e-5, gt=0, le=MAX_DELTA, description="δ of the (ε, δ) that summary.json tells")
+    delta: float = Field(default=1e-5, gt=0, le=MAX_DELTA, description="δ of the (ε, δ) in summary.json")
 
 
 class DescriptorSettings(Settings):
@@ -289,8 +289,10 @@ class ServerUpdate(Settings):
     lr: float = Field(default=2e-4, gt=0, description="Adam's learning rate")
     decay: Literal["decoupled", "l2"] = Field(
         default="decoupled",
-        description="of Adam: η shrinks by 1 - 2·lr·λ beside its step, or the gradient of λ‖η‖² is part of what it "
-        "steps on (weight_decay 2λ of PyTorch's Adam)",
+        description=(
+            "for Adam: decoupled, η shrinks by 1 - 2·lr·λ besides its step; or the gradient of λ‖η‖² is added to "
+            "Adam's gradient (weight_decay 2λ of PyTorch's Adam)"
+        ),
     )
     clip: float | None = Field(default=None, gt=0, description="largest joint norm of (mean Δη_h, mean Δη_v)")
 
@@ -309,14 +311,16 @@ class PeFLLSettings(Settings):
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="line 10")
     lambda_h: float = Field(default=1e-3, ge=0, description="λ_h of λ_h‖η_h‖²")
     lambda_v: float = Field(default=1e-3, ge=0, description="λ_v of λ_v‖η_v‖²")
-    descriptor: DescriptorSettings = Field(default=DescriptorSettings(), description="how a client is described")
+    descriptor: DescriptorSettings = Field(
+        default=DescriptorSettings(), description="settings of the clients' descriptors"
+    )
     embedding: EmbeddingSettings = Field(default=EmbeddingSettings(), description="the embedding network η_v")
     hypernetwork: HypernetworkSettings = Field(default=HypernetworkSettings(), description="the hypernetwork η_h")
     server: ServerUpdate = Field(default=ServerUpdate(), description="lines 17-18")
     personalize_steps: int = Field(
         default=0,
         ge=0,
-        description="steps of local SGD that a client makes on the model it is handed (the paper: none)",
+        description="local SGD steps on the received model (the paper: none)",
     )
 
     def descriptor_size(self, clients: int) -> int:
@@ -407,7 +411,7 @@ class PeFLL(base.Algorithm):
         """Return the reason if the size of the descriptor follows from the number of clients."""
         if settings.descriptor.size is not None:
             return None
-        return "descriptor.size", "null makes it 1 + n/4 for n clients, and their number changes; set a number"
+        return "descriptor.size", "null means 1 + n/4 for n clients, but their number changes; set a number"
 
     def privacy(self, settings: Any) -> base.Privacy | None:
         """Return the privacy guarantee of a descriptor; updates of clients in training are not covered."""
@@ -428,8 +432,7 @@ class PeFLL(base.Algorithm):
         if clip is None and known is None:
             raise ExperimentError(
                 f"{argument('clip')} must be given, because the run was trained without "
-                "algorithm.descriptor.privacy.clip: a number above 0, chosen without a look at the data that it "
-                "protects.",
+                "algorithm.descriptor.privacy.clip: a number above 0, chosen independently of the protected data.",
                 key="clip",
             )
         asked = {"clip": known.clip if clip is None else clip, "noise_multiplier": noise_multiplier, "delta": delta}

@@ -2,7 +2,7 @@
 
 A. Fallah, A. Mokhtari, A. Ozdaglar, Personalized federated learning with theoretical guarantees: a model-agnostic
 meta-learning approach, NeurIPS 2020, arXiv 2002.07948, Algorithm 1. Clients minimize F_i(w) = f_i(w - α∇f_i(w)) by
-SGD, whose gradient is (I - α∇²f_i(w)) ∇f_i(w - α∇f_i(w)), each of its three parts on a batch of its own (§5: first
+SGD, whose gradient is (I - α∇²f_i(w)) ∇f_i(w - α∇f_i(w)), each of its three parts on a separate batch (§5: first
 order omits the Hessian, HF approximates its product with a vector by a finite difference). Line numbers refer to
 docs/algorithms/per-fedavg.md.
 """

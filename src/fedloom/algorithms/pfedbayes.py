@@ -277,7 +277,7 @@ class PFedBayesSettings(Settings):
         default="gd", description="gradient descent, or Adam, whose moments are fresh at every visit unless kept"
     )
     moments: Literal["fresh", "kept"] = Field(
-        default="fresh", description="kept: Adam's moments are part of a client's state, and go on at its next visit"
+        default="fresh", description="kept: Adam's moments are part of a client's state, and continue at its next visit"
     )
     lr_personal: float = Field(default=0.001, gt=0, description="η₁, learning rate of q_i")
     lr_global: float = Field(default=0.001, gt=0, description="η₂, learning rate of w on the client")
@@ -292,12 +292,14 @@ class PFedBayesSettings(Settings):
     averaged: int | None = Field(
         default=None,
         ge=1,
-        description="S, how many of the clients that answered are drawn to be averaged; null: all. With every client "
-        "in the cohort it is Algorithm 1, in which all N train",
+        description=(
+            "S, the number of answering clients drawn for the average; null: all. With every client in the cohort, "
+            "this is Algorithm 1, in which all N train"
+        ),
     )
     reset: bool = Field(default=False, description="start q_i at the global distribution at every visit")
     draws: int = Field(default=10, ge=0, description="S, networks that predict, averaged; 0: the mean network alone")
-    personalize_steps: int = Field(default=20, ge=0, description="steps by which a client without a q_i makes one")
+    personalize_steps: int = Field(default=20, ge=0, description="steps that derive q_i for a client without one")
 
     @model_validator(mode="after")
     def _has_moments(self) -> Self:

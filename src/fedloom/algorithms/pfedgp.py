@@ -354,7 +354,7 @@ class PFedGPSettings(Averaging):
     weight_decay: float = Field(default=1e-3, ge=0, description="times the body, added to the gradient")
     clip: float | None = Field(default=50.0, gt=0, description="largest gradient norm; null does not clip")
     held_out: float = Field(
-        default=0.5, gt=0, lt=1, description="share of each side that a step predicts from the rest of it"
+        default=0.5, gt=0, lt=1, description="fraction of each side that a step predicts from the rest"
     )
     gibbs_steps: int = Field(default=5, ge=1, description="Gibbs steps of each chain")
     chains: int = Field(default=20, ge=1, description="Gibbs chains in training")
@@ -365,7 +365,7 @@ class PFedGPSettings(Averaging):
     )
     jitter: float = Field(default=1e-3, ge=1e-6, description="added to the diagonal of the kernel matrix")
     max_examples: int = Field(
-        default=1000, ge=2, description="clients with more train examples are refused: a step costs the cube"
+        default=1000, ge=2, description="maximum number of a client's train examples: a step costs the cube"
     )
 
     @model_validator(mode="after")

@@ -32,13 +32,13 @@ def by_epochs(s: PFedMeSettings) -> LocalSGD:
 class PFedMeSettings(Averaging):
     """Keys of ``algorithm`` for pFedMe; ``server_lr`` is the paper's β."""
 
-    steps: int = Field(default=20, ge=1, description="R, steps of w_i in a round, each with a batch of its own")
+    steps: int = Field(default=20, ge=1, description="R, steps of w_i in a round, each with its own batch")
     batch_size: int = Field(default=20, ge=1, description="batch size; a client with fewer examples uses them all")
     lr: float = Field(default=0.005, gt=0, description="η, rate of w_i")
     proximity: float = Field(default=15.0, gt=0, description="λ of λ/2 ‖θ_i - w_i‖²")
     inner_steps: int = Field(default=5, ge=1, description="K, gradient steps on θ_i for each batch")
     inner_lr: float = Field(default=0.05, gt=0, description="rate of the steps on θ_i")
-    personalize_epochs: int = Field(default=20, ge=1, description="epochs by which a client makes its θ_i from w")
+    personalize_epochs: int = Field(default=20, ge=1, description="epochs that train θ_i from w")
 
     @model_validator(mode="after")
     def _contracting(self) -> Self:

@@ -103,7 +103,7 @@ class PFNMServer(base.ServerAlgorithm):
         classes[here] = updates.classes[updates.present]
         known[here] = True
         if not models.isfinite().all():
-            raise FloatingPointError("a client's network is not finite: it cannot be matched")
+            raise FloatingPointError("a client's network is not finite and cannot be matched")
         s = self.settings
         atoms[known] = match(  # line 5
             neurons(self.task, models[known])[0], self._precisions(classes[known]), atoms[known], self._assign,
@@ -180,9 +180,9 @@ class PFNMSettings(Settings):
     bias_mean: float = Field(
         default=0.0, ge=-1e6, le=1e6, description="μ0 of biases, hidden and output; the authors' code has 0.1"
     )
-    gamma: float = Field(default=1.0, ge=1e-6, le=1e6, description="γ: the larger, the more atoms")
+    gamma: float = Field(default=1.0, ge=1e-6, le=1e6, description="γ; larger values give more atoms")
     sweeps: int = Field(default=5, ge=1, description="passes over the clients in a matching")
-    cap: int = Field(default=700, ge=1, description="largest width of the global network")
+    cap: int = Field(default=700, ge=1, description="maximum width of the global network")
     output: Literal["classes", "uniform"] = Field(
         default="classes", description="precision of outgoing weights: 1/σ² times the share of a class, or 1/σ²"
     )

@@ -39,7 +39,9 @@ class MomentumFreeSGD(LocalSGD):
 class QFedAvgSettings(Settings):
     """Keys of ``algorithm`` for q-FedAvg."""
 
-    q: float = Field(default=0.2, ge=0, description="the larger, the more the largest losses count; 0 is FedAvg")
+    q: float = Field(
+        default=0.2, ge=0, description="exponent q; larger values give large losses more weight; 0 is FedAvg"
+    )
     epsilon: float = Field(default=1e-10, gt=0, description="added to F_k, whose power q - 1 may be negative")
     local: MomentumFreeSGD = Field(default=MomentumFreeSGD(steps=5), description="local training in a round; L is 1/lr")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")

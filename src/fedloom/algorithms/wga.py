@@ -86,16 +86,16 @@ class WGAServer(base.ServerAlgorithm):
         statistics = {"client_steps": steps, "users": float(len(losses)) / s.steps_per_round}
         return statistics | ({"loss": sum(losses) / len(losses)} if losses else {})
 
-    def _exchange(self, cohort: Cohort, block: Sequence[str], step: int, states: Tensor) -> Exchange:
+    def _exchange(self, cohort: Cohort, block: Sequence[str], step: int, states: Tensor) -> GradientExchange:
         """Ask the cohort for gradients at the states of some users, and for the true ones if the rule has an oracle."""
         theta = states[[self.row[user] for user in block]]
         owners, number = torch.tensor([self.roster[user] for user in block]).double(), torch.tensor([step]).double()
         replies = cohort.send(SharedStates(theta, owners, number), Gradients)
         truth = cohort.send(TrueGradients(theta), Gradients) if self.settings.rule == "oracle" else None
-        return Exchange(cohort.clients, replies, truth)
+        return GradientExchange(cohort.clients, replies, truth)
 
     def _move_user(
-        self, new: dict[str, Tensor], exchange: Exchange, j: int, at: int, t: int, noise: torch.Generator
+        self, new: dict[str, Tensor], exchange: GradientExchange, j: int, at: int, t: int, noise: torch.Generator
     ) -> None:
         """Make the step of the j-th user of a block, the client in row ``at``, along its aggregated gradient."""
         row = self.row[exchange.clients[at]]
@@ -189,7 +189,7 @@ class WGAServer(base.ServerAlgorithm):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class GradientExchange:
     """Gradients of a cohort at the states of some users."""
 
     clients: tuple[str, ...]
@@ -273,7 +273,7 @@ class WGAClient(base.ClientAlgorithm):
         return or_shared_alone(model, clients, mean, stepped)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
-        """Return ``personalize_steps`` for a client without a state of its own."""
+        """Return ``personalize_steps`` for a client without a state."""
         return self.settings.personalize_steps if predictor == "personal" else 0
 
     def _gradient(self, local: LocalTrainer, theta: Tensor, drawn: list[Batch]) -> tuple[Tensor, Tensor, Tensor]:
@@ -302,7 +302,7 @@ def halves(local: LocalTrainer, theta: Tensor, batch: Batch) -> tuple[Tensor, Te
     """
     for i, n in zip(local.members, local.sizes, strict=True):
         if n < 2:
-            local.group.fail_client(i, "it has one train example, a variance needs two")
+            local.group.fail_client(i, "it has one train example, and a variance needs two")
     one, other, share = local.halves(batch)
     (g_1, loss_1), (g_2, loss_2) = local.gradient_at(theta, one), local.gradient_at(theta, other)
     variance = (g_1 - g_2).double().square().sum(1, keepdim=True) * share * (1 - share)
@@ -328,7 +328,7 @@ class Known(Settings):
     noise: float = Field(ge=0, description="σ², variance of one user's stochastic gradient")
     horizon: int | None = Field(default=None, ge=1, description="T, exchanges in the whole run (for an optimal β)")
     smoothness: float = Field(default=1.0, gt=0, description="L")
-    scaling: float = Field(default=0.0, ge=0, description="m, how much the squared bias grows with ‖∇f_0‖²")
+    scaling: float = Field(default=0.0, ge=0, description="m, growth of the squared bias with ‖∇f_0‖²")
 
     def constants(self, helpers: float) -> CollaborationConstants:
         """Return the constants for N helpers; the μ of the PL condition affects no weight."""
@@ -339,10 +339,11 @@ class WGASettings(Settings):
     """Keys of ``algorithm`` for WGA and Bias Correction."""
 
     rule: Literal["alone", "wga", "bc", "oracle"] = Field(
-        default="bc", description="own gradient alone; Algorithm 2; Algorithm 3; or that, told the true bias (§5.1)"
+        default="bc",
+        description="own gradient alone; Algorithm 2; Algorithm 3; or Algorithm 3 with the true bias (§5.1)",
     )
     users: Literal["one", "all"] = Field(
-        default="one", description="who is user 0: one client, or every seen client at once, each with its own state"
+        default="one", description="choice of user 0: one client, or every seen client, each with its own state"
     )
     user: str | None = Field(default=None, description="id of user 0 (users: one); null is the first seen client")
     alpha: Schedule = Field(default=0.5, description="α: a number, one for each exchange, harmonic, or optimal")
@@ -358,11 +359,11 @@ class WGASettings(Settings):
     momentum: float = Field(default=0.9, ge=0, lt=1, description="of the optimizer momentum")
     batch_size: int = Field(default=32, ge=1, description="examples of a stochastic gradient")
     steps_per_round: int = Field(default=1, ge=1, description="exchanges of gradients, and steps, in one round")
-    local_steps: int = Field(default=1, ge=1, description="local SGD steps that one gradient stands for, their mean")
+    local_steps: int = Field(default=1, ge=1, description="local SGD steps whose mean is one gradient")
     local_lr: float | None = Field(default=None, gt=0, description="η of local steps; null is lr")
     oracle_variance: float = Field(default=0.0, ge=0, description="v² of the bias oracle for one helper (Theorem 2)")
     personalize_steps: int = Field(
-        default=0, ge=0, description="local SGD steps, from the mean of all states, of a client that has none"
+        default=0, ge=0, description="local SGD steps, from the mean of all states, for a client without a state"
     )
     block: int = Field(default=8, ge=1, description="states in one message (users: all), which bounds the memory")
 
@@ -370,7 +371,7 @@ class WGASettings(Settings):
     def _fit_together(self) -> Self:
         self._check_schedules()
         if self.user is not None and self.users == "all":
-            raise ValueError(f"user: with users: all every client is one; set it to null (got {self.user!r})")
+            raise ValueError(f"user: must be null with users: all (got {self.user!r})")
         if self.weights == "inverse_variance" and (self.batch_size < 2 or self.local_steps > 1):
             raise ValueError(
                 "weights: inverse_variance estimates a variance from one step of at least 2 examples (got batch_size "
@@ -382,7 +383,7 @@ class WGASettings(Settings):
         for name in ("alpha", "beta"):
             schedule = getattr(self, name)
             if schedule == ():
-                raise ValueError(f"{name}: the list is empty; give at least one number")
+                raise ValueError(f"{name} is empty; give at least one number")
             if schedule == "optimal" and self.known is None:
                 raise ValueError(f"{name}: optimal needs known: {{bias, noise, horizon}}")
         if self.beta == "optimal" and self.known is not None and self.known.horizon is None:

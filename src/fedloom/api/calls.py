@@ -228,7 +228,7 @@ def load(where: str | Path, *, model: nn.Module | str | None = None) -> Run:
     elif model is not None:
         from fedloom.models.module import remember
 
-        remember(model, run.factory or "a network that FedLoom has")
+        remember(model, run.factory or "a built-in network")
     return run
 
 
@@ -255,12 +255,12 @@ def compare(
     for one in [runs] if isinstance(runs, Run | Sweep | str | Path) else runs:
         folders += [one] if isinstance(one, str | Path) else [one.folder]
     if not folders:
-        raise ExperimentError("Give runs, sweeps, or folders that hold them; there are none.", key="runs")
+        raise ExperimentError("Give at least one run, sweep, or folder that holds runs.", key="runs")
     return Comparison(folders, against)
 
 
 def _taking(request: Callable[P, Request]) -> Callable[[Callable[[Request], R]], Callable[P, R]]:
-    """Make a function of a request take the parameters of the request's class, which declares them."""
+    """Decorate a function of a request to take the parameters of the request's class."""
 
     def decorate(function: Callable[[Request], R]) -> Callable[P, R]:
         signature = inspect.signature(request)

@@ -87,9 +87,7 @@ class Federated:
             raise DataError(f"clients is {found}; give a dict of (x, y) by client.", key="clients")
         parts = [_named_arrays(name, given) for name, given in clients.items()]
         if (twice := named_twice([name for name, _ in parts])) is not None:
-            raise DataError(
-                f"clients has the name {twice!r} twice; each client needs a name of its own.", key="clients"
-            )
+            raise DataError(f"clients has the name {twice!r} twice; give each client a unique name.", key="clients")
         return cls._kept(parts, classes, root, {"partition": NATURAL, **settings})
 
     @classmethod
@@ -180,9 +178,9 @@ class Federated:
         from fedloom.data.local import of_frame
 
         if not isinstance(frame, pandas("from_frame").DataFrame):
-            raise DataError(f"frame: it is a {type(frame).__name__}; give a DataFrame of pandas")
+            raise DataError(f"frame must be a pandas DataFrame (got a {type(frame).__name__})")
         if client is None and scheme is None:
-            raise ExperimentError("from_frame: give client, or scheme, or both")
+            raise ExperimentError("from_frame needs client or scheme, or both")
         partition = _partition(NATURAL if scheme is None else scheme)
         path = of_frame(frame, str(label), None if client is None else str(client), root)
         return cls._at(path, root, {"partition": partition, **settings})
@@ -228,13 +226,13 @@ class Federated:
         try:
             data = Data.model_validate(section)
         except ValidationError as error:
-            mistakes = explain(error, Data.model_json_schema(), section)
-            raise ExperimentError(listing("data", mistakes, {})) from None
+            errors = explain(error, Data.model_json_schema(), section)
+            raise ExperimentError(listing("data", errors, {})) from None
         tell_notes(data.opened().notes)
         return make_data(data, seed)
 
     def __repr__(self) -> str:
-        """Return a text with the section, which says where the data are and how they are partitioned."""
+        """Return a text with the section: location and partition of the data."""
         return f"Federated({self.section!r})"
 
 
@@ -243,10 +241,10 @@ def _named_arrays(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
     from fedloom.data.values import as_array
 
     if not isinstance(name, str) or not name.strip():
-        raise DataError(f"clients has the name {name!r}; names must be text.", key="clients")
+        raise DataError(f"clients must have names that are text (got {name!r}).", key="clients")
     if not isinstance(given, Mapping):
         if not isinstance(given, Sequence) or len(given) != 2:
-            raise DataError(f"client {name} is a {type(given).__name__}; give (x, y), or a dict.", key="clients")
+            raise DataError(f"client {name} must be (x, y) or a dict (got a {type(given).__name__}).", key="clients")
         given = dict(zip("xy", given, strict=True))
     arrays = {key: as_array(value, f"client {name}: {key}") for key, value in given.items()}
     return composed(name.strip()), arrays

@@ -30,7 +30,7 @@ def pandas(what: str) -> Any:
         import pandas
     except ImportError as error:
         raise ExperimentError(
-            f"{what}: needs pandas, which is not installed", hint="pip install 'fedloom[notebook]'"
+            f"{what} needs pandas, which is not installed", hint="pip install 'fedloom[notebook]'"
         ) from error
     return pandas
 

@@ -84,7 +84,7 @@ class Run:
         if not self.finished:
             raise DataError(
                 f"{self.where} has no summary.json, because the run is not finished; see history.",
-                hint="go on with resume=True",
+                hint="continue with resume=True",
             )
         return self._run.json("summary.json")
 
@@ -225,7 +225,7 @@ class Run:
         from html import escape
 
         if not self.finished:
-            return f"<p>{escape(self.where)}: a run that is not finished</p>"
+            return f"<p>{escape(self.where)}: unfinished run</p>"
         summary = self.summary
         title = f"{summary['titles'].get('personal', summary['algorithm'])} on {summary['dataset']}"
         groups = [(name, summary[name]) for name in ("seen", "unseen", "global") if summary[name] is not None]
@@ -335,7 +335,7 @@ class Comparison:
         return Path(folder) / PAGE
 
     def __repr__(self) -> str:
-        """Return the table of what each client would get, as text."""
+        """Return the table of results per client, as text."""
         from fedloom.reporting.compare_tables import as_text, headings
 
         lines = ["  ".join(headings(self._comparison))]
@@ -359,7 +359,7 @@ class Comparison:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return what changes whenever a file is written; nothing while it is not there."""
+    """Return values that change whenever a file is written; empty while the file does not exist."""
     try:
         about = path.stat()
     except FileNotFoundError:

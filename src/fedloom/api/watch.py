@@ -121,7 +121,7 @@ class Watch(RunObserver):
         self.say(f"resuming after round {round}")
 
     def stopping(self, *, after_round: bool) -> None:
-        """Show when the run will stop."""
+        """Show that the run will stop."""
         self.say("stopping after this round (again to stop at once)" if after_round else "stopping")
 
     def notice(self, text: str) -> None:
@@ -229,8 +229,8 @@ class SweepWatch(SweepObserver):
         return Watch(choosing=self._choosing, page=self._page)
 
     def finished_before(self, number: int, points: int, point: Point) -> None:
-        """Show that the run was finished before."""
-        self._say(number, points, point, ": finished before")
+        """Show that the run had already finished."""
+        self._say(number, points, point, ": already finished")
 
     def begins_beside(self, number: int, points: int, point: Point) -> None:
         """Show which run begins."""

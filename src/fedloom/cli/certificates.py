@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from fedloom.security.certificates import Made
 
 app = typer.Typer(
-    help="A CA and certificates for trials of TLS. A real installation uses the authority that it has.",
+    help="A CA and certificates for TLS trials; production uses an existing CA.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 INSTEAD = (
-    "for trials: whoever has ca.key can make any member's certificate. A real installation uses the CA that it has: "
-    "cert-manager, step-ca, Vault, a company's own (docs/security.md)"
+    "for trials only: anyone who has ca.key can create any member's certificate. In production, use an existing CA: "
+    "cert-manager, step-ca, Vault, or a company's own (docs/security.md)"
 )
 
 
@@ -43,7 +43,7 @@ def _new(
     ] = None,
     host: Annotated[
         list[str] | None,
-        typer.Option(help="For a server: DNS name or IP address by which it is reached; repeatable."),
+        typer.Option(help="For a server: its DNS name or IP address; repeatable."),
     ] = None,
     days: Annotated[int, typer.Option(help="Days until it expires, 1 to 3650, not after the CA expires.")] = 30,
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing files.")] = False,
@@ -57,4 +57,4 @@ def _new(
 def _show(made: Made) -> None:
     names = f", names: {', '.join(made.names)}" if made.names else ""
     typer.echo(f"{made.certificate}: until {made.ends:%Y-%m-%dT%H:%M:%SZ}{names}")
-    typer.echo(f"{made.key}: its key, for its owner alone")
+    typer.echo(f"{made.key}: its key, readable by its owner only")

@@ -35,7 +35,7 @@ def _submit(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
     ] = None,
     partition: Annotated[
-        str | None, typer.Option(help="Use this partition from this machine instead of making one.", metavar="DIR")
+        str | None, typer.Option(help="Use this local partition instead of creating one.", metavar="DIR")
     ] = None,
     run_id: Annotated[
         str | None, typer.Option(help="Distinguishes runs of one experiment; by default its name and a digest.")
@@ -76,7 +76,7 @@ def _status(
     name: Annotated[str | None, typer.Argument(help="Only this federation: fl-..., or its run id.")] = None,
     namespace: Namespace = None,
 ) -> None:
-    """Show the federations of a namespace. For each: its progress, or why it does not start."""
+    """Show the federations of a namespace, each with its progress, or the reason why it does not start."""
     from fedloom.cluster import federations
     from fedloom.cluster.api import Api
 
@@ -118,17 +118,20 @@ def _stop(name: Name, namespace: Namespace = None) -> None:
     found = federations.find_federation(api, name)
     for what in federations.stop_federation(api, found):
         typer.echo(f"deleted {what}")
-    typer.echo(f"what it has published stays in {found.run}")
+    typer.echo(f"its published results stay in {found.run}")
 
 
 @app.command("clean")
 def _clean(
     storage: Annotated[str, typer.Argument(help="As `storage` in experiments: s3://BUCKET/PREFIX.", metavar="STORAGE")],
-    keep: Annotated[int | None, typer.Option(help="Keep this many finished runs, the latest.", min=0)] = None,
+    keep: Annotated[int | None, typer.Option(help="Keep this many of the latest finished runs.", min=0)] = None,
     older_than: Annotated[
         str | None,
         typer.Option(
-            help="Remove only runs, finished or not, and partitions not written to for this long: 30d, 12h.",
+            help=(
+                "Remove only runs, finished or not, and partitions that were last written longer ago than this: 30d, "
+                "12h."
+            ),
             metavar="TIME",
         ),
     ] = None,
@@ -165,11 +168,12 @@ def _clean(
         if not dry_run:
             remove_folders(store, [partition])
         typer.echo(
-            f"{done} partition {partition.name}: of no run, {_when(partition.modified)}, {partition.size / 1e6:.1f} MB"
+            f"{done} partition {partition.name}: used by no run, {_when(partition.modified)}, "
+            f"{partition.size / 1e6:.1f} MB"
         )
     if silent:
         names = ", ".join(run.name for run in silent)
-        typer.echo(f"partitions stay, as these runs have not published yet which they need: {names}")
+        typer.echo(f"partitions are kept, because these runs have not published yet which ones they need: {names}")
     typer.echo(f"{len(gone)} of {len(partitions)} partitions, {sum(one.size for one in gone) / 1e6:.1f} MB")
 
 

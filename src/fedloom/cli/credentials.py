@@ -11,8 +11,10 @@ ClientCredentials = Annotated[
     Path | None,
     typer.Option(
         "--credentials",
-        help="Folder with what a connection needs of: ca.crt (use TLS, and trust these authorities), tls.crt and "
-        "tls.key (our certificate), token.",
+        help=(
+            "Folder with credentials, each file optional: ca.crt (use TLS, and trust these authorities), tls.crt and "
+            "tls.key (client certificate), token."
+        ),
         metavar="DIR",
         envvar="FEDLOOM_CREDENTIALS",
     ),
@@ -21,14 +23,16 @@ ServerCredentials = Annotated[
     Path | None,
     typer.Option(
         "--credentials",
-        help="Folder with tls.crt and tls.key (our certificate); and to admit peers, ca.crt (by certificates of these "
-        "authorities), tokens.json (`fedloom token`), or both; identities.yaml says who may do what.",
+        help=(
+            "Folder with tls.crt and tls.key (server certificate); to admit peers, ca.crt (certificates of these "
+            "authorities), tokens.json (`fedloom token`), or both; and identities.yaml (permissions)."
+        ),
         metavar="DIR",
         envvar="FEDLOOM_CREDENTIALS",
     ),
 ]
 InsecureClient = Annotated[
-    bool, typer.Option("--insecure", help="Send our token in plaintext, where others on the network can read it.")
+    bool, typer.Option("--insecure", help="Send the token in plaintext, which others on the network can read.")
 ]
 InsecureServer = Annotated[
     bool,
@@ -37,15 +41,15 @@ InsecureServer = Annotated[
 AuditLog = Annotated[
     Path | None,
     typer.Option(
-        help="The audit log, where peers say who they are; by default logs/audit.jsonl of the run's folder, "
-        "none for a URL.",
+        help="Audit log, for authenticated peers; by default logs/audit.jsonl in the run's folder, none for a URL.",
         metavar="FILE",
     ),
 ]
 Health = Annotated[
     str | None,
     typer.Option(
-        help="Serve health checks on this address too, and nothing else, in plaintext, for probes.", metavar="HOST:PORT"
+        help="Also serve health checks, and nothing else, in plaintext on this address, for probes.",
+        metavar="HOST:PORT",
     ),
 ]
 Metrics = Annotated[

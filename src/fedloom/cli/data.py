@@ -23,7 +23,7 @@ def fetch_command(
         typer.Option(
             "--from",
             metavar="DIR",
-            help="Read the files from this folder and replace stored ones: official files, plain or .gz, or LEAF's.",
+            help="Read the files from this folder and replace stored ones: the official ones, plain or .gz, or LEAF's.",
         ),
     ] = None,
 ) -> None:
@@ -38,7 +38,7 @@ def fetch_command(
             copy_from=copy_from,
             on_progress=lambda now: tell(f"{name}: {now.doing}", now.done, now.total),
         )
-        tell(f"{name}: reading it", 0, None)
+        tell(f"{name}: reading", 0, None)
         official = datasets.load_dataset(source, root)
     typer.echo(f"{name} is in {folder}")
     typer.echo(description(source, official))
@@ -49,9 +49,9 @@ def description(source: Dataset, official: RawDataset) -> str:
     shape = " x ".join(map(str, source.input_shape))
     owners = official.owners
     if owners is None:
-        whose = "nobody is known to own them"
+        whose = "no per-user ids"
     elif len(owners.names) == 1:
-        whose = f"all of one owner, {owners.names[0]}"
+        whose = f"one owner, {owners.names[0]}"
     else:
         among = "divided among" if owners.divided else "of"
         whose = f"{among} {len(owners.names):,} owners, {owners.names[0]} to {owners.names[-1]}"
@@ -160,7 +160,7 @@ def partition_command(
     data = settings.data
     if isinstance(data, experiments.OwnData):
         raise ExperimentError(
-            f"{experiment} has data.own: its clients bring data of their own, and there is nothing to partition.",
+            f"{experiment} has data.own: its clients have their own data, so there is nothing to partition.",
             key="data.own",
             hint="pack a client's data: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
         )
@@ -175,7 +175,7 @@ def partition_command(
             data.normalization,
         )
         if store is not None and (found := is_published(store, data.dataset, *made_with)):
-            typer.echo(f"{len(found.roster)} seen and {len(found.unseen)} unseen clients in {out}, already")
+            typer.echo(f"{len(found.roster)} seen and {len(found.unseen)} unseen clients, already in {out}")
             return
         datasets.fetch_dataset(datasets.find_dataset(data.dataset), data.root)
     folder = partition_dataset(

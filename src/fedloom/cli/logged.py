@@ -22,11 +22,11 @@ class LoggedRun(RunObserver):
         log.info("started", extra={"run": experiment.name, "data": {"clients": clients, "folder": where}})
 
     def waiting_for_workers(self, address: str, partition: str, states: str | None) -> None:
-        """Log the address where workers are expected."""
+        """Log the address that workers connect to."""
         log.info("waiting for workers at %s", address)
 
     def resumed(self, round: int) -> None:
-        """Log the round after which training continues."""
+        """Log the round after which training resumes."""
         log.info("resuming", extra={"round": round})
 
     def stopping(self, *, after_round: bool) -> None:

@@ -1,4 +1,4 @@
-"""Entry point of ``fedloom``: its commands, and the exit code of every failure (docs/exit-codes.md).
+"""Entry point of ``fedloom``: its commands, and the exit codes of failures (docs/exit-codes.md).
 
 A command is a typed function in a module of this package. Showing ``--help`` imports these modules, so they import
 torch, gRPC and other packages of FedLoom inside functions, never at the top.
@@ -111,7 +111,10 @@ def options(
         typer.Option(
             "--tracing",
             envvar="FEDLOOM_TRACING",
-            help="Of run, aggregator, worker: send traces of rounds to the collector at OTEL_EXPORTER_OTLP_ENDPOINT.",
+            help=(
+                "With run, aggregator and worker: send traces of rounds to the collector at "
+                "OTEL_EXPORTER_OTLP_ENDPOINT."
+            ),
         ),
     ] = False,
 ) -> None:
@@ -146,7 +149,7 @@ def main() -> NoReturn:
     except FedloomError as error:
         _fail(error)
     except _Terminated:
-        _fail(InterruptedRun("asked to stop"))
+        _fail(InterruptedRun("stopped on request"))
     except OSError as error:
         if error.errno not in STORAGE_FAILURES:
             tell_failure(error)
@@ -166,7 +169,7 @@ class _Printable(logging.Formatter):
 
 
 class _Terminated(BaseException):
-    """SIGTERM before a command handles it; not an Exception, which an import in progress would swallow."""
+    """SIGTERM received before a command handles it; not an Exception, which an import in progress would swallow."""
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

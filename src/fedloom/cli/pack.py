@@ -14,22 +14,24 @@ def pack_command(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A folder of images, one folder a class; or a .csv, .parquet, .npz, .safetensors or .txt file."
+            help="A folder of images with one folder per class, or a .csv, .parquet, .npz, .safetensors or .txt file."
         ),
     ],
     out: Annotated[Path, typer.Option(help="New folder for the client.", metavar="DIR")],
     id_: Annotated[str | None, typer.Option("--id", help="The client's id; by default the name of SOURCE.")] = None,
     experiment: Annotated[
         str | None,
-        typer.Option(help="The experiment file; its `data.own` says what a client must bring.", metavar="FILE"),
+        typer.Option(
+            help="The experiment file; its `data.own` states the requirements on a client's data.", metavar="FILE"
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace a value of the file; repeatable.")
     ] = None,
-    label: Annotated[str, typer.Option(help="Of a table: the column with the labels.", metavar="COLUMN")] = "label",
+    label: Annotated[str, typer.Option(help="For a table: the column with the labels.", metavar="COLUMN")] = "label",
     split: Annotated[
         str | None,
-        typer.Option(help="Of a table: the column that says train, validation or test.", metavar="COLUMN"),
+        typer.Option(help="For a table: the column with train, validation or test.", metavar="COLUMN"),
     ] = None,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="The data have no labels.")] = False,
     resize: Annotated[bool, typer.Option("--resize", help="Resize images of another size.")] = False,
@@ -53,7 +55,7 @@ def pack_command(
         data = experiments.load(experiment, set_ or ()).data
         if not isinstance(data, OwnData):
             raise ExperimentError(
-                f"--experiment must have data.own, which says what a client brings; {experiment} has none.",
+                f"--experiment must have data.own, the requirements on clients' data; {experiment} has none.",
                 key="experiment",
             )
         own = data.own
@@ -70,7 +72,7 @@ def pack_command(
         f"{card.kind}, {classes}"
     )
     how = ", ".join(f"{key} {value:g}" for key, value in card.division.items() if key != "given")
-    typer.echo(f"split: {how or 'as the source gives it'}")
+    typer.echo(f"split: {how or 'as in the source'}")
     if card.features is not None:
         typer.echo(f"features: {listed(card.features)}")
     for note in packed.notes:

@@ -28,7 +28,7 @@ Methods = Annotated[
     typer.Option(
         "--method",
         metavar="KEY=VALUE;...",
-        help="compare_methods: the changes to the file that make one method; may be empty; repeatable.",
+        help="compare_methods: changes to the file for one method, possibly empty; repeatable.",
     ),
 ]
 Seeds = Annotated[str | None, typer.Option(help="compare_methods: 1,2,3 or 1-3.", metavar="N,N,...")]
@@ -37,11 +37,11 @@ Model = Annotated[
 ]
 Serve = Annotated[
     str | None,
-    typer.Option(help="unseen_clients: ask this server for the models of the clients.", metavar="HOST:PORT"),
+    typer.Option(help="unseen_clients: request the clients' models from this server.", metavar="HOST:PORT"),
 ]
 Which = Annotated[
     str | None,
-    typer.Option("--checkpoint", help="Which checkpoint to evaluate: last, best or a round.", metavar="last|best|N"),
+    typer.Option("--checkpoint", help="Checkpoint to evaluate: last, best or a round.", metavar="last|best|N"),
 ]
 Source = Annotated[
     str | None,
@@ -80,7 +80,7 @@ def _compile(
 def _local(
     name: Name,
     experiment: ExperimentFile,
-    out: Annotated[Path, typer.Option(help="New folder for what the tasks produce.", metavar="DIR")],
+    out: Annotated[Path, typer.Option(help="New folder for the tasks' outputs.", metavar="DIR")],
     set_: Set = None,
     method: Methods = None,
     seeds: Seeds = None,
@@ -89,7 +89,7 @@ def _local(
     serve: Serve = None,
     source: Source = None,
 ) -> None:
-    """Run a pipeline on this machine. Processes take the place of pods."""
+    """Run a pipeline on this machine, with processes instead of pods."""
     from fedloom.kubeflow import compiling, local
 
     known = compiling.check_name(name)
@@ -122,7 +122,7 @@ def _submit(
         Path | None, typer.Option(help="YAML file: settings of the client pods (docs/cluster.md).", metavar="FILE")
     ] = None,
     kubeflow: KubeflowOption = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code tells the outcome.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code gives the outcome.")] = False,
     terminate_on_interrupt: Annotated[
         bool, typer.Option("--terminate-on-interrupt", help="Ctrl-C while waiting also stops the run.")
     ] = False,
@@ -156,7 +156,7 @@ def _wait(
     run: Annotated[str, typer.Argument(help="Id of the run.", metavar="RUN")],
     kubeflow: KubeflowOption = None,
 ) -> None:
-    """Wait for a run on Kubeflow; the exit code tells its outcome."""
+    """Wait for a run on Kubeflow; the exit code gives its outcome."""
     from fedloom.kubeflow.settings import KubeflowSettings
     from fedloom.kubeflow.submit import Started
 
@@ -180,7 +180,7 @@ def _stop(
     if submit.stop_run(api, run):
         typer.echo(f"stopping {api.link(run)}")
     else:
-        typer.echo(f"has ended already: {api.link(run)}")
+        typer.echo(f"has already ended: {api.link(run)}")
 
 
 def _arguments(

@@ -31,12 +31,12 @@ ReplayRun = Annotated[
     typer.Option(
         "--replay",
         metavar="RUN",
-        help="Repeat a run by its journal: the same cohorts, the same clients lost, the same numbers.",
+        help="Repeat a run from its journal: the same cohorts, lost clients and numbers.",
     ),
 ]
 Partition = Annotated[
     str | None,
-    typer.Option(help="Use this partition instead of making one: a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
+    typer.Option(help="Use this partition instead of creating one: a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
 ]
 OwnFolders = Annotated[
     list[Path] | None,
@@ -46,13 +46,15 @@ OwnFolders = Annotated[
 ]
 Observe = Annotated[
     list[Path] | None,
-    typer.Option(help="Like --data, for clients that are only measured and never train; repeatable.", metavar="DIR"),
+    typer.Option(help="Like --data, for clients that are only evaluated and never train; repeatable.", metavar="DIR"),
 ]
 Publish = Annotated[
     str | None,
     typer.Option(
-        help="Publish the run there while it runs: s3://BUCKET/PREFIX; by default STORAGE/runs/NAME if `storage` "
-        "is a store.",
+        help=(
+            "Publish the run at this URL while it runs: s3://BUCKET/PREFIX; by default STORAGE/runs/NAME if "
+            "`storage` is a store."
+        ),
         metavar="URL",
     ),
 ]
@@ -70,7 +72,7 @@ Track = Annotated[
     list[str] | None,
     typer.Option(
         envvar="FEDLOOM_TRACK",
-        help="Send the numbers there, too: csv, tensorboard, mlflow, wandb; repeatable.",
+        help="Also send the numbers to a tracker: csv, tensorboard, mlflow, wandb; repeatable.",
         metavar="NAME",
     ),
 ]
@@ -94,12 +96,14 @@ def run_command(
     seeds: Annotated[str | None, typer.Option(help="Run once with each seed: 1,2,3 or 1-3.", metavar="N,N,...")] = None,
     grid: Annotated[
         list[str] | None,
-        typer.Option(help="Run with each of these values; repeat it for more keys.", metavar="KEY=VALUE,VALUE,..."),
+        typer.Option(help="Run with each of these values; repeatable for further keys.", metavar="KEY=VALUE,VALUE,..."),
     ] = None,
     parallel: Annotated[
         int,
         typer.Option(
-            help="With --seeds or --grid: runs side by side, each with its share of the cores.", min=1, metavar="N"
+            help="With --seeds or --grid: number of parallel runs, each with its share of the cores.",
+            min=1,
+            metavar="N",
         ),
     ] = 1,
 ) -> None:
@@ -159,23 +163,20 @@ def aggregator_command(
     ] = 600.0,
     orphan_after: Annotated[
         float | None,
-        typer.Option(
-            help="Stop with exit code 8 when nobody has watched the run for this many seconds.", min=0.1, metavar="S"
-        ),
+        typer.Option(help="Stop with exit code 8 after this many seconds without a watcher.", min=0.1, metavar="S"),
     ] = None,
     finished_grace: Annotated[
-        float, typer.Option(help="Seconds to wait at the end until watchers have heard of it.", min=0, metavar="S")
+        float,
+        typer.Option(help="Seconds to wait at the end for watchers to receive the final state.", min=0, metavar="S"),
     ] = 5.0,
     health: Health = None,
     metrics: Metrics = None,
-    stay: Annotated[
-        bool, typer.Option("--stay", help="When the run is over, keep answering watchers until SIGTERM.")
-    ] = False,
+    stay: Annotated[bool, typer.Option("--stay", help="Keep answering watchers after the run, until SIGTERM.")] = False,
     credentials: ServerCredentials = None,
     audit: AuditLog = None,
     insecure: InsecureServer = False,
 ) -> None:
-    """Run rounds with workers that connect. Start them with `fedloom worker`."""
+    """Run rounds with external workers, started with `fedloom worker`."""
     from fedloom import experiment as experiments
     from fedloom.runner.options import RunOptions
     from fedloom.security.options import Protection, ServerOptions

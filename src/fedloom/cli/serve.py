@@ -16,7 +16,7 @@ def serve_command(
     run: Annotated[str, typer.Argument(help="The run's folder, or the URL where it is published.", metavar="RUN|URL")],
     listen: Annotated[str, typer.Option(help="Address to serve on.", metavar="HOST:PORT")] = "127.0.0.1:7734",
     follow: Annotated[
-        bool, typer.Option("--follow", help="Switch to each newer round of the run as soon as a checkpoint holds it.")
+        bool, typer.Option("--follow", help="Switch to each newer round of the run as soon as it has a checkpoint.")
     ] = False,
     checkpoint: Annotated[str, typer.Option(help="last, best or a round.", metavar="last|best|N")] = "last",
     set_: Annotated[

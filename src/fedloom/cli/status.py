@@ -26,7 +26,7 @@ EVERY_S = 1.0
 """Seconds between requests with ``--follow``."""
 
 STORE_EVERY_S = 10.0
-"""The same for a store, which may charge for requests and is updated less often, in seconds."""
+"""Seconds between requests to a store, which may charge for them and is updated less often."""
 
 LINES_EVERY_S = 10.0
 """Minimum interval between updates if standard output is not a terminal, in seconds."""
@@ -119,7 +119,7 @@ def _pause(
     """Pause after the current round, until `resume`. A restarted aggregator stays paused."""
     with _dialled(address, credentials, insecure) as asked:
         changed, now = asked.pause()
-    what = "pauses" if changed else "was to pause before:"
+    what = "pauses" if changed else "had already been asked to pause:"
     _say(f"{now.run} {what} after round {now.doing if now.doing is not None else now.round}")
 
 
@@ -132,7 +132,7 @@ def _resume(
     """Continue a paused federation."""
     with _dialled(address, credentials, insecure) as asked:
         changed, now = asked.resume()
-    _say(f"{now.run} goes on after round {now.round}" if changed else f"{now.run} was not paused")
+    _say(f"{now.run} continues after round {now.round}" if changed else f"{now.run} was not paused")
 
 
 @federation.command("stop")
@@ -148,7 +148,7 @@ def _stop(
     with _dialled(address, credentials, insecure) as asked:
         told = asked.stop(now=now)
     when = "now" if now or told.doing is None else f"after round {told.doing}"
-    _say(f"{told.run} stops {when}; its aggregator goes on with --resume")
+    _say(f"{told.run} stops {when}; continue by restarting its aggregator with --resume")
 
 
 # ---- sources
@@ -244,7 +244,7 @@ def _follow_lines(source: _Source, now: Activity, *, as_json: bool) -> None:
 
 
 def _asked_again(source: _Source, last: Activity) -> Activity | None:
-    """Ask again, retrying for a while; return None if the aggregator is gone after it was stopping.
+    """Ask again, with retries; return None if the aggregator has exited after stopping.
 
     Raises
     ------
@@ -266,7 +266,7 @@ def _asked_again(source: _Source, last: Activity) -> Activity | None:
 
 
 def _follow_live(source: _Source, now: Activity) -> None:
-    """Show the status on a terminal and update it; note if lines are left out for lack of room."""
+    """Show the status on a terminal and update it; tell if lines are left out for lack of space."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -301,7 +301,7 @@ def _follow_live(source: _Source, now: Activity) -> None:
 
 
 def _fitting(lines: list[Text], console: Console) -> list[Text]:
-    """Return the lines that fit on the terminal; if some do not, a last one says how to see them all."""
+    """Return the lines that fit on the terminal; if some do not, the last line says how to see all of them."""
     from rich.text import Text
 
     def wrapped(line: Text) -> list[Text]:
@@ -311,7 +311,7 @@ def _fitting(lines: list[Text], console: Console) -> list[Text]:
     room = max(2, console.height - 1)
     if len(found) <= room:
         return found
-    note = wrapped(Text("... and more lines: --once shows all", "bold"))
+    note = wrapped(Text("... more lines: see all with --once", "bold"))
     return [*found[: max(1, room - len(note))], *note]
 
 

@@ -58,7 +58,7 @@ def _facts(now: Activity) -> Iterator[tuple[str, str]]:
     if now.message:
         yield "", now.message
     if now.paused_by is not None and now.phase != "paused":
-        yield "pause", f"asked for by {now.paused_by}"
+        yield "pause", f"requested by {now.paused_by}"
     if now.durable_age_s is not None:
         yield "durable", f"round {now.durable_round}, {duration(now.durable_age_s)} ago"
     yield "clients", _clients(now)
@@ -88,7 +88,7 @@ def _clients(now: Activity) -> str:
 
 
 def _late(each: Awaited, now: float) -> str:
-    whom = "nobody serves it" if each.worker is None else f"worker {each.worker}"
+    whom = "no worker serves it" if each.worker is None else f"worker {each.worker}"
     until = "" if each.deadline is None else f", lost in {duration(each.deadline - now)}"
     return f"{each.client}: {whom}, awaited for {duration(now - each.since)}{until}"
 

@@ -20,9 +20,7 @@ TokensFile = Annotated[
 
 @app.command("new")
 def _new(
-    name: Annotated[
-        str, typer.Argument(help="The name of the token, as `token` in the table of identities.", metavar="NAME")
-    ],
+    name: Annotated[str, typer.Argument(help="Name of the token, as in `token` of the identity file.", metavar="NAME")],
     tokens: TokensFile = Path("tokens.json"),
     days: Annotated[float | None, typer.Option(help="Days until it expires; by default never.", min=0)] = None,
     out: Annotated[
@@ -44,7 +42,7 @@ def _new(
             revoke_tokens(tokens, entry.id)  # it was never delivered
             raise
     until = "" if entry.expires is None else f", until {_time(entry.expires)}"
-    where = "shown this once" if out is None else f"in {out}"
+    where = "shown only once" if out is None else f"in {out}"
     typer.echo(f"token {entry.id} of {name}{until}: {where}; its hash is in {tokens}", err=True)
 
 
@@ -63,7 +61,7 @@ def _list(tokens: TokensFile = Path("tokens.json")) -> None:
 @app.command("revoke")
 def _revoke(
     which: Annotated[
-        str, typer.Argument(help="A token's id, or a name: then all tokens of this name.", metavar="ID|NAME")
+        str, typer.Argument(help="A token's id, or a name for all tokens of that name.", metavar="ID|NAME")
     ],
     tokens: TokensFile = Path("tokens.json"),
 ) -> None:
@@ -74,7 +72,7 @@ def _revoke(
     for token in revoked:
         typer.echo(f"revoked {token.id} of {token.name}")
     if not revoked:
-        typer.echo(f"{which}: revoked before", err=True)
+        typer.echo(f"{which}: already revoked", err=True)
 
 
 def _time(when: datetime) -> str:

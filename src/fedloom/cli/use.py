@@ -64,15 +64,15 @@ def overlapping(found: Mapping[str, Any] | None) -> str | None:
     """Return a warning about new clients whose examples the run was trained on; None if there are none."""
     if found is None:
         return (
-            "whether the run was trained on examples of these clients is not known: its partition is not in the data "
-            "root (`fedloom partition RUN/experiment.yaml` makes it)"
+            "it is unknown whether the run was trained on examples of these clients: its partition is not in the "
+            "data root (create it with `fedloom partition RUN/experiment.yaml`)"
         )
     if not found["clients"]:
         return None
     split = ", ".join(f"{found[name]:,} {name}" for name in ("train", "validation", "test") if found[name])
     return (
         f"these clients are not all new: the run was trained on {split} examples of "
-        f"{pluralize(found['clients'], 'client')}; data.partition.reserve keeps examples back for new clients"
+        f"{pluralize(found['clients'], 'client')}; data.partition.reserve holds examples back for new clients"
     )
 
 
@@ -80,8 +80,9 @@ def personalize_command(
     where: Annotated[
         str,
         typer.Argument(
-            help="The run: its folder; for one model also its URL, or the HOST:PORT of `fedloom serve` or of an "
-            "aggregator.",
+            help=(
+                "The run's folder; for one model also its URL, or the HOST:PORT of `fedloom serve` or of an aggregator."
+            ),
             metavar="RUN|URL|HOST:PORT",
         ),
     ],
@@ -105,16 +106,18 @@ def personalize_command(
         ),
     ] = None,
     clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
-    predictor: Annotated[str, typer.Option(help="Which of the client's predictors: personal or global.")] = "personal",
+    predictor: Annotated[str, typer.Option(help="Predictor to save: personal or global.")] = "personal",
     precision: Annotated[
-        str, typer.Option(help="How a server sends numbers: float32, or bfloat16, which is half as large.")
+        str, typer.Option(help="Format in which a server sends numbers: float32, or bfloat16, which is half as large.")
     ] = "float32",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a server's model.", min=0.1, metavar="S")] = 60.0,
     epsilon: Annotated[
         float | None,
         typer.Option(
-            help="(ε, δ)-differential privacy of what the server learns of one client's data: ε, above 0; inf adds no "
-            "noise. By default as the run was trained.",
+            help=(
+                "ε, above 0, of the (ε, δ)-differential privacy of the data disclosed to the server; inf adds no "
+                "noise. By default as in the run's training."
+            ),
             metavar="E",
         ),
     ] = None,
@@ -140,15 +143,17 @@ def personalize_command(
     budget: Annotated[
         float | None,
         typer.Option(
-            help="With --ledger, the largest total ε of its requests; one that would exceed it is refused before "
-            "anything is told.",
+            help=(
+                "With --ledger, the largest total ε of its requests; a request that would exceed it is refused "
+                "before anything is disclosed."
+            ),
             metavar="E",
         ),
     ] = None,
     credentials: ClientCredentials = None,
     insecure: InsecureClient = False,
 ) -> None:
-    """Create and save models for clients. They need not have taken part in training."""
+    """Create and save models for clients, which need not have taken part in training."""
     from fedloom.errors import ExperimentError
 
     if out.suffix not in (".safetensors", ".pt2", ".onnx"):  # runner.personal_model.FORMATS, which imports torch
@@ -196,7 +201,7 @@ def personalize_command(
     if (guarantee := card.privacy) is None:
         return
     typer.echo(
-        f"what the server learned of its {pluralize(guarantee.examples, 'example')}: ({guarantee.epsilon:.3g}, "
+        f"the data disclosed about its {pluralize(guarantee.examples, 'example')}: ({guarantee.epsilon:.3g}, "
         f"{guarantee.delta:.3g})-differentially private, replacing one; each further model costs as much again"
     )
     if guarantee.total_epsilon is not None:
@@ -225,7 +230,7 @@ def _save_models(
     made = save_models(Path(run), out, checkpoint, partition, clients, data, predictor)
     typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")
     for client, reason in made.lost.items():
-        typer.echo(f"{client}: no model: {reason}", err=True)
+        typer.echo(f"{client} got no model: {reason}", err=True)
     if made.lost:
         everyone = pluralize(len(made.saved) + len(made.lost), "client")
         raise QuorumError(f"{len(made.lost)} of {everyone} got no model")
@@ -237,11 +242,11 @@ def report_command(
         bool,
         typer.Option(
             "--follow",
-            help="Write the page again while the run goes on, until it ends; a browser that shows it loads it anew.",
+            help="Rewrite the page until the run ends; a browser that shows it reloads it.",
         ),
     ] = False,
     every: Annotated[
-        float, typer.Option(help="With --follow: seconds between two versions, at least.", min=1, metavar="S")
+        float, typer.Option(help="With --follow: minimum seconds between two versions.", min=1, metavar="S")
     ] = 10.0,
 ) -> None:
     """Write a run's report.html and figures/ from its other files."""
@@ -278,12 +283,12 @@ def compare_command(
     against: Annotated[
         str | None,
         typer.Option(
-            help="The method, or row, that the others are tested against; by default the best on validation.",
+            help="Baseline for the tests: a method or a row; by default the best on validation.",
             metavar="NAME",
         ),
     ] = None,
 ) -> None:
-    """Compare runs. Runs that differ only in the seed are merged into one row."""
+    """Compare runs. Runs that differ only in the seed form one row."""
     show_comparison(runs, out, against)
     if out is not None:
         typer.echo(f"comparison: {out / 'compare.html'}")

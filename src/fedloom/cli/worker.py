@@ -21,8 +21,10 @@ def worker(
     partition: Annotated[
         str | None,
         typer.Option(
-            help="The partition: a folder, or s3://BUCKET/PREFIX, from which a client's data are fetched when it is "
-            "first served.",
+            help=(
+                "The partition: a folder or s3://BUCKET/PREFIX, from which each client's data are downloaded when "
+                "first needed."
+            ),
             metavar="DIR|URL",
         ),
     ] = None,
@@ -36,16 +38,14 @@ def worker(
     ] = None,
     observe: Annotated[
         list[Path] | None,
-        typer.Option(help="Like --data, for clients that are measured and get models but never train.", metavar="DIR"),
+        typer.Option(help="Like --data, for clients that are evaluated and get models but never train.", metavar="DIR"),
     ] = None,
     class_counts: Annotated[
         bool,
-        typer.Option(
-            "--class-counts", help="Tell the aggregator how many training examples of each class the clients have."
-        ),
+        typer.Option("--class-counts", help="Send the aggregator the clients' numbers of training examples per class."),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what these clients would send, and send nothing.")
+        bool, typer.Option("--dry-run", help="Show the data that these clients would send, and send nothing.")
     ] = False,
     experiment: Annotated[
         str | None,
@@ -71,7 +71,7 @@ def worker(
     reconnect: Annotated[
         float,
         typer.Option(
-            help="Seconds to keep trying to reach an aggregator that does not answer; inf: for ever.",
+            help="Seconds to keep retrying an aggregator that does not answer; inf: forever.",
             min=0,
             metavar="S|inf",
         ),
@@ -79,15 +79,17 @@ def worker(
     bandwidth: Annotated[
         str | None,
         typer.Option(
-            help="Limit of the network traffic: 10Mbit/s each way, or 2Mbit/s,20Mbit/s up and down; by default none.",
+            help="Limit on network traffic: 10Mbit/s each way, or 2Mbit/s,20Mbit/s up and down; by default none.",
             metavar="RATE[,RATE]",
         ),
     ] = None,
     states: Annotated[
         str | None,
         typer.Option(
-            help="Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any; all workers must reach "
-            "it.",
+            help=(
+                "Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any; every worker must be "
+                "able to access it."
+            ),
             metavar="DIR|URL",
         ),
     ] = None,
@@ -95,7 +97,7 @@ def worker(
     insecure: InsecureClient = False,
     log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
 ) -> None:
-    """Serve clients to an aggregator. They are those of a partition, or have data of their own."""
+    """Serve clients of a partition, or clients with their own data, to an aggregator."""
     import socket
 
     from fedloom import experiment as experiments
@@ -125,9 +127,9 @@ def worker(
         trust=ClientOptions.of(credentials, insecure=insecure),
     )
     if dry_run:
-        from fedloom.cli.leaving import show_leaving
+        from fedloom.cli.disclosure import show_disclosure
 
-        show_leaving(options, experiment)
+        show_disclosure(options, experiment)
         return
     if aggregator is None:
         raise ExperimentError("Give --aggregator HOST:PORT, or --dry-run.", key="aggregator")
@@ -142,11 +144,11 @@ def worker(
     with nullcontext() if log is None else logged_to(log):
         over = serving.serve(stop)
     if not over and not owned:  # an evicted pod has not done its work, and another must
-        raise InterruptedRun("asked to stop before the run was over; another worker may take over")
+        raise InterruptedRun("stopped before the end of the run; another worker may take over")
 
 
 def _leave_at_eof(stop: threading.Event) -> None:
-    """Stop when standard input ends, whose other end the parent process holds and loses however it dies.
+    """Stop when standard input ends, which happens whenever the parent process dies.
 
     It reads the file descriptor and not ``sys.stdin``: if the process ended while a thread held that object's lock, it
     would abort and lose its exit code.

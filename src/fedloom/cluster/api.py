@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from fedloom.cluster.manifests import Manifest
-from fedloom.cluster.refusals import refusal
+from fedloom.cluster.refusals import diagnose_refusal
 from fedloom.core.home import expanded
 from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLostError
@@ -74,7 +74,8 @@ class Api:
             from kubernetes import client
         except ModuleNotFoundError as error:
             raise ExperimentError(
-                "backend kubernetes: found no package kubernetes here", hint="pip install 'fedloom[kubernetes]'"
+                "backend kubernetes needs the package kubernetes, which is not installed",
+                hint="pip install 'fedloom[kubernetes]'",
             ) from error
         configuration, own = _configuration(client.Configuration())
         configuration.retries = 0  # _call retries: more slowly, and only what may be repeated
@@ -143,7 +144,9 @@ class Api:
         try:
             yield from iter_resp_lines(response)
         except (HTTPError, OSError) as error:
-            raise Unreachable(f"the log of {pod} broke off: {_innermost(error)}", hint="ask for it again") from error
+            raise Unreachable(
+                f"the log of {pod} was interrupted: {_innermost(error)}", hint="request the log again"
+            ) from error
         finally:
             response.close()
             response.release_conn()
@@ -286,15 +289,15 @@ class Api:
         if error.status == 401:
             return RefusedError(
                 f"the Kubernetes API at {self.server} does not accept these credentials: {said}",
-                hint="log in again, or set KUBECONFIG to a kubeconfig that is valid",
+                hint="log in again, or set KUBECONFIG to a valid kubeconfig",
             )
-        if refused := refusal(said):
+        if refused := diagnose_refusal(said):
             kind, hint = refused
             return kind(f"{where}: {said}", hint=hint)
         if error.status == 403:
             return _Forbidden(f"{where}: {said}", hint=rights_hint(self.namespace))
         if error.status in (400, 422):
-            return _Invalid(f"{where}: {said}", hint="change the cluster setting that it names")
+            return _Invalid(f"{where}: {said}", hint="change the cluster setting named above")
         return RefusedError(f"{where}: {doing}: {error.status} {said}")
 
 
@@ -338,18 +341,19 @@ def _configuration(configuration: Any) -> tuple[Any, str]:
             config.load_incluster_config(client_configuration=configuration)
             return configuration, (SERVICE_ACCOUNT / "namespace").read_text().strip()
         except (config.ConfigException, OSError) as error:
-            raise RefusedError(f"{SERVICE_ACCOUNT}: no credentials of a pod: {error}") from error
+            raise RefusedError(f"{SERVICE_ACCOUNT} has no pod credentials: {error}") from error
     path = os.environ.get("KUBECONFIG") or str(expanded("~/.kube/config", "KUBECONFIG or HOME"))
     if not any(Path(part).is_file() for part in path.split(os.pathsep)):
         raise RefusedError(
-            f"found no Kubernetes cluster: no kubeconfig at {path}, and this is no pod with a service account's token",
+            f"no Kubernetes cluster is configured: {path} does not exist, and this process is not in a pod with a "
+            "service account token",
             hint="set KUBECONFIG, or use the backend local",
         )
     try:
         config.load_kube_config(config_file=path, client_configuration=configuration, persist_config=False)
         _, context = config.list_kube_config_contexts(config_file=path)
     except Exception as error:  # files may have any content, and plug-ins may raise anything
-        raise ExperimentError(f"{path}: not a kubeconfig that can be used: {error}") from error
+        raise ExperimentError(f"{path} is not a usable kubeconfig: {error}") from error
     return configuration, str(context.get("context", {}).get("namespace") or "default")
 
 

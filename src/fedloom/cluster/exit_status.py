@@ -11,7 +11,7 @@ from fedloom.core.processes import ChildReport
 from fedloom.errors import FAILURES, ExitCode, FedloomError, QuorumError, WorkerLostError
 
 KILLED = 137
-AGAIN = "start it again with the same run id: it goes on from what was published"
+AGAIN = "start it again with the same run id to continue from the published state"
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Exit:
             return told.failure.message
         said = told.bug or "\n".join(told.notices) or self.message
         lines = [line.strip() for line in said.splitlines() if line.strip()]
-        return lines[-1] if lines else "it said nothing"
+        return lines[-1] if lines else "it left no message"
 
     def explain(self, component: str) -> tuple[str, str | None]:
         """Return a sentence on how the container ended, and the remedy if one is known."""
         failure = ChildReport(self.message).failure
         summary, hint = self.summary, None if failure is None else failure.hint
         if self.code == KILLED and self.reason == "OOMKilled":
-            summary, hint = "it used more memory than it may", f"raise cluster.{component}.limits.memory"
+            summary, hint = "it exceeded its memory limit", f"raise cluster.{component}.limits.memory"
         return f"ended with code {self.code} ({name_of(self.code)}): {summary}", hint
 
 
@@ -88,7 +88,7 @@ def aggregator_failure(end: End, failed: Sequence[Exit]) -> FedloomError:
     """
     if end.reason == "DeadlineExceeded":
         return QuorumError(
-            f"the federation took longer than it may: {end.message}", hint=f"raise cluster.deadline_s, then {AGAIN}"
+            f"the federation exceeded its time limit: {end.message}", hint=f"raise cluster.deadline_s, then {AGAIN}"
         )
     if not failed:
         return WorkerLostError(f"the aggregator failed: {end.reason}: {end.message}", hint=AGAIN)
@@ -117,7 +117,7 @@ def workers_failure(job: Mapping[str, Any], end: End, failed: Sequence[Exit]) ->
         return aggregator_failure(end, ())
     spec = job.get("spec") or {}
     if which := status.get("failedIndexes"):
-        text = f"{count_indexes(which)} of {spec.get('completions')} workers failed for good (index {which}), and "
+        text = f"{count_indexes(which)} of {spec.get('completions')} workers failed permanently (index {which}), and "
         text += f"cluster.max_failed_workers allows {spec.get('maxFailedIndexes')}"
     else:
         text = f"the workers failed: {end.reason}: {end.message}"

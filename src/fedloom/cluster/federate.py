@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 
 
 class _Stopped(InterruptedRun):
-    """Request to stop this process, not the federation."""
+    """Request to stop this process but not the federation."""
 
 
 ORPHAN_AFTER_S = 600.0
@@ -165,14 +165,14 @@ def submit_federation(
     step = _Step(experiment, partition, cluster, run_id, "federate", TaskConfig(), True, say)
     if cluster.orphan_after_s is not None:
         raise ExperimentError(
-            f"cluster.orphan_after_s is {cluster.orphan_after_s:g}, and no launcher stays with the federation; "
+            f"cluster.orphan_after_s is {cluster.orphan_after_s:g}, and no launcher watches the federation; "
             f"set it to null, or give {argument('wait')}",
             key="cluster.orphan_after_s",
         )
     run, launcher = _prepared(step)
     name = f"fl-{identity(run_id, step.task)}"
     if launcher is None:
-        say(f"this federation has ended before: {run.url}")
+        say(f"this federation has already ended: {run.url}")
         return Submitted(name, run.url)
     try:
         launcher.ensure()
@@ -204,15 +204,15 @@ def _on_kubernetes(step: _Step, out: Path) -> None:
     cluster, say = step.cluster, step.say
     run, launcher = _prepared(step)
     if launcher is None:
-        say(f"this federation has ended before: fetching {run.url}")
+        say(f"this federation has already ended: fetching {run.url}")
         _collect(run, out, say)
         try:  # objects that an earlier launcher did not delete
             delete(Api(cluster.namespace), f"{INSTANCE}=fl-{identity(step.run_id, step.task)}")
         except FedloomError as error:
-            say(f"its objects, if there are any, go by themselves: {error}")
+            say(f"any remaining objects expire by themselves: {error}")
         return
     keep = (
-        f"the federation runs on: start again with run id {step.run_id} to adopt it, or end it: "
+        f"the federation continues: start again with run id {step.run_id} to adopt it, or end it: "
         f"fedloom cluster stop fl-{identity(step.run_id, step.task)}"
     )
     try:
@@ -257,8 +257,8 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
     watched = cluster.orphan_after_s is not None or (inside and not step.unattended)
     if cluster.token_secret is not None and watched and not os.environ.get(TOKEN):
         raise ExperimentError(
-            f"cluster.token_secret is {cluster.token_secret}, and this environment has no {TOKEN}: set it, because an "
-            "aggregator that its launcher cannot watch would end",
+            f"cluster.token_secret is {cluster.token_secret}, and this environment has no {TOKEN}: set it, because the "
+            "aggregator would end without its launcher watching",
             key="cluster.token_secret",
         )
     shards = store.under(f"partitions/{manifest.fingerprint}")
@@ -309,7 +309,7 @@ def _check_rights(api: Api, cluster: ClusterSettings, *, inside: bool) -> None:
     if cluster.orphan_after_s is not None and not inside and (missing := api.missing_rights(FORWARDING)):
         raise RefusedError(
             f"cluster.orphan_after_s is {cluster.orphan_after_s:g}, and this launcher outside of the cluster cannot "
-            f"show the aggregator that it is there: these credentials do not allow: {', '.join(missing)}",
+            f"watch the aggregator: these credentials do not allow: {', '.join(missing)}",
             hint=f"leave it out, or: {rights_hint(api.namespace)}",
             key="cluster.orphan_after_s",
         )
@@ -347,7 +347,8 @@ def _check_device(device: str, cluster: ClusterSettings, task_config: TaskConfig
     gpu = cluster.gpu is not None or any("gpu" in resource for resource in limits)
     if gpu and device == "cpu":
         raise ExperimentError(
-            "cluster.gpu asks for a GPU for each worker, and runtime.device is cpu; set that to cuda, or ask for none",
+            "cluster.gpu asks for a GPU for each worker, and runtime.device is cpu; set that to cuda, or remove "
+            "cluster.gpu",
             key="cluster.gpu",
         )
     if device == "cuda" and not gpu and not any("/" in resource for resource in limits):
@@ -401,7 +402,7 @@ def _experiment_at(run: Store) -> bytes:
     try:
         return digests.without_digest("experiment.yaml", run.read("experiment.yaml"))
     except digests.Damaged as error:
-        raise DataError(f"{run.url}/experiment.yaml: damaged, {error}", hint="use another run id or task") from error
+        raise DataError(f"{run.url}/experiment.yaml is damaged: {error}", hint="use another run id or task") from error
 
 
 def _collect(run: Store, out: Path, say: Say) -> None:
@@ -417,12 +418,12 @@ def _collect(run: Store, out: Path, say: Say) -> None:
 
     names = [entry.name for entry in run.entries() if entry.name.partition("/")[0] not in OF_ITS_OWN]
     if SUMMARY not in names:
-        raise DataError(f"{run.url}: the federation has ended, and there is no {SUMMARY}")
+        raise DataError(f"{run.url}: the federation has ended without a {SUMMARY}")
     for name in sorted(names, key=lambda name: name == SUMMARY):
         run.download(name, out / name)
     say(f"the run is in {out}")
     if "report.html" not in names:  # its pod reported this, but its log will soon be gone
-        say(f"it has no report, as the aggregator's image cannot make one; make it here: fedloom report {out}")
+        say(f"it has no report, because the aggregator's image cannot create one; create it here: fedloom report {out}")
 
 
 def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
@@ -432,12 +433,12 @@ def _save_logs_and_remove(launcher: Launcher, out: Path, say: Say) -> None:
         try:
             act()
         except (FedloomError, OSError) as error:
-            say(f"while putting the federation away: {error}")
+            say(f"while removing the federation: {error}")
 
 
 @contextmanager
 def _terminable(say: Say, note: str) -> Iterator[None]:
-    """Turn SIGTERM in the block into an exception, as Ctrl-C already is one.
+    """Turn SIGTERM in the block into an exception, like Ctrl-C.
 
     Raises
     ------

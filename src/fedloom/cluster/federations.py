@@ -100,7 +100,7 @@ def find_federation(api: Api, name: str) -> Status:
     known = ", ".join(f"{one.name} ({one.run_id})" for one in found or there) or "none"
     raise ExperimentError(
         f"namespace {api.namespace} has {len(found) or 'no'} federations called {name}; choose from {known}",
-        hint="fedloom cluster status lists them; one that has ended is gone an hour later, and its run is in the store",
+        hint="fedloom cluster status lists them; objects are removed an hour after the end; runs stay in the store",
     )
 
 
@@ -138,7 +138,7 @@ def federation_logs(api: Api, status: Status, *, worker: int | None = None, foll
         if not pods:
             which = component if worker is None else f"worker {worker} of {status.workers}"
             raise ExperimentError(
-                f"federation {status.name}: found no pod of its {which}", hint=f"logs of its end: {status.run}/logs/"
+                f"federation {status.name} has no pod of its {which}", hint=f"logs at its end: {status.run}/logs/"
             )
         pod = pods[-1]
         if (pod.get("status") or {}).get("phase", "Pending") != "Pending" or not followed:

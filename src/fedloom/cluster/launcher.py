@@ -47,7 +47,7 @@ KINDS: tuple[Kind, ...] = ("Job", "Service")
 
 
 class Occupied(ExperimentError):
-    """Conflict: an object of another specification has the name of one of this federation's objects."""
+    """Conflict: an object with another specification has the name of one of this federation's objects."""
 
 
 class Launcher:
@@ -154,7 +154,7 @@ class Launcher:
             if failure.exit_code in FINAL:
                 raise failure
             attempt = int((root["metadata"].get("annotations") or {}).get(ATTEMPT, "1")) + 1
-            self._say(f"found a federation that has failed: {failure}\nstarting it again, attempt {attempt}")
+            self._say(f"restarting the failed federation, attempt {attempt}; it failed because: {failure}")
             self.remove(wait=True)
         owners = [owner(root)]
         found = self._create_or_adopt(completed(service(self._federation), self._digest, owners))
@@ -287,7 +287,7 @@ class Launcher:
         if job is None or job["metadata"].get("deletionTimestamp"):
             raise WorkerLostError(
                 f"Job {self._federation.name}-{component} was deleted while the federation ran",
-                hint="somebody ended it; start it again with the same run id and it goes on from what was published",
+                hint="it was ended; start it again with the same run id to continue from the published state",
             )
         return job
 

@@ -111,11 +111,11 @@ def _failure(code: int, told: ChildReport, last: str, *, late: bool, deadline_s:
         return None
     if late:
         return QuorumError(
-            f"the federation took longer than the {deadline_s:g} s it may (cluster.deadline_s)",
-            hint="run it again with the same folder: it goes on from its last checkpoint",
+            f"the federation exceeded its limit of {deadline_s:g} s (cluster.deadline_s)",
+            hint="run it again with the same folder to continue from its last checkpoint",
         )
     if told.failure is not None:
         return told.failure
     if code < 0:
-        return InterruptedRun(f"fedloom run was ended by signal {-code}", hint="run it again: it goes on")
-    return WorkerLostError(f"fedloom run {told.ended(code, last)}", hint="run it again: it goes on")
+        return InterruptedRun(f"fedloom run was ended by signal {-code}", hint="run it again to continue")
+    return WorkerLostError(f"fedloom run {told.ended(code, last)}", hint="run it again to continue")

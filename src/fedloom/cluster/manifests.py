@@ -212,7 +212,7 @@ def worker_job(federation: FederationSpec) -> Manifest:
 def completed(
     manifest: Manifest, digest: str, owners: Sequence[Mapping[str, Any]], attempt: int | None = None
 ) -> Manifest:
-    """Return a manifest with what is not part of the specification: its digest, its owners, and the attempt."""
+    """Return a manifest with its metadata: digest, owners and attempt."""
     metadata = manifest["metadata"]
     annotations = {**metadata["annotations"], DIGEST: digest} | ({} if attempt is None else {ATTEMPT: str(attempt)})
     owned = {"ownerReferences": [*owners]} if owners else {}

@@ -1,4 +1,4 @@
-"""Diagnosis of pods that do not run: whether waiting helps, and otherwise what the user can do."""
+"""Diagnosis of pods that do not run, with the remedy if waiting does not help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from fedloom.cluster.exit_status import count_indexes
-from fedloom.cluster.refusals import refusal
+from fedloom.cluster.refusals import diagnose_refusal
 from fedloom.errors import ExperimentError, FedloomError, QuorumError
 
 
@@ -18,9 +18,9 @@ class Verdict(Enum):
     START = "start"
     """The pod is starting; nothing is wrong."""
     WAIT = "wait"
-    """The pod needs something that may become free: a node, a GPU."""
+    """The pod waits for resources that may become free: a node, a GPU."""
     FAIL = "fail"
-    """Only a person can fix the problem."""
+    """The problem needs the user's action."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Diagnosis:
         if self.verdict is Verdict.WAIT:
             return QuorumError(
                 f"{text} (waited {waited_s:.0f} s)",
-                hint="ask for less (gpu, requests, node_selector), add nodes, or raise cluster.pending_timeout_s",
+                hint="request less (gpu, requests, node_selector), add nodes, or raise cluster.pending_timeout_s",
             )
         if self.reason in IMAGE:
             return ExperimentError(
@@ -47,10 +47,10 @@ class Diagnosis:
             return ExperimentError(
                 text, hint="kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... (docs/cluster.md)"
             )
-        if refused := refusal(self.message):
+        if refused := diagnose_refusal(self.message):
             kind, hint = refused
             return kind(text, hint=hint)
-        return ExperimentError(text, hint="change the cluster setting that it names (docs/cluster.md)")
+        return ExperimentError(text, hint="change the cluster setting named above (docs/cluster.md)")
 
 
 IMAGE = {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
@@ -181,7 +181,7 @@ class PodMonitor:
             if seen.verdict is not Verdict.FAIL:
                 self._failing.pop(who, None)
                 if pending_s >= self._pending_timeout_s:
-                    known = seen.reason or "no reason is known"
+                    known = seen.reason or "unknown reason"
                     errors.append(Diagnosis(Verdict.WAIT, known, seen.message).error(who, pending_s))
             elif (failing_s := now - self._failing.setdefault(who, now)) >= self._failing_timeout_s:
                 errors.append(seen.error(who, failing_s))

@@ -1,4 +1,4 @@
-"""Client that follows an aggregator's progress; watching also shows the aggregator that it has a launcher."""
+"""Client that follows an aggregator's progress, and thereby shows the aggregator that its launcher is alive."""
 
 from __future__ import annotations
 
@@ -114,13 +114,10 @@ class ProgressClient:
     def _warning(self) -> str:
         if self._orphan_after_s is None:
             return ""
-        return (
-            f"\nan aggregator that runs and is not watched ends after {self._orphan_after_s:g} s "
-            "(cluster.orphan_after_s)"
-        )
+        return f"\nthe aggregator ends without a watcher after {self._orphan_after_s:g} s (cluster.orphan_after_s)"
 
     def _tell(self, now: Activity) -> Activity:
-        """Say what is new; return the state as it was understood."""
+        """Report changes; return the new state."""
         before = self.latest
         if before is None:
             self._reached()
@@ -146,7 +143,7 @@ def _line(now: Activity) -> str:
 
 
 def rounds_of(now: Activity) -> str:
-    """Return how many rounds are done, and how many there are to be."""
+    """Return the numbers of completed and planned rounds."""
     return f"round {now.round}" if now.rounds is None else f"round {now.round}/{now.rounds}"
 
 

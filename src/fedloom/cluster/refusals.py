@@ -14,7 +14,7 @@ UNAUTHORIZED = re.compile(r'User "[^"]*" cannot ')
 """Missing right, which is not a refusal of the request's content."""
 
 
-def refusal(said: str) -> tuple[type[FedloomError], str] | None:
+def diagnose_refusal(said: str) -> tuple[type[FedloomError], str] | None:
     """Return the error class for a refusal by an admission controller, and the remedy.
 
     Parameters
@@ -25,22 +25,25 @@ def refusal(said: str) -> tuple[type[FedloomError], str] | None:
     Returns
     -------
     tuple or None
-        Error class and hint; None if the message is no such refusal.
+        Error class and hint; None if the message is not such a refusal.
     """
     if found := UNSPECIFIED.search(said):
-        return RefusedError, f"set {_settings(found['needed'])}, which quota {found['quota']} asks for"
+        return RefusedError, f"set {_settings(found['needed'])}, as required by quota {found['quota']}"
     if found := EXCEEDED.search(said):
         asked = _asked(found["requested"] or "", said)
-        return RefusedError, f"ask for less ({asked}), or have it raised: kubectl describe quota {found['quota']}"
+        return (
+            RefusedError,
+            f"request less ({asked}), or have the quota raised: kubectl describe quota {found['quota']}",
+        )
     if found := WEBHOOK.search(said):
         return (
             RefusedError,
-            f"change the cluster setting that it names, or ask who runs {found['name']}",
+            f"change the cluster setting named above, or ask the operator of {found['name']}",
         )
     if "violates PodSecurity" in said:
         return (
             RefusedError,
-            "change the cluster setting that it names, or cluster.namespace",
+            "change the cluster setting named above, or cluster.namespace",
         )
     if "no PriorityClass with name" in said:
         return ExperimentError, "change cluster.priority_class: kubectl get priorityclasses"
@@ -49,7 +52,7 @@ def refusal(said: str) -> tuple[type[FedloomError], str] | None:
     if " per Container " in said or " per Pod " in said or "limit to request ratio" in said:
         return RefusedError, f"change {_asked('', said)}: kubectl describe limitrange"
     if "is forbidden" in said and not UNAUTHORIZED.search(said):
-        return RefusedError, "change the cluster setting that it names (docs/cluster.md)"
+        return RefusedError, "change the cluster setting named above (docs/cluster.md)"
     return None
 
 

@@ -72,18 +72,18 @@ class Resources(Settings):
     """Resource requests and limits of a container, such as ``{"cpu": "2", "memory": "4Gi"}``."""
 
     requests: Quantities = Field(
-        default={}, description="Asked for; by default 500m CPU and 1Gi memory where there is no limit either."
+        default={}, description="Requests; by default 500m CPU and 1Gi memory if there is no limit either."
     )
-    limits: Quantities = Field(default={}, description="Used at most.")
+    limits: Quantities = Field(default={}, description="Limits.")
 
 
 class AggregatorPod(Resources):
     """Resources, node placement and environment of the aggregator's container."""
 
-    tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Taints that it stands.")
-    node_selector: dict[str, str] = Field(default={}, description="Labels that its node must have.")
+    tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Tolerations.")
+    node_selector: dict[str, str] = Field(default={}, description="Node selector.")
     env: dict[str, str] = Field(
-        default={}, description="Its environment besides `env`, such as `FEDLOOM_TRACK` and `MLFLOW_TRACKING_URI`."
+        default={}, description="Additional environment variables, such as `FEDLOOM_TRACK` and `MLFLOW_TRACKING_URI`."
     )
     env_secrets: tuple[str, ...] = Field(
         default=(), description="Secrets whose keys are variables of its environment, such as `WANDB_API_KEY`."
@@ -91,39 +91,45 @@ class AggregatorPod(Resources):
 
 
 class Gpu(Settings):
-    """GPUs of each worker."""
+    """GPUs per worker."""
 
     resource: str = Field(default="nvidia.com/gpu", pattern=r"^[^/\s]+/[^/\s]+$", description="Name of the resource.")
-    count: int = Field(default=1, ge=1, description="How many for each worker.")
+    count: int = Field(default=1, ge=1, description="GPUs per worker.")
 
 
 class ClusterSettings(Settings):
     """Settings of a federation on Kubernetes, none of which changes its numeric results."""
 
     namespace: str | None = Field(
-        default=None, min_length=1, description="Where it runs; null is the launcher's own, else the kubeconfig's."
+        default=None, min_length=1, description="Namespace; null: the launcher's own, else the kubeconfig's."
     )
     image: Image | None = Field(default=None, description="Image of aggregator and workers, with tag or digest.")
-    worker_image: Image | None = Field(default=None, description="Image of the workers, if it is another (CUDA).")
+    worker_image: Image | None = Field(default=None, description="Image of the workers, if different (CUDA).")
     image_pull_secrets: tuple[str, ...] = Field(default=(), description="Names of Secrets for private registries.")
     workers: int = Field(default=2, ge=1, le=10_000, description="Worker pods; each may serve every client.")
     clients_per_worker: int | None = Field(
-        default=None, ge=1, description="Each worker pod serves its own block of this many clients; decides `workers`."
+        default=None, ge=1, description="Clients per worker pod, each with its own block; determines `workers`."
     )
     worker: Resources = Field(default=Resources(), description="Resources of each worker.")
     aggregator: AggregatorPod = Field(
-        default=AggregatorPod(), description="Resources, place and environment of the aggregator."
+        default=AggregatorPod(), description="Resources, node placement and environment of the aggregator."
     )
     gpu: Gpu | None = Field(
         default=None,
         description='GPUs of each worker, as in `{"count": 1, "resource": "nvidia.com/gpu"}`; needs device: cuda.',
     )
-    tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Taints that workers stand.")
-    node_selector: dict[str, str] = Field(default={}, description="Labels that workers' nodes must have.")
-    affinity: KubernetesObject | None = Field(default=None, description="Where workers run, as in a pod's spec.")
-    env: dict[str, str] = Field(default={}, description="Environment of both, such as proxies and SSL_CERT_FILE.")
-    volumes: tuple[KubernetesObject, ...] = Field(default=(), description="Volumes of both, such as certificates.")
-    volume_mounts: tuple[KubernetesObject, ...] = Field(default=(), description="Where both mount them.")
+    tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Tolerations of worker pods.")
+    node_selector: dict[str, str] = Field(default={}, description="Node selector of worker pods.")
+    affinity: KubernetesObject | None = Field(default=None, description="Affinity of worker pods.")
+    env: dict[str, str] = Field(
+        default={}, description="Environment of aggregator and workers, such as proxies and SSL_CERT_FILE."
+    )
+    volumes: tuple[KubernetesObject, ...] = Field(
+        default=(), description="Volumes of aggregator and workers, such as certificates."
+    )
+    volume_mounts: tuple[KubernetesObject, ...] = Field(
+        default=(), description="Volume mounts of aggregator and workers."
+    )
     service_account: str | None = Field(
         default=None, description="Service account of the pods; its token is not mounted."
     )
@@ -137,44 +143,50 @@ class ClusterSettings(Settings):
     storage_secret_keys: dict[str, str] = Field(
         default={"AWS_ACCESS_KEY_ID": "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY": "AWS_SECRET_ACCESS_KEY"},
         min_length=1,
-        description="Environment variable to the key of those Secrets which holds it.",
+        description="Key of those Secrets for each environment variable.",
     )
     token_secret: str | None = Field(
         default=None,
-        description="Secret whose key `token` holds a token (`fedloom token new`): whoever has it may be a worker, or "
-        "watch; null lets in whoever reaches the aggregator.",
+        description=(
+            "Secret whose key `token` holds a token (`fedloom token new`), which admits workers and watchers; null: "
+            "no authentication."
+        ),
     )
     s3_endpoint: str | None = Field(
         default=None,
-        description="Where pods reach the object store; null is the launcher's own $FEDLOOM_S3_ENDPOINT, which the "
-        "launcher itself prefers to this.",
+        description=(
+            "Endpoint of the object store for pods; null: the launcher's own $FEDLOOM_S3_ENDPOINT, which takes "
+            "precedence for the launcher itself."
+        ),
     )
-    deadline_s: float = Field(default=86_400.0, ge=1, description="Seconds that the whole federation may take.")
+    deadline_s: float = Field(default=86_400.0, ge=1, description="Maximum duration of the federation in seconds.")
     pending_timeout_s: float = Field(
-        default=600.0, ge=1, description="Seconds that a pod may wait for a node, and a worker for its aggregator."
+        default=600.0, ge=1, description="Maximum seconds that a pod waits for a node, and a worker for its aggregator."
     )
     failing_timeout_s: float = Field(
         default=30.0,
         ge=0,
-        description="Seconds that a pod may wait for what only a person can fix, such as an image or a Secret.",
+        description="Maximum seconds that a pod waits for a problem to be fixed by hand, such as an image or a Secret.",
     )
     orphan_after_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds without a launcher after which the aggregator ends; null is 600 for a launcher in the "
-        "cluster, and never for one outside, which may not reach the aggregator.",
+        description=(
+            "Seconds without a launcher after which the aggregator ends; null: 600 for a launcher in the cluster, "
+            "and never for one outside, which may be unable to reach the aggregator."
+        ),
     )
-    ttl_s: int = Field(default=3600, ge=60, description="Seconds after which finished objects are removed in any case.")
-    retries: int = Field(default=2, ge=0, description="How often a failed aggregator, and each worker, starts again.")
+    ttl_s: int = Field(default=3600, ge=60, description="Seconds after which finished objects are removed.")
+    retries: int = Field(default=2, ge=0, description="Maximum restarts of a failed aggregator, and of each worker.")
     max_failed_workers: int = Field(
-        default=0, ge=0, description="Workers that may fail for good while the federation goes on."
+        default=0, ge=0, description="Workers that may fail permanently without stopping the federation."
     )
-    queue_name: str | None = Field(default=None, description="Kueue's local queue.")
+    queue_name: str | None = Field(default=None, description="Kueue local queue.")
     labels: Words = Field(default={}, description="Labels of all objects and pods.")
     annotations: Words = Field(default={}, description="Annotations of all objects and pods.")
     delete_on_interrupt: bool = Field(
         default=False,
-        description="Whether an interrupted launcher deletes the federation, which it else leaves running.",
+        description="Delete the federation if the launcher is interrupted; otherwise it keeps running.",
     )
 
     @classmethod
@@ -244,9 +256,9 @@ def settings_from_file(settings: type[_S], path: Path) -> _S:
     try:
         value, _ = parse_yaml(read_file(path).decode("utf-8"), str(path))
     except UnicodeDecodeError as error:
-        raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
+        raise ExperimentError(f"{path} is not a UTF-8 text file (byte {error.start})") from error
     except OSError as error:
-        raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise ExperimentError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
     return _read(settings, json.dumps(value if value is not None else {}), str(path))
 
 
@@ -254,7 +266,7 @@ def _read(settings: type[_S], text: str, source: str) -> _S:
     try:
         value = parsed_json(text)
     except ValueError as error:
-        raise ExperimentError(f"{source}: not JSON ({error})") from error
+        raise ExperimentError(f"{source} is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ExperimentError(f"{source} must hold an object (got {abbreviated(value)})", found=value)
     try:

@@ -75,7 +75,7 @@ class Tunnel:
                 pod = self._pod()
                 remote = None if pod is None else self._api.forward(pod, self._port)
             except Exception as error:  # many libraries may raise here; the caller sees a closed connection
-                log.debug("no way to the pod: %s", error)
+                log.debug("cannot connect to the pod: %s", error)
                 return
             if remote is None:
                 return
@@ -109,5 +109,5 @@ def _pump(local: socket.socket, remote: Any) -> None:
                 elif channel == DATA:
                     local.sendall(content)
                 elif channel == ERROR:
-                    log.debug("the pod's node says: %s", content.decode(errors="replace"))
+                    log.debug("the pod's node reports: %s", content.decode(errors="replace"))
                     return

@@ -1,1 +1,1 @@
-"""Small helpers that every room may use."""
+"""Small helpers for all packages."""

@@ -74,9 +74,9 @@ def check_line(line: bytes, before: str) -> str:
     """
     said = said_by(line)
     if said is None:
-        raise Damaged("it has no digest: it was damaged, or written by another version of FedLoom")
+        raise Damaged("it has no digest: it is damaged, or was written by another version of FedLoom")
     if short_digest(before.encode(), line[:-TAIL]) != said:
-        raise Damaged("its digest is not that of its content after the line before: one of them was changed or lost")
+        raise Damaged("its digest does not match its content and the previous line: one of them was changed or lost")
     return said
 
 
@@ -113,10 +113,10 @@ def without_digest(name: str, content: bytes) -> bytes:
         return content
     found = _OF_OBJECT.search(content)
     if found is None:
-        raise Damaged("it has no digest: it was damaged, or written by another version of FedLoom")
+        raise Damaged("it has no digest: it is damaged, or was written by another version of FedLoom")
     body = content[: found.start()]
     if short_digest(body) != found[1].decode():
-        raise Damaged("its digest is not that of its content")
+        raise Damaged("its digest does not match its content")
     return body.rstrip().removesuffix(b",") + b"\n}\n"
 
 
@@ -136,7 +136,7 @@ def without_compact_digest(content: bytes) -> bytes:
         raise Damaged("it has no digest")
     body = content[: found.start()]
     if short_digest(body) != found[1].decode():
-        raise Damaged("its digest is not that of its content")
+        raise Damaged("its digest does not match its content")
     return body + b"}"
 
 
@@ -148,5 +148,5 @@ def _without_comment(content: bytes) -> bytes:
     if found is None:
         raise Damaged("its first line is a comment, but not the one with the digest")
     if short_digest(rest) != found[1]:
-        raise Damaged("its digest is not that of the lines below it (remove the first line if you have edited them)")
+        raise Damaged("its digest does not match the lines below it (remove the first line if you have edited them)")
     return rest

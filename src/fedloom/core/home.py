@@ -26,7 +26,7 @@ def expanded(path: str | Path, variable: str = "HOME") -> Path:
     except RuntimeError:
         whose = str(path).partition("/")[0]
         raise ExperimentError(
-            f"{path}: the home folder {whose} is not known: HOME is not set, or there is no such user (user id "
+            f"{path}: the home folder {whose} is unknown: HOME is not set, or there is no such user (user id "
             f"{os.getuid()})",
             hint=f"set {variable}, or give a path without {whose}",
         ) from None

@@ -112,7 +112,7 @@ class ChildReport:
             return f"failed because of a bug:\n{self.bug.rstrip()}"
         if code < 0:
             return f"was killed by signal {-code}"
-        last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+        last = next((line for line in reversed(said.splitlines()) if line.strip()), "it left no message")
         return f"ended with code {code}: {last}"
 
 

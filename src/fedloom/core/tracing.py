@@ -2,7 +2,7 @@
 
 A trace is a round or an evaluation. The children of the aggregator's span of an exchange are the workers' spans for
 each client: a request carries the context of its exchange in W3C format. While tracing is off, nothing of
-OpenTelemetry is imported, a span costs one look at a variable, and requests carry no context.
+OpenTelemetry is imported, a span costs one check of a variable, and requests carry no context.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def composed(text: str) -> str:
 
 
 def named_twice(names: Sequence[str]) -> str | None:
-    """Return the first name that is there twice, in whichever Unicode forms; None if all are different."""
+    """Return the first name that occurs twice, in any Unicode form; None if all are different."""
     seen: set[str] = set()
     for name in map(composed, names):
         if name in seen:
@@ -95,7 +95,7 @@ def _inside(value: Any) -> Iterable[Any]:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"found {text}, not a finite number")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 

@@ -202,8 +202,9 @@ def _notes_on_copies(official: RawDataset) -> list[str]:
         those = f"{shared.sum():,} of {pluralize(len(shared), 'test example')}"
         pair = f"test example {first} and training example {official.equal[first_test + first]}"
         notes.append(
-            f"the split that the source itself gives stays: {those} have inputs that are training inputs, too (first: "
-            f"{pair}); accuracy on them is no accuracy on new inputs. Remove one of each, or let FedLoom divide the "
+            f"the source's own split is kept: {those} have inputs that also occur in training (first: "
+            f"{pair}); accuracy on them does not measure accuracy on new inputs. Remove one of each, or let FedLoom "
+            "divide the "
             "data: without a column of splits, without test data"
         )
     return notes
@@ -227,12 +228,11 @@ def _note_unused(
     if idle := np.flatnonzero((demand == 0) & (pool > 0)).tolist():
         named = ", ".join(map(str, idle[:10])) + (", ..." if len(idle) > 10 else "")
         return (
-            f"only {dealt} are dealt out: no client's mix has class {named}. More clients or "
-            "more classes per client use them"
+            f"only {dealt} are assigned: no client's mix has class {named}. Use more clients or more classes per client"
         )
     return (
-        f"only {dealt} are dealt out: class {scarce} has {pool[scarce]:,} and limits each client whose mix has it. To "
-        "use more, leave that class out, or choose a scheme that asks for less of it"
+        f"only {dealt} are assigned: class {scarce} has {pool[scarce]:,} and limits each client whose mix has it. To "
+        "use more, leave that class out, or choose a scheme that needs less of it"
     )
 
 
@@ -251,7 +251,7 @@ def _refuse_shortfall(
         pool = f"the {split} pool has {available.sum()}"
         absent = np.flatnonzero((available == 0) & (mixes[empty] > 0).any(0))
         if len(absent):
-            pool += f", and none of class {', '.join(map(str, absent))}, which these clients' mixes ask for"
+            pool += f", and none of class {', '.join(map(str, absent))}, which these clients' mixes require"
             remedy = "a scheme without these classes in its mixes, such as natural, or data that have all classes"
         raise ExperimentError(
             f"data.partition.clients: of {scheme.clients} clients {empty.sum()} have no {split} example ({pool}); "

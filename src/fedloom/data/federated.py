@@ -72,14 +72,14 @@ class ClientData:
         """Labels that occur in the train split, ``[C]`` bool; DataError if it has none."""
         if self.train.y is None:
             raise DataError(
-                f"client {self.id} has no training labels, so the classes it has are not known",
+                f"client {self.id} has no training labels, so its classes are unknown",
                 hint="set evaluation.label_mask: false, or give the client labels",
             )
         return torch.bincount(self.train.y, minlength=self.classes) > 0
 
 
 class FederatedDataset:
-    """Partition that is read one client at a time.
+    """Partition, read one client at a time.
 
     Attributes
     ----------
@@ -187,7 +187,10 @@ class FederatedDataset:
         x, y = tensors.get(f"{name}_x"), tensors.get(f"{name}_y")
         about, fault = self.manifest, None
         if x is None or len(x) != entry.size(name):
-            fault = f"there are {0 if x is None else len(x)} examples; the manifest says {entry.size(name)}"
+            fault = (
+                f"it has {0 if x is None else len(x)} examples, and must have {entry.size(name)} according to the "
+                "manifest"
+            )
         else:
             labels = None if y is None else y.numpy()
             fault = examples_fault(x.numpy(), labels, about.input_shape, about.kind, about.classes)
@@ -222,7 +225,7 @@ class OwnDataset(FederatedDataset):
 
     def _shard(self, entry: ClientEntry) -> bytes:
         if entry.id not in self.clients.cards:
-            raise DataError(f"client {entry.id}: its data are not here; give its folder with {argument('packed')}")
+            raise DataError(f"the data of client {entry.id} are missing; give its folder with {argument('packed')}")
         return read_own_shard(self.clients.folders[entry.id], self.clients.cards[entry.id])
 
 

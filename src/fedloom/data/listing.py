@@ -49,12 +49,12 @@ def files_below(folder: Path) -> Iterator[Path]:
         walked += 1
         if walked > MOST_FOLDERS:
             raise DataError(
-                f"{folder}: has more than {MOST_FOLDERS:,} folders, counting those that links lead to; remove the "
+                f"{folder} has more than {MOST_FOLDERS:,} folders, counting those that links lead to; remove the "
                 "links between its folders"
             )
         files, folders, here = _entries(at)
         if here in above:
-            raise DataError(f"{at}: is a link to a folder above it, so that its files have no end; remove the link")
+            raise DataError(f"{at} is a link to a parent folder, which forms a cycle; remove the link")
         yield from (at / name for name in files)
         waiting += [(at / name, above | {here}) for name in reversed(folders)]
 
@@ -76,7 +76,7 @@ def _entries(folder: Path) -> tuple[list[str], list[str], tuple[int, int]]:
                     (folders if entry.is_dir() else files).append(entry.name)
     except OSError as error:
         raise DataError(
-            f"{folder}: cannot be read ({(error.strerror or str(error)).lower()}); change its permissions, or move it "
+            f"{folder} cannot be read ({(error.strerror or str(error)).lower()}); change its permissions, or move it "
             "elsewhere"
         ) from error
     return sorted(files), sorted(folders), (about.st_dev, about.st_ino)

@@ -61,8 +61,8 @@ READ = 2
 """Version of the reading rules; sources read under another version are read again."""
 
 COLUMNS = (
-    "a column with labels is named at data.source.label, one that says whose a row is at data.source.client, one with "
-    "splits at data.source.split; all others are features"
+    "name the column of labels at data.source.label, of owners at data.source.client, and of splits at "
+    "data.source.split; all others are features"
 )
 
 
@@ -78,12 +78,14 @@ class LocalFiles(Settings):
     client: str | None = Field(
         default=None,
         min_length=1,
-        description="Whose an example is: a column of the table, an array; of a folder `folder`: the outermost "
-        "folders, OWNER/CLASS/NAME.png. Null: nobody's.",
+        description=(
+            "Owner of each example: a column of the table, or an array; for a folder, `folder`: the outermost "
+            "folders, OWNER/CLASS/NAME.png. Null: no owners."
+        ),
     )
-    label: str = Field(default="label", min_length=1, description="The column with the labels.")
+    label: str = Field(default="label", min_length=1, description="Column with the labels.")
     split: str | None = Field(
-        default=None, min_length=1, description="The column that says train, validation or test; null: there is none."
+        default=None, min_length=1, description="Column with train, validation or test; null: none."
     )
     resize: bool = Field(default=False, description="Resize images of another size to the first one's.")
 
@@ -111,7 +113,7 @@ class DatasetCard:
     @classmethod
     def read(cls, path: Path) -> DatasetCard:
         """Read a card; raise DataError if it is damaged or of another version."""
-        hint = f"remove {path.parent}: it is made again"
+        hint = f"remove {path.parent} to recreate it"
         content = read_stored(path, "the card of a data set is missing", hint)
         if not path.parent.name.endswith(_named_by(content)):
             raise DataError(f"{path} is damaged: its folder is not named by its content", hint=hint)
@@ -146,13 +148,13 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or the kept data set is gone
         kept = parsed_json(record.read_bytes())
         return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
-    mistakes = ValidationErrors(str(path))
+    errors = ValidationErrors(str(path))
     request = Request(None, True, files.label, files.split, files.resize, files.client, "data.source.")
     try:
-        examples = reader(path, request, mistakes, lambda what, done, total: None)
-        mistakes.refuse()
+        examples = reader(path, request, errors, lambda what, done, total: None)
+        errors.refuse()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
     except DataError as error:
         raise error.with_hint(COLUMNS if dataset == "table" else None) from error
     name = keep(dataset, examples, str(path), root)
@@ -165,7 +167,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
 
 
 def tell_notes(notes: Sequence[str]) -> None:
-    """Log what was done to examples that their owner should know."""
+    """Log changes to examples that their owner should know."""
     for note in notes:
         log.warning("%s", note)
 
@@ -182,11 +184,11 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     """
     n = len(examples.x)
     if not n or examples.y is None:
-        raise DataError(f"{where}: there are {n} examples; give some, with labels")
+        raise DataError(f"{where}: it has {n} examples; give labelled examples")
     test = _tested(examples)
     if test.all() or not test.any():
         what = "training" if test.all() else "testing"
-        raise DataError(f"{where}: there are {pluralize(n, 'example')}, and none for {what}")
+        raise DataError(f"{where}: it has {pluralize(n, 'example')}, but none for {what}")
     names = None if examples.owners is None else tuple(sorted(set(examples.owners)))
     place = {name: i for i, name in enumerate(names or ())}
     owners = np.array([place[owner] for owner in examples.owners or ()], dtype=np.int64)
@@ -219,7 +221,7 @@ def _named_by(content: bytes) -> str:
 
 
 def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
-    """The source that a kept data set is."""
+    """Source of a stored data set."""
     card = DatasetCard.read(home / name / CARD)
 
     def read(contents: Mapping[str, bytes]) -> RawDataset:
@@ -248,10 +250,10 @@ def _reader(dataset: str, path: Path) -> Reader:
     readers = READERS[dataset]
     what = "a folder of images" if dataset == "folder" else f"a file that ends in {', '.join(readers)}"
     if not path.exists():
-        raise ExperimentError(f"data.source.path: {path.absolute()} is not there; give {what}")
+        raise ExperimentError(f"data.source.path: {path.absolute()} does not exist; give {what}")
     ending = path.suffix.lower() if path.is_file() else ""
     if path.is_dir() is not (dataset == "folder") or ending not in (readers if path.is_file() else ("",)):
-        raise ExperimentError(f"data.source.path: {path} is not what dataset {dataset} reads; give {what}")
+        raise ExperimentError(f"data.source.path: {path} is not of the dataset type {dataset}; give {what}")
     return readers[ending]
 
 

@@ -53,7 +53,7 @@ CLIENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Pattern of client ids. An id names a file, so it must not be able to name one in another folder."""
 
 VERSION = 3
-FIX = "make it again: fedloom partition EXPERIMENT"
+FIX = "create it again: fedloom partition EXPERIMENT"
 SPLITS = ("train", "validation", "test")
 
 
@@ -234,7 +234,7 @@ class Manifest:
             version = _version(content)
             if version is not None and version != VERSION:
                 raise DataError(
-                    f"{where} is of version {version}; this FedLoom reads version {VERSION}", hint=FIX
+                    f"{where} has version {version}; this FedLoom reads version {VERSION}", hint=FIX
                 ) from error
             raise DataError(f"{where} is damaged: {text_fault(error)}", hint=FIX) from error
         fault = _contradiction(manifest)
@@ -284,7 +284,7 @@ def read_stored(path: Path, missing: str, hint: str, *, shared: bool = True) -> 
         with naming_owner(path) if shared else nullcontext():
             return read_file(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{missing}: expected {path}", hint=hint) from None
+        raise DataError(f"{missing}: {path} does not exist", hint=hint) from None
     except OSError as error:
         if shared:
             raise as_storage_error(error) from error
@@ -320,15 +320,15 @@ def check_shard(content: bytes, sha256: str, where: str, hint: str) -> None:
     """
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
-        raise DataError(f"the shard {where} is damaged: expected sha256 {sha256}, found {found}", hint=hint)
+        raise DataError(f"the shard {where} is damaged: its sha256 is {found}, and must be {sha256}", hint=hint)
 
 
 def _contradiction(manifest: Manifest) -> str | None:
     """Return a contradiction within a manifest, or None."""
     if manifest.version != VERSION:
-        return f"version is {manifest.version}, expected {VERSION}"
+        return f"version is {manifest.version}, and must be {VERSION}"
     if len(manifest.class_names) != manifest.classes:
-        return f"{len(manifest.class_names)} class_names, expected {manifest.classes} (classes)"
+        return f"class_names has {len(manifest.class_names)} names, and must have {manifest.classes} (classes)"
     fault = inputs_fault(manifest.kind, manifest.input_shape, manifest.normalization)
     if fault is not None:
         return fault
@@ -337,7 +337,10 @@ def _contradiction(manifest: Manifest) -> str | None:
     if len({client.id for client in manifest.clients}) != len(manifest.clients):
         return "a client id occurs twice"
     if manifest.shift_groups is not None and len(manifest.shift_groups) != len(manifest.clients):
-        return f"{len(manifest.shift_groups)} shift_groups, expected {len(manifest.clients)}, one for each client"
+        return (
+            f"shift_groups has {len(manifest.shift_groups)} numbers, and must have one for each of "
+            f"{len(manifest.clients)} clients"
+        )
     return next((fault for each in manifest.clients if (fault := entry_contradiction(each, manifest.classes))), None)
 
 

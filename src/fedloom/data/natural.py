@@ -58,9 +58,9 @@ def assign_owners(
     """
     if official.owners is None or official.train.owners is None or official.test.owners is None:
         raise ExperimentError(
-            f"data.partition.scheme: natural needs owners, and nobody is known to own the examples of {dataset}; "
-            "choose classes, dirichlet, dominant, imbalanced, fixed or iid",
-            hint="with data of your own, data.source.client says whose an example is (docs/data.md)",
+            f"data.partition.scheme: natural needs owners, and {dataset} has none; choose classes, dirichlet, "
+            "dominant, imbalanced, fixed or iid",
+            hint="with your own data, name the owners' column at data.source.client (docs/data.md)",
             key="data.partition.scheme",
             found="natural",
         )
@@ -107,16 +107,14 @@ def _apart_from_reserve(
         return allowed, np.ones(len(whose), dtype=np.bool_), reserved, ()
     available = ~allowed[whose] | ~np.isin(group, group[~allowed[whose]])
     copies = int((~available).sum())
-    note = (
-        f"{pluralize(copies, 'example')} of the owners kept back are left out: owners not kept back have equal inputs"
-    )
+    note = f"{pluralize(copies, 'example')} of the reserved owners are left out: other owners have equal inputs"
     return allowed, available, reserved, (note,) if copies else ()
 
 
 def _qualified(
     names: Sequence[str], allowed: NDArray[np.bool_], divided: Sequence[_Parts], scheme: NaturalScheme
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return the owners that can become clients, and a note that names the others, and why."""
+    """Return the owners that can become clients, and a note that names the others with the reasons."""
     owners = np.flatnonzero(allowed).tolist()
     few = [owner for owner in owners if sum(divided[owner].sizes) < scheme.min_examples]
     empty = [owner for owner in owners if min(divided[owner].sizes) == 0 and owner not in {*few}]

@@ -114,7 +114,7 @@ class Newcomer(FederatedDataset):
         columns = None if (names := getattr(x, "columns", None)) is None else tuple(map(str, names))
         if columns is not None and wanted.features is not None and not is_same(columns, wanted.features):
             raise DataError(
-                f"x: the columns are {', '.join(columns)}; they must be {', '.join(wanted.features)}, in this order"
+                f"x has the columns {', '.join(columns)}; they must be {', '.join(wanted.features)}, in this order"
             )
         inputs = as_array(x, "x")
         if wanted.kind == "pixels":
@@ -135,13 +135,14 @@ class Newcomer(FederatedDataset):
             ("input_shape", list(card.input_shape), list(wanted.input_shape)),
         ):
             if found != needed:
-                raise DataError(f"{folder}: {what} is {found}; the run was trained with {needed}")
+                raise DataError(f"{folder}: {what} is {found}, and must be {needed} as in the run")
         check_features(folder, card, wanted.features)
         place = {composed(name): i for i, name in enumerate(wanted.class_names)}
         foreign = [name for name in card.classes if composed(name) not in place] if card.labelled else []
         if foreign:
             raise DataError(
-                f"{folder}: the run lacks the class {foreign[0]!r}; its classes are {', '.join(wanted.class_names)}"
+                f"{folder}: the class {foreign[0]!r} is unknown to the run; its classes are "
+                f"{', '.join(wanted.class_names)}"
             )
         try:
             tensors = safetensors.torch.load(read_own_shard(folder, card))
@@ -160,7 +161,7 @@ class Newcomer(FederatedDataset):
         return self.manifest.clients[0].id
 
     def verify(self, clients: object = None) -> None:
-        """Do nothing: the data were checked on construction."""
+        """Do nothing, since the data were checked on construction."""
 
 
 def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
@@ -182,7 +183,7 @@ def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
 def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
     """Return labels as int64; raise DataError if they are not one class per example."""
     if not classes:
-        raise DataError("y has labels, and the run's data have no classes; leave y out.", key="y")
+        raise DataError("y must be left out, because the run's data have no classes.", key="y")
     if list(y.shape) != [examples]:
         raise DataError(f"y has the shape {list(y.shape)}; it must be [{examples}], a label for each example.", key="y")
     return _whole(y, "y", "labels", classes - 1).long()
@@ -220,8 +221,8 @@ def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
     rounding.add(values, kept.numpy())
     if lost := rounding.lost(spread):
         raise DataError(
-            f"x[:, {lost[0]}]: 32-bit floats, in which features are kept, cannot tell values of this size apart as "
-            "the run's models do; scale them as the run's data were"
+            f"x[:, {lost[0]}]: 32-bit floats cannot distinguish values of this size as the run's models do; scale them "
+            "like the run's data"
         )
     return kept
 
@@ -230,9 +231,9 @@ def _positions(y: NDArray[Any], wanted: Wanted) -> Tensor:
     """Return labels as positions in the run's classes; they may be the names of these."""
     if y.ndim != 1 or not wanted.class_names:
         return _tensor(y, "y")  # refused for that
-    mistakes = ValidationErrors("y", outcome="")
-    found, _ = numbered([y], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", mistakes)
-    mistakes.refuse()
+    errors = ValidationErrors("y", outcome="")
+    found, _ = numbered([y], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", errors)
+    errors.refuse()
     return torch.from_numpy(found)
 
 
@@ -242,4 +243,4 @@ def _tensor(array: NDArray[Any], what: str) -> Tensor:
     try:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except TypeError as error:
-        raise DataError(f"{what}: values of type {array.dtype} are not numbers; give an array of numbers") from error
+        raise DataError(f"{what} has values of type {array.dtype}; give an array of numbers") from error

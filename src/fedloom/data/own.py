@@ -55,18 +55,18 @@ class Given(Settings):
 class Own(Settings):
     """Requirements on every client's data."""
 
-    kind: Kind = Field(description="What an input is: pixels, features, or tokens (docs/data.md).")
+    kind: Kind = Field(description="Kind of input: pixels, features, or tokens (docs/data.md).")
     input_shape: Annotated[tuple[int, ...], AsTuple] = Field(
         description="Shape of one input: [channels, height, width], [features], or [tokens]."
     )
-    classes: Words = Field(description="What the classes are called, in label order; of tokens, the vocabulary.")
-    features: Words | None = Field(
-        default=None, description="Of features: the names of the columns, in order. Null: as they come."
-    )
+    classes: Words = Field(description="Names of the classes, in label order; for tokens, the vocabulary.")
+    features: Words | None = Field(default=None, description="For features: names of the columns, in order. Null: any.")
     normalization: Literal["measured"] | Given = Field(
         default="measured",
-        description="measured: mean and std of all clients' training examples, from counts, sums and sums of squares "
-        "that they announce; or {mean, std}, each a list.",
+        description=(
+            "measured: mean and std of all clients' training examples, from announced counts, sums and sums of "
+            "squares; or {mean, std}, each a list."
+        ),
     )
 
     @model_validator(mode="after")
@@ -75,15 +75,15 @@ class Own(Settings):
         if (fault := shape_fault(self.kind, shape)) is not None:
             raise ValueError(fault)
         if not self.classes:
-            raise ValueError("classes: there are none; give at least one name")
+            raise ValueError("classes is empty; give at least one name")
         if (twice := named_twice(self.classes)) is not None:
-            raise ValueError(f"classes: {twice!r} is there twice; each class needs a name of its own")
+            raise ValueError(f"classes: {twice!r} occurs twice; give each class a unique name")
         if self.kind == "tokens" and len(self.classes) > 256:
-            raise ValueError(f"classes: there are {len(self.classes)}; a token is one byte, so at most 256 can be")
+            raise ValueError(f"classes has {len(self.classes)} names; tokens are single bytes, so give at most 256")
         if self.features is not None and self.kind != "features":
-            raise ValueError(f"features: names need kind: features, and kind is {self.kind}")
+            raise ValueError(f"features can only be named with kind: features (got {self.kind})")
         if self.features is not None and len(set(map(composed, self.features))) != shape[0]:
-            raise ValueError(f"features: {list(self.features)} must be {shape[0]} different names")
+            raise ValueError(f"features must be {shape[0]} different names (got {list(self.features)})")
         if isinstance(self.normalization, Given):
             given = Normalization(self.normalization.mean, self.normalization.std)
             if (fault := inputs_fault(self.kind, shape, given)) is not None:
@@ -151,7 +151,7 @@ _CARD = TypeAdapter(ClientCard)
 def read_card(folder: Path) -> ClientCard:
     """Return the card of a packed folder; raise DataError if there is none, or it is damaged or of another version."""
     path = folder / CARD
-    text = read_stored(path, "no packed client is here", AGAIN, shared=False)
+    text = read_stored(path, "there is no packed client", AGAIN, shared=False)
     try:
         card = _CARD.validate_json(digests.without_digest(CARD, text))
     except (digests.Damaged, ValidationError) as error:
@@ -163,19 +163,19 @@ def read_card(folder: Path) -> ClientCard:
 
 def _contradiction(card: ClientCard) -> str | None:
     if card.version != CARD_VERSION:
-        return f"version is {card.version}, expected {CARD_VERSION}"
+        return f"version is {card.version}, and must be {CARD_VERSION}"
     if (fault := shape_fault(card.kind, card.input_shape)) is not None:
         return fault
     numbers, moments = 0 if card.kind == "tokens" else card.input_shape[0], card.moments
     if card.features is not None and len(card.features) != numbers:
-        return f"features, expected {numbers} names"
+        return f"features must have {numbers} names"
     if not len(moments.sum) == len(moments.squares) == numbers:
-        return f"moments, expected sum and squares of {numbers}"
+        return f"moments must have {numbers} sums and squares"
     if not all(map(math.isfinite, (*moments.sum, *moments.squares))) or moments.count < 1:
-        return "moments, expected finite numbers and a count of at least 1"
+        return "moments must have finite numbers and a count of at least 1"
     empty = next((split for split in SPLITS if card.entry().size(split) < 1), None)
     if empty is not None:
-        return f"{empty} is {card.entry().size(empty)}, expected at least 1"
+        return f"{empty} is {card.entry().size(empty)}, and must be at least 1"
     return entry_contradiction(card.entry(), len(card.classes))
 
 
@@ -215,7 +215,7 @@ class OwnClients:
                 if card.id in found:
                     raise DataError(
                         f"client {card.id!r} is in {found[card.id][0]} and in {folder}",
-                        hint=f"pack one of them with another {argument('id')}",
+                        hint=f"pack one of them again with another {argument('id')}",
                     )
                 found[card.id] = folder, card, observer
         if not found:
@@ -253,7 +253,7 @@ class OwnClients:
         for name, card in self.cards.items():
             if name not in self.observers and not card.labelled:
                 raise DataError(
-                    f"{self.folders[name]} has no labels, and training needs them; give labels, or use "
+                    f"{self.folders[name]} has no labels, which training needs; give labels, or use "
                     f"{argument('observe')}.",
                     hint=f"pack it again, without {argument('unlabelled')}",
                 )
@@ -264,7 +264,7 @@ class OwnClients:
         return tuple(card.entry(seen=name not in self.observers) for name, card in self.cards.items())
 
     def measured(self, own: Own) -> Normalization:
-        """Return the normalization that an experiment asks for, measured on the training clients if required.
+        """Return an experiment's normalization, measured on the training clients if required.
 
         Raise DataError if it must be measured and no client trains.
         """
@@ -289,7 +289,7 @@ def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | Non
 
 
 def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
-    """Return the normalization that an experiment asks for.
+    """Return an experiment's normalization.
 
     Raise DataError if it must be measured and no client trains.
 
@@ -301,7 +301,7 @@ def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
     if isinstance(own.normalization, Given):
         return Normalization(own.normalization.mean, own.normalization.std)
     if own.kind != "tokens" and not moments:
-        raise DataError("data.own.normalization is measured, and no client trains; give mean and std")
+        raise DataError("data.own.normalization is measured, but no client trains; give mean and std")
     return pooled_normalization(own.kind, own.input_shape[0], moments)
 
 
@@ -341,7 +341,7 @@ def _packed(given: Path) -> list[Path]:
         return [given]
     inside = sorted(path.parent for path in given.glob(f"*/{CARD}"))
     if not inside:
-        raise DataError(f"no packed client here: expected {given / CARD}, or folders with one", hint=AGAIN)
+        raise DataError(f"no packed client: {given} must have {CARD}, or folders with one", hint=AGAIN)
     return inside
 
 

@@ -103,7 +103,7 @@ def notes_of(folder: Path) -> tuple[str, ...]:
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path} is damaged ({error!r})", hint=FIX) from error
     if version != NOTES_VERSION:
-        raise DataError(f"{path} is of version {version}; this FedLoom reads version {NOTES_VERSION}", hint=FIX)
+        raise DataError(f"{path} has version {version}; this FedLoom reads version {NOTES_VERSION}", hint=FIX)
     return notes
 
 
@@ -287,6 +287,6 @@ def _damaged(folder: Path) -> bool:
         for client in read_manifest(folder).clients:
             read_shard(folder, client)
     except DataError as error:
-        log.warning("%s; making the partition again", str(error).splitlines()[0])
+        log.warning("%s; creating the partition again", str(error).splitlines()[0])
         return True
     return False

@@ -39,18 +39,16 @@ class Problem:
     def from_json(cls, text: str) -> Problem:
         """Parse a problem; raise DataError if the text is too long, not JSON, nested too deeply, or inconsistent."""
         if len(text) > LONGEST:
-            raise DataError(
-                f"the problem that the server tells has {len(text):,} characters; at most {LONGEST:,} are read"
-            )
+            raise DataError(f"the server's problem description has {len(text):,} characters; the limit is {LONGEST:,}")
         try:
             problem = _PROBLEM.validate_json(text)  # rejects deep nesting itself
         except ValidationError as error:
-            raise DataError(f"the problem that the server tells is damaged: {text_fault(error)}") from None
+            raise DataError(f"the server's problem description is damaged: {text_fault(error)}") from None
         fault = inputs_fault(problem.kind, problem.input_shape, problem.normalization)
         if problem.clients < 0:
             fault = f"clients is {problem.clients}; it must be 0 or more"
         if fault is not None:
-            raise DataError(f"the problem that the server tells is damaged: {fault}")
+            raise DataError(f"the server's problem description is damaged: {fault}")
         return problem
 
 

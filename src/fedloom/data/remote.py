@@ -48,8 +48,8 @@ def publish(folder: Path, store: Store) -> None:
             store.write(MANIFEST, there)  # refreshes its age, so that it is not removed now
             return
         raise DataError(
-            f"{store.url}: found another partition there than that of {folder}",
-            hint="publish it elsewhere, such as below its fingerprint",
+            f"{store.url} holds another partition than {folder}",
+            hint="publish it at another URL, such as one with its fingerprint",
         )
     sizes = {entry.name: entry.size for entry in store.entries("shards/")}
 
@@ -119,9 +119,7 @@ class Remote:
         try:
             return Manifest.from_json(self._store.read(MANIFEST), where=where)
         except Absent:
-            raise DataError(
-                f"no partition here: expected its manifest in {where}", hint="publish the partition there first"
-            ) from None
+            raise DataError(f"{where} has no partition manifest", hint="publish the partition there first") from None
 
     def cached(self, manifest: Manifest, cache: Path | None) -> Path:
         """Create the folder for fetched files, and put the manifest into it.
@@ -157,7 +155,7 @@ class Remote:
             content = self._store.read(name)
         except Absent:
             raise DataError(
-                f"the shard of client {entry.id} is missing: expected {self._store.url}/{name}",
+                f"the shard of client {entry.id} is missing: {self._store.url}/{name} does not exist",
                 hint=f"remove {self._store.url}/{MANIFEST}, and publish the partition again",
             ) from None
         again = f"remove it and {self._store.url}/{MANIFEST}, and publish the partition again"

@@ -29,16 +29,19 @@ class Reserve(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     share: float | None = Field(
-        default=None, gt=0, lt=1, description="Share of each class (natural: of the owners) that is kept back."
+        default=None, gt=0, lt=1, description="Fraction of each class (natural: of the owners) to reserve."
     )
     count: int | None = Field(
         default=None,
         ge=1,
-        description="Official training examples of each class (natural: owners) that are kept back, and as large a "
-        "share of its test examples; exactly one of share and count.",
+        description=(
+            "Number of official training examples of each class (natural: owners) to reserve, with the same fraction "
+            "of its test examples; set exactly one of share and count."
+        ),
     )
     deal: bool = Field(
-        default=False, description="Give clients what is kept back, and not the rest: for clients who are new to a run."
+        default=False,
+        description="Assign the reserved examples instead of the others: for clients that are new to a run.",
     )
 
     @model_validator(mode="after")
@@ -62,7 +65,7 @@ class Reserve(BaseModel):
             return math.floor(self.share * whole + 0.5)
         if self.count >= whole:
             raise ExperimentError(
-                f"data.partition.reserve.count: {self.count} leaves none of the {whole:,} {what}; keep back fewer",
+                f"data.partition.reserve.count: {self.count} leaves none of the {whole:,} {what}; reserve fewer",
                 key="data.partition.reserve.count",
                 found=self.count,
             )

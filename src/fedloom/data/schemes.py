@@ -30,9 +30,9 @@ ByClass: TypeAlias = Sequence[NDArray[np.int64]]
 """Positions of the examples of each class, C arrays."""
 
 _CLIENTS = "Number of clients, seen and unseen."
-_TRAIN_CAP = "At most this many training examples per client; the class mix stays."
+_TRAIN_CAP = "Maximum number of training examples per client; the class mix is kept."
 FEWER = "fewer examples per class, or for fewer clients or labels_per_client"
-_TEST_CAP = "At most this many test examples per client; the class mix stays."
+_TEST_CAP = "Maximum number of test examples per client; the class mix is kept."
 
 
 class _Scheme(BaseModel):
@@ -44,7 +44,7 @@ class _Scheme(BaseModel):
         """Raise ExperimentError if ``classes`` classes cannot satisfy the settings; 0 means data without classes."""
         if classes == 0:
             raise _refusal(
-                "scheme", getattr(self, "scheme", None), "needs classes, and the data have none", "use means"
+                "scheme", getattr(self, "scheme", None), "needs classes, but the data have none", "use means"
             )
 
     def check_inputs(self, kind: str, shape: Sequence[int]) -> None:
@@ -56,13 +56,15 @@ class _ReservingScheme(_Scheme):
 
     reserve: Reserve | None = Field(
         default=None,
-        description="Examples kept back for new clients before anything is assigned: {share | count, deal} (data.md); "
-        "null: none.",
+        description=(
+            "Examples reserved for new clients before the assignment: {share | count, deal} (data.md); null: none."
+        ),
     )
     shift: Shift | None = Field(
         default=None,
-        description="Clients whose labels are permuted, or whose images are turned: {kind, groups} (data.md); null: "
-        "none.",
+        description=(
+            "Shift of clients' data, by permuted labels or rotated images: {kind, groups} (data.md); null: none."
+        ),
     )
 
     @model_serializer(mode="wrap")
@@ -134,10 +136,10 @@ class ClassesScheme(_CappedScheme):
     """Examples of only a few classes for each client (the pathological split of McMahan et al. 2017)."""
 
     scheme: Literal["classes"] = "classes"
-    classes_per_client: int = Field(ge=1, description="k: how many distinct classes each client has.")
+    classes_per_client: int = Field(ge=1, description="k, the number of distinct classes of each client.")
     shares: tuple[float, ...] | None = Field(
         default=None,
-        description="The fractions of a client's examples that come from its k classes; null: equal. They sum to 1.",
+        description="Fractions of a client's examples from its k classes, which sum to 1; null: equal.",
     )
 
     @model_validator(mode="after")
@@ -181,7 +183,7 @@ class DirichletScheme(_CappedScheme):
     )
 
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
-        """Draw π_i ~ Dir(α, ..., α) for each client from a generator of its own.
+        """Draw π_i ~ Dir(α, ..., α) for each client from its own generator.
 
         A seen client's π_i therefore depends neither on ``alpha_unseen`` nor on the number of clients.
         """
@@ -208,7 +210,7 @@ class DominantScheme(_CappedScheme):
     """Share ρ of class i for client i, and (1 - ρ)/(C - 1) of each other class (papers/002 §5.2)."""
 
     scheme: Literal["dominant"] = "dominant"
-    rho: float = Field(le=1, description="ρ: the fraction of a client's examples that come from its dominant class.")
+    rho: float = Field(le=1, description="ρ, the fraction of a client's examples from its dominant class.")
 
     def check(self, classes: int) -> None:
         """Reject a ρ with which the class would not dominate."""
@@ -228,13 +230,15 @@ class ImbalancedScheme(MixScheme):
     """
 
     scheme: Literal["imbalanced"] = "imbalanced"
-    large_clients: int = Field(default=1, ge=1, description="How many clients are large; at least one of them is seen.")
-    large_size: int = Field(default=5000, ge=1, description="Training examples of a large client, exactly.")
-    small_size: int = Field(default=20, ge=1, description="Training examples of every other client, exactly.")
+    large_clients: int = Field(default=1, ge=1, description="Number of large clients, at least one of which is seen.")
+    large_size: int = Field(default=5000, ge=1, description="Number of training examples of a large client.")
+    small_size: int = Field(default=20, ge=1, description="Number of training examples of every other client.")
     dominant_share: float | None = Field(
         default=None,
         le=1,
-        description="Share of one class in each client (client i: class i mod C), the rest evenly over the others.",
+        description=(
+            "Fraction of one class in each client (client i: class i mod C); the other classes share the rest evenly."
+        ),
     )
     classes_per_client: int | None = Field(
         default=None,
@@ -293,7 +297,7 @@ class ImbalancedScheme(MixScheme):
         if split != "train":
             return super().sizes(split, mixes, available, seen, seed)
         size = np.where(self._large(seen, seed), self.large_size, self.small_size)
-        smaller = f"with small_size {self.small_size}, ask for smaller or fewer clients"
+        smaller = f"with small_size {self.small_size}, use smaller or fewer clients"
         if size.sum() > available.sum():
             fault = (
                 f"needs {size.sum():,} training examples for {self.clients} clients, and there are {available.sum():,}"
@@ -325,13 +329,15 @@ class FixedScheme(MixScheme):
     """Fixed numbers of examples of a few labels, from the joined official sets (papers/003 §5: small to large)."""
 
     scheme: Literal["fixed"] = "fixed"
-    train_per_class: int = Field(ge=1, description="Training examples of each label of a client, exactly.")
-    test_per_class: int = Field(ge=1, description="Test examples of each label of a client, exactly.")
-    labels_per_client: int = Field(ge=1, description="Distinct labels of each client.")
+    train_per_class: int = Field(ge=1, description="Number of training examples per label of a client.")
+    test_per_class: int = Field(ge=1, description="Number of test examples per label of a client.")
+    labels_per_client: int = Field(ge=1, description="Number of distinct labels of each client.")
     validation_from: Literal["rest", "train"] = Field(
         default="rest",
-        description="Where validation_fraction * train_per_class examples of each label (at least 1) are taken for "
-        "validation: from what is left over, or out of the training examples.",
+        description=(
+            "Source of the validation examples (validation_fraction * train_per_class of each label, at least 1): "
+            "unused examples, or the training examples."
+        ),
     )
 
     def check(self, classes: int) -> None:
@@ -355,8 +361,10 @@ class FixedScheme(MixScheme):
         validation = max(1, math.floor(self.train_per_class * validation_fraction + 0.5))
         kept = self.train_per_class - (validation if self.validation_from == "train" else 0)
         if kept < 1:
-            fault = f"leaves no training example of a label beside {validation} for validation (validation_from: train)"
-            remedy = "ask for more, or for a smaller data.validation_fraction"
+            fault = (
+                f"leaves no training example of a label besides {validation} for validation (validation_from: train)"
+            )
+            remedy = "use more, or a smaller data.validation_fraction"
             raise _refusal("train_per_class", self.train_per_class, fault, remedy)
         per_client = np.array([kept, validation, self.test_per_class])
         held = partition_classes(self.clients, len(train), self.labels_per_client, seed)
@@ -404,11 +412,9 @@ class NaturalScheme(_ReservingScheme):
     clients: int | None = Field(
         default=None,
         ge=1,
-        description="How many of the owners that qualify become clients, seen and unseen, drawn at random; null: all.",
+        description="Number of qualifying owners that become clients, seen and unseen, drawn at random; null: all.",
     )
-    min_examples: int = Field(
-        default=10, ge=3, description="An owner with fewer examples, all splits together, does not qualify."
-    )
+    min_examples: int = Field(default=10, ge=3, description="Minimum number of an owner's examples, over all splits.")
     test_fraction: float | None = Field(
         default=None,
         gt=0,
@@ -481,13 +487,13 @@ def _dominant(clients: int, classes: int, share: float) -> Mixes:
 
 def _check_dominant(key: str, share: float, classes: int) -> None:
     if share < (1 - 1e-9) / classes:
-        fault = f"is below 1/{classes}, a smaller share than that of any other class"
+        fault = f"is below 1/{classes}, so the class would not dominate"
         raise _refusal(key, share, fault, f"set it to {1 / classes:g} or more, at most 1")
 
 
 def _check_classes(key: str, per_client: int, classes: int) -> None:
     if per_client > classes:
-        raise _refusal(key, per_client, "is more than the classes of the data set", f"set it to {classes} or less")
+        raise _refusal(key, per_client, "exceeds the number of classes of the data set", f"set it to {classes} or less")
 
 
 def _refusal(key: str, found: object, fault: str, remedy: str) -> ExperimentError:

@@ -30,32 +30,36 @@ class Shift(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["labels", "rotation"] = Field(
-        description="labels: the labels of a client's examples are permuted (concept shift). rotation: its images are "
-        "turned (feature shift)."
+        description=(
+            "labels: permute the labels of a client's examples (concept shift). rotation: rotate its images (feature "
+            "shift)."
+        )
     )
     groups: int | None = Field(
         default=None,
         ge=2,
-        description="Groups into which clients are divided evenly and at random, each with one permutation (the first "
-        "that of the data set), or one turn: 2 of 0 and 180 degrees, or 4 of 0, 90, 180 and 270. Null: with labels a "
-        "permutation for each client.",
+        description=(
+            "Number of equal random groups of clients, each with its own permutation (the first keeps the data set's "
+            "labels), or rotation: 2 of 0 and 180 degrees, or 4 of 0, 90, 180 and 270. Null: with labels, a "
+            "permutation per client."
+        ),
     )
 
     @model_validator(mode="after")
     def _can_turn(self) -> Shift:
         if self.kind == "rotation" and self.groups not in (2, TURNS):
-            raise ValueError(f"groups: {self.groups} cannot be turned evenly; with kind rotation set 2 or {TURNS}")
+            raise ValueError(f"groups: {self.groups} cannot be rotated evenly; with kind rotation set 2 or {TURNS}")
         return self
 
     def check(self, kind: str, shape: Sequence[int]) -> None:
         """Raise ExperimentError if inputs cannot be rotated, or labels permuted; it names the key."""
         fault = None
         if self.kind == "labels" and kind == "tokens":
-            fault = "kind: labels of tokens are the tokens that follow, and cannot be permuted; use pixels or features"
+            fault = "kind: labels of tokens are the next tokens, which cannot be permuted; use pixels or features"
         elif self.kind == "rotation" and kind != "pixels":
-            fault = f"kind: rotation needs images, and the inputs are {kind}"
+            fault = f"kind: rotation needs images, but the inputs are {kind}"
         elif self.kind == "rotation" and self.groups == TURNS and shape[-1] != shape[-2]:
-            fault = f"groups: {self.groups} needs square images, and these are {shape[-2]}x{shape[-1]}; set 2"
+            fault = f"groups: {self.groups} needs square images, but these are {shape[-2]}x{shape[-1]}; set 2"
         if fault is not None:
             raise ExperimentError(f"data.partition.shift.{fault}")
 

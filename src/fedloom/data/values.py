@@ -1,4 +1,4 @@
-"""Rule for every input value, whatever its format: keep it, convert it with a note, or reject it.
+"""Rules for input values of all formats: keep, convert with a note, or reject.
 
 Features are kept as 32-bit floats, pixels and tokens as bytes, labels as positions in the list of classes. A value that
 its type cannot hold precisely enough is rejected with its place (:class:`Rounding`); one that changes but stays useful
@@ -64,7 +64,7 @@ def as_array(value: Any, what: str) -> NDArray[Any]:
         What to call it in errors.
     """
     if np.ma.is_masked(value):
-        raise DataError(f"{what}: values of the masked array are missing; give an array without a mask")
+        raise DataError(f"{what}: the masked array has missing values; give an array without a mask")
     try:
         if not hasattr(value, "detach"):
             return np.asarray(value)
@@ -74,7 +74,7 @@ def as_array(value: Any, what: str) -> NDArray[Any]:
         found: NDArray[Any] = tensor.numpy()
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{what}: a {type(value).__name__} that numpy cannot hold ({str(error).splitlines()[0]}); give plain "
+            f"{what}: a {type(value).__name__} that numpy cannot convert ({str(error).splitlines()[0]}); give plain "
             "values, in rows of one length"
         ) from error
     return found
@@ -90,7 +90,7 @@ def as_numbers(values: NDArray[Any]) -> NDArray[np.float64]:
     if values.dtype.kind in "iu" and values.size and (int(values.max()) > EXACT or int(values.min()) < -EXACT):
         raise ValueError(
             f"integers beyond 2^53 cannot be features ({int(values.min())} to {int(values.max())}): leave ids out, or "
-            "use the classes' names where they are categories"
+            "give categories as class names"
         )
     return values.astype(np.float64)
 

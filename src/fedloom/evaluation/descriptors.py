@@ -112,7 +112,10 @@ def descriptor_correlation(
     n = len(v)
     present = torch.ones(n, dtype=torch.bool) if present is None else present
     if not len(pi) == len(unseen) == len(present) == n:
-        raise ValueError(f"found {n} descriptors, {len(pi)} class mixes, {len(unseen)} and {len(present)} marks")
+        raise ValueError(
+            f"descriptors, class mixes and marks must have equal lengths (got {n}, {len(pi)}, {len(unseen)} and "
+            f"{len(present)})"
+        )
     those = present.nonzero().squeeze(1)
     targets = (present & unseen).nonzero().squeeze(1)
     # Rounding restores ties among π's distances; those of the descriptors are used as they are.
@@ -228,7 +231,7 @@ def descriptor_document(
 
 
 def curve(rounds: Sequence[int], new: int) -> list[int]:
-    """Return the positions of the rounds to keep when a new one comes: all, or those of a wider spacing."""
+    """Return the positions of the rounds to keep when a new one is added: all, or those at a wider spacing."""
     spacing = max(1, rounds[1] - rounds[0]) if len(rounds) > 1 else 1
     while new >= CURVE * spacing:
         spacing *= 2

@@ -1,4 +1,4 @@
-"""Evaluation of a client's predictors. Only these counts leave the client, never examples."""
+"""Evaluation of a client's predictors. Only counts leave the client, never examples."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def shapes(predictors: int, classes: int) -> dict[str, tuple[int, ...]]:
 
 
 def nothing_measured(clients: int, predictors: int, classes: int) -> Metrics:
-    """Return the answer of clients that got predictors and measured nothing."""
+    """Return the answer of clients that received predictors but measured nothing."""
     zeros = {
         name: torch.zeros(clients, *shape, dtype=torch.int64 if name == "confusion" else torch.float64)
         for name, shape in shapes(predictors, classes).items()
@@ -95,7 +95,7 @@ def nothing_measured(clients: int, predictors: int, classes: int) -> Metrics:
 
 
 def implausible(measured: Metrics, *, validation: int, test: int) -> str | None:
-    """Return why a client with this many examples cannot have measured this, in one line; None if it can have.
+    """Return one line on why a client with this many examples cannot have measured this; None if it can.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ def _check_missing(
     if missing and not (nothing_to_train_on and len(missing) < len(names)):
         raise ValueError(f"client {client.id} has no predictor {missing[0]!r} (it has: {', '.join(predictors)})")
     if missing:
-        _log.info("client %s has nothing to train on: %s is not measured", client.id, ", ".join(missing))
+        _log.info("client %s has nothing to train on: %s is not evaluated", client.id, ", ".join(missing))
 
 
 def _nothing(client: ClientData) -> Measurements:
@@ -253,7 +253,7 @@ class OwnLoss(Protocol):
 def _losses(predictor: Predictor, split: Split, batch_size: int) -> Tensor:
     """Return (0, total, summed loss) of data without classes: the model's own loss, capped if infinite."""
     if not isinstance(predictor, OwnLoss):
-        raise TypeError(f"{type(predictor).__name__} has no losses(x, y), which data without classes are measured by")
+        raise TypeError(f"{type(predictor).__name__} has no losses(x, y), which data without classes need")
     total = torch.tensor([0.0, len(split), 0.0], dtype=torch.float64)
     for start in range(0, len(split), batch_size):
         batch = slice(start, start + batch_size)

@@ -52,7 +52,7 @@ class EvaluationResult:
     calibration, uncertainty
         ``[n, P, BINS, 3]`` and ``[n, P, 3]`` float64, see ``measure``; zero in the rows of absent clients.
     records
-        Values that the server half recorded, one row per client: ``[n, ...]``.
+        Values that the server algorithm recorded, one row per client: ``[n, ...]``.
     """
 
     round: int

@@ -20,7 +20,7 @@ from fedloom.models.registry import ModuleSettings, VGGSettings
 
 @dataclass(frozen=True)
 class _Combination:
-    """Experiment whose keys are valid one by one, with what several checks read."""
+    """Experiment with individually valid keys, and values shared by several checks."""
 
     experiment: Experiment
 
@@ -68,11 +68,11 @@ def _error_of(error: ExperimentError, key: str, within: tuple[str, ...] = ("",))
 
 
 def _check_population(c: _Combination) -> Iterator[SettingError]:
-    """Check that the method can train with clients that come and go."""
+    """Check that the method can train with clients that join and leave."""
     e = c.experiment
     if isinstance(e.data, OwnData) and (fixed := c.algorithm.requires_fixed_population(e.algorithm.settings)):
         key, why = fixed
-        yield _error(f"algorithm.{key}", f"{why} (with data.own, clients come and go)")
+        yield _error(f"algorithm.{key}", f"{why} (with data.own, clients join and leave)")
 
 
 def _check_partition(c: _Combination) -> Iterator[SettingError]:
@@ -85,11 +85,13 @@ def _check_partition(c: _Combination) -> Iterator[SettingError]:
     except ExperimentError as error:
         yield _error_of(error, "data.partition")
     if c.algorithm.needs_classes and not c.source.classes:
-        yield _error("data.dataset", f"{data.dataset} has no classes, which {c.algorithm.name} needs; use another one")
+        yield _error(
+            "data.dataset", f"{data.dataset} has no classes, which {c.algorithm.name} needs; use another data set"
+        )
 
 
 def _input_shape(data: Data, source: Dataset) -> tuple[int, ...]:
-    """Return the shape of an example, which the scheme ``means`` sets itself."""
+    """Return the shape of an example; the scheme ``means`` sets its own."""
     return (data.partition.dimension,) if isinstance(data.partition, MeansScheme) else source.input_shape
 
 
@@ -112,7 +114,7 @@ def _check_rounds(c: _Combination) -> Iterator[SettingError]:
         shown = "null" if rounds is None else rounds
         yield _error("federation.rounds", f"must be 0, because {c.algorithm.name} has no rounds (got {shown})")
     elif rounds is None and not isinstance(e.data, OwnData):
-        yield _error("federation.rounds", "must be a number (got null, which is for data.own)")
+        yield _error("federation.rounds", "must be a number (got null, which is only for data.own)")
 
 
 def _check_cohort(c: _Combination) -> Iterator[SettingError]:
@@ -148,7 +150,7 @@ def _check_evaluation(c: _Combination) -> Iterator[SettingError]:
         return
     if not isinstance(e.data, Data) or not e.data.held_out_fraction:
         where = "data.own" if isinstance(e.data, OwnData) else "held_out_fraction 0"
-        yield _error("evaluation.own_steps", f"needs a data set some of whose clients are unseen (got {where})")
+        yield _error("evaluation.own_steps", f"needs a data set with unseen clients (got {where})")
     try:
         algorithm.after_steps(e.algorithm.settings, 0)
     except ExperimentError as error:

@@ -93,9 +93,9 @@ def _read(path: str | Path) -> str:
             content = read_file(Path(path))
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ExperimentError(f"{path}: not a UTF-8 text file (byte {error.start})") from error
+        raise ExperimentError(f"{path} is not a UTF-8 text file (byte {error.start})") from error
     except OSError as error:
-        raise ExperimentError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise ExperimentError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
 
 
 def loads(
@@ -133,7 +133,9 @@ def _mapping(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, str]
     """Return the mapping in a text, and the origin of each key."""
     value, origins = parse_yaml(text, source)
     if not isinstance(value, dict):
-        raise ExperimentError(f"{source}: {abbreviated(value)} is not a mapping with the keys name, data, model, ...")
+        raise ExperimentError(
+            f"{source} must be a mapping with the keys name, data, model, ... (got {abbreviated(value)})"
+        )
     return value, origins
 
 
@@ -248,7 +250,7 @@ def plain_value(value: Any, what: str) -> Any:
     Raises
     ------
     ExperimentError
-        If it holds something that a file cannot.
+        If it holds a value that a file cannot.
     """
 
     def of_object(value: Any) -> Any:
@@ -261,7 +263,8 @@ def plain_value(value: Any, what: str) -> Any:
         if hasattr(value, "tolist"):  # numpy and torch numbers
             return value.tolist()
         raise ExperimentError(
-            f"{what}: a {type(value).__name__} cannot be part of an experiment; give sections and what a file holds."
+            f"{what}: a {type(value).__name__} cannot be part of an experiment; give sections and values that a file "
+            "can hold."
         )
 
     try:

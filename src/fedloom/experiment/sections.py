@@ -78,28 +78,26 @@ class Data(Section):
     """Data set, and its partition into clients."""
 
     dataset: Annotated[str, AfterValidator(_known_dataset)] = Field(
-        description="Which data set; folder, table and arrays are one of your own, at `source`.",
+        description="Name of the data set; folder, table and arrays stand for your own data at `source`.",
         json_schema_extra={"enum": list[JsonValue](datasets())},
     )
-    source: LocalFiles | None = Field(
-        default=None, description="Of a data set of your own: where it lies, and how it is read."
-    )
+    source: LocalFiles | None = Field(default=None, description="For your own data: location and format.")
     root: Annotated[str, AfterValidator(_folder)] | None = Field(
         default=None,
         min_length=1,
-        description="Folder for data sets and partitions; null is $FEDLOOM_DATA, else ~/.cache/fedloom.",
+        description="Folder for data sets and partitions; null: $FEDLOOM_DATA, else ~/.cache/fedloom.",
     )
-    partition: Scheme = Field(description="How the data are assigned to clients.")
-    held_out_fraction: float = Field(
-        default=0.1, ge=0, lt=1, description="Part of the clients that takes no part in training."
-    )
+    partition: Scheme = Field(description="Assignment of the data to clients.")
+    held_out_fraction: float = Field(default=0.1, ge=0, lt=1, description="Fraction of clients held out of training.")
     validation_fraction: float = Field(
-        default=1 / 6, gt=0, lt=1, description="Part of the official training set that is kept for validation."
+        default=1 / 6, gt=0, lt=1, description="Fraction of the official training set held out for validation."
     )
     normalization: MeasuredOn = Field(
         default="seen",
-        description="Training examples whose mean and standard deviation normalize all inputs. seen: all but those of "
-        "unseen clients; pool: all, as publications do that use the data set's own figures.",
+        description=(
+            "Training examples whose mean and standard deviation normalize all inputs. seen: those of seen clients; "
+            "pool: all, as in publications that use the data set's own figures."
+        ),
     )
 
     def opened(self) -> Dataset:
@@ -115,7 +113,8 @@ class Data(Section):
         if self.dataset in LOCAL:
             if self.source is None:
                 raise ExperimentError(
-                    f"data.source is missing; it says where the {self.dataset} is: {{path: ...}}", key="data.source"
+                    f"data.source is missing; set it to the location of the {self.dataset}: {{path: ...}}",
+                    key="data.source",
                 )
             return local_source(self.dataset, self.source, self.root)
         if self.source is not None:
@@ -135,9 +134,9 @@ class Data(Section):
 
 
 class OwnData(Section):
-    """Data that clients bring themselves."""
+    """Requirements on clients' own data."""
 
-    own: Own = Field(description="What every client must bring, in place of `dataset` and `partition`.")
+    own: Own = Field(description="Requirements on every client's data, in place of `dataset` and `partition`.")
 
     @model_validator(mode="before")
     @classmethod
@@ -164,9 +163,9 @@ def _data_way(value: Any) -> str:
 class EarlyStopping(Section):
     """Early stopping by validation accuracy, pooled over the clients that train, checked after each evaluation."""
 
-    at_least: float | None = Field(default=None, ge=0, le=1, description="Stop once the accuracy is this high.")
+    at_least: float | None = Field(default=None, ge=0, le=1, description="Stop once the accuracy reaches this value.")
     not_better_for: int | None = Field(
-        default=None, ge=1, description="Stop once the accuracy has not risen for this many rounds."
+        default=None, ge=1, description="Stop once the accuracy has not increased for this many rounds."
     )
 
     @model_validator(mode="after")
@@ -181,7 +180,7 @@ class Federation(Section):
 
     rounds: int | None = Field(
         ge=0,
-        description="Training rounds; 0 for a method that does not train together; with data.own also null: no end.",
+        description="Training rounds; 0 for a method without rounds; with data.own also null: no limit.",
     )
     until: EarlyStopping | None = Field(
         default=None,
@@ -189,47 +188,55 @@ class Federation(Section):
         "the clients that train: {at_least: A}, or {not_better_for: ROUNDS}.",
     )
     min_clients: int = Field(
-        default=1, ge=1, description="With data.own: clients that train and are connected; below it, rounds wait."
+        default=1,
+        ge=1,
+        description="With data.own: minimum number of connected training clients; rounds wait until it is reached.",
     )
     heartbeat_timeout_s: float = Field(
-        default=60.0, gt=0, description="With data.own: a client not connected for so many seconds leaves the roster."
+        default=60.0,
+        gt=0,
+        description="With data.own: seconds without a connection after which a client leaves the roster.",
     )
-    clients_per_round: int = Field(default=5, ge=1, description="Seen clients in each round's cohort.")
+    clients_per_round: int = Field(default=5, ge=1, description="Number of seen clients sampled in each round.")
     deadline_s: float = Field(
-        default=600.0, gt=0, description="Seconds an exchange may take before a client counts as lost."
+        default=600.0, gt=0, description="Seconds to wait for a client's answer before it counts as lost."
     )
     min_replies: int = Field(
-        default=1, ge=1, description="Clients that must answer every exchange for a round to count."
+        default=1, ge=1, description="Minimum number of clients that must answer every exchange of a round."
     )
     attempts: int = Field(
-        default=3, ge=1, description="Failed attempts at one round after which the run stops, resumable."
+        default=3, ge=1, description="Failed attempts at one round after which the run stops; it can be resumed."
     )
     checkpoint_every_s: float = Field(
-        default=30.0, ge=0, description="Seconds between checkpoints; 0 is after every round."
+        default=30.0, ge=0, description="Seconds between checkpoints; 0: after every round."
     )
     lost_state: Literal["refuse", "afresh"] = Field(
         default="refuse",
-        description="A client whose state of earlier rounds is lost takes no part (refuse), or starts anew (afresh).",
+        description=(
+            "Clients whose state of earlier rounds is lost: excluded (refuse), or restarted without it (afresh)."
+        ),
     )
 
 
 class Evaluation(Section):
-    """Schedule and settings of the evaluation of every client's own model."""
+    """Schedule and settings of evaluation."""
 
     every: int = Field(
         default=50, ge=1, description="Rounds between evaluations; round 0 and the last are always evaluated."
     )
     label_mask: bool = Field(
-        default=False, description="Report the reading in which labels a client never trains on are excluded."
+        default=False, description="Report results in which labels that a client never trains on are excluded."
     )
     cohort: int = Field(default=20, ge=1, description="Clients in one evaluation conversation.")
     batch_size: int = Field(default=512, ge=1, description="Examples in one forward pass of an evaluation.")
     own_steps: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None,
         min_length=1,
-        description="After the last round, measure the unseen clients' models after so many steps of their own, from "
-        "the model that they are handed (local: from a random start), such as [0, 1, 2, 5, 10, 20, 50]; `fedloom "
-        "compare` draws it. Null: do not.",
+        description=(
+            "Numbers of local steps after which the unseen clients' models are evaluated at the end, starting from "
+            "the model that they receive (local: from a random start), such as [0, 1, 2, 5, 10, 20, 50]; `fedloom "
+            "compare` draws the results. Null: none."
+        ),
     )
 
     @model_validator(mode="after")
@@ -243,19 +250,19 @@ class Evaluation(Section):
 class WorkerRuntime(Section):
     """Resources of one worker."""
 
-    threads: int = Field(default=1, ge=1, description="Torch threads of each process, the aggregator's included.")
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="What the workers compute on.")
+    threads: int = Field(default=1, ge=1, description="Torch threads of each process, including the aggregator.")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device of the workers.")
     clients_at_once: int = Field(default=1, ge=1, description="Clients vectorized together on a GPU; 1 on the CPU.")
 
 
 class Runtime(WorkerRuntime):
     """Resources used on this machine: processes, threads, device."""
 
-    workers: int = Field(default=2, ge=0, description="Worker processes; 0 trains inside the aggregator's process.")
+    workers: int = Field(default=2, ge=0, description="Worker processes; 0: train in the aggregator's process.")
 
 
 class WorkerSettings(Section):
-    """Settings of ``fedloom worker``: the part of an experiment that each worker has its own values of."""
+    """Settings of ``fedloom worker``, which each worker sets for itself."""
 
     runtime: WorkerRuntime = WorkerRuntime()
 
@@ -309,32 +316,34 @@ class Experiment(Section):
         description="Name of the run's folder: letters, digits, dots, hyphens and underscores.",
     )
     seed: int = Field(
-        default=1, ge=0, lt=2**63, description="Decides every random choice: partition, initialization, rounds."
+        default=1, ge=0, lt=2**63, description="Seed of all random choices: partition, initialization, rounds."
     )
     data: Annotated[
         Annotated[Data, Tag("dealt")] | Annotated[OwnData, Tag("brought")],
         Discriminator(_data_way),
-    ] = Field(description="Which data, and how they are assigned to clients; or what clients bring themselves.")
+    ] = Field(description="Data set and its partition, or the requirements on clients' own data.")
     model: ModelSettings = Field(discriminator="name", description="The clients' model.")
     algorithm: Annotated[AlgorithmChoice, PlainValidator(_choose_algorithm), PlainSerializer(_dump_algorithm)] = Field(
         description="The method, and its settings."
     )
     federation: Federation = Field(description="The rounds.")
-    evaluation: Evaluation = Field(
-        default=Evaluation(), description="When and how every client's own model is measured."
-    )
-    runtime: Runtime = Field(default=Runtime(), description="What this machine uses: processes, threads, device.")
+    evaluation: Evaluation = Field(default=Evaluation(), description="Schedule and settings of evaluation.")
+    runtime: Runtime = Field(default=Runtime(), description="Processes, threads and device on this machine.")
     storage: Annotated[str, AfterValidator(_place)] | None = Field(
         default=None,
         min_length=1,
-        description="Where runs lie: a folder, in which each has its own; or s3://BUCKET/PREFIX, where those that lie "
-        "in ./runs are published as they go (docs/storage.md). Null is ./runs.",
+        description=(
+            "Storage of runs: a folder with a subfolder per run; or s3://BUCKET/PREFIX, where runs in ./runs are "
+            "published while they run (docs/storage.md). Null: ./runs."
+        ),
     )
 
     tracking: tuple[str, ...] = Field(
         default=(),
-        description="Where the run's numbers go beside its folder: csv, tensorboard, mlflow, wandb, or what packages "
-        "add by the entry point fedloom.observers (docs/tracking.md). It changes none of them.",
+        description=(
+            "Trackers that also receive the run's numbers: csv, tensorboard, mlflow, wandb, or trackers that "
+            "packages add by the entry point fedloom.observers (docs/tracking.md). They do not affect results."
+        ),
     )
 
     @property

@@ -79,9 +79,9 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
     try:
         value = parsed_json(text, DEEPEST)
     except ValueError as error:
-        raise ExperimentError(f"{source}: not JSON ({error})") from error
+        raise ExperimentError(f"{source} is not JSON ({error})") from error
     if not isinstance(value, dict) or not isinstance(value.get("data"), dict):
-        raise ExperimentError(f"{source}: {abbreviated(value)} is not a mapping with the key data")
+        raise ExperimentError(f"{source} must be a mapping with the key data (got {abbreviated(value)})")
     if "own" not in value["data"]:
         value["data"]["root"] = root
     model = value.get("model")

@@ -1,4 +1,4 @@
-"""Messages for errors in an experiment file: place, key, and what the value must be, on one screen."""
+"""Messages for errors in an experiment file: line, key and allowed values, on one screen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MOST_SHOWN = 16
 
 @dataclass(frozen=True)
 class SettingError:
-    """Error at a key, with a line that says what is wrong and what to do."""
+    """Error at a key, with a one-line description and remedy."""
 
     path: KeyPath
     text: str
@@ -121,7 +121,7 @@ def abbreviated(value: Any) -> str:
 
 
 def closest(word: object, known: Sequence[str]) -> str | None:
-    """Return the known word that this one was probably meant to be."""
+    """Return the known word closest to a misspelled one."""
     return next(iter(difflib.get_close_matches(str(word), known, n=1, cutoff=0.7)), None)
 
 

@@ -73,7 +73,7 @@ def parse_yaml(text: str, source: str, *, quick: bool = False) -> tuple[Any, dic
         If it is not YAML, a mapping has a key twice, or it is too large in characters, depth, or values.
     """
     if len(text) > LONGEST:
-        raise ExperimentError(f"{source}: has {len(text):,} characters; the limit is {LONGEST:,}")
+        raise ExperimentError(f"{source} has {len(text):,} characters; the limit is {LONGEST:,}")
     origins: dict[KeyPath, str] = {(): ""}
     twice: list[SettingError] = []
     try:
@@ -81,7 +81,7 @@ def parse_yaml(text: str, source: str, *, quick: bool = False) -> tuple[Any, dic
     except yaml.YAMLError as error:
         if quick:
             return parse_yaml(text, source)
-        raise ExperimentError(f"{source}: not YAML: {_yaml_problem(error)}") from error
+        raise ExperimentError(f"{source} is not YAML: {_yaml_problem(error)}") from error
     try:
         node = loader.get_single_node()
         if node is None:
@@ -90,13 +90,13 @@ def parse_yaml(text: str, source: str, *, quick: bool = False) -> tuple[Any, dic
         if depth > DEEPEST:
             raise RecursionError
         if values > MOST:
-            raise ExperimentError(f"{source}: has more than {MOST:,} values, counting those repeated by aliases")
+            raise ExperimentError(f"{source} has more than {MOST:,} values, counting those repeated by aliases")
         _locate(node, (), origins, twice, set())
         value = None if twice else json.loads(json.dumps(loader.construct_document(node), default=str))
     except yaml.YAMLError as error:
         if quick:
             return parse_yaml(text, source)
-        raise ExperimentError(f"{source}: not YAML: {_yaml_problem(error)}") from error
+        raise ExperimentError(f"{source} is not YAML: {_yaml_problem(error)}") from error
     except RecursionError:
         problem = f"lists and mappings are nested more than {DEEPEST} deep, or an alias is inside itself"
         raise ExperimentError(f"{source}: {problem}") from None
@@ -141,7 +141,7 @@ def _locate(
             inner = (*path, str(key.value))
             line = f"line {key.start_mark.line + 1}"
             if inner in origins:
-                twice.append(SettingError(inner, f"is given again at {line}; give each key once"))
+                twice.append(SettingError(inner, f"is repeated at {line}; give each key once"))
             else:
                 origins[inner] = line
             _locate(item, inner, origins, twice, visited)

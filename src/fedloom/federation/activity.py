@@ -41,9 +41,9 @@ class ClientCounts:
     observing
         Clients of the roster that are measured but never train (unseen clients or observers).
     connected, absent
-        Clients of the roster that a connected worker serves, and the others; None where files do not say.
+        Clients of the roster that a connected worker serves, and the others; None if files do not record it.
     cohort, answered
-        Clients asked in the last round, and those that answered to its end.
+        Clients sampled in the last round, and those that completed it.
     """
 
     roster: int = 0
@@ -273,7 +273,7 @@ class RosterClient:
     observes
         True if it is measured but never trains.
     connected
-        True if a connected worker serves it; None where files do not say.
+        True if a connected worker serves it; None if files do not record it.
     worker, identity
         Worker that serves it (one of them if there are several), and that worker's identity.
     examples

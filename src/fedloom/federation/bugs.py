@@ -1,9 +1,9 @@
-"""Distinction between exceptions that lose one client and bugs in a method, a model or FedLoom.
+"""Distinction between errors that lose one client and bugs in a method, a model or FedLoom.
 
-A client is lost by its own errors: a :class:`~fedloom.errors.FedloomError` (its data or its state cannot be used), and
-numbers that overflow or are singular. A client is also lost if the client half calls ``ClientGroup.fail_client`` for
-it. Any other exception is a bug. In process it is raised at once where it occurs; a worker logs its traceback and tells
-the aggregator its class and line.
+A client is lost through its own errors: a :class:`~fedloom.errors.FedloomError` (its data or its state cannot be used),
+and numbers that overflow or are singular. A client is also lost if the client algorithm calls
+``ClientGroup.fail_client`` for it. Any other exception is a bug. In process it is raised at once where it occurs; a
+worker logs its traceback and tells the aggregator its class and line.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def is_bug(error: Exception) -> bool:
 def place(error: Exception) -> str:
     """Return the line of a bug, ``my_method.py, line 12``, without the folder."""
     at = raised_at(error)
-    return "no line known" if at is None else f"{Path(at.filename).name}, line {at.lineno}"
+    return "unknown line" if at is None else f"{Path(at.filename).name}, line {at.lineno}"
 
 
 def safe_reason(error: Exception) -> str:
-    """Return the error text that is sent to the aggregator: our own sentence, or the class and the line of code.
+    """Return the error text that is sent to the aggregator: FedLoom's own sentence, or the class and the line of code.
 
     Other exceptions may quote what they read; their class and line reveal nothing about the data.
     """

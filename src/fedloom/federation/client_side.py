@@ -15,9 +15,9 @@ from fedloom.core import tracing
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, safe_reason
-from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Versions
+from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.runs.journal import Version
@@ -29,13 +29,13 @@ _CPU = torch.device("cpu")
 
 
 def after_steps_purpose(steps: int) -> str:
-    """Return the purpose of an evaluation after so many local steps of each client."""
+    """Return the purpose of an evaluation after this many local steps of each client."""
     return f"{EVALUATE}/{steps}"
 
 
 @dataclass(eq=False)
 class _Open:
-    """One coroutine, its rows, and their last answers; ``life`` identifies the aggregator process that opened it.
+    """Coroutine, its rows, and their last answers; ``life`` identifies the aggregator process that opened it.
 
     ``left`` holds rows that continued elsewhere while the rest of their group continued here.
     """
@@ -61,7 +61,7 @@ class ClientConfig:
     device, clients_at_once
         On CPU a group is one client; elsewhere up to ``clients_at_once``.
     start_afresh
-        Let a client whose state is lost start afresh; otherwise it is refused.
+        Let a client whose state is lost start without one; otherwise it is refused.
     secret
         Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`).
     """
@@ -114,8 +114,8 @@ class ClientSide:
 
     Parameters
     ----------
-    half
-        The algorithm's client half.
+    algorithm
+        The algorithm's client algorithm.
     vocabulary
         All messages that it receives or sends, by name.
     load
@@ -124,14 +124,14 @@ class ClientSide:
         Turns the predictors that a conversation returns into its last answer: ``(predictors, group) -> message`` with
         one row per client (for an evaluation, the metrics).
     states
-        Storage of client states; required to train a half that is ``stateful``.
+        Storage of client states; required to train an algorithm that is ``stateful``.
     after_steps
-        Client half for each number of local steps of a new client (``evaluation.own_steps``).
+        Client algorithm for each number of local steps of a new client (``evaluation.own_steps``).
     """
 
     def __init__(
         self,
-        half: ClientAlgorithm,
+        algorithm: ClientAlgorithm,
         vocabulary: Mapping[str, type[Message]],
         load: Callable[[str], ClientData],
         conclude: Callable[[Predictors, ClientGroup], Message],
@@ -141,7 +141,7 @@ class ClientSide:
         after_steps: Mapping[int, ClientAlgorithm] | None = None,
     ) -> None:
         self.vocabulary = vocabulary
-        self._half = half
+        self._algorithm = algorithm
         self._after_steps = {after_steps_purpose(k): other for k, other in (after_steps or {}).items()}
         self._load = load
         self._conclude = conclude
@@ -149,7 +149,7 @@ class ClientSide:
         self._states = states
         self._open: dict[ConversationKey, dict[int, _Open]] = {}
         self.raises_bugs = False
-        """True to raise a bug where it is, where nobody else would see it; else it is logged, and loses the client."""
+        """True to raise a bug at once, in process; otherwise it is logged, and the client is lost."""
 
     def answer(
         self,
@@ -163,7 +163,7 @@ class ClientSide:
         """Yield each row's answer as soon as it is ready.
 
         The same exchange asked again gives the same answer without recomputation. Conversations of an earlier attempt,
-        or of the previous evaluation, are closed, because a worker that was away is not told of their end.
+        or of the previous evaluation, are closed, because a disconnected worker is not notified of their end.
 
         Parameters
         ----------
@@ -195,7 +195,7 @@ class ClientSide:
     def _answers(
         self, opened: _Open, request: _Request, there: Mapping[int, _Open]
     ) -> Iterator[tuple[int, Message | Lost]]:
-        """Yield the answers of a group, brought to the exchange."""
+        """Yield the answers of a group to the exchange."""
         if opened.exchange < request.exchange:
             with request.traced(opened.rows):
                 self._advance(opened, request)
@@ -253,10 +253,10 @@ class ClientSide:
             [_to(self._loaded(client), self._config.device) for client in clients],
             keyed,
             [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None,
-            may_keep=key.purpose == TRAIN and self._half.stateful,
+            may_keep=key.purpose == TRAIN and self._algorithm.stateful,
             secret=self._config.secret,
         )
-        coroutine = self._half_for(key.purpose).open(group, _message_to(request.select(rows), self._config.device))
+        coroutine = self._algorithm_for(key.purpose).open(group, _message_to(request.select(rows), self._config.device))
         opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)
         self._step(opened, request, lambda: next(coroutine), alone=len(rows) == 1)
         if key.purpose == TRAIN and self._states is not None:
@@ -274,16 +274,16 @@ class ClientSide:
         try:
             return self._load(client)
         except DataError as error:
-            raise DataError(f"client {client}: its data cannot be read, the worker's log says why") from error
+            raise DataError(f"client {client}: cannot read its data; the worker's log has the reason") from error
 
-    def _half_for(self, purpose: str) -> ClientAlgorithm:
-        """Return the client half for a purpose.
+    def _algorithm_for(self, purpose: str) -> ClientAlgorithm:
+        """Return the client algorithm for a purpose.
 
         Raise DataError if the evaluation is after a number of steps that the experiment does not name.
         """
         if "/" in purpose and purpose not in self._after_steps:
             raise DataError(f"evaluation.own_steps does not name {purpose[:40]!r}", key="evaluation.own_steps")
-        return self._after_steps.get(purpose, self._half)
+        return self._after_steps.get(purpose, self._algorithm)
 
     def _state(self, client: str, versions: Versions) -> dict[str, Tensor] | None:
         """Return the state that a client starts from; None to start afresh.
@@ -317,15 +317,11 @@ class ClientSide:
             self._states.save(opened.group.clients[i].id, version, tensors)
 
     def _advance(self, opened: _Open, request: _Request) -> None:
-        """Deliver the next message to a group; rows that are absent from it have left."""
+        """Deliver the next message to a group; rows absent from it have left."""
         there = self._open[opened.key]
         opened.left.update(row for row in opened.rows if row not in request.position or there[row] is not opened)
         lost = [
-            answer
-            if isinstance(answer, Lost)
-            else Lost("left out of an exchange before")
-            if row in opened.left
-            else None
+            answer if isinstance(answer, Lost) else Lost("missed an earlier exchange") if row in opened.left else None
             for row, answer in zip(opened.rows, opened.answers, strict=True)
         ]
         if all(lost):
@@ -361,7 +357,7 @@ class ClientSide:
             return resume()
         except StopIteration as end:
             if end.value is None:
-                raise RuntimeError("the conversation is over, nothing answers this message") from None
+                raise RuntimeError("the conversation is over; nothing answers this message") from None
             return self._conclude(end.value, opened.group)
 
 
@@ -377,7 +373,7 @@ def _log_failure(what: str, why: str, request: _Request, clients: Sequence[str],
 
 
 def _moment(key: ConversationKey) -> tuple[int, bool, int]:
-    """Return a sort key for the time of a conversation: a round is trained, in attempts, and then evaluated."""
+    """Return a chronological sort key for a conversation: a round's attempts come before its evaluation."""
     return key.round, key.purpose != TRAIN, key.attempt
 
 

@@ -1,4 +1,4 @@
-"""Cohorts and rounds: the interface of the server half to clients, independent of the carrier."""
+"""Cohorts and rounds: the interface of the server algorithm to clients, independent of the transport."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from fedloom.core import tracing
 from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
-from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
+from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
 from fedloom.messages import Message, Metrics, Replies, stack
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
 
@@ -67,7 +67,7 @@ class RemoteCohort:
         self.clients = tuple(clients)
         self.records: dict[str, Tensor] = {}
         self._sizes = sizes
-        self._carrier, self._rules, self._helper = session.carrier, session.rules, session.helper
+        self._transport, self._config, self._helper = session.transport, session.rules, session.helper
         self._attempt = session.attempt
         self._planned = planned
         self._at = 0
@@ -75,12 +75,12 @@ class RemoteCohort:
         self._record = ConversationRecord(list(clients))
         self._bugs: dict[int, str] = {}  # of rows, of which somebody tells that a bug lost them
         self.failure: Exception | None = None
-        """Error raised by the carrier, which neither the method nor the clients' answers caused."""
+        """Error raised by the transport itself."""
         self._attempt.conversations.append(self._record)
 
     @property
     def present(self) -> Tensor:
-        """``[c]`` bool: clients that have answered everything so far."""
+        """``[c]`` bool: clients that have answered every exchange so far."""
         present = torch.zeros(len(self.clients), dtype=torch.bool)
         present[self._alive] = True
         return present
@@ -95,8 +95,8 @@ class RemoteCohort:
         the stop may be the cause, so the replies are unusable.
         """
         started = time.perf_counter()
-        if answer not in self._rules.shapes:
-            known = ", ".join(sorted(cls.__name__ for cls in self._rules.shapes))
+        if answer not in self._config.shapes:
+            known = ", ".join(sorted(cls.__name__ for cls in self._config.shapes))
             raise TypeError(f"clients do not answer with {answer.__name__}, only with {known}")
         self._attempt.payload_down += message.client_bytes() * len(self._alive)
         self._lose_planned()
@@ -104,10 +104,10 @@ class RemoteCohort:
         name = type(message).__name__
         self._attempt.phases[name] = self._attempt.phases.get(name, 0.0) + time.perf_counter() - started
         self._at += 1
-        if len(answers) < self._rules.min_replies:
+        if len(answers) < self._config.min_replies:
             raise TooFewReplies(
                 f"{self._why_lost()}{len(answers)} of {pluralize(len(self.clients), 'client')} answered {name}, "
-                f"federation.min_replies is {self._rules.min_replies}"
+                f"federation.min_replies is {self._config.min_replies}"
             )
         stacked = None
         if answers:
@@ -133,15 +133,15 @@ class RemoteCohort:
                 rows=tuple(self._alive),
                 clients=tuple(self.clients[row] for row in self._alive),
                 message=message.select(self._alive),
-                shapes={answer: self._rules.shapes[answer]},
-                deadline_s=self._rules.deadline_s,
+                shapes={answer: self._config.shapes[answer]},
+                deadline_s=self._config.deadline_s,
                 states=self._states() if self._at == 0 else (),
                 trace=tracing.here(),
                 told_again=self._count_private(answer),
             )
             received = self._carry(call, meanwhile)
-        if self._rules.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
-            raise InterruptedRun(f"stopped in the middle of round {self.key.round}; go on with {argument('resume')}")
+        if self._config.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
+            raise InterruptedRun(f"stopped in the middle of round {self.key.round}; continue with {argument('resume')}")
         answers = {}
         for row, reply in zip(call.rows, received, strict=True):
             if (usable := self._usable(row, reply)) is not None:
@@ -150,24 +150,24 @@ class RemoteCohort:
         return answers
 
     def _usable(self, row: int, reply: Message | Lost) -> Message | None:
-        """Return a reply that can be used; otherwise lose the client and return None."""
+        """Return a usable reply; otherwise lose the client and return None."""
         if isinstance(reply, Lost):
             if reply.is_bug:
                 self._bugs[row] = printable(reply.reason, REASON_CHARACTERS)
             self._lose(row, f"bug: {reply.reason}" if reply.is_bug else reply.reason)
             return None
-        if (implausible := self._rules.judge(self.clients[row], reply)) is None:
+        if (implausible := self._config.judge(self.clients[row], reply)) is None:
             return reply
         self._refuse(row, implausible)
         return None
 
     def _why_lost(self) -> str:
-        """Return why the last client was lost, as often all share one reason; or that all failed by a bug."""
+        """Return why the last client was lost, or that all failed because of a bug."""
         lost = [loss for loss in self._record.lost if loss.exchange == self._at - 1]
         if lost and not self._alive and all(loss.row in self._bugs for loss in lost):
             return (
-                f"{pluralize(len(lost), 'client')} failed by a bug in the method or the model, not by their data: "
-                f"{self._bugs[lost[-1].row]}, whose traceback is in the log of their worker; "
+                f"{pluralize(len(lost), 'client')} failed because of a bug in the method or the model, not their data: "
+                f"{self._bugs[lost[-1].row]}; the traceback is in their worker's log; "
             )
         return "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
 
@@ -177,12 +177,12 @@ class RemoteCohort:
         return {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": self._at}
 
     def _states(self) -> tuple[Versions, ...]:
-        states = self._rules.states
+        states = self._config.states
         return () if states is None else states([self.clients[row] for row in self._alive])
 
     def _count_private(self, answer: type[Message]) -> Callable[[Sequence[str]], None] | None:
         """Record the private answers about to be given; return a function that records repeats (None: not private)."""
-        releases = self._rules.releases
+        releases = self._config.releases
         if releases is None or answer.__name__ not in releases.covers:
             return None
         tell = partial(releases.tell, self.key, self._at)
@@ -195,12 +195,12 @@ class RemoteCohort:
 
     def close(self) -> None:
         """End the conversation at the clients."""
-        self._carrier.close(self.key)
+        self._transport.close(self.key)
 
     def _carry(self, call: Call, meanwhile: Callable[[], None] | None) -> Sequence[Message | Lost]:
         if meanwhile is None:
             return self._exchange(call)
-        if self._carrier.traffic.down is None:
+        if self._transport.traffic.down is None:
             # There is no free core in process, so run one after the other.
             meanwhile()
             return self._exchange(call)
@@ -213,7 +213,7 @@ class RemoteCohort:
 
     def _exchange(self, call: Call) -> Sequence[Message | Lost]:
         try:
-            return self._carrier.exchange(call)
+            return self._transport.exchange(call)
         except Exception as error:
             self.failure = error
             raise
@@ -231,7 +231,7 @@ class RemoteCohort:
         return len(rows)
 
     def _refuse(self, row: int, reason: str) -> None:
-        self._carrier.refusals.count(OUT_OF_RANGE)
+        self._transport.refusals.count(OUT_OF_RANGE)
         key, client = self.key, self.clients[row]
         _log.warning(
             "refused the reply of client %s (round %d, attempt %d, exchange %d): %s",
@@ -254,7 +254,7 @@ class RoundAttempt:
         purpose: str,
         roster: Sequence[str],
         sizes: Mapping[str, int],
-        carrier: Carrier,
+        transport: Transport,
         rules: RoundConfig,
         helper: ThreadPoolExecutor,
         planned: Attempt | None = None,
@@ -266,7 +266,7 @@ class RoundAttempt:
         self._purpose = purpose
         self._roster = tuple(roster)
         self._sizes = sizes
-        self.carrier = carrier
+        self.transport = transport
         self.rules = rules
         self.helper = helper
         self._planned = planned
@@ -348,26 +348,27 @@ class RoundAttempt:
         planned, begun = self._planned.conversations, len(self._conversations)
         if begun >= len(planned):
             raise DataError(
-                f"the journal to replay has {len(planned)} conversations in round {self.number}, this experiment more",
+                f"the replayed journal has {len(planned)} conversations in round {self.number}, and this experiment "
+                "has more",
                 hint="replay a run of the same experiment",
             )
         strangers = [client for client in planned[begun].clients if client not in self._sizes]
         if self._purpose == "evaluate" and planned[begun].clients != list(clients):
             raise DataError(
-                f"the journal to replay measures {len(planned[begun].clients)} clients at once after round "
-                f"{self.number}, this experiment {len(clients)}",
+                f"the replayed journal measures {len(planned[begun].clients)} clients at once after round "
+                f"{self.number}, and this experiment {len(clients)}",
                 hint="replay a run of the same experiment",
             )
         if strangers:
             raise DataError(
-                f"the journal to replay has client {strangers[0]} in round {self.number}, whom this partition lacks",
+                f"the replayed journal has client {strangers[0]} in round {self.number}, and this partition lacks it",
                 hint="replay a run of the same experiment",
             )
         return planned[begun]
 
     @property
     def failure(self) -> Exception | None:
-        """Error that the carrier raised in one of its conversations, if any."""
+        """Error that the transport raised in one of its conversations, if any."""
         return next((c.failure for c in self._conversations if c.failure is not None), None)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ def read_pause(folder: RunFolder) -> Pause | None:
             return None
         case {"version": 1, "paused": {"by": str(by), "since": int() | float() as since}}:
             return Pause(by, since)
-    raise DataError(f"{folder.path / NAME}: not a record of a pause", hint="remove it; then the run continues")
+    raise DataError(f"{folder.path / NAME}: not a record of a pause", hint="remove the file to let the run continue")
 
 
 class Control:

@@ -1,4 +1,4 @@
-"""Conversations with the clients of a run at one round, outside training: evaluation and personalization."""
+"""Evaluation and personalization: conversations with a run's clients outside training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fedloom.evaluation.measure import implausible, nothing_measured
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.bugs import is_bug, place
-from fedloom.federation.carrier import Carrier
 from fedloom.federation.client_side import EVALUATE, after_steps_purpose
 from fedloom.federation.cohort import RemoteCohort, RoundAttempt, RoundConfig, TooFewReplies
-from fedloom.federation.loop_config import Halves, LoopConfig, LoopHooks
+from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
 from fedloom.federation.states import Versions
+from fedloom.federation.transport import Transport
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
 from fedloom.runs.checkpoint import Best, Checkpoints
@@ -38,16 +38,16 @@ _log = logging.getLogger(__name__)
 class Evaluator:
     """Measures the clients of a federation at one round, without changing any state.
 
-    ``round``, ``server`` and ``journal`` say which: by default the beginning of a run. The cohorts and losses of the
-    journal ``replay`` are repeated, and private answers are recorded in ``releases``.
+    ``round``, ``server`` and ``journal`` select the round; by default, the start of a run. The cohorts and losses of
+    the journal ``replay`` are repeated, and private answers are recorded in ``releases``.
     """
 
     def __init__(
         self,
         schedule: LoopConfig,
-        halves: Halves,
+        pair: AlgorithmPair,
         roster: Roster,
-        carrier: Carrier,
+        transport: Transport,
         folder: RunFolder,
         hooks: LoopHooks,
         *,
@@ -55,13 +55,13 @@ class Evaluator:
         releases: Releases | None = None,
     ) -> None:
         self.schedule = schedule
-        self.algorithm, self.server = halves.algorithm, halves.server
+        self.algorithm, self.server = pair.algorithm, pair.server
         self.roster = roster
-        self.carrier = carrier
+        self.transport = transport
         self.folder = folder
         self.observer, self.stop, self.monitor = hooks.observer, hooks.stop, hooks.monitor
         self.replay = replay
-        self.predictors = halves.client.predictors
+        self.predictors = pair.client.predictors
         # In a power failure, a checkpoint must not survive without the lines that document it.
         self.checkpoints = Checkpoints(
             folder.checkpoints,
@@ -80,7 +80,7 @@ class Evaluator:
             **answer_shapes(self.algorithm.messages, self.server.sizes),
             Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
         }
-        self._rules = RoundConfig(
+        self._config = RoundConfig(
             schedule.seed,
             schedule.clients_per_round,
             schedule.deadline_s,
@@ -88,7 +88,7 @@ class Evaluator:
             shapes,
             self.stop,
             self._judge,
-            self._states if halves.client.stateful else None,
+            self._states if pair.client.stateful else None,
             releases,
         )
         self._durable: tuple[int, Best | None] | None = None
@@ -105,11 +105,11 @@ class Evaluator:
         self.monitor.know(self.manifest.clients)
 
     def evaluate(self) -> EvaluationResult:
-        """Personalize every client, seen and unseen, and have it measure the result."""
+        """Personalize and evaluate every client, seen and unseen."""
         return self._evaluate(Attempt(self.round, 0))
 
     def personalize(self, clients: Sequence[str]) -> dict[str, str]:
-        """Hold the ``personalize`` conversation with some clients; return those lost, and why."""
+        """Hold the ``personalize`` conversation with some clients; return the lost ones with the reasons."""
         attempt = Attempt(self.round, 0)
         with closing(self._measuring(attempt)) as session:
             for start in range(0, len(clients), self.schedule.evaluation_cohort):
@@ -117,13 +117,13 @@ class Evaluator:
         return attempt.losses
 
     def _evaluate(self, attempt: Attempt, steps: int | None = None) -> EvaluationResult:
-        """Measure every client, or, given a number of local steps, the unseen ones after these steps."""
+        """Evaluate every client or, given a number of local steps, the unseen ones after these steps."""
         with tracing.span("evaluation", round=self.round, algorithm=self.algorithm.name):
             planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
             clients = self._to_measure(planned, steps)
             session = self._measuring(attempt, planned, EVALUATE if steps is None else after_steps_purpose(steps))
             results = _Measurements(len(clients), len(self.predictors), self.manifest.classes)
-            size, silence, skipped = self.schedule.evaluation_cohort, self.carrier.silence, 0
+            size, silence, skipped = self.schedule.evaluation_cohort, self.transport.silence, 0
             before_s = silence.waited_s
             for start in range(0, len(clients), size):
                 self._check_stop()
@@ -154,7 +154,7 @@ class Evaluator:
         )
 
     def _to_measure(self, planned: Attempt | None, steps: int | None) -> list[str]:
-        """Return the clients to measure: all that are here, or the unseen ones, or those of a journal's evaluation."""
+        """Return the clients to evaluate: all connected ones, the unseen ones, or those recorded in a journal."""
         if steps is not None:
             return [client for client in self.roster.here() if not self.manifest.entry(client).seen]
         if planned is not None and not self.roster.fixed:
@@ -162,14 +162,14 @@ class Evaluator:
         return list(self.roster.here())
 
     def _measuring(self, attempt: Attempt, planned: Attempt | None = None, purpose: str = EVALUATE) -> RoundAttempt:
-        """Return conversations outside training: clients that answer are measured, however few."""
-        rules = replace(self._rules, min_replies=1)
+        """Return conversations outside training, which need no minimum number of answers."""
+        rules = replace(self._config, min_replies=1)
         return RoundAttempt(
-            attempt, purpose, self.manifest.roster, self._sizes, self.carrier, rules, self._helper, planned
+            attempt, purpose, self.manifest.roster, self._sizes, self.transport, rules, self._helper, planned
         )
 
     def _personalize(self, session: RoundAttempt, cohort: RemoteCohort) -> Replies[Metrics] | None:
-        """Hold the conversation; return None if it had no result, and each client's loss says why."""
+        """Hold the conversation; return None if it had no result (each lost client has the reason)."""
         try:
             return self.server.personalize(cohort)
         except TooFewReplies:
@@ -184,20 +184,20 @@ class Evaluator:
             return None
 
     def _failure(self, session: RoundAttempt, error: Exception) -> str:
-        """Return a line that describes a failure of the server half on the answers; its traceback is logged.
+        """Return a line that describes a failure of the server algorithm on the answers; its traceback is logged.
 
         Raises
         ------
         Exception
-            The error itself if clients' answers did not cause it: a FedloomError, an error of the carrier, or a bug in
-            a run whose clients are all in this process and which is not a replay.
+            The error itself if clients' answers did not cause it: a FedloomError, an error of the transport, or a bug
+            in a run whose clients are all in this process and which is not a replay.
         """
-        own_clients = self.carrier.traffic.up is None and self.replay is None
+        own_clients = self.transport.traffic.up is None and self.replay is None
         if isinstance(error, FedloomError) or error is session.failure or (own_clients and is_bug(error)):
             raise error
-        _log.error("the server half of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
+        _log.error("the server algorithm of %s failed in round %d", self.algorithm.name, session.number, exc_info=error)
         what = printable(f"{type(error).__name__}: {error}", REASON_CHARACTERS)
-        return f"{what} ({place(error)}), whose traceback is in the log of the aggregator"
+        return f"{what} ({place(error)}); the traceback is in the aggregator's log"
 
     def _judge(self, client: str, answer: Message) -> str | None:
         """Return why the values of a client's answer are implausible; None if they are plausible."""
@@ -225,7 +225,7 @@ class Evaluator:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             of = "" if self.schedule.rounds is None else f" of {self.schedule.rounds}"
-            raise InterruptedRun(f"stopped after round {self.round}{of}; go on with {argument('resume')}")
+            raise InterruptedRun(f"stopped after round {self.round}{of}; continue with {argument('resume')}")
 
 
 class _Measurements:
@@ -237,7 +237,7 @@ class _Measurements:
         self.records: dict[str, Tensor] = {}
 
     def add(self, rows: slice, replies: Replies[Metrics] | None, cohort: RemoteCohort) -> None:
-        """Add the replies of a cohort (None: it had no result), and the rows that its server half recorded."""
+        """Add the replies of a cohort (None: it had no result), and the rows that its server algorithm recorded."""
         if replies is not None:
             for name, tensor in self.metrics.tensors().items():
                 tensor[rows] = getattr(replies, name)

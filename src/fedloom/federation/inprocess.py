@@ -1,4 +1,4 @@
-"""In-process carrier: clients answer in the aggregator's own process, one after another."""
+"""In-process transport: clients answer in the aggregator's own process, one after another."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.client_side import ClientSide
 from fedloom.federation.silence import Silence
+from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.validation import fault
 from fedloom.messages import Message
 

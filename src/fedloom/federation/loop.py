@@ -1,4 +1,4 @@
-"""Round loop: rounds, attempts, evaluations, checkpoints. It is the same for every carrier."""
+"""Round loop: rounds, attempts, evaluations, checkpoints. It is the same for every transport."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fedloom.core import tracing
 from fedloom.core.words import pluralize
 from fedloom.errors import GO_ON, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.summary import Communication, EvaluationResult, metrics_line, validation_score
-from fedloom.federation.carrier import Carrier
 from fedloom.federation.cohort import RoundAttempt, TooFewReplies
 from fedloom.federation.evaluator import Evaluator
-from fedloom.federation.loop_config import Extra, Halves, LoopConfig, LoopHooks
+from fedloom.federation.loop_config import AlgorithmPair, Extra, LoopConfig, LoopHooks
 from fedloom.federation.releases import Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
+from fedloom.federation.transport import Transport
 from fedloom.federation.validation import is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics
 from fedloom.runs.checkpoint import Best, Checkpoint, check_fits
@@ -36,16 +36,16 @@ _log = logging.getLogger(__name__)
 class Loop(Evaluator):
     """Runs the rounds of one federation.
 
-    The server half is new; a resumed run loads its state from the last checkpoint (:meth:`resume`). ``extra`` returns
-    the additions of the method to a line of metrics.jsonl.
+    The server algorithm is new; a resumed run loads its state from the last checkpoint (:meth:`resume`). ``extra``
+    returns the additions of the method to a line of metrics.jsonl.
     """
 
     def __init__(
         self,
         schedule: LoopConfig,
-        halves: Halves,
+        pair: AlgorithmPair,
         roster: Roster,
-        carrier: Carrier,
+        transport: Transport,
         folder: RunFolder,
         hooks: LoopHooks,
         extra: Extra,
@@ -53,7 +53,7 @@ class Loop(Evaluator):
         replay: Replay | None = None,
         releases: Releases | None = None,
     ) -> None:
-        super().__init__(schedule, halves, roster, carrier, folder, hooks, replay=replay, releases=releases)
+        super().__init__(schedule, pair, roster, transport, folder, hooks, replay=replay, releases=releases)
         self._control = hooks.control
         self.extra = extra
         self.best: Best | None = None
@@ -62,7 +62,7 @@ class Loop(Evaluator):
         self._saved_at = time.monotonic()
 
     def _settle(self, attempt: Attempt) -> None:
-        """Wait for the end of a pause and update the roster; the changes are noted in the attempt or evaluation.
+        """Wait for the end of a pause and update the roster; the changes are recorded in the attempt or evaluation.
 
         Raise InterruptedRun if the run is stopped while it waits for clients or is paused.
         """
@@ -73,7 +73,7 @@ class Loop(Evaluator):
             attempt.joined, attempt.left = change.as_lines()
             self._know()
             _log.info(
-                "%d joined and %d left, %s in the roster",
+                "%d joined and %d left; %s in the roster",
                 len(change.joined), len(change.left), pluralize(len(self.manifest.clients), "client"),
             )  # fmt: skip
         if self.schedule.experiment != self.journal.experiment:
@@ -162,7 +162,7 @@ class Loop(Evaluator):
         return evaluation
 
     def _make_rounds(self) -> EvaluationResult | None:
-        """Run all remaining rounds, and return the last evaluation made on the way."""
+        """Run all remaining rounds, and return the last evaluation."""
         evaluation: EvaluationResult | None = None
         if self._evaluation_due() and self._evaluated != self.round:
             evaluation = self._evaluate_and_note()
@@ -189,14 +189,14 @@ class Loop(Evaluator):
         return s.enough(self.round, self.best)
 
     def _training(self, attempt: Attempt, planned: Attempt | None, lost: Collection[str]) -> RoundAttempt:
-        """Return one attempt at a round, with the training clients that are connected; ``lost`` by earlier attempts."""
-        roster, rules, groups = self.manifest.roster, self._rules, None
+        """Return an attempt at a round with the connected training clients; earlier attempts ``lost`` some."""
+        roster, rules, groups = self.manifest.roster, self._config, None
         if not self.roster.fixed:
             here = set(self.roster.here())
             roster = tuple(client for client in roster if client in here)
             rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
-            groups = partial(self.carrier.silence.groups, least=rules.min_replies, lost=lost)
-        return RoundAttempt(attempt, "train", roster, self._sizes, self.carrier, rules, self._helper, planned, groups)
+            groups = partial(self.transport.silence.groups, least=rules.min_replies, lost=lost)
+        return RoundAttempt(attempt, "train", roster, self._sizes, self.transport, rules, self._helper, planned, groups)
 
     def _train_round(self) -> None:
         """Run the next round, in as many attempts as allowed."""
@@ -216,7 +216,7 @@ class Loop(Evaluator):
             if attempt.outcome == DONE:
                 self.round = t
                 if not self.roster.fixed:
-                    self.carrier.silence.take_part(attempt.answered)
+                    self.transport.silence.take_part(attempt.answered)
                 self.observer.round_done(attempt, self.schedule.rounds)
                 return
             lost.update(attempt.losses)
@@ -230,14 +230,14 @@ class Loop(Evaluator):
         )
 
     def _waits_for_others(self, attempt: Attempt) -> bool:
-        """Record who refused an attempt in an open federation; return whether it does not count yet."""
+        """Record the clients that refused an attempt in an open federation; return True if it does not count yet."""
         if self.roster.fixed:
             return False
-        self.carrier.silence.refuse(attempt.losses, attempt.answered)
+        self.transport.silence.refuse(attempt.losses, attempt.answered)
         return self.roster.waits_for_others(attempt.round)
 
     def _try(self, attempt: Attempt, session: RoundAttempt) -> bool:
-        """Train one round; if it fails, restore the server's state and say why in the attempt's outcome.
+        """Train one round; if it fails, restore the server's state and record the reason in the attempt's outcome.
 
         Return True if too few clients answered.
         """
@@ -260,17 +260,17 @@ class Loop(Evaluator):
 
     @contextmanager
     def _costs(self, attempt: Attempt) -> Iterator[None]:
-        """Note in an attempt what the block costs: seconds, bytes on the wire, refused parts."""
-        started, traffic = time.perf_counter(), self.carrier.traffic
+        """Record the cost of the block in an attempt: seconds, bytes on the wire, refused parts."""
+        started, traffic = time.perf_counter(), self.transport.traffic
         up, down = traffic.up, traffic.down
-        refused = dict(self.carrier.refusals.counts)
+        refused = dict(self.transport.refusals.counts)
         yield
         attempt.seconds = time.perf_counter() - started
         attempt.phases["server"] = max(0.0, attempt.seconds - sum(attempt.phases.values()))
-        traffic = self.carrier.traffic
+        traffic = self.transport.traffic
         if up is not None and down is not None:
             attempt.wire_up, attempt.wire_down = (traffic.up or 0) - up, (traffic.down or 0) - down
-        counts = dict(self.carrier.refusals.counts).items()  # a copy: counts may change meanwhile
+        counts = dict(self.transport.refusals.counts).items()  # a copy: counts may change meanwhile
         attempt.refused = {reason: n - refused.get(reason, 0) for reason, n in counts if n > refused.get(reason, 0)}
 
     def _evaluation_due(self) -> bool:
@@ -324,7 +324,7 @@ class Loop(Evaluator):
             self._check_finite({}, {})
         except FloatingPointError as error:  # possible in a method that changes the state in place
             raise QuorumError(
-                f"{error}: round {self.round} is not kept", hint=f"go on with {argument('resume')}"
+                f"{error}: round {self.round} is not saved", hint=f"continue with {argument('resume')}"
             ) from error
         self.checkpoints.save(
             Checkpoint(self.algorithm.name, self.algorithm.version, self.round, self.best, self.server.state)
@@ -333,7 +333,7 @@ class Loop(Evaluator):
         self._saved_at = time.monotonic()
 
     def _check_finite(self, before: Mapping[str, Tensor], statistics: Statistics) -> None:
-        """Look at what a round made of the server's state, which was ``before``, and at what it reports.
+        """Check the server's state after a round, which was ``before``, and the round's statistics.
 
         Raise FloatingPointError if a tensor that it put into the state is not finite, or one of the statistics; with
         the keys to lower.
@@ -350,7 +350,7 @@ class Loop(Evaluator):
 
     def communication(self) -> Communication:
         """Return the bytes of all training rounds so far."""
-        costs, traffic = self.journal.costs, self.carrier.traffic
+        costs, traffic = self.journal.costs, self.transport.traffic
         return Communication(
             payload_up=costs.payload_up,
             payload_down=costs.payload_down,

@@ -15,7 +15,7 @@ from fedloom.runs.checkpoint import Best
 from fedloom.runs.journal import Attempt
 
 Extra = Callable[[EvaluationResult], dict[str, dict[str, Any]]]
-"""Sub-objects that a method adds to metrics.jsonl and summary.json, from what its server half recorded."""
+"""Sub-objects that a method adds to metrics.jsonl and summary.json, from its server algorithm's records."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LoopConfig:
     Attributes
     ----------
     enough
-        Returns whether the rounds may end after this one, given the best so far; called after each evaluation.
+        Returns whether the rounds may end after this one, given the best one so far; called after each evaluation.
     measure_last
         Evaluate the last round.
     own_steps
@@ -51,8 +51,8 @@ class LoopConfig:
 
 
 @dataclass(frozen=True)
-class Halves:
-    """Method of a run: its server half is new; of its client half only the properties are used."""
+class AlgorithmPair:
+    """Algorithm of a run; the server algorithm is new, and only the client algorithm's properties are used."""
 
     algorithm: Algorithm
     server: ServerAlgorithm
@@ -84,7 +84,7 @@ class LoopHooks:
     observer
         Receives progress.
     stop
-        Set it (from a signal handler) to end the run after the current exchange, with a checkpoint.
+        Set it (from a signal handler) to end the run, with a checkpoint, after the current exchange.
     after
         Called with each round that has become durable, in the thread that writes checkpoints.
     monitor

@@ -17,8 +17,8 @@ from fedloom.data.manifest import Normalization
 from fedloom.data.moments import Moments, pooled_normalization
 from fedloom.data.own import ClientCard, Own
 from fedloom.errors import QuorumError, argument
-from fedloom.federation.carrier import Call, Carrier, ConversationKey, Lost
 from fedloom.federation.states import Versions
+from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, broadcast, rows
 
 log = logging.getLogger("fedloom.federation.measuring")
@@ -43,7 +43,9 @@ class InputMoments(Message):
 VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (MeasureInputs, InputMoments)}
 
 
-def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, int], deadline_s: float) -> Normalization:
+def measured_normalization(
+    transport: Transport, own: Own, examples: Mapping[str, int], deadline_s: float
+) -> Normalization:
     """Ask clients for their moments, and return the normalization over those with plausible answers.
 
     ``examples`` are the numbers of training examples that the clients announced.
@@ -62,29 +64,29 @@ def measured_normalization(carrier: Carrier, own: Own, examples: Mapping[str, in
         deadline_s=deadline_s,
     )
     try:
-        answers = carrier.exchange(call)
+        answers = transport.exchange(call)
     finally:
-        carrier.close(KEY)
+        transport.close(KEY)
     sensible = []
     for client, answer in zip(clients, answers, strict=True):
         moments = _moments(answer, own, examples[client]) if isinstance(answer, InputMoments) else None
         if moments is not None:
             sensible.append(moments)
         else:
-            why = answer.reason if isinstance(answer, Lost) else "no examples have such sums"
+            why = answer.reason if isinstance(answer, Lost) else "the sums are impossible for any examples"
             log.warning("client %s is left out of the normalization: %s", client, why)
     if not sensible:
         reasons = [answer.reason for answer in answers if isinstance(answer, Lost)] or ["their sums are impossible"]
         raise QuorumError(
             f"data.own.normalization is measured, but none of {len(clients)} clients sent its sums: {reasons[0]}",
-            hint=f"go on with {argument('resume')}, or give mean and std",
+            hint=f"continue with {argument('resume')}, or give mean and std",
             key="data.own.normalization",
         )
     return pooled_normalization(own.kind, numbers, sensible)
 
 
 def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:
-    """Return a client's moments; None if no such number of examples can have them."""
+    """Return a client's moments; None if they are impossible for this number of examples."""
     count, first, second = float(answer.count[0, 0]), answer.sum[0].tolist(), answer.squares[0].tolist()
     if count != examples * math.prod(own.input_shape[1:]):
         return None
@@ -131,4 +133,4 @@ class MeasuringSession:
             )
 
     def close(self, key: ConversationKey) -> None:
-        """Do nothing: no conversation is kept."""
+        """Do nothing, since there are no conversations to end."""

@@ -1,4 +1,4 @@
-"""Monitor of a running federation: the round loop and the aggregator update it, any thread reads snapshots of it."""
+"""Monitor of a running federation: the round loop and the aggregator update it, and any thread reads snapshots."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Monitor:
         self._update(message=message)
 
     def stopping(self) -> None:
-        """Record that the run was asked to stop: its phase until it ends. A signal handler may call this."""
+        """Enter the phase ``stopping`` until the run ends. A signal handler may call this."""
         self._stopping = True
 
     def pausing(self, by: str | None) -> None:
@@ -216,7 +216,7 @@ def _rates(rounds: Collection[tuple[float, float]]) -> tuple[float | None, float
 
 
 def cohort_of(conversations: Iterable[tuple[Collection[str], Collection[int]]]) -> tuple[int, int]:
-    """Return how many clients a round asked, and how many it kept, given its conversations and their lost rows."""
+    """Return the numbers of sampled and of remaining clients of a round, given its conversations and lost rows."""
     asked: set[str] = set()
     lost: set[str] = set()
     for clients, rows in conversations:

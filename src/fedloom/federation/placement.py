@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 def deal(
     clients: Sequence[str], workers: Mapping[str, Collection[str]], loads: Mapping[str, int] | None = None
 ) -> dict[str, list[int]]:
-    """Deal the rows of a cohort to workers: in order, in equal shares (±1) among the workers that may serve them.
+    """Assign the rows of a cohort to workers: in order, in equal shares (±1) among the workers that may serve them.
 
     A client whose data exist in only one place is served there; the other rows even out the shares. The result depends
     only on the arguments, not on the order in which workers joined.

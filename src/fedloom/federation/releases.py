@@ -1,4 +1,4 @@
-"""Record of differentially private answers, written before clients are asked for them, and never undone.
+"""Record of differentially private answers, written before clients are asked and never undone.
 
 The journal lists the rounds that count, and loses those that run again after a resume. Released answers stay released,
 so ``releases.jsonl`` has a line for each exchange that asks for a private answer, and is not cut on resume: it counts
@@ -17,17 +17,17 @@ from typing import Any
 from fedloom.algorithms.base import Privacy
 from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError
-from fedloom.federation.carrier import ConversationKey
+from fedloom.federation.transport import ConversationKey
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
 
 BEGIN = "begin"
-"""Purpose in the first line: everything is counted from here on."""
+"""Purpose in the first line: everything after it is counted."""
 BEFORE = "before"
 """Purpose that marks earlier rounds whose answers were not private, or were not counted."""
 
 Keep = Callable[[Mapping[str, Any]], None]
-"""Stores a line where another aggregator finds it."""
+"""Function that stores a line where other aggregators can read it."""
 
 
 class Releases:
@@ -54,9 +54,9 @@ class Releases:
             self._write({"purpose": BEGIN if is_new else BEFORE, "noise_multiplier": 0.0, "clients": []})
 
     def tell(self, key: ConversationKey, exchange: int, clients: Sequence[str]) -> None:
-        """Record that these clients are about to answer; the line is on the disk when this returns.
+        """Record that these clients are about to answer; the line is durable when this returns.
 
-        Raise StorageError if it cannot be written; the clients must not be asked then.
+        Raise StorageError if it cannot be written; the clients must then not be asked.
         """
         at = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": exchange}
         about = {"purpose": key.purpose, "noise_multiplier": self.noise_multiplier}
@@ -110,4 +110,4 @@ def _lines(folder: RunFolder) -> Iterator[dict[str, Any]]:
             case {"purpose": str(), "noise_multiplier": int() | float() as z, "clients": list()} if z >= 0:
                 yield line
             case _:
-                raise DataError(f"{folder.path / RELEASES} has a line that FedLoom did not write.", hint=RESTORE)
+                raise DataError(f"{folder.path / RELEASES} has a line not written by FedLoom.", hint=RESTORE)

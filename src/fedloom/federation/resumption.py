@@ -65,7 +65,7 @@ class Resumption:
             raise DataError(
                 f"{folder.path / JOURNAL} lacks round {journal.whole + 1}; the last checkpoint, of round "
                 f"{checkpoint.round}, needs all rounds up to it.",
-                hint=f"remove the checkpoints after round {journal.whole} to go on from the one before",
+                hint=f"remove the checkpoints after round {journal.whole} to continue from the previous one",
             )
         _check_followed(folder, journal)
         return cls(checkpoint, journal, line, evaluated, end)
@@ -78,7 +78,7 @@ class Resumption:
 
 
 def _check_followed(folder: RunFolder, journal: Journal) -> None:
-    """Check the digests of all lines in the other line files, and that no line known to the journal is missing.
+    """Check the digests of all lines in the other line files, and that unknown line to the journal is missing.
 
     Raise DataError if a line is damaged, or lines that existed when the journal was written are missing.
     """
@@ -89,7 +89,7 @@ def _check_followed(folder: RunFolder, journal: Journal) -> None:
             pass
         if wanted not in found:
             raise DataError(
-                f"{folder.path / name}: damaged, it lacks the line that it ended with when {JOURNAL} was written",
+                f"{folder.path / name}: damaged: it lacks its last line as of when {JOURNAL} was written",
                 hint=RESTORE,
             )
 

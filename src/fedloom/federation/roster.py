@@ -1,6 +1,6 @@
 """Roster of participating clients: in a closed run, in an open federation, and in the replay of one from its journal.
 
-In an open federation workers announce their clients, and clients come and go. Changes are settled at the boundary of a
+In an open federation workers announce their clients, which join and leave. Changes take effect at the boundary of a
 round, and written to the journal with the attempt or evaluation that begins there.
 """
 
@@ -22,13 +22,13 @@ from fedloom.federation.silence import Silence
 from fedloom.runs.journal import Replay, fold
 
 UNKNOWN = "0" * 64
-"""Replaces the hash of a shard whose owner does not reveal it."""
+"""Placeholder for the hash of a shard that its owner does not disclose."""
 
 POLL_S = 0.2
 """Interval for noticing a stop, a pause, or a client that has been absent for too long."""
 
 Hold = Callable[[], None]
-"""Returns once no pause is requested."""
+"""Function that returns once no pause is requested."""
 
 
 def no_pause() -> None:
@@ -37,7 +37,7 @@ def no_pause() -> None:
 
 @dataclass(frozen=True)
 class Member:
-    """Announcement of a client with data of its own.
+    """Announcement of a client with its own data.
 
     Its id is chosen by its owner. ``train``, ``validation`` and ``test`` are numbers of examples. An ``observer`` is
     measured and gets models, but never trains. ``class_counts`` are training examples of each class; empty: unknown.
@@ -66,7 +66,9 @@ class Member:
         try:
             return cls(**{**told, "class_counts": tuple(told["class_counts"])})
         except (KeyError, TypeError) as error:
-            raise DataError(f"the journal is not one of this version: a client that joined ({error})") from error
+            raise DataError(
+                f"the journal was not written by this version: invalid entry of a client that joined ({error})"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,10 @@ class Roster(Protocol):
         """
 
     def here(self) -> tuple[str, ...]:
-        """Return the ids of clients that can be asked now, in manifest order; a round draws from those that train."""
+        """Return the ids of available clients in manifest order; rounds sample from the training clients among them."""
 
     def waits_for_others(self, round: int) -> bool:
-        """Return whether failed attempts at a round do not count yet, because clients that take part may still come."""
+        """Return whether failed attempts at a round are not counted yet, because more clients may still join."""
 
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the roster of the round that a run continues from, as recorded in its journal."""
@@ -138,11 +140,11 @@ class FixedRoster:
         return self._everyone
 
     def waits_for_others(self, round: int) -> bool:
-        """Return False: no other clients come."""
+        """Return False, since no other clients join."""
         return False
 
     def restore(self, members: Mapping[str, Mapping[str, Any]]) -> None:
-        """Do nothing: the roster never changes."""
+        """Do nothing, since the roster never changes."""
 
 
 class _ChangingRoster:
@@ -183,11 +185,11 @@ class ReplayedRoster(_ChangingRoster):
         return self._become({name: Member.read(member) for name, member in told.items()})
 
     def here(self) -> tuple[str, ...]:
-        """Return the ids of all members: the clients that the journal asked are asked."""
+        """Return the ids of all members; the journal determines which are asked."""
         return tuple(self._members)
 
     def waits_for_others(self, round: int) -> bool:
-        """Return False: no others come than in the journal."""
+        """Return False, since only clients in the journal join."""
         return False
 
 
@@ -203,7 +205,7 @@ class AvailableClients:
         self._over = False
 
     def change(self, come: Iterable[Member], gone: Iterable[Member]) -> None:
-        """Remove clients that left and add those that came; a client may be in both."""
+        """Remove clients that left and add those that joined; a client may be in both."""
         now = time.monotonic()
         with self._changed:
             for member in gone:
@@ -217,7 +219,7 @@ class AvailableClients:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Record that no more clients will come."""
+        """Record that no more clients will join."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -225,11 +227,11 @@ class AvailableClients:
     def count(self, silent: Collection[str] = ()) -> tuple[int, int]:
         """Return how many training clients are connected and not silent, and the number of changes so far.
 
-        Raise InterruptedRun if no more clients will come.
+        Raise InterruptedRun if no more clients will join.
         """
         with self._changed:
             if self._over:
-                raise InterruptedRun(f"stopped while waiting for clients; go on with {argument('resume')}")
+                raise InterruptedRun(f"stopped while waiting for clients; continue with {argument('resume')}")
             here = (self._here.get(client) for client in silent)
             return self._training - sum(member is not None and not member.observer for member in here), self._changes
 
@@ -246,7 +248,7 @@ class AvailableClients:
 
 
 class OpenRoster(_ChangingRoster):
-    """Roster of an open federation: clients that come, until they have been absent for too long.
+    """Roster of an open federation: clients stay in it until they have been absent for too long.
 
     Parameters
     ----------
@@ -259,7 +261,7 @@ class OpenRoster(_ChangingRoster):
     say
         Receives a message when rounds wait, and when they continue.
     silence
-        Clients that miss deadlines or refuse to take part: rounds do not count on them.
+        Clients that miss deadlines or refuse to take part, on which rounds do not rely.
     min_replies
         Number of clients that must answer for a round to count.
     """
@@ -329,7 +331,7 @@ class OpenRoster(_ChangingRoster):
             )
             if enough:
                 if waited:
-                    self._say(f"going on with {pluralize(training, 'client')}")
+                    self._say(f"continuing with {pluralize(training, 'client')}")
                 return changes
             if not waited:
                 when = f"{'after' if evaluating else 'before'} round {round}"
@@ -341,11 +343,11 @@ class OpenRoster(_ChangingRoster):
                 self._monitor.enter("waiting", why)
                 waited = True
             if self._stop.is_set():
-                raise InterruptedRun(f"stopped while waiting for clients; go on with {argument('resume')}")
+                raise InterruptedRun(f"stopped while waiting for clients; continue with {argument('resume')}")
             self._presence.wait(POLL_S)
 
     def waits_for_others(self, round: int) -> bool:
-        """Return whether a round still waits for clients that take part.
+        """Return whether a round still waits for willing clients.
 
         It does for ``heartbeat_timeout_s`` from its first failed attempt, or since too few that do are connected.
         """
@@ -359,5 +361,5 @@ class OpenRoster(_ChangingRoster):
 
 
 def _besides(silent: int, refusing: int) -> str:
-    why = f"; {pluralize(silent, 'client')} let a deadline pass and gave no sign of life since" if silent else ""
+    why = f"; {pluralize(silent, 'client')} missed a deadline and have been silent since" if silent else ""
     return why + (f"; {pluralize(refusing, 'client')} refused to take part" if refusing else "")

@@ -1,4 +1,4 @@
-"""Models on request: a durable round of a run, and the server half's side of the conversations about it.
+"""Serving of models: a durable round of a run, and the server side of personalization conversations.
 
 The clients that ask here are unknown to the run: the opening of their conversations is the same for all, and is
 computed once per round. Their answers arrive at any time. Those that have arrived are processed together, up to 64 of
@@ -30,7 +30,7 @@ TOGETHER = 64
 
 
 class NobodyLeft(Exception):
-    """Every client of a tile has gone."""
+    """All clients of a tile have disconnected."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class ServedRound:
-    """A durable round, ready to serve. Immutable.
+    """Durable round, ready to serve; immutable.
 
     Attributes
     ----------
     round, digest
         Number of the round, and SHA-256 of its checkpoint.
     server
-        A server half at this round, which is never trained.
+        A server algorithm at this round, which is never trained.
     shapes, dtype
         Allowed answers of a client.
     opening
@@ -76,7 +76,7 @@ class ServedRound:
     answer: type[Message]
 
     def fault(self, awaited: type[Message], message: Message) -> str | None:
-        """Return in one line why an answer of one client cannot be used; None if it can."""
+        """Return one line on why a client's answer is unusable; None if it is usable."""
         shapes = {awaited: self.shapes[awaited]}
         wrong = mismatch(type(message), specs(message), shapes, self.dtype) or non_finite(message)
         return wrong or out_of_range(message, {})
@@ -85,7 +85,7 @@ class ServedRound:
 def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, checkpoint: Checkpoint) -> ServedRound:
     """Make a checkpoint ready to serve.
 
-    ``fresh`` is a server half of the run, with any state; it is not changed.
+    ``fresh`` is a server algorithm of the run, with any state; it is not changed.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, che
     ExperimentError
         If the method has no model for an unknown client.
     Exception
-        A bug in its server half.
+        A bug in its server algorithm.
     """
     check_fits(checkpoint, fresh.state, algorithm.name, algorithm.version)
     server = copy.copy(fresh)
@@ -104,15 +104,15 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, che
     except _Opened as opened:
         opening, answer = opened.message.select([0]), opened.answer
     except DataError as error:
-        raise ExperimentError(f"{algorithm.name} has no model for a client that it does not know: {error}") from error
+        raise ExperimentError(f"{algorithm.name} has no model for unknown clients: {error}") from error
     else:
-        raise ExperimentError(f"{algorithm.name} has no model for a client that it does not know: it sends nothing")
+        raise ExperimentError(f"{algorithm.name} has no model for unknown clients: it sends them nothing")
     shapes = answer_shapes(algorithm.messages, server.sizes)
     return ServedRound(about, checkpoint.round, checkpoint.digest, server, shapes, server.task.dtype, opening, answer)
 
 
 class _Opened(Exception):
-    """First message of a server half."""
+    """First message of a server algorithm."""
 
     def __init__(self, message: Message, answer: type[Message]) -> None:
         self.message = message
@@ -120,7 +120,7 @@ class _Opened(Exception):
 
 
 class _Opening:
-    """A cohort of one client unknown to the run, used to obtain the first message."""
+    """Cohort of one client unknown to the run, used to obtain the first message."""
 
     clients = ("",)
 
@@ -130,11 +130,11 @@ class _Opening:
         raise _Opened(message, answer)
 
     def record(self, name: str, values: Tensor) -> None:
-        """Do nothing: no client is measured."""
+        """Do nothing, since no client is measured."""
 
 
 class Tile:
-    """Clients that have answered the opening, as the server half's cohort (``algorithms.base.Cohort``).
+    """Clients that have answered the opening, as the server algorithm's cohort (``algorithms.base.Cohort``).
 
     ``answers`` are those to the opening, one row each. ``say`` sends each client its row of a message, given the class
     of the awaited answer (None after the last message). ``hear`` waits for the answers to it; None for a client that is
@@ -174,7 +174,7 @@ class Tile:
         return Replies(stacked, self._present(), torch.ones(len(self.clients)))
 
     def record(self, name: str, values: Tensor) -> None:
-        """Do nothing: no client is measured, and nothing is kept of it."""
+        """Do nothing, since no client is measured."""
 
     def _present(self) -> Tensor:
         return torch.tensor([answer is not None for answer in self._answers])

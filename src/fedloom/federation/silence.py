@@ -14,20 +14,20 @@ PATIENCE = 3
 """Deadlines that one evaluation waits for silent clients before asking only those that have answered before."""
 
 UNRELIABLE = 2
-"""Rank of clients from which on they are drawn only if there are too few others."""
+"""Lowest rank of clients that are drawn only if there are too few others."""
 
 FIRST_REST_S, LONGEST_REST_S = 10.0, 3_600.0
-"""Seconds for which a client or owner that refuses is drawn after others: doubled with each further refusal."""
+"""Seconds for which a refusing client or owner is drawn after others; doubled with each further refusal."""
 
 MOST_RESTING = 100_000
 """Maximum number of refusing clients or owners remembered; the oldest are forgotten first."""
 
-NO_SIGN = "it let an earlier deadline pass, and has given no sign of life since"
-NEVER_ANSWERED = f"it has never answered, and this evaluation has waited for {PATIENCE} deadlines"
+NO_SIGN = "it missed an earlier deadline and has been silent since"
+NEVER_ANSWERED = f"it has never answered, and this evaluation has already waited for {PATIENCE} deadlines"
 
 
 class _Resting:
-    """Names that rest: twice as long after each refusal, until they take part again."""
+    """Names on hold, twice as long after each refusal, until they take part again."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -45,13 +45,13 @@ class _Resting:
             self._rests.pop(name, None)
 
     def now(self) -> set[str]:
-        """Return the names that rest now."""
+        """Return the names currently on hold."""
         now = self._clock()
         return {name for name, (_, ends) in self._rests.items() if now < ends}
 
 
 class Silence:
-    """Record of the clients that answer and those that do not. Thread-safe.
+    """Record of answering, silent and refusing clients. Thread-safe.
 
     It grows with the connected clients, and belongs to one process: a client that joins another aggregator, or this one
     after a restart, starts with a clean record.
@@ -85,7 +85,7 @@ class Silence:
                 self._places[client] = worker, owner or worker
 
     def leave(self, members: Iterable[str]) -> None:
-        """Forget clients whose worker is gone."""
+        """Forget clients of a disconnected worker."""
         members = tuple(members)
         with self._lock:
             for client in members:
@@ -121,10 +121,10 @@ class Silence:
         return {self._places[client] for client in clients if client in self._places}
 
     def refuse(self, lost: Collection[str], answered: Collection[str]) -> None:
-        """Record whom a failed attempt at a round has lost, silent clients apart, and who answered to its end.
+        """Record the clients lost by a failed attempt at a round, except silent ones, and those that completed it.
 
-        Clients that refuse rest, and so do all clients of an owner without any answer, whatever they answer outside
-        rounds, and even if they join again.
+        Refusing clients are put on hold, and so are all clients of an owner without any answer, whatever they answer
+        outside rounds, and even if they join again.
         """
         with self._lock:
             refusing = [client for client in lost if client not in self._silent]
@@ -133,7 +133,7 @@ class Silence:
             self._refusing_owners.add({owner for _, owner in self._places_of(refusing)} - owners)
 
     def take_part(self, clients: Collection[str]) -> None:
-        """Record the clients that answered a round to its end: they and their owners refuse no more."""
+        """Record the clients that completed a round: they and their owners no longer count as refusing."""
         with self._lock:
             self._refusing.discard(clients)
             self._refusing_owners.discard({owner for _, owner in self._places_of(clients)})
@@ -159,7 +159,7 @@ class Silence:
     def groups(self, roster: Sequence[str], least: int, lost: Collection[str] = ()) -> list[Sequence[str]]:
         """Return groups of a roster, in its order, that a cohort is filled from, one group after the other.
 
-        One group of everyone, while nobody is silent, refuses or is lost. Otherwise silent and refusing clients, and
+        One group of all clients, if none is silent, refuses or is lost. Otherwise silent and refusing clients, and
         those of an owner whose clients have all been silent in their last exchange, are in a group only if the others
         are fewer than ``least``: a cohort that is smaller is better than one in which they take the place of others.
 

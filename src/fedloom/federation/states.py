@@ -3,7 +3,7 @@
 A state is one file, or one object of a bucket, named by the conversation it was kept in (:class:`Version`). The
 aggregator knows only the names. It tells each client which version to start from: that of the last round that counted
 it, so that a client lost in the middle of a round continues from its state before. A conversation repeated after a
-crash of the aggregator keeps a version of its own, named by the aggregator's new life, so a worker that has not heard
+crash of the aggregator keeps a separate version, named by the aggregator's new ``life``, so a worker that has not heard
 of the crash does no harm.
 """
 
@@ -67,7 +67,7 @@ class States(Protocol):
         """Store a state."""
 
     def forget(self, client: str, versions: Versions) -> None:
-        """Remove a client's superseded versions, and leftovers of killed workers."""
+        """Remove a client's superseded versions, and partial files of killed workers."""
 
 
 _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-(\d+)\.safetensors")
@@ -94,10 +94,10 @@ class StoredStates:
         try:
             tensors, about = tensor_file.decode_tensors(content)
             if about != _about(client):
-                raise ValueError(f"it is of {about}, not of {_about(client)}")
+                raise ValueError(f"it belongs to {about}, not {_about(client)}")
         except ValueError as error:
             raise DataError(
-                f"{name}: not a client state: {error}",  # sent to the aggregator, unlike the location
+                f"{name} is not a client state: {error}",  # sent to the aggregator, unlike the location
                 hint=f"restore it in {self._store.url} from a copy; or remove it, and federation.lost_state decides",
             ) from error
         return tensors
@@ -116,7 +116,7 @@ class StoredStates:
         self._store.write(_name(client, version), tensor_file.encode_tensors(dense, _about(client)), durably=False)
 
     def forget(self, client: str, versions: Versions) -> None:
-        """Remove a client's superseded versions, and leftovers of killed workers."""
+        """Remove a client's superseded versions, and partial files of killed workers."""
         self._store.tidy(f"{client}/")
         old = []
         for entry in self._store.entries(f"{client}/"):

@@ -1,8 +1,8 @@
 """Validation of clients' answers: class, fields, quantity, row count, dtype, shape, finiteness, implausible values.
 
-Both carriers share these checks: in process a whole message is checked (:func:`fault`); over the wire the announced
+Both transports share these checks: in process a whole message is checked (:func:`fault`); over the wire the announced
 specs are checked before memory is allocated (:func:`mismatch`), and the values when they have arrived. The cohort
-refuses values that a quantity cannot have (:func:`out_of_range`), whatever the carrier.
+refuses values that a quantity cannot have (:func:`out_of_range`), whatever the transport.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def specs(message: Message) -> tuple[TensorSpec, ...]:
 def mismatch(
     cls: type[Message], found: Sequence[TensorSpec], shapes: Shapes, dtype: torch.dtype, rows: int = 1
 ) -> str | None:
-    """Return in one line why a message with these fields is not an allowed answer; None if it is.
+    """Return one line on why a message with these fields is not an allowed answer; None if it is allowed.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def learning_rates(settings: BaseModel, *, also: Collection[str] = (), where: st
 
 
 def to_lower(rates: Mapping[str, float]) -> str:
-    """Return the end of a sentence about training that diverged: ``; lower algorithm.lr (now 1)``, empty of none."""
+    """Return a hint for diverged training: ``; lower algorithm.lr (now 1)``, empty without learning rates."""
     lower = " or ".join(f"{key} (now {rate:g})" for key, rate in rates.items())
     return f"; lower {lower}" if lower else ""
 
@@ -167,7 +167,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def fault(message: Message, shapes: Shapes, dtype: torch.dtype) -> str | None:
-    """Return in one line why a one-row answer cannot be used; None if it can.
+    """Return one line on why a one-row answer is unusable; None if it is usable.
 
     Row fields have shape ``[1, ...]``; ``shapes`` maps allowed classes to fields to trailing shapes. ``dtype`` is that
     of the run's floating-point numbers; counts and metrics may always be float64.

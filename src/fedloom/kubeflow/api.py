@@ -79,7 +79,7 @@ def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Pa
     """
     if in_cluster and token:
         raise ExperimentError(
-            f"{argument('kubeflow')} has token and in_cluster; give one of them.", key="kubeflow.token"
+            f"{argument('kubeflow')} has both token and in_cluster; give one of them.", key="kubeflow.token"
         )
     host = host or (IN_CLUSTER_HOST if in_cluster else None)
     if host is None:
@@ -104,7 +104,7 @@ def _read_token(path: Path, *, in_cluster: bool) -> str:
         return path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as error:
         hint = "label the pod so that Kubeflow mounts it (PodDefault access-ml-pipeline)" if in_cluster else None
-        raise RefusedError(f"{path}: found no token there: {error}", hint=hint) from error
+        raise RefusedError(f"{path} has no token: {error}", hint=hint) from error
 
 
 class Kubeflow:
@@ -179,26 +179,26 @@ class Kubeflow:
         except HTTPError as error:
             cause = error.reason if isinstance(error, MaxRetryError) else error
             if isinstance(cause, ProtocolError):
-                speaks = "is reached, and does not speak HTTP/1.1, as if it were a gRPC port"
+                speaks = "does not speak HTTP/1.1; it may be a gRPC port"
                 raise ExperimentError(self._not_kubeflow(speaks)) from error
             raise self._unreachable(error) from error
         if "json" not in str(headers.get("Content-Type")):
             raise ExperimentError(self._not_kubeflow(f"answers with a page of type {headers.get('Content-Type')}"))
         if health.multi_user and self.namespace is None:
             raise ExperimentError(
-                f"This Kubeflow has many users: give your profile's namespace in the file of {argument('kubeflow')}.",
+                f"This Kubeflow is multi-user: give your profile's namespace in the file of {argument('kubeflow')}.",
                 key="kubeflow.namespace",
             )
         if not health.multi_user and self.namespace is not None:
             raise ExperimentError(
-                f"This Kubeflow has one user: leave namespace out of {argument('kubeflow')} (got {self.namespace}).",
+                f"This Kubeflow is single-user: leave namespace out of {argument('kubeflow')} (got {self.namespace}).",
                 key="kubeflow.namespace",
             )
 
     def _not_kubeflow(self, found: str) -> str:
         return (
             f"{self.host}/apis/v2beta1/healthz {found}. Give the URL of Kubeflow Pipelines, which "
-            f"often ends in /pipeline, and a token where it asks for a login."
+            f"often ends in /pipeline, and a token if it requires a login."
         )
 
     def pipeline(self, name: str) -> str | None:
@@ -214,7 +214,7 @@ class Kubeflow:
     def make_pipeline(self, name: str, description: str) -> str:
         """Create a pipeline without versions, and return its id."""
         body = self._models.V2beta1Pipeline(display_name=name, description=description, **self._in_namespace())
-        made = self._ask(f"make the pipeline {name}", self._pipelines.pipeline_service_create_pipeline, body)
+        made = self._ask(f"create the pipeline {name}", self._pipelines.pipeline_service_create_pipeline, body)
         return str(made.pipeline_id)
 
     def delete_pipeline(self, pipeline: str) -> None:
@@ -259,7 +259,7 @@ class Kubeflow:
     def make_experiment(self, name: str) -> str:
         """Create a Kubeflow experiment, and return its id."""
         body = self._models.V2beta1Experiment(display_name=name, **self._in_namespace())
-        made = self._ask(f"make the experiment {name}", self._experiments.experiment_service_create_experiment, body)
+        made = self._ask(f"create the experiment {name}", self._experiments.experiment_service_create_experiment, body)
         return str(made.experiment_id)
 
     def delete_experiment(self, experiment: str) -> None:
@@ -302,7 +302,7 @@ class Kubeflow:
         return self._ask(f"look at the run {run}", self._runs.run_service_get_run, run)
 
     def log(self, run: str, pod: str) -> str:
-        """Return what a pod of a run has printed, also after it is gone; empty where we cannot read that.
+        """Return the log of a run's pod, even after the pod is gone; empty if it cannot be read.
 
         The endpoint is not in the generated client: Kubeflow streams logs outside of its gRPC gateway.
         """
@@ -323,7 +323,7 @@ class Kubeflow:
             for piece in answer.stream(LOG_BYTES):
                 end = (end + piece)[-LOG_BYTES:]
         except (FedloomError, HTTPError) as error:  # a run's failure is told all the same
-            log.debug("the log of %s cannot be read: %s", pod, error)
+            log.debug("cannot read the log of %s: %s", pod, error)
         return end.decode(errors="replace")
 
     def terminate(self, run: str) -> None:
@@ -368,7 +368,7 @@ class Kubeflow:
         from urllib3.exceptions import MaxRetryError
 
         why = error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
-        return StorageError(f"{self.host}: cannot be reached: {why}", hint="check the URL and the network")
+        return StorageError(f"{self.host} cannot be reached: {why}", hint="check the URL and the network")
 
     def _failure(self, what: str, status: int, body: Any) -> FedloomError:
         said = _message(body)
@@ -386,7 +386,7 @@ class Kubeflow:
             return Conflict(f"{where}: cannot {what}: {said}")
         if 400 <= status < 500 and status != 429:
             return ExperimentError(f"{where}: cannot {what}: {said}")
-        return StorageError(f"{where}: cannot {what}: status {status}: {said}", hint="try again later")
+        return StorageError(f"{where}: cannot {what}: status {status}: {said}", hint="retry later")
 
 
 def _is_xml(body: Any) -> bool:

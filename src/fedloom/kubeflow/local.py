@@ -90,13 +90,13 @@ def run_pipeline(
             _ended(process.pid, STOP_GRACE_S)
         failure = _failure(ChildReport(Path(folder) / RECORDS), code, log)
         if stopped.is_set():
-            failure = InterruptedRun("stopped; nothing of it is left running")
+            failure = InterruptedRun("stopped, with all its processes")
         if failure is not None and not _worth_keeping(root):
             raise failure
         _keep(root, log, out)
     if failure is not None:
         message = made.sub(str(out), str(failure))
-        raise type(failure)(f"{message}\n  what there is of it: {out}, log: {out / LOG}")
+        raise type(failure)(f"{message}\n  partial results: {out}, log: {out / LOG}")
 
 
 def _give(process: subprocess.Popen[str], order: str) -> None:
@@ -158,7 +158,7 @@ def _failure(told: ChildReport, code: int, log: Path) -> FedloomError | None:
     """Return the failure of a pipeline: that of the first task that reported one, or of the pipeline itself."""
     if code == 0 or told.failure is not None:
         return told.failure
-    raise RuntimeError(f"a task failed in a way it should not:\n{log.read_text(encoding='utf-8')[-4000:]}")
+    raise RuntimeError(f"a task failed unexpectedly:\n{log.read_text(encoding='utf-8')[-4000:]}")
 
 
 def _worth_keeping(root: Path) -> bool:

@@ -23,15 +23,15 @@ class KubeflowSettings(Settings):
     host: str | None = Field(
         default=None, description="URL of Kubeflow Pipelines; in a pod, by default the API's Service."
     )
-    token: str | None = Field(default=None, description="Bearer token, or @FILE, which is read again when needed.")
-    in_cluster: bool = Field(default=False, description="Use the token that Kubeflow gave this pod.")
+    token: str | None = Field(default=None, description="Bearer token, or @FILE, which is reread when needed.")
+    in_cluster: bool = Field(default=False, description="Use the token that Kubeflow mounted into this pod.")
     ca_file: str | None = Field(default=None, description="File of certificates to trust.")
     namespace: str | None = Field(default=None, description="Your profile's namespace, if Kubeflow has several users.")
     experiment: str = Field(
         default="fedloom", description="Kubeflow experiment that shows the runs; created if needed."
     )
     service_account: str | None = Field(default=None, description="Service account of the runs' pods.")
-    pipeline_root: str | None = Field(default=None, description="URL where the runs' artifacts go.")
+    pipeline_root: str | None = Field(default=None, description="URL for the runs' artifacts.")
     image: str | None = Field(default=None, description="Image of the components, with tag or digest.")
     storage_secret: str | None = Field(default=None, description="Secret with the credentials of `storage`.")
     serve_secret: str | None = Field(

@@ -356,7 +356,7 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
 
     if len({label for label, _ in runs}) < len(runs):
         labels = ", ".join(label for label, _ in runs)
-        raise ExperimentError(f"every run needs a label of its own (got {labels})", key="runs")
+        raise ExperimentError(f"every run needs a unique label (got {labels})", key="runs")
     with tempfile.TemporaryDirectory() as folder:  # runs are named by their folders, artifacts all alike
         for label, run in runs:
             shutil.copytree(run, Path(folder) / label, ignore=WITHOUT)
@@ -367,7 +367,7 @@ def compare_task(runs: Sequence[tuple[str, Path]], page: Path, table: Path, out:
 
 @step
 def cleanup_task(backend: str, run_id: str, cluster: str) -> None:
-    """Remove what federations of a pipeline run left on the cluster, however the run ended."""
+    """Remove the objects that a pipeline run's federations left on the cluster, however the run ended."""
     if backend == "kubernetes":
         from fedloom.cluster.federate import cleanup as remove
         from fedloom.cluster.settings import ClusterSettings
@@ -427,7 +427,7 @@ def _source_files(source: str, downloads: Path) -> Path | None:
     store.check(writing=False)
     names = [entry.name for entry in store.entries()]
     if not names:
-        raise DataError(f"{source}: found nothing there, expected the files of a data set")
+        raise DataError(f"{source} is empty; it must hold the files of a data set")
     for name in names:
         store.download(name, downloads / name)
     return downloads

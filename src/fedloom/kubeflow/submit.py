@@ -33,7 +33,7 @@ PATIENCE_S = 300.0
 ENDS = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 STOPPED = ("CANCELING", "CANCELED")
 PENDING_S = 60.0
-"""Seconds that a pod may be pending before the user is told where to look."""
+"""Seconds that a pod may be pending before a hint is shown."""
 
 INTERNAL = re.compile(
     r".*-driver|root|executor|iteration-item|(exit-handler|for-loop|condition|condition-branches)-\d+(\.onExit)?"
@@ -98,7 +98,7 @@ def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
     try:
         return _submitted(kubeflow, order, say)
     except KeyboardInterrupt as error:
-        raise InterruptedRun("interrupted before the run was started; nothing of it is left") from error
+        raise InterruptedRun("interrupted before the run was started; everything created was removed") from error
 
 
 def _submitted(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
@@ -177,7 +177,7 @@ def _undone(made: ExitStack, say: Say, undo: Callable[[], None]) -> None:
         try:
             undo()
         except FedloomError as error:
-            say(f"something was left behind: {error}")
+            say(f"cleanup was incomplete: {error}")
 
     made.callback(attempt)
 
@@ -209,11 +209,11 @@ def wait_for_run(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL
             now = kubeflow.run(run)
         except StorageError as error:
             if time.monotonic() - reached > PATIENCE_S:
-                raise StorageError(f"{error}\n  the run goes on: {kubeflow.link(run)}") from error
+                raise StorageError(f"{error}\n  the run continues: {kubeflow.link(run)}") from error
             time.sleep(poll_s)
             continue
         except RefusedError as error:
-            raise RefusedError(f"{error}\n  the run goes on: {kubeflow.link(run)}") from error
+            raise RefusedError(f"{error}\n  the run continues: {kubeflow.link(run)}") from error
         reached = time.monotonic()
         nodes = (now.run_details and now.run_details.task_details) or []
         progress.update(nodes)
@@ -238,7 +238,7 @@ class _Progress:
         self._pending_since: float | None = None
 
     def update(self, nodes: Sequence[Any]) -> None:
-        """Report changes, and where to look if a pod has been pending for long."""
+        """Report changes, and a command to diagnose a pod that has been pending for long."""
         for node in nodes:
             name, attempt = _author_task(node.display_name or "")
             if name is None or attempt == 0 or not node.state or self._shown.get(node.task_id) == node.state:
@@ -252,7 +252,7 @@ class _Progress:
         elif time.monotonic() - self._pending_since > PENDING_S:
             self._pending_since = float("inf")  # once is enough
             self._say(
-                f"a pod has not started for {PENDING_S:g} s, perhaps for want of its image or of room: {self._where}"
+                f"a pod has not started for {PENDING_S:g} s; its image or resources may be missing: {self._where}"
             )
 
 
@@ -270,7 +270,7 @@ def _author_task(display_name: str) -> tuple[str | None, int | None]:
 
 
 def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError:
-    """Return why a run failed: as its tasks recorded it in what they printed, else as far as Kubeflow tells."""
+    """Return why a run failed, from the records in its tasks' logs, else from Kubeflow."""
     ends: dict[str, set[str]] = {}  # of each task, without its attempts
     for node in nodes:
         name, attempt = _author_task(node.display_name or "")
@@ -285,8 +285,8 @@ def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError
         return type(first)(str(first), hint=f"its log: {kubeflow.link(run)}")
     names = ", ".join(failed) or "the run"
     return QuorumError(
-        f"{names} failed, and left no record of why (an image, a service account or a quota that is missing, no "
-        f"memory, or a deadline)",
+        f"{names} failed without a recorded reason (possibly a missing image, service account or quota, lack of "
+        "memory, or a deadline)",
         hint=f"{kubeflow.link(run)}, or {where_to_look(kubeflow, run)}",
     )
 
@@ -342,6 +342,6 @@ def stopping(kubeflow: Kubeflow, started: Started, *, terminate: bool) -> Iterat
             stop_run(kubeflow, started.run)
             raise InterruptedRun(f"stopped the run: {started.link}") from error
         raise InterruptedRun(
-            f"the run goes on: {started.link}",
+            f"the run continues: {started.link}",
             hint=f"fedloom pipeline wait {started.run} waits for it, fedloom pipeline stop {started.run} stops it",
         ) from error

@@ -1,4 +1,4 @@
-"""Settings of tasks on a cluster beside their inputs: time, memory, credentials."""
+"""Settings of tasks on a cluster besides their inputs: time, memory, credentials."""
 
 from __future__ import annotations
 

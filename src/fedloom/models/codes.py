@@ -1,4 +1,4 @@
-"""Check that no module looks up category codes cut from features, which are standardized before use."""
+"""Check that a module does not look up category codes cut from features, which are standardized before use."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def check_codes(make: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
     for (where, first), *others in zip(*seen, strict=False):
         if any(not torch.equal(first, other) for _, other in others):
             raise ExperimentError(
-                f"{named(where, module.get_submodule(where))} looks up codes that are cut from the features, and "
-                "features are standardized as measurements: it would get other codes than the data have",
+                f"{named(where, module.get_submodule(where))} looks up codes that are cut from the features, but "
+                "features are standardized as measurements, so the codes would differ from the data's",
                 hint="give the network a column of 0 and 1 for each category, and multiply them by a linear layer",
             )
 

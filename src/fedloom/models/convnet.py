@@ -44,7 +44,9 @@ class ConvNet(FlatModel):
         pooled = [side >> len(channels) for side in (height, width)]
         if min(pooled) < 1:
             least = 1 << len(channels)
-            raise ValueError(f"{len(channels)} poolings 2x2 need images from {least}x{least}, found {height}x{width}")
+            raise ValueError(
+                f"{len(channels)} poolings 2x2 need images of at least {least}x{least} (got {height}x{width})"
+            )
         entries: list[tuple[str, tuple[int, ...]]] = []
         for name, (before, after) in zip(self.convolutions, pairwise([depth, *channels]), strict=True):
             entries += [(f"{name}.weight", (after, before, 3, 3)), *self.beside(name, after)]

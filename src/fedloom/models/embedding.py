@@ -155,16 +155,16 @@ class EmbeddingSettings(Settings):
         "papers/001, Table 9), lstm (tokens; papers/001, A.3)",
     )
     width: int | None = Field(
-        default=None, ge=1, description="of the hidden layers of mlp and lstm; null is 100 for mlp and 256 for lstm"
+        default=None, ge=1, description="width of the hidden layers of mlp and lstm; null: 100 for mlp and 256 for lstm"
     )
-    labels: bool = Field(default=True, description="False: φ sees only x, so that unlabelled clients can be described")
+    labels: bool = Field(default=True, description="false: φ uses only x, so that unlabelled clients can be described")
 
     @model_validator(mode="after")
     def _sees_something(self) -> Self:
         if self.network == "linear" and not self.labels:
-            raise ValueError("network linear sees nothing but labels; set labels to true (got labels=False)")
+            raise ValueError("network linear uses only labels; set labels to true (got labels=False)")
         if self.width is not None and self.network not in ("mlp", "lstm"):
-            raise ValueError(f"network {self.network} has no free width; set it to null (got width={self.width})")
+            raise ValueError(f"network {self.network} has a fixed width; set it to null (got width={self.width})")
         return self
 
     def network_for(self, kind: str, input_shape: tuple[int, ...], classes: int, size: int) -> EmbeddingNetwork:
@@ -178,7 +178,7 @@ class EmbeddingSettings(Settings):
         allowed = EMBEDDINGS[kind]
         if self.network not in allowed:
             raise ExperimentError(
-                f"algorithm.embedding.network: {self.network!r} does not take inputs that are {kind}; choose from "
+                f"algorithm.embedding.network: {self.network!r} does not accept {kind}; choose from "
                 f"{', '.join(allowed)}",
                 hint=f"set algorithm.embedding.network: {allowed[0]}",
             )

@@ -1,4 +1,4 @@
-"""Permission to call a factory, checked for all code that a file or an aggregator names."""
+"""Permission to call factories named by a file or an aggregator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from fedloom.errors import ExperimentError
 
 FACTORIES = "FEDLOOM_FACTORIES"
-"""Environment variable: comma-separated names of factories that a process may call, whoever names them."""
+"""Environment variable: comma-separated names of factories that a process may call, regardless of who names them."""
 
 KEY = "model.factory"
 

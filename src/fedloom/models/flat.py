@@ -65,7 +65,7 @@ class Layout:
             If the length of θ differs from this layout's.
         """
         if theta.shape != (self.size,):
-            raise ValueError(f"θ has shape {tuple(theta.shape)}, the layout needs ({self.size},)")
+            raise ValueError(f"θ has shape {tuple(theta.shape)}, but the layout needs ({self.size},)")
         parts = torch.split(theta, self.sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self.entries, parts, strict=True)}
 

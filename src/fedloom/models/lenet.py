@@ -22,7 +22,7 @@ def lenet_layout(channels: int, height: int, width: int, outputs: int) -> Layout
     """
     pooled = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
     if min(pooled) < 1:
-        raise ValueError(f"LeNet needs images of at least 16x16, found {height}x{width}")
+        raise ValueError(f"LeNet needs images of at least 16x16 (got {height}x{width})")
     return Layout(
         (
             ("conv1.weight", (16, channels, 5, 5)),

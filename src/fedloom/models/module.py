@@ -79,7 +79,7 @@ class ModuleModel(FlatModel):
         self._training._training = self._training
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleModel:
-        """Return the model itself, which nothing changes."""
+        """Return the model itself."""
         return self
 
     def in_training(self) -> ModuleModel:
@@ -162,7 +162,7 @@ def remember(module: nn.Module, name: str | None = None) -> str:
         name = f"{kind}-{weights.hexdigest()[:12]}"
     elif not name.startswith(f"{kind}-"):
         remedy = "give a module with the same layers" if name.startswith(MEMORY) else "leave it out"
-        raise ExperimentError(f"model is {kind}, and the run trained {name}; {remedy}", key="model")
+        raise ExperimentError(f"model is {kind}, but the run trained {name}; {remedy}", key="model")
     _IN_MEMORY[name] = copied(module)
     return name
 
@@ -184,8 +184,8 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
     if name.startswith(MEMORY):
         if name not in _IN_MEMORY:
             raise ExperimentError(
-                f"{KEY}: {name} is a module that another process had in memory; name it as package:function",
-                hint="in Python, fedloom.load(RUN, model=module) says which module it is",
+                f"{KEY}: {name} is a module that only another process had in memory; name it as package:function",
+                hint="in Python, identify the module with fedloom.load(RUN, model=module)",
             )
         return lambda: copy.deepcopy(_IN_MEMORY[name])
     check_permitted(name)
@@ -227,8 +227,8 @@ def _check_drawn(module: nn.Module) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, ParametrizationList):
             raise ExperimentError(
-                f"model.initial: layer {name.partition('.parametrizations')[0]!r} is parametrized, and `drawn` draws "
-                "plain weights. Use `initial: module`"
+                f"model.initial: layer {name.partition('.parametrizations')[0]!r} is parametrized, but `drawn` only "
+                "draws plain weights. Use `initial: module`"
             )
 
 
@@ -249,11 +249,11 @@ def _head(module: nn.Module, x: Tensor, asked: str | None) -> str | None:
         return next((name for name in linear[::-1] if _ends_in(module, layers[name], x)), None)
     if asked not in linear:
         raise ExperimentError(
-            f"model.head: {asked!r} is not a linear layer; those are {', '.join(linear) or 'missing'}"
+            f"model.head: {asked!r} is not a linear layer; linear layers: {', '.join(linear) or 'none'}"
         )
     if not _ends_in(module, layers[asked], x):
         raise ExperimentError(
-            f"model.head: the outputs of {asked!r} are not the logits; name the layer whose outputs are"
+            f"model.head: the outputs of {asked!r} are not the logits; name the layer that outputs the logits"
         )
     if is_tied(module, asked):
         raise ExperimentError(

@@ -1,4 +1,4 @@
-"""Checks of a PyTorch module before a run: one training step and predictions, made as a run makes them.
+"""Checks of a PyTorch module before a run: one training step and predictions, as in a run.
 
 Modules that a run could not use or reproduce are rejected here, with the layer and the fix.
 """
@@ -114,26 +114,26 @@ class _Trial:
         self._check_outputs(alone, 1)
         if not torch.equal(first, call(self.x)):
             raise ExperimentError(
-                f"{self.what} gives other outputs for the same inputs {mode}. Draw nothing at random, and keep nothing "
-                "from one call to the next"
+                f"{self.what} gives different outputs for the same inputs {mode}. Draw nothing at random, and keep no "
+                "state between calls"
             )
         self._check_attributes_kept(function.module, before, mode)
         function = ModuleFunction(copied(self.module).train(training))
         call(self.x / 2 + 0.25 if self.x.is_floating_point() else 1 - self.x)
         if not torch.equal(first, call(self.x)):
             raise ExperimentError(
-                f"{self.what} gives other outputs {mode} after it was called with other inputs first: it keeps "
-                "something of them, which each process finds in other data. Compute it from the inputs at each call"
+                f"{self.what} gives different outputs {mode} after a call with other inputs: it keeps state from them, "
+                "which differs between processes. Compute it from the inputs at each call"
             )
         if not _near(alone, first[1:2]):
             raise ExperimentError(
-                f"{self.what} gives other outputs for an input alone than for the same input beside others {mode}, so "
-                "that a prediction would depend on evaluation.batch_size. Normalize each example by itself"
+                f"{self.what} gives different outputs for a single input and for the same input in a batch {mode}, so "
+                "that a prediction would depend on evaluation.batch_size. Normalize each example separately"
             )
         if not training and self._are_probabilities(first):
             raise ExperimentError(
-                f"{self.what} gives probabilities, and the loss takes a softmax of its own. Return logits: leave out "
-                "the last softmax"
+                f"{self.what} gives probabilities, but the loss applies a softmax. Return logits: remove the last "
+                "softmax"
             )
 
         return first
@@ -158,7 +158,7 @@ class _Trial:
         return _near(predicted, logits)
 
     def check_gradient(self, expected: Mapping[str, Tensor]) -> None:
-        """Make one training step as training makes it, and compare its gradient with that of the module itself."""
+        """Make one training step, and compare its gradient with that of the module itself."""
         function = self._in_training()
         found = self._gradients(function, self.layout.leaves(self.elsewhere, requires_grad=True))
         for name, there in expected.items():
@@ -166,7 +166,7 @@ class _Trial:
                 layer = name.rpartition(".")[0]
                 raise ExperimentError(
                     f"{named(layer, self.module.get_submodule(layer))}: the gradient of {name} is not that of the "
-                    "module itself, which keeps its parameters somewhere else, too: in an attribute or a list, or by "
+                    "module itself, which also keeps its parameters elsewhere: in an attribute or a list, or by "
                     "torch.utils.checkpoint. Take parameters from their layers in `forward`, without checkpoints"
                 )
 
@@ -193,7 +193,7 @@ class _Trial:
             losses = function.loss(leaves, logits, y)
         except Exception as error:
             raise ExperimentError(
-                f"{self.what}.loss(logits, y) must give a loss of each example ({type(error).__name__}: {error})"
+                f"{self.what}.loss(logits, y) must return a loss per example ({type(error).__name__}: {error})"
             ) from error
         if not isinstance(losses, Tensor) or losses.shape != (len(y),):
             found = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
@@ -210,7 +210,7 @@ class _Trial:
         kind = isinstance(outputs, Tensor)
         found = f"{outputs.dtype} {list(outputs.shape)}" if kind else f"a {type(outputs).__name__}"
         raise ExperimentError(
-            f"{self.what} must give logits, [{rows}, {self.classes}], for {rows} inputs (got {found})"
+            f"{self.what} must return logits, [{rows}, {self.classes}], for {rows} inputs (got {found})"
         )
 
     def _check_tensors_kept(self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str) -> None:
@@ -219,15 +219,15 @@ class _Trial:
         if made:
             layer = made[0].rpartition(".")[0]
             raise ExperimentError(
-                f"{named(layer, module.get_submodule(layer))} makes its parameters at run time ({made[0]}). Use "
-                "layers that have theirs from the start"
+                f"{named(layer, module.get_submodule(layer))} creates its parameters at run time ({made[0]}). Use "
+                "layers that create them at construction"
             )
         for name, b in module.named_buffers():
             if name not in buffers or not torch.equal(buffers[name], b):
                 layer = name.rpartition(".")[0]
                 raise ExperimentError(
-                    f"{named(layer, module.get_submodule(layer))} changes its buffer {name} when it is called {mode}. "
-                    "Buffers must be constants: leave the layer out, or replace it by one without a running state"
+                    f"{named(layer, module.get_submodule(layer))} changes its buffer {name} when called {mode}. "
+                    "Buffers must be constants: remove the layer, or use one without running state"
                 )
 
     def _check_attributes_kept(self, module: nn.Module, before: Mapping[tuple[str, str], Any], mode: str) -> None:
@@ -238,7 +238,8 @@ class _Trial:
             layer, key = changed[0]
             raise ExperimentError(
                 f"{named(layer, module.get_submodule(layer))} changes its attribute {key} each time it is called "
-                f"{mode}, so that results may depend on how often, and on evaluation.batch_size. Keep no state in a "
+                f"{mode}, so that results may depend on the number of calls, and on evaluation.batch_size. Keep no "
+                "state in a "
                 "module: compute it from the inputs, or leave it out"
             )
 

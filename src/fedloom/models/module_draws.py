@@ -49,8 +49,8 @@ def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[N
                 generator.bit_generator.state = state
     if found:
         raise ExperimentError(
-            f"{named(*(drew or [('', module)])[0])} has other outputs for the same inputs in another run, since it "
-            f"draws random numbers {mode} (by {found[0]}). Leave it out, or set its probability to 0"
+            f"{named(*(drew or [('', module)])[0])} would give different outputs in another run, because it draws "
+            f"random numbers {mode} (by {found[0]}). Remove it, or set its probability to 0"
         )
 
 
@@ -80,7 +80,7 @@ def _plain(state: Any) -> Any:
 class _GivenGenerators(TorchFunctionMode):
     """Mode that records whether torch functions receive a generator of their own."""
 
-    name = "a generator of its own"
+    name = "a separate generator"
 
     def __init__(self) -> None:
         super().__init__()

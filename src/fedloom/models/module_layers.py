@@ -57,7 +57,7 @@ def check_layers(module: nn.Module) -> None:
         where = named(name, layer)
         if any(is_lazy(p) for p in layer.parameters(recurse=False)):
             raise ExperimentError(
-                f"{where} makes its parameters at run time. Use layers that have theirs from the start"
+                f"{where} creates its parameters at run time. Use layers that create them at construction"
             )
         if isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.track_running_stats):
             raise ExperimentError(
@@ -65,7 +65,9 @@ def check_layers(module: nn.Module) -> None:
             )
         rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
-            raise ExperimentError(f"{where} drops at random (p = {rate:g}), and no run could be repeated. Set p to 0")
+            raise ExperimentError(
+                f"{where} drops values at random (p = {rate:g}), so runs cannot be repeated. Set p to 0"
+            )
         _check_tensors(where, layer)
     if next(module.parameters(), None) is None:
         raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters to train")
@@ -80,8 +82,8 @@ def _check_tensors(where: str, layer: nn.Module) -> None:
             )
         if tensor.device.type != "cpu":
             raise ExperimentError(
-                f"{where}: {key} is on {tensor.device}. Make the module on the CPU; `runtime.device` says where a run "
-                "computes"
+                f"{where}: {key} is on {tensor.device}. Make the module on the CPU; `runtime.device` sets the device "
+                "of a run"
             )
     for key, p in layer.named_parameters(recurse=False):
         if not p.requires_grad:
@@ -106,7 +108,7 @@ def copied(module: nn.Module) -> nn.Module:
                 if key != "_modules" and not _is_copyable(value):
                     raise ExperimentError(f"{named(name, layer)}: {_why_not(key, value)}") from error
         raise ExperimentError(
-            f"{KEY}: {type(module).__name__} cannot be copied ({said(error)}), and each thread trains a copy of it"
+            f"{KEY}: {type(module).__name__} cannot be copied ({said(error)}), but each thread trains a copy of it"
         ) from error
 
 
@@ -121,12 +123,12 @@ def _is_copyable(value: Any) -> bool:
 def _why_not(key: str, value: Any) -> str:
     if isinstance(value, Tensor):
         return (
-            f"its {key} was computed from parameters when the module was made, so that training would not change it. "
+            f"its {key} was computed from parameters at construction, so that training would not change it. "
             "Compute it in `forward`, or by torch.nn.utils.parametrizations.weight_norm"
         )
     return (
-        f"its attribute {key} ({type(value).__name__}) cannot be copied, and each thread trains a copy of the module. "
-        "Keep it outside of the module, or make it where it is used"
+        f"its attribute {key} ({type(value).__name__}) cannot be copied, but each thread trains a copy of the module. "
+        "Keep it outside the module, or create it where it is used"
     )
 
 

@@ -47,8 +47,8 @@ def predictor_of(client: str, named: Mapping[str, Predictor], name: str) -> Pred
     """
     if name not in named:
         raise DataError(
-            f"client {client} has no {name} model: it takes training examples with labels to make one. Pack some, or "
-            f"ask for the {' or the '.join(named)} model."
+            f"client {client} has no {name} model, which needs labelled training examples. Pack some, or request the "
+            f"{' or the '.join(named)} model."
         )
     return named[name]
 

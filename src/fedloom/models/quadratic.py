@@ -34,7 +34,7 @@ class Quadratic(FlatModel):
     def __init__(self, features: int, curvature: float | Sequence[float] = 1.0) -> None:
         diagonal = [curvature] * features if isinstance(curvature, int | float) else list(curvature)
         if len(diagonal) != features:
-            raise ValueError(f"curvature has {len(diagonal)} numbers, the inputs {features} features")
+            raise ValueError(f"curvature has {len(diagonal)} numbers, but the inputs have {features} features")
         self.layout = Layout((("theta", (features,)),))
         self.curvature = torch.tensor(diagonal, dtype=torch.float64)
 

@@ -37,8 +37,10 @@ class ModelChoice(Settings):
     name: str
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="bfloat16: convolutions and matrix products in bfloat16; parameters, losses, updates and all that "
-        "travels stay float32. Faster on GPUs and on CPUs with AMX, slower on most other CPUs",
+        description=(
+            "bfloat16: convolutions and matrix products in bfloat16; parameters, losses, updates and messages stay "
+            "float32. Faster on GPUs and on CPUs with AMX, slower on most other CPUs"
+        ),
     )
     takes: ClassVar[tuple[Kind, ...]]
     """Kinds of input that the network accepts."""
@@ -55,7 +57,7 @@ class ModelChoice(Settings):
         """
         if kind not in self.takes:
             raise ExperimentError(
-                f"model.name: {self.name} takes {' and '.join(self.takes)}, and the inputs are {kind}; choose from "
+                f"model.name: {self.name} accepts {' and '.join(self.takes)}, but the inputs are {kind}; choose from "
                 f"{_allowed(input_shape, classes, kind)}"
             )
         if self.classifies != (classes > 0):
@@ -65,7 +67,7 @@ class ModelChoice(Settings):
                 f"{_allowed(input_shape, classes, kind)}"
             )
         if self.precision == "bfloat16" and not self.classifies:
-            raise ExperimentError(f"model.precision: {self.name} multiplies no matrices; set float32 (got bfloat16)")
+            raise ExperimentError(f"model.precision: {self.name} has no matrix products; set float32 (got bfloat16)")
         try:
             model = self.make(input_shape, classes)
         except ValueError as error:
@@ -98,11 +100,13 @@ def _allowed(input_shape: tuple[int, ...], classes: int, kind: Kind) -> str:
 class LeNetSettings(ModelChoice):
     """LeNet of papers/001, Table 3."""
 
-    name: Literal["lenet"] = Field(default="lenet", description="LeNet of papers/001, Table 3, for images from 16x16")
+    name: Literal["lenet"] = Field(
+        default="lenet", description="LeNet of papers/001, Table 3, for images of at least 16x16"
+    )
     takes = ("pixels",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the model for images from 16x16."""
+        """Make the model for images of at least 16x16."""
         return LeNet(input_shape, classes)
 
 
@@ -123,13 +127,13 @@ class CNNSettings(ModelChoice):
     """Four-layer CNN of papers/002."""
 
     name: Literal["cnn"] = Field(
-        default="cnn", description="four 3x3 convolutions (papers/002, §5.2), for images from 16x16"
+        default="cnn", description="four 3x3 convolutions (papers/002, §5.2), for images of at least 16x16"
     )
     filters: int = Field(default=32, ge=1, description="channels of each convolution")
     takes = ("pixels",)
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
-        """Make the model for images from 16x16."""
+        """Make the model for images of at least 16x16."""
         return ConvNet(input_shape, [self.filters] * 4, [], classes)
 
 
@@ -220,7 +224,7 @@ class ModuleSettings(ModelChoice):
     name: Literal["module"] = Field(default="module", description="a module of torch of your own (docs/models.md)")
     factory: str = Field(
         pattern=r"^[A-Za-z_][\w.]*:[\w.-]+$",
-        description="`package.module:function` that makes it; it is called with `input_shape` and `classes` if it has "
+        description="`package.module:function` that creates it; called with `input_shape` and `classes` if it has "
         "such parameters",
     )
     head: str | None = Field(

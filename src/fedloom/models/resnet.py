@@ -33,7 +33,7 @@ class ResNet20(FlatModel):
 
     def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
         if min(input_shape[1:]) < 4:
-            raise ValueError(f"ResNet20 needs images from 4x4, found {input_shape[1]}x{input_shape[2]}")
+            raise ValueError(f"ResNet20 needs images of at least 4x4 (got {input_shape[1]}x{input_shape[2]})")
         entries: list[tuple[str, tuple[int, ...]]] = [("conv.weight", (STAGES[0], input_shape[0], 3, 3))]
         self.blocks: list[tuple[str, int]] = []  # name, stride
         before = STAGES[0]

@@ -25,7 +25,7 @@ LEVEL = 0.05
 
 
 class Reference(NamedTuple):
-    """Row that the others of its block are tested against, and the reason, which is never a test result."""
+    """Reference row of a block, and the reason for its choice, which is never a test result."""
 
     row: int
     because: str
@@ -33,7 +33,7 @@ class Reference(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Row of a method's setting that is best on validation, of so many ``candidates``.
+    """Row of a method's setting that is best on validation, out of this many ``candidates``.
 
     ``validation`` and ``runner_up`` are the pooled validation accuracy (or mean loss) of seen clients in the last round
     for this and for the second-best setting, means over the ``seeds`` that every candidate has. ``edges`` are settings
@@ -114,7 +114,7 @@ class RunComparison:
 
     @cached_property
     def references(self) -> dict[str, Reference]:
-        """Row of each block that the others are tested against.
+        """Reference row of each block, against which the others are tested.
 
         It is the row named by :attr:`against` (if several, the best on validation), or else the row of clients' own
         models that is best on validation. Without validation data, it is the first row. Test results never choose it.
@@ -171,7 +171,7 @@ class RunComparison:
         return {block: members for block, members in measured.items() if members}
 
     def _own_rows(self, members: Sequence[int]) -> list[int]:
-        """Return the rows of clients' own models, and of runs that have none."""
+        """Return the rows of clients' own models, and those of runs without such models."""
         own = [self.rows[i].runs for i in members if self.rows[i].predictor == "personal"]
         return [i for i in members if self.rows[i].predictor == "personal" or self.rows[i].runs not in own]
 
@@ -236,7 +236,7 @@ def compare_runs(run_folders: Sequence[str | Path], against: str | None = None) 
 
     A folder that is not a run but holds runs, such as a sweep's, stands for the finished runs in it. Runs that differ
     only in name and seed form one row per predictor; a personal predictor with the same statistics as the global one,
-    as in FedAvg without fine-tuning, has no row of its own. Runs on data without classes are compared by loss.
+    as in FedAvg without fine-tuning, has no separate row. Runs on data without classes are compared by loss.
 
     Parameters
     ----------

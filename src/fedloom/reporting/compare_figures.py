@@ -132,7 +132,7 @@ def draw_spent(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
 
 
 def _label_spent(grid: Any, scale: Scale, over: Sequence[tuple[str, str]], link: str) -> None:
-    """Label the columns of panels by what was spent."""
+    """Label the columns of panels by the measure of cost."""
     for top, bottom, (title, label) in zip(grid[0], grid[-1], over, strict=True):
         top.set_title(f"Test {scale.name} {link} {title}")
         bottom.set_xlabel(label)
@@ -187,7 +187,7 @@ def draw_own_steps(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figu
     axes.set_xticks(range(len(ticks)), [str(k) for k in ticks])
     axes.set_xlabel("local steps of the client")
     axes.set_ylabel(f"test {rows[0].scale.name}")
-    axes.set_title("A client that was never seen in training")
+    axes.set_title("Client never seen in training")
     if rows[0].scale is ACCURACY:
         percent(axes.yaxis)
     _legend(figure, axes)

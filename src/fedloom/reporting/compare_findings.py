@@ -1,4 +1,4 @@
-"""Findings of a comparison: which row is best, by how much, and whether that may be chance."""
+"""Findings of a comparison: the best row, its lead, and the significance."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def _finding(comparison: RunComparison, block: str, group: str, best: int) -> Fi
 
 
 def _too_few(comparison: RunComparison, group: str, pairs: Collection[Pair]) -> int | None:
-    """Return the number of clients of tests within one seed, if no difference of theirs can be significant."""
+    """Return the number of clients of tests within one seed, if too small for any difference to be significant."""
     clients = max((pair.clients for pair in pairs if pair.over == "clients"), default=0)
     tested = sum(pair.group == group and pair.p is not None for pair in comparison.pairs)
     return clients if clients and tested * least_p(clients) >= LEVEL else None
 
 
 def sentence(comparison: RunComparison, finding: Finding) -> str:
-    """Return a finding in words: the winner, or that there is none, by how much, with interval and seeds."""
+    """Return a finding in words: the winner if there is one, its lead, interval and seeds."""
     title = comparison.title(finding.block)
     whom = GROUP_NAMES[finding.group].capitalize() + (f" ({title})" if title else "")
     result = f"{comparison.scale.shown(finding.best.over_seeds(finding.group))}{comparison.scale.unit}"
@@ -134,7 +134,7 @@ def _evidence(scale: Scale, pair: Pair, p: float) -> str:
 
 
 def caution(comparison: RunComparison) -> str:
-    """Return what one seed cannot show, if differences are tested over the clients of one; else an empty string."""
+    """Return a caveat about tests over the clients of one seed; empty for other tests."""
     tested = [pair for pair in comparison.pairs if pair.p is not None]
     if not tested or any(pair.over == "seeds" for pair in tested):
         return ""

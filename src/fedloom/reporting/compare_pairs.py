@@ -87,7 +87,7 @@ def test_pairs(rows: Sequence[Row], blocks: Iterable[Sequence[int]], references:
 
 
 def _corrected(p: Sequence[float | None]) -> list[float | None]:
-    """Return p-values corrected by Holm's method over those that there are."""
+    """Return p-values corrected by Holm's method over the available ones."""
     found = iter(holm([value for value in p if value is not None]))
     return [None if value is None else next(found) for value in p]
 
@@ -127,7 +127,7 @@ def _untested(a: Row, b: Row, group: str, *, paired: bool) -> str:
     if paired:
         return ""
     common = set(a.seeds) & set(b.seeds)
-    return "their partitions differ, though made with the same seed" if common else "they have no seed in common"
+    return "their partitions differ despite the same seed" if common else "they have no seed in common"
 
 
 def _goodness(row: Row, group: str) -> float:

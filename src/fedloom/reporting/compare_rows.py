@@ -45,7 +45,7 @@ class Scale:
 
     @property
     def is_loss(self) -> bool:
-        """True if less is better."""
+        """True if lower is better."""
         return self.sign < 0
 
     @property
@@ -271,7 +271,7 @@ def shown_value(value: Any) -> str:
 
 
 def setting_labels(keys: Iterable[str], settings: Mapping[str, Any]) -> list[str]:
-    """Return ``key value`` for each setting that there is, by the keys' short names."""
+    """Return ``key value`` for each existing setting, by the keys' short names."""
     names = short_names(tuple(keys))
     return [f"{name} {shown_value(settings[key])}" for key, name in names.items() if key in settings]
 

@@ -12,7 +12,7 @@ from fedloom.reporting.compare import FEATURED, LEVEL, RunComparison
 from fedloom.reporting.compare_findings import GROUP_NAMES
 from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_value
 from fedloom.reporting.compare_tables import cost_cells, edge_note, marks_note, mean_only, reference_note, value_cell
-from fedloom.reporting.page import DASH, Cell, Panel, Part, Section, Table, TableRow
+from fedloom.reporting.page import DASH, Cell, PageSection, Panel, Part, Table, TableRow
 from fedloom.reporting.run_results import GROUPS, USERS
 from fedloom.reporting.words import human_bytes, human_time
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 TESTS = {
     "clients": "With one seed the test is Wilcoxon's signed-rank test over its clients (equal pairs ranked as Pratt "
     "does), and the interval a bootstrap over them. A small p says that, of these clients after this training, one "
-    "method is better more often or by more than chance would have it. It says nothing about training again, because "
-    "the clients of a federation share its training: that takes several seeds.",
+    "method is better more often or by more than chance explains. It says nothing about another training, because the "
+    "clients of a federation share one training; that takes several seeds.",
     "seeds": "With several seeds the test is a t test over the seeds' mean differences, and the interval Student's. "
     "The clients of a seed share its training, so each seed is one observation. A small p says that training again "
     "with other seeds would show the same; with two or three seeds, only large and consistent differences have one.",
@@ -40,8 +40,8 @@ def line_styles_of(comparison: RunComparison) -> dict[str, LineStyle]:
     return line_styles(comparison.rows[i].label for featured in comparison.featured.values() for i in featured)
 
 
-def sections(comparison: RunComparison) -> tuple[Section, ...]:
-    """Return the sections that have something to show."""
+def sections(comparison: RunComparison) -> tuple[PageSection, ...]:
+    """Return the sections that have content."""
     from fedloom.reporting import compare_figures as draw
 
     def drawn(rows: Sequence[Row]) -> bool:
@@ -77,24 +77,24 @@ def sections(comparison: RunComparison) -> tuple[Section, ...]:
         f"the {side} of a line's zero are served better by the method of {comparison.scale.best} mean."
     )
     found = [
-        Section("Results", (_results(comparison), _costs(comparison))),
-        Section("New clients after local steps", _own_steps(comparison)),
-        Section(
+        PageSection("Results", (_results(comparison), _costs(comparison))),
+        PageSection("New clients after local steps", _own_steps(comparison)),
+        PageSection(
             "Learning curves",
             (
                 *figures(scale, draw.draw_curves, curves, draw.has_curves),
                 *figures("training-loss", draw.draw_training_losses, losses, draw.has_losses),
             ),
         ),
-        Section("Cost of training", figures("spent", draw.draw_spent, spent, lambda rows: len(rows) > FEATURED)),
-        Section("Distribution over clients", figures("clients", draw.draw_clients, clients)),
-        Section(
+        PageSection("Cost of training", figures("spent", draw.draw_spent, spent, lambda rows: len(rows) > FEATURED)),
+        PageSection("Distribution over clients", figures("clients", draw.draw_clients, clients)),
+        PageSection(
             "Paired comparison, client by client",
             (*figures("pairs", draw.draw_pairs, pairs, draw.has_pairs), *_pairs(comparison)),
         ),
-        Section("Validation", (_validation(comparison), *_chosen(comparison))),
-        Section("Settings that differ", (_settings(comparison),)),
-        Section("Runs", (_runs(comparison),)),
+        PageSection("Validation", (_validation(comparison), *_chosen(comparison))),
+        PageSection("Settings that differ", (_settings(comparison),)),
+        PageSection("Runs", (_runs(comparison),)),
     ]
     return tuple(section for section in found if section.parts)
 
@@ -163,7 +163,7 @@ def _about_results(comparison: RunComparison) -> str:
         "predicted.",
     ]
     if USERS in comparison.groups:
-        sentences.append("User 0 is the client that the model is made for; the other columns are about all clients.")
+        sentences.append("The model is made for user 0; the other columns are about all clients.")
     if len(comparison.rows) > 1:
         sentences.append(marks_note(comparison))
     return " ".join(sentences)
@@ -217,8 +217,8 @@ def _own_steps(comparison: RunComparison) -> tuple[Part, ...]:
         file = f"own-steps-{number}" if title else "own-steps"
         parts.append(Part(title, (Panel(file, draw_own_steps(rows, styles), wide=True),), (table,)))
     text = (
-        f"Test {comparison.scale.name} of the unseen clients after so many steps of local training, from the model "
-        "that the method hands them; Local starts at random. Mean over clients"
+        f"Test {comparison.scale.name} of the unseen clients after this many steps of local training from the method's "
+        "model; Local starts at random. Mean over clients"
         + (", ± one standard deviation over seeds." if comparison.several_seeds else ".")
     )
     return _with_text(parts, text)
@@ -336,7 +336,7 @@ def _chosen(comparison: RunComparison) -> tuple[Part, ...]:
 def _settings(comparison: RunComparison) -> Part:
     """Return a table of the settings that differ, with a column per method."""
     if not comparison.differing:
-        return Part(text="None: the runs differ at most in their seeds.")
+        return Part(text="None: the runs differ only in their seeds.")
     methods: dict[tuple[str, str], list[Row]] = {}
     for row in comparison.rows:
         methods.setdefault((row.block, row.runs[0].method), []).append(row)

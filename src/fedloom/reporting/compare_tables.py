@@ -79,7 +79,7 @@ def own_steps_as_text(comparison: RunComparison) -> dict[str, tuple[tuple[str, .
 
 
 def edge_note(keys: Sequence[str]) -> str:
-    """Return a note that the chosen values are at the edge of the values tried."""
+    """Return a note if chosen values are at the edge of the values tried."""
     return f"{', '.join(key.rpartition('.')[2] for key in keys)} at the edge of its grid"
 
 
@@ -156,7 +156,7 @@ def rows_as_csv(comparison: RunComparison) -> str:
 
 
 def _identity(comparison: RunComparison, row: Row) -> dict[str, Any]:
-    """Return the columns that say what a row is about."""
+    """Return the columns that identify a row."""
     run = row.runs[0]
     return {
         "label": row.label,

@@ -31,7 +31,7 @@ COLOURS = {"seen": "#0072b2", "unseen": "#d55e00", "global": "#009e73"}
 LABELS = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
 
 OTHER = "#c9ccd1"
-"""Colour for everything without a colour of its own."""
+"""Colour of elements without their own colour."""
 
 HALF, FULL = 4.35, 8.9
 """Figure widths in inches, chosen so that text has the same size in half-width and full-width figures."""

@@ -60,19 +60,19 @@ def follow_report(
             now = status.activity()
     except BaseException:
         if written is not None:
-            write_report(folder.path, AutoRefresh(None, f"{_state(now)} Nobody writes this page again."))
+            write_report(folder.path, AutoRefresh(None, f"{_state(now)} This page will not be updated again."))
         raise
     wrote(write_report(folder.path, None if now.phase == "finished" else AutoRefresh(None, _state(now))))
     return now
 
 
 def _state(now: Activity) -> str:
-    """Return the run's state as the page words it."""
+    """Return the run's state in the page's words."""
     of = "" if now.rounds is None else f" of {now.rounds}"
     if now.phase == "running":
-        return f"This run is under way: round {now.round}{of} is done."
+        return f"This run is in progress: round {now.round}{of} is done."
     done = pluralize(now.round, "round") if now.round else "no round"
     return (
         f"This run is not finished, and no process works on it: it was stopped or killed after {done}{of}. "
-        "`fedloom run EXPERIMENT --resume` goes on with it."
+        "Continue it with `fedloom run EXPERIMENT --resume`."
     )

@@ -1,4 +1,4 @@
-"""Schemas of a run's files as a report needs them, which distinguish a damaged file from a bug in the report."""
+"""Schemas of a run's files for reports, which distinguish a damaged file from a bug in the report."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Group(_Reading):
 
     @property
     def other(self) -> frozenset[str]:
-        """Reading that is nested in the group."""
+        """Secondary reading nested in the group."""
         return frozenset(self.model_fields_set & {"masked", "unmasked"})
 
 
@@ -70,7 +70,7 @@ class _Groups(_Part):
         groups = [group for group in (self.seen, self.unseen, *inner) if group is not None]
         others = {group.other for group in groups}
         if groups and others not in ({frozenset({"masked"})}, {frozenset({"unmasked"})}):
-            raise ValueError("groups must have one other reading, the same one: masked, or unmasked")
+            raise ValueError("groups must have the same other reading, masked or unmasked")
         readings = [each for group in groups for each in (group, group.masked, group.unmasked)]
         if len({each.accuracy_mean is None for each in readings if each is not None}) > 1:
             raise ValueError("either all groups have accuracies, or none has")
@@ -167,7 +167,7 @@ class _Summary(_Groups):
         own = value.get(method, {}) if isinstance(method, str) else {}
         costs = own.get("new_client", {}) if isinstance(own, dict) else None
         if not isinstance(costs, dict):
-            raise ValueError("what the method adds must be an object, and so must its new_client")  # noqa: TRY004
+            raise ValueError("the method's entry, and its new_client, must be objects")  # noqa: TRY004
         for cost in costs.values():
             if cost is not None:
                 _NewClient.model_validate(cost)
@@ -385,13 +385,13 @@ def check_compared(run: RunFolder) -> None:
     for name, line in (("summary.json", summary), *(("metrics.jsonl", line) for line in lines)):
         own = line.get(method, {})
         if not isinstance(own, dict) or (line["global"] is None) != (summary["global"] is None):
-            raise DataError(f"{run.path / name}: is broken: it must have {method} and global as the other rounds")
+            raise DataError(f"{run.path / name}: is damaged: it must have {method} and global like the other rounds")
         try:
             TypeAdapter(_Group | None).validate_python(own.get("users"), strict=False)
         except ValidationError as error:
             raise _broken(run, name, error) from None
     if not all(row.get("test", "").isdecimal() for row in run.clients()):
-        raise DataError(f"{run.path / 'clients.csv'}: is broken, at test: numbers of examples are missing")
+        raise DataError(f"{run.path / 'clients.csv'}: is damaged, at test: numbers of examples are missing")
 
 
 def _check_classes(run: RunFolder, classes: int, names: Sequence[str]) -> None:
@@ -404,10 +404,10 @@ def _check_classes(run: RunFolder, classes: int, names: Sequence[str]) -> None:
         found += [("descriptors.json", each) for each in run.json("descriptors.json")["clients"]["class"]]
     for name, number in found:
         if number >= classes:
-            raise DataError(f"{run.path / name}: has class {number}, and the partition has {classes}")
+            raise DataError(f"{run.path / name}: has class {number}, but the partition has {classes} classes")
 
 
 def _broken(run: RunFolder, name: str, error: ValidationError) -> DataError:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"]) or "the whole"
-    return DataError(f"{run.path / name}: is broken, at {key}: {first['msg']:.200}")
+    return DataError(f"{run.path / name}: is damaged, at {key}: {first['msg']:.200}")

@@ -111,8 +111,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Section:
-    """Section of the page, or the reason why it is left out; ``pending``: a file of it is not written yet."""
+class PageSection:
+    """Section of the page, or the reason for its absence; ``pending``: one of its files is not written yet."""
 
     title: str
     parts: tuple[Part, ...] = ()
@@ -132,7 +132,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Lead:
-    """Sentence at the top of the page with what it says as data attributes."""
+    """Sentence at the top of the page, with its content as data attributes."""
 
     text: str
     data: Mapping[str, str]
@@ -156,7 +156,7 @@ class ReportPage:
 
     title: str
     subtitles: tuple[str, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]
     palette: Mapping[str, str]
     leads: tuple[Lead, ...] = ()
     notices: tuple[str, ...] = ()
@@ -186,7 +186,7 @@ class ReportPage:
         return environment.get_template("page.html.j2").render(page=self, targets=targets)
 
     def figures(self) -> dict[str, str]:
-        """Return the figures as SVG files of their own, by the names of the files."""
+        """Return the figures as separate SVG files, by file name."""
         from fedloom.reporting import drawing
 
         panels = (panel for part in self.parts for panel in part.panels)
@@ -198,7 +198,7 @@ def check_installed(*packages: str, extra: str = "report") -> None:
     for package in packages:
         if find_spec(package) is None:
             raise ExperimentError(
-                f"{extra}: the package {package} is not installed", hint=f"pip install 'fedloom[{extra}]'"
+                f"{extra} needs the package {package}, which is not installed", hint=f"pip install 'fedloom[{extra}]'"
             )
 
 

@@ -12,7 +12,7 @@ from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.reporting import inputs, report_results, report_setup
-from fedloom.reporting.page import DASH, Fact, Part, ReportPage, Section, check_installed
+from fedloom.reporting.page import DASH, Fact, PageSection, Part, ReportPage, check_installed
 from fedloom.reporting.words import human_bytes, human_time, in_percent, method_title, number_range
 from fedloom.runs.files import EXPERIMENT
 from fedloom.runs.folder import RunFolder
@@ -147,7 +147,7 @@ def _followed(page: ReportPage, renewal: AutoRefresh) -> ReportPage:
     )
 
 
-def _sections(run: RunFolder) -> list[Section]:
+def _sections(run: RunFolder) -> list[PageSection]:
     parts: dict[str, Callable[[RunFolder], Part]] = {
         "Learning curves": report_results.learning_curves,
         "Results": report_results.result_table,
@@ -169,18 +169,18 @@ def _sections(run: RunFolder) -> list[Section]:
     return [section_of(title, run, build) for title, build in parts.items()]
 
 
-def section_of(title: str, run: RunFolder, build: Callable[[RunFolder], Part]) -> Section:
+def section_of(title: str, run: RunFolder, build: Callable[[RunFolder], Part]) -> PageSection:
     """Return a section, or a note on the damaged file; other errors are bugs and are raised."""
     files = FILES.get(title, ())
     try:
         try:
-            return Section(title, (build(run),))
+            return PageSection(title, (build(run),))
         except inputs.OF_BROKEN_FILES:
             inputs.check_files(run, files)
             raise
     except DataError as error:
         pending = any(not (run.path / name).exists() for name in files)
-        return Section(title, absent=_within(run, error), pending=pending)
+        return PageSection(title, absent=_within(run, error), pending=pending)
 
 
 def _within(run: RunFolder, error: DataError) -> str:

@@ -104,7 +104,8 @@ def _last_evaluations(run: RunFolder) -> list[str]:
     first, last = found["rounds"]
     return [
         f"Mean of the last {found['evaluations']} evaluations, rounds {first} to {last} (lowest to highest), in "
-        f"percent: {'; '.join(means)}. To report the highest of several evaluations would be to choose by test data."
+        f"percent: {'; '.join(means)}. Reporting the highest of several evaluations would amount to choosing by test "
+        "data."
     ]
 
 
@@ -225,7 +226,7 @@ def _owner(row: Mapping[str, str]) -> str:
 
 
 def _classes(labels: Sequence[str], names: Mapping[str, str]) -> str:
-    """Return the names of a client's classes if they are at most two, else their number."""
+    """Return the names of a client's classes if there are at most two, else their number."""
     return ", ".join(names.get(label, label) for label in labels) if len(labels) <= 2 else str(len(labels))
 
 

@@ -18,7 +18,7 @@ from fedloom.runs.folder import RunFolder
 
 GROUPS = ("seen", "unseen")
 USERS = "users"
-"""Group of the clients that a method makes its one model for, if they are not all (WGA with ``users: one``)."""
+"""Group of clients of a method that makes one model for some of them (WGA with ``users: one``)."""
 PREDICTORS = ("global", "personal")
 APART = ("name", "seed", "runtime.", "storage", "tracking", "data.root")
 """Prefixes of experiment keys that do not distinguish settings."""

@@ -23,7 +23,7 @@ from fedloom.runs.listing import has_ended
 class RunStatus:
     """Status of a run, read again at each call, with the journal read only as far as it has grown.
 
-    Every method brings the copy of a published run up to date first, and raises as :meth:`RunFolder.refresh`.
+    Every method first updates the copy of a published run, and raises as :meth:`RunFolder.refresh`.
     """
 
     def __init__(self, run: RunFolder) -> None:
@@ -60,7 +60,7 @@ class RunStatus:
             rounds = experiment["federation"]["rounds"]
             phase: Phase = "finished" if has_ended(experiment, summary, self._done) else "interrupted"
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{run.path}: not what FedLoom writes ({error!r})") from error
+            raise DataError(f"{run.path} was not written by FedLoom ({error!r})") from error
         since = run.changed_at()
         if run.published is not None and (record := run.published.record) is not None:
             phase, since = "finished" if record.is_finished else "published", run.published.published_at()

@@ -36,7 +36,7 @@ def in_percent(fraction: float) -> str:
 
 
 def number_range(values: Sequence[int]) -> str:
-    """Return the lowest, highest and median value, or the value that all are."""
+    """Return the lowest, highest and median value, or the single value."""
     low, high = min(values), max(values)
     return str(low) if low == high else f"{low} to {high}, median {statistics.median(values):g}"
 

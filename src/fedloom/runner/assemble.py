@@ -23,16 +23,16 @@ from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.measure import metrics
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.experiment.sections import EarlyStopping
-from fedloom.federation.carrier import Carrier
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop, vocabulary
-from fedloom.federation.loop_config import Halves, LoopConfig, LoopHooks
+from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Keep, Releases
 from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
+from fedloom.federation.transport import Transport
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.runner.observer import RunObserver
@@ -48,7 +48,7 @@ DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class RunContext:
-    """Objects that follow from an experiment and a manifest."""
+    """Server and client algorithms, model and settings of an experiment, for the clients of a manifest."""
 
     experiment: Experiment
     manifest: Manifest
@@ -60,16 +60,16 @@ class RunContext:
         """Settings of the algorithm."""
         return self.experiment.algorithm.settings
 
-    def server_half(self) -> ServerAlgorithm:
-        """Return a new server half; its initial state depends on the seed alone."""
+    def server_algorithm(self) -> ServerAlgorithm:
+        """Return a new server algorithm; its initial state depends on the seed alone."""
         return self.algorithm.server(self.settings, self.task, generator(self.experiment.seed, "init"))
 
-    def client_half(self) -> ClientAlgorithm:
-        """Return a new client half."""
+    def client_algorithm(self) -> ClientAlgorithm:
+        """Return a new client algorithm."""
         return self.algorithm.client(self.settings, self.task)
 
     def after_steps(self) -> dict[int, ClientAlgorithm]:
-        """Return a client half for each number of extra local steps in ``evaluation.own_steps``."""
+        """Return a client algorithm for each number of extra local steps in ``evaluation.own_steps``."""
         steps = self.experiment.evaluation.own_steps or ()
         return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.task) for k in steps}
 
@@ -96,7 +96,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     )
     parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), task)
     parts.algorithm.check_model(parts.settings, model)
-    parts.client_half()  # raises on unsupported settings before anything is written
+    parts.client_algorithm()  # raises on unsupported settings before anything is written
     return parts
 
 
@@ -165,7 +165,7 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     if differences:
         raise ExperimentError(
             f"{argument('partition')}: {where} is not the experiment's partition:\n  " + "\n  ".join(differences[:10]),
-            hint="make it with the same experiment file: fedloom partition EXPERIMENT",
+            hint="create it from the same experiment file: fedloom partition EXPERIMENT",
         )
     if verify and not is_url(where):
         dataset.verify()
@@ -189,7 +189,7 @@ def open_own(
     """
     if not isinstance(experiment.data, OwnData):
         raise ExperimentError(
-            f"{argument('packed')} needs an experiment with data.own; this one has data.dataset.", key="packed"
+            f"{argument('packed')} needs an experiment with data.own, and this one has data.dataset.", key="packed"
         )
     own = experiment.data.own
     clients = OwnClients.open(data, observe)
@@ -300,8 +300,8 @@ def client_side(
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
-    half = parts.client_half()
-    if half.stateful and states is None:
+    algorithm = parts.client_algorithm()
+    if algorithm.stateful and states is None:
         raise ExperimentError(
             f"{argument('states')} must be given: {parts.algorithm.name} keeps a state with every client, in a "
             "folder or store "
@@ -311,18 +311,18 @@ def client_side(
     e = parts.experiment
 
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
-        return metrics(predictors, clients.clients, half.predictors, batch_size=e.evaluation.batch_size)
+        return metrics(predictors, clients.clients, algorithm.predictors, batch_size=e.evaluation.batch_size)
 
     config = ClientConfig(
         e.seed, device, e.runtime.clients_at_once, start_afresh=e.federation.lost_state == "afresh", secret=secret
     )
     return ClientSide(
-        half,
+        algorithm,
         vocabulary(parts.algorithm),
         dataset.client,
         conclude or evaluate,
         config,
-        states=StoredStates(open_store(states)) if half.stateful and states is not None else None,
+        states=StoredStates(open_store(states)) if algorithm.stateful and states is not None else None,
         after_steps=parts.after_steps(),
     )
 
@@ -367,7 +367,7 @@ def welcome(parts: RunContext) -> str:
 
 def loop(
     parts: RunContext,
-    carrier: Carrier,
+    transport: Transport,
     folder: RunFolder,
     hooks: LoopHooks,
     *,
@@ -396,17 +396,21 @@ def loop(
         config = dataclasses.replace(config, rounds=upto, enough=None, measure_last=measure_last)
     extra = extra_metrics(parts.experiment, roster, folder, keep=True)
     releases = Releases(folder, promised, keep_release) if counts else None
-    return Loop(config, _halves(parts), roster, carrier, folder, hooks, extra, replay=replay, releases=releases)
+    return Loop(
+        config, _algorithm_pair(parts), roster, transport, folder, hooks, extra, replay=replay, releases=releases
+    )
 
 
-def evaluator(parts: RunContext, carrier: Carrier, folder: RunFolder) -> Evaluator:
-    """Return what measures the clients of a run, or gives them models, without writing to its folder."""
+def evaluator(parts: RunContext, transport: Transport, folder: RunFolder) -> Evaluator:
+    """Return an evaluator of a run's clients, which can also personalize; it does not write to the run's folder."""
     config = _loop_config(parts.experiment, is_open=False)
-    return Evaluator(config, _halves(parts), FixedRoster(parts.manifest), carrier, folder, LoopHooks(RunObserver()))
+    return Evaluator(
+        config, _algorithm_pair(parts), FixedRoster(parts.manifest), transport, folder, LoopHooks(RunObserver())
+    )
 
 
-def _halves(parts: RunContext) -> Halves:
-    return Halves(parts.algorithm, parts.server_half(), parts.client_half())
+def _algorithm_pair(parts: RunContext) -> AlgorithmPair:
+    return AlgorithmPair(parts.algorithm, parts.server_algorithm(), parts.client_algorithm())
 
 
 def _loop_config(e: Experiment, *, is_open: bool) -> LoopConfig:
@@ -437,7 +441,7 @@ def _early_stopping(until: EarlyStopping | None) -> Callable[[int, Best], bool] 
 
 
 def fingerprint(experiment: Experiment) -> dict[str, Any]:
-    """Return everything besides the experiment that a run's bits depend on (docs/design.md, §4)."""
+    """Return the versions and settings, besides the experiment, that a run's bits depend on (docs/design.md, §4)."""
     return {
         "fedloom": fedloom.__version__,
         "python": platform.python_version(),

@@ -16,13 +16,13 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 16
-"""Maximum number of open connections; one more closes the oldest, so idle ones lock nobody out."""
+"""Maximum number of open connections; a further one closes the oldest, so that idle connections cannot block others."""
 
 CONNECTION_S = 10.0
 """Maximum duration of a connection, from accept to the last byte of the answer, in seconds."""
 
 REQUEST_BYTES = 1 << 14
-"""Largest request with its headers; the standard library takes in six megabytes of each connection."""
+"""Maximum size of a request with its headers; the standard library would accept six megabytes per connection."""
 
 PAUSE_S = 0.5
 """Pause after a failed accept, and interval between checks for old connections, in seconds."""
@@ -31,12 +31,12 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class _Request(io.BufferedReader):
-    """Peer input, of which ``REQUEST_BYTES`` are read."""
+    """Input of a connection, limited to ``REQUEST_BYTES``."""
 
     _left = REQUEST_BYTES
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        """Return the next line; the handler answers the error that is raised after too many bytes with 431."""
+        """Return the next line; raise an error, which the handler answers with 431, after too many bytes."""
         most = self._left + 1
         line = super().readline(most if size is None or size < 0 else min(size, most))
         self._left -= len(line)
@@ -46,15 +46,15 @@ class _Request(io.BufferedReader):
 
 
 class _Handler(WSGIRequestHandler):
-    """Handler that reads a bounded request, and logs none."""
+    """Request handler that reads a bounded request and logs nothing."""
 
     def setup(self) -> None:
-        """Bound what is read of the connection."""
+        """Limit the bytes read from the connection."""
         super().setup()
         self.rfile = _Request(self.connection.makefile("rb", buffering=0))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because anybody can call."""
+        """Log nothing: anyone may connect, and could fill the log."""
 
 
 class BoundedServer(ThreadingMixIn, WSGIServer):
@@ -87,7 +87,7 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
         try:
             accepted, peer = super().get_request()
         except OSError as error:  # when out of descriptors, an immediate retry would fail in a busy loop
-            log.warning("a connection could not be accepted: %s", error)
+            log.warning("cannot accept a connection: %s", error)
             time.sleep(PAUSE_S)
             raise
         accepted.settimeout(CONNECTION_S)
@@ -110,7 +110,7 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
         try:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError as error:
-            log.debug("the peer was faster: %s", error)
+            log.debug("already closed by the peer: %s", error)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection that has been answered."""
@@ -120,4 +120,4 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log that a connection broke."""
-        log.debug("a connection of %s broke", client_address, exc_info=True)
+        log.debug("a connection from %s broke", client_address, exc_info=True)

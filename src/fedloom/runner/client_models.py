@@ -54,20 +54,20 @@ def client_models(
 
     def chosen(dataset: FederatedDataset) -> Sequence[str]:
         if not dataset.manifest.classes:
-            raise DataError(f"{run}: its data have no classes, so that its models predict none")
+            raise DataError(f"{run}: the data have no classes, so its models predict none")
         entries = dataset.manifest.clients if clients is None else map(dataset.manifest.named, clients)
         return [entry.id for entry in entries]
 
     wanted, lost = _give(run, checkpoint, None, data, predictor, chosen, made.__setitem__)
     if lost:
         client, reason = next(iter(lost.items()))
-        raise QuorumError(f"{len(lost)} of {len(wanted)} clients got no model; {client}: {reason}")
+        raise QuorumError(f"{len(lost)} of {len(wanted)} clients got no model; client {client}: {reason}")
     return {client: made[client] for client in wanted}
 
 
 @dataclass(frozen=True)
 class SavedModels:
-    """Ids of the clients whose models were saved, and the reasons why the others got none."""
+    """Ids of the clients whose models were saved, and the reason for each failure."""
 
     saved: Sequence[str]
     lost: Mapping[str, str]
@@ -127,7 +127,7 @@ def _give(
     chosen: Callable[[FederatedDataset], Sequence[str]],
     use: Callable[[str, PersonalModel], None],
 ) -> tuple[Sequence[str], Mapping[str, str]]:
-    """Personalize the chosen clients; return their ids, and the reasons of those that got no model."""
+    """Personalize the chosen clients; return their ids, and the reason for each failure."""
     with torch_threads(1):  # restores the thread count, which is changed inside
         parts, loop, dataset = restore(run, checkpoint, partition, data)
         wanted = chosen(dataset)
@@ -152,5 +152,5 @@ def _give(
                 use(client.id, PersonalModel(predictor_of(client.id, named, predictor), card))
             return nothing_measured(len(predictors), len(loop.predictors), dataset.manifest.classes)
 
-        loop.carrier = assemble.in_process(parts, dataset, loop.folder, keep)
+        loop.transport = assemble.in_process(parts, dataset, loop.folder, keep)
         return wanted, loop.personalize(wanted)

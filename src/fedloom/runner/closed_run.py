@@ -1,4 +1,4 @@
-"""Run of clients that are all known when it begins: those of a partition, or of packed folders."""
+"""Run with a fixed set of clients, from a partition or from packed folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedloom.transport.address import dialable
 
 
 def run_closed(engine: Engine) -> RunResult:
-    """Train the clients in this process, in the run's own worker processes, or in workers from elsewhere."""
+    """Train the clients in this process, in the run's own worker processes, or in external workers."""
     if not engine.listens and engine.experiment.runtime.workers == 0:
         return _in_process(engine)
     with engine.served() as at:
@@ -32,17 +32,17 @@ def run_closed(engine: Engine) -> RunResult:
 def _in_process(engine: Engine) -> RunResult:
     assert engine.dataset is not None
     engine.make_folder()
-    carrier = assemble.in_process(engine.parts, engine.dataset, engine.folder)
+    transport = assemble.in_process(engine.parts, engine.dataset, engine.folder)
     with engine.guarded():
         engine.stop_request.training = True
-        loop = engine.loop(engine.parts, carrier)
+        loop = engine.loop(engine.parts, transport)
         engine.resume(loop)
         final = engine.train(loop)
     return engine.conclude(engine.parts, loop, final)
 
 
 def _announce(engine: Engine, at: Serving) -> None:
-    """Tell the user how workers from elsewhere reach the run."""
+    """Tell the user how external workers can connect to the run."""
     assert engine.dataset is not None
     states = assemble.states_of(engine.folder) if engine.stateful and engine.publication.url is not None else None
     where = engine.options.partition or str(engine.dataset.folder)

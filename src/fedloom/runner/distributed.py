@@ -1,4 +1,4 @@
-"""Aggregator and workers of a run whose clients are in other processes."""
+"""Aggregator and worker processes of a distributed run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ServingSettings:
         Id of this process's incarnation.
     grace_s
         Seconds to wait for watchers at the end.
-    lingers, resumed
+    drain, resumed
         Whether to wait for external workers that lost their connection, and whether the run is a resumed one.
     health, metrics
         ``host:port`` for health probes, and for Prometheus.
@@ -63,7 +63,7 @@ class ServingSettings:
     audit: Audit
     incarnation: str
     grace_s: float
-    lingers: bool = False
+    drain: bool = False
     resumed: bool = False
     health: str | None = None
     metrics: str | None = None
@@ -94,10 +94,10 @@ def serving(
     presence
         Record of connected clients, for an open federation.
     models
-        Service of models of the last durable round.
+        Service for models of the last durable round.
     stay
-        Blocks after the block has ended well, until the process is told to exit. Meanwhile watchers see that the run
-        has finished, and workers stay connected. None: exit at once.
+        Function that blocks, after the block has succeeded, until the process is asked to exit. Meanwhile watchers see
+        that the run has finished, and workers stay connected. None: exit at once.
 
     Raise ExperimentError if the port is taken or the address cannot be bound.
     """
@@ -141,11 +141,11 @@ def serving(
             if stay is not None:
                 notices.tell("finished")
                 stay()
-            server.dismiss(finished=True)
+            server.shutdown_workers(finished=True)
             notices.tell("finished")
             notices.read_within(settings.grace_s)
-            if settings.lingers:
-                server.linger(settings.resumed)
+            if settings.drain:
+                server.drain(settings.resumed)
     except (InterruptedRun, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -164,7 +164,7 @@ def with_workers(
 
     The run's own workers leave at the end of the block. External ones stay until :func:`serving` ends, unless the
     block failed. ``workers`` starts the run's own, given the address and ``on_failure``; None: they connect from
-    elsewhere. ``options`` say how long these are waited for, and when a run that nobody watches stops.
+    elsewhere. ``options`` set the timeout for them, and when a run without watchers stops.
 
     Raises
     ------
@@ -173,14 +173,14 @@ def with_workers(
     WorkerLostError, DataError, ExperimentError, RefusedError
         The failure of the run's own workers, if they stopped the run.
     AbandonedError
-        If the run stopped because nobody watches it.
+        If the run stopped for lack of watchers.
     InterruptedRun
         If the run was stopped while waiting for workers.
     """
 
     def abort() -> None:
         stop_request.event.set()
-        at.server.dismiss()
+        at.server.shutdown_workers()
 
     stop_request.abort = abort
     own = None if workers is None else workers(address=at.address, on_failure=abort)
@@ -203,19 +203,19 @@ def with_workers(
         raise
     finally:
         if own is not None:
-            own.dismiss()
+            own.stop_restarting()
         if own is not None or not finished:
-            at.server.dismiss(finished)
+            at.server.shutdown_workers(finished)
         if own is not None:
             own.stop()
 
 
 def _cause(error: BaseException, own: Workers | None, stop_request: StopRequest) -> FedloomError | None:
-    """Return why training really ended, where the loop only sees that everything was lost; None: as it says."""
+    """Return the underlying cause if the loop only saw that all clients were lost; None if there is none."""
     if own is not None and own.failure is not None:
         return own.failure
     if stop_request.reason is not None and isinstance(error, InterruptedRun | QuorumError):
         return stop_request.reason
     if stop_request.event.is_set() and isinstance(error, QuorumError):
-        return InterruptedRun(f"stopped while waiting for workers; go on with {argument('resume')}")
+        return InterruptedRun(f"stopped while waiting for workers; continue with {argument('resume')}")
     return None

@@ -1,4 +1,4 @@
-"""Engine of a run: the checks, parts and steps that closed, open, replayed and finished runs share.
+"""Engine of a run: checks, components and steps shared by closed, open, replayed and finished runs.
 
 A kind of run is one function over this engine (:mod:`~fedloom.runner.closed_run`, :mod:`~fedloom.runner.open_run`,
 :mod:`~fedloom.runner.replay`, :mod:`~fedloom.runner.finished_run`). Nothing is written before
@@ -21,13 +21,13 @@ from fedloom.core.logs import lines_about
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.experiment import Experiment
-from fedloom.federation.carrier import Carrier
 from fedloom.federation.control import NAME as CONTROL
 from fedloom.federation.control import Control
 from fedloom.federation.loop import Loop
 from fedloom.federation.loop_config import LoopHooks
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients, Roster
+from fedloom.federation.transport import Transport
 from fedloom.runner import assemble, results
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.distributed import Serving, ServingSettings, serving
@@ -77,13 +77,13 @@ class Engine:
     Attributes
     ----------
     is_open
-        True for an aggregator of clients with data of their own, which come and go.
+        True for an aggregator whose clients bring their own data, and may join and leave.
     listens
         True if workers connect from elsewhere; otherwise the run starts its own, or none.
     dataset
         Data of the clients; None in an open federation.
     parts
-        Objects that follow from the experiment and the clients.
+        Server and client algorithms, model and settings.
     finished
         Summary of the run if it has completed its rounds before, once the engine is :meth:`opened`.
     replay
@@ -113,7 +113,7 @@ class Engine:
                 self.replay.attempt(e.federation.rounds)  # raise now, not at its end, if the journal is too short
         self.dataset = None if self.is_open else run_dataset(e, options)
         self.parts = self._parts()
-        self.stateful = self.parts.client_half().stateful
+        self.stateful = self.parts.client_algorithm().stateful
         self.publication = Publication(self.folder, e, options)
         self._check(self.folder)
         self.publication.connect()
@@ -127,7 +127,7 @@ class Engine:
         self.finished: dict[str, Any] | None = None
 
     def _parts(self) -> RunContext:
-        """Return the parts; in an open federation for no clients yet, with the normalization if it is known."""
+        """Return the parts; in an open federation without clients, and with the normalization if it is known."""
         if self.dataset is not None:
             return assemble.make_parts(self.experiment, self.dataset.manifest)
         assert self.own is not None
@@ -144,13 +144,13 @@ class Engine:
 
     @property
     def place(self) -> str:
-        """Place of the run that users are told: the folder of an aggregator's pod is gone before anyone can read it."""
+        """Location of the run to show to users; the folder in an aggregator's pod does not outlive the pod."""
         url = self.publication.url
         return url if url is not None and self.listens else str(self.folder.path)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Bring a published run here, and tell observers of the start and the end of this one."""
+        """Download a published run on resume, and notify observers of the start and the end of this one."""
         with self._held:
             self._keep_log = self._held.enter_context(log_kept(alone=True))
             if self._is_held_first:
@@ -168,19 +168,19 @@ class Engine:
 
     @property
     def _is_held_first(self) -> bool:
-        """True if the published run is brought to the folder, which must be this process's then."""
+        """True if the published run has to be downloaded to the folder, which this process must then lock."""
         return self.publication.url is not None and self.options.resume
 
     def _hold(self) -> None:
         self._held.enter_context(self.folder.held())
 
     def hold_folder(self) -> None:
-        """Keep other processes from the run's folder."""
+        """Lock the run's folder against other processes."""
         if not self._is_held_first:
             self._hold()
 
     def make_folder(self) -> None:
-        """Create the run's folder, once nothing but the work itself can fail."""
+        """Create the run's folder; all checks have passed by then."""
         self.hold_folder()
         folder, e, options = self.folder, self.experiment, self.options
         folder.make(e.located().resolved_yaml())
@@ -196,11 +196,11 @@ class Engine:
             return
         self._control.keep(folder)
         if (pause := self._control.paused) is not None:
-            self.observer.notice(f"paused by {pause.by}: `fedloom federation resume` has the rounds go on")
+            self.observer.notice(f"paused by {pause.by}: continue with `fedloom federation resume`")
 
     @contextmanager
     def served(self, presence: AvailableClients | None = None) -> Iterator[Serving]:
-        """Run the aggregator during the block, and tell workers and watchers how the run goes and ends."""
+        """Run the aggregator during the block, and report progress and the outcome to workers and watchers."""
         options = self.options
         settings = ServingSettings(
             listen=options.listen or "127.0.0.1:0",
@@ -208,7 +208,7 @@ class Engine:
             audit=self._audit,
             incarnation=self._incarnation,
             grace_s=options.finished_grace_s,
-            lingers=self.listens,
+            drain=self.listens,
             resumed=self._resumes,
             health=options.health,
             metrics=options.metrics,
@@ -235,13 +235,13 @@ class Engine:
     def loop(
         self,
         parts: RunContext,
-        carrier: Carrier,
+        transport: Transport,
         roster: Roster | None = None,
         upto: int | None = None,
         *,
         measure_last: bool = True,
     ) -> Loop:
-        """Return the round loop over a carrier, with the engine's hooks (:func:`assemble.loop`)."""
+        """Return the round loop over a transport, with the engine's hooks (:func:`assemble.loop`)."""
         hooks = LoopHooks(
             self.observer,
             self.stop_request.event,
@@ -251,7 +251,7 @@ class Engine:
         )
         return assemble.loop(
             parts,
-            carrier,
+            transport,
             self.folder,
             hooks,
             replay=self.replay,

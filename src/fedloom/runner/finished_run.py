@@ -1,4 +1,4 @@
-"""Resumption of a run that has completed its rounds: what is missing of its results is made up."""
+"""Resumption of a run that has completed its rounds: missing results are completed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedloom.runs.checkpoint import Checkpoints
 
 
 def run_finished(engine: Engine, summary: dict[str, Any]) -> RunResult:
-    """Complete the report and the publication of a finished run; an aggregator tells workers of its end."""
+    """Complete the report and publication of a finished run; an aggregator also tells workers that the run is over."""
     engine.hold_folder()
     _show(engine)
     if not engine.listens:
@@ -21,7 +21,7 @@ def run_finished(engine: Engine, summary: dict[str, Any]) -> RunResult:
 
 
 def _show(engine: Engine) -> None:
-    """Have status and metrics show the run as they did at its end."""
+    """Restore the status and metrics of the finished run."""
     made = Checkpoints(engine.folder.checkpoints)
     for durable in made.rounds()[-1:]:
         last = engine.folder.last_evaluation()
@@ -29,7 +29,7 @@ def _show(engine: Engine) -> None:
 
 
 def _complete(engine: Engine, summary: dict[str, Any]) -> RunResult:
-    engine.observer.notice(f"finished before, after round {engine.experiment.federation.rounds}")
+    engine.observer.notice(f"already finished, after round {engine.experiment.federation.rounds}")
     reported = (engine.folder.path / "report.html").exists()
     if engine.options.report and not (reported and engine.publication.is_whole):  # publishing includes the figures
         reported = write_report_if_possible(engine.folder, engine.observer)

@@ -62,7 +62,7 @@ class PrivacyAccountant:
                         f"the ledger's δ = {delta:g} ({spent:.4g} after the {len(before)} before it in {self._path}).",
                         key="budget",
                         found=total,
-                        hint=f"ask with a smaller {argument('epsilon')}, or accept a larger {argument('budget')}",
+                        hint=f"use a smaller {argument('epsilon')}, or a larger {argument('budget')}",
                     )
                 lines: list[dict[str, Any]] = [{"version": VERSION, "delta": delta}] if stated is None else []
                 lines.append(
@@ -85,9 +85,8 @@ class PrivacyAccountant:
         except OSError as error:
             raise StorageError(
                 f"{argument('ledger')}: {self._path} cannot be written: {(error.strerror or str(error)).lower()}; "
-                "nothing was "
-                "told",
-                hint="give a file in a folder that is there, on a disk with room",
+                "nothing was released",
+                hint="choose a file in an existing folder, on a disk with free space",
             ) from error
         return replace(guarantee, requests=len(before) + 1, total_epsilon=total, total_delta=delta)
 
@@ -98,7 +97,9 @@ class PrivacyAccountant:
             try:
                 said = parsed_json(line)
                 if said["version"] != VERSION:
-                    raise self._refused(number, f"it is of version {said['version']}, and this FedLoom's is {VERSION}")
+                    raise self._refused(
+                        number, f"its format is version {said['version']}, and this FedLoom reads version {VERSION}"
+                    )
                 last = digests.check_line(line, last)
                 if delta is None:
                     delta = float(said["delta"])
@@ -108,12 +109,15 @@ class PrivacyAccountant:
                 raise self._refused(number, str(error)) from None
             except (ValueError, TypeError, KeyError):
                 shown = line[:80].decode(errors="replace").strip()
-                raise self._refused(number, f"{shown!r} is not a line of a ledger") from None
+                raise self._refused(number, f"{shown!r} is not a ledger line") from None
         return delta, multipliers, last
 
     def _refused(self, number: int, why: str) -> DataError:
         return DataError(
             f"{self._path}, line {number}: {why}",
-            hint="delete a last line that is torn (it told nothing), restore the file from a copy, or begin another "
-            f"with {argument('ledger')}, and a {argument('budget')} that is smaller by what this one has spent",
+            hint=(
+                "if the last line is incomplete, delete it (nothing was released); otherwise restore the file from a "
+                f"copy, or begin another with {argument('ledger')} and a {argument('budget')} reduced by the ε that "
+                "this ledger has recorded"
+            ),
         )

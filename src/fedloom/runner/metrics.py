@@ -1,7 +1,7 @@
 """Prometheus metrics of a federation, served on their own port (docs/metrics.md).
 
 They are computed from :class:`~fedloom.federation.activity.Activity` on each scrape, so they agree with ``fedloom
-status``. Counters start at zero with each process; Prometheus detects such resets.
+status``. Counters start at zero in each process; Prometheus detects such resets.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def federation_families(
     yield InfoMetricFamily("fedloom_federation", "Run, method and version.", value=about)
     phases = {name: float(name == now.phase) for name in get_args(LivePhase)}
     yield _labelled(GaugeMetricFamily, "phase", "Current phase: 1, others: 0.", "phase", phases)
-    yield from _gauge("paused", "1 if a pause is requested.", float(now.paused_by is not None))
+    yield from _gauge("paused", "1 if a pause has been requested.", float(now.paused_by is not None))
     yield from _gauge("round", "Last completed round.", now.round)
     yield from _gauge("rounds_planned", "Planned number of rounds.", now.rounds)
     yield from _gauge("durable_round", "Last round with a checkpoint.", now.durable_round)
@@ -103,8 +103,8 @@ def federation_families(
     c = now.clients
     clients = {"roster": c.roster, "observing": c.observing, "connected": c.connected, "absent": c.absent}
     yield _labelled(GaugeMetricFamily, "clients", "Clients by state; one may be in several.", "state", clients)
-    yield from _gauge("cohort_clients", "Clients asked in the last round.", c.cohort)
-    yield from _gauge("cohort_answered_clients", "Clients that answered the last round to its end.", c.answered)
+    yield from _gauge("cohort_clients", "Clients sampled in the last round.", c.cohort)
+    yield from _gauge("cohort_answered_clients", "Clients that completed the last round.", c.answered)
     yield from _gauge("awaited_clients", "Clients whose answers are awaited.", now.awaited)
     yield from _gauge("late_clients", "Awaited clients that take longer than usual.", now.late)
     yield from _gauge("workers", "Connected workers.", len(now.workers))
@@ -147,7 +147,7 @@ def serving_families(load: ServingLoad, certificate_end: float | None = None) ->
     yield from _gauge("served_round", "Round whose models are served.", load.round)
     yield from _counter("models_handed_out", "Models handed out.", load.handed_out)
     yield from _counter("models_refused", "Refused requests for models.", load.refused)
-    yield from _gauge("models_waiting_clients", "Clients waiting to be computed.", load.waiting)
+    yield from _gauge("models_waiting_clients", "Clients waiting for their model to be computed.", load.waiting)
     yield from _gauge("models_conversations", "Open conversations.", load.conversations)
     said = "Time from a client's last answer to its model, over the last models."
     yield _labelled(GaugeMetricFamily, "models_latency_seconds", said, "quantile", load.latency_s)

@@ -1,4 +1,4 @@
-"""Experiments whose clients bring data of their own: what is known before they come, and checks of what is asked."""
+"""Manifest and checks for experiments whose clients bring their own data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def own_of(experiment: Experiment) -> Own | None:
 
 
 def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
-    """Return the normalization if it is given, not needed, or was measured when the run began; else None.
+    """Return the normalization if it is given, not needed, or was measured at the start of the run; else None.
 
     Raise DataError if the run's manifest is damaged.
     """
@@ -74,9 +74,9 @@ def check_begun_open(folder: RunFolder) -> None:
     first = next(iter(folder.objects("journal.jsonl")), None)
     if first is not None and "experiment" not in first:
         raise ExperimentError(
-            f"{argument('resume')}: {folder.path} is a run whose clients were all known, which an aggregator cannot "
+            f"{argument('resume')}: {folder.path} is a run with a fixed set of clients, which an aggregator cannot "
             "resume.",
-            hint=f"choose another folder ({argument('out')}), or go on with `fedloom run --data ...`",
+            hint=f"choose another folder ({argument('out')}), or continue it with `fedloom run --data ...`",
             key="resume",
         )
 
@@ -89,13 +89,13 @@ def check_replay(replay: Replay, own: Own | None, listen: str | None) -> None:
     """
     if listen is not None and (replay.is_open or own is not None):
         raise ExperimentError(
-            f"{argument('replay')} of clients with data of their own needs `fedloom run --data`; an aggregator "
-            "cannot do it.",
+            f"{argument('replay')} of clients with their own data needs `fedloom run --data`; an aggregator cannot do "
+            "it.",
             key="replay",
         )
     if replay.is_open and own is None:
         raise ExperimentError(
-            f"{argument('replay')} is of an open federation: the experiment needs data.own, and {argument('packed')} "
+            f"{argument('replay')} names an open federation: the experiment needs data.own, and {argument('packed')} "
             "the "
             "clients' folders.",
             key="replay",

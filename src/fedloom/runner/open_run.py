@@ -1,4 +1,4 @@
-"""Run of an open federation, in which clients with data of their own come and go, as the aggregator sees them."""
+"""Aggregator's run of an open federation, in which clients with their own data join and leave."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _with_normalization(engine: Engine, server: Aggregator, presence: AvailableC
 
 
 def _measured(engine: Engine, server: Aggregator, presence: AvailableClients) -> Normalization:
-    """Measure the normalization on the clients that are there.
+    """Measure the normalization on the connected clients.
 
     Where all of them are silent, wait for others; where they answer, and none tells its sums, wait for others until
     one that is absent would leave the roster.

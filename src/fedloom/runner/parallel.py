@@ -78,13 +78,13 @@ def run_parallel(jobs: Sequence[Job], parallel: int, events: JobEvents, *, signa
             pool.end()
     if stop.event.is_set():
         raise InterruptedRun(
-            f"asked to stop: {pool.done} of {pluralize(len(jobs), 'run')} done; the others can go on with "
+            f"stop requested: {pool.done} of {pluralize(len(jobs), 'run')} done; continue the others with "
             f"{argument('resume')}"
         )
 
 
 class _Pool:
-    """Processes of runs, and the runs that wait for one."""
+    """Pool of run processes, and the queue of runs."""
 
     def __init__(self, jobs: Sequence[Job], parallel: int, events: JobEvents, folder: Path) -> None:
         self.waiting = list(reversed(jobs))
@@ -93,7 +93,7 @@ class _Pool:
         self._parallel, self._events, self._folder = parallel, events, folder
 
     def start(self) -> None:
-        """Start runs while there is room."""
+        """Start queued runs while processes are free."""
         while self.waiting and len(self.running) < self._parallel:
             job = self.waiting.pop()
             place = min(set(range(self._parallel)) - {one.place for one in self.running})
@@ -101,12 +101,12 @@ class _Pool:
             self._events.began(job.name)
 
     def ask_to_stop(self) -> None:
-        """Let the running ones end after their current round."""
+        """Stop the running processes after their current round."""
         for one in self.running:
             _leave(one)
 
     def reap(self, *, stopped: bool) -> None:
-        """Report the runs that have ended, but for those that were interrupted after a stop."""
+        """Report the runs that have ended, except those interrupted by a stop."""
         for one in [one for one in self.running if one.process.poll() is not None]:
             self.running.remove(one)
             error, notices = _outcome(one)
@@ -189,6 +189,6 @@ def _outcome(one: _Running) -> tuple[FedloomError | None, list[str]]:
     if code == 0:
         return None, told.notices
     failure = told.failure or WorkerLostError(
-        f"its process {told.ended(code, words)}", hint=f"go on with {argument('resume')}"
+        f"its process {told.ended(code, words)}", hint=f"continue with {argument('resume')}"
     )
     return failure, told.notices

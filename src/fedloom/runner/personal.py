@@ -1,7 +1,7 @@
 """Personalization of a run's model for one client that took no part in the run (docs/serving.md).
 
-The server half is behind an address, or in this process at a checkpoint of a run's folder or of a published run. The
-client half is the same, and so is the model, to the bit.
+The server algorithm is behind an address, or in this process at a checkpoint of a run's folder or of a published run.
+The client algorithm is the same, and so is the model, bit for bit.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ async def _from_server(request: PersonalizationRequest) -> PersonalModel:
         client = await asyncio.to_thread(RequestingClient.described, request, found.about)
         accountant = client.accountant
         private = client.guarantee is not None
-        half = PersonalizationClient(
+        own_side = PersonalizationClient(
             client.parts, client.data, client.id, once=private, tell=lambda: client.spend(accountant)
         )
         answered = await models.converse(
             found.about,
             client.id,
             vocabulary(client.parts.algorithm),
-            half.speak,
+            own_side.speak,
             precision=request.precision,
             round=None if request.checkpoint == "last" else int(request.checkpoint),
             timeout_s=max(0.001, ends - time.monotonic()),
@@ -91,7 +91,7 @@ async def _from_server(request: PersonalizationRequest) -> PersonalModel:
         )
     finally:
         await models.close()
-    return client.model(half.predictors, answered, half.told)
+    return client.model(own_side.predictors, answered, own_side.told)
 
 
 def _check_for_server(request: PersonalizationRequest) -> None:
@@ -105,8 +105,7 @@ def _check_for_server(request: PersonalizationRequest) -> None:
         )
     if request.checkpoint == "best":
         raise ExperimentError(
-            f"{argument('checkpoint')} must be last, or the round that it serves, where a server is asked (got "
-            "'best').",
+            f"{argument('checkpoint')} must be last, or the round that the server serves (got 'best').",
             key="checkpoint",
             found=request.checkpoint,
             allowed=["last"],
@@ -121,7 +120,7 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
     """Return a model from a run's checkpoint; the conversation runs in this process, as in an evaluation."""
     if request.precision != "float32":
         raise ExperimentError(
-            f"{argument('precision')} must be float32 where a run's folder is read (got {request.precision}).",
+            f"{argument('precision')} must be float32 if a run's folder is read (got {request.precision}).",
             key="precision",
             found=request.precision,
             allowed=["float32"],
@@ -143,8 +142,8 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
 
     with torch_threads(parts.experiment.runtime.threads):
         found = Checkpoints(folder.checkpoints).load(check_checkpoint(which))
-        carrier = assemble.in_process(parts, data, folder, keep, secret=os.urandom(32))
-        loop = assemble.evaluator(parts, carrier, folder)
+        transport = assemble.in_process(parts, data, folder, keep, secret=os.urandom(32))
+        loop = assemble.evaluator(parts, transport, folder)
         served_round(about, parts.algorithm, loop.server, found)  # raises if the method has nothing for new clients
         loop.server.load(found.state)
         loop.round = found.round

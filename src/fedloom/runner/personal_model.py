@@ -72,11 +72,11 @@ class ModelCard:
     client
         Id of the client.
     kind, input_shape, classes, normalization
-        Inputs (pixels from 0 to 255, or features or tokens as they are) and outputs, in the order of ``classes``.
+        Inputs (pixels from 0 to 255, or unchanged features or tokens) and outputs, in the order of ``classes``.
     precision
         Precision of the transfer: float32, or bfloat16, which rounds.
     privacy
-        Privacy promise of the client's answer; None: no promise.
+        Privacy guarantee of the client's answer; None: no guarantee.
     """
 
     run: str
@@ -188,7 +188,7 @@ class PersonalModel(nn.Module):
         """Return the model as a program of ``torch.export``."""
         content = io.BytesIO()
         try:
-            with warnings.catch_warnings():  # it mistakes channels-last kernels for views
+            with warnings.catch_warnings():  # it errors channels-last kernels for views
                 warnings.simplefilter("ignore")
                 torch.export.save(self._program(), content)
         except Exception as error:
@@ -222,7 +222,7 @@ class PersonalModel(nn.Module):
         goes_in = {
             "pixels": "pixels 0 ... 255: x = (pixels / 255 - mean) / std, of each channel",
             "features": "features: x = (features - mean) / std",
-            "tokens": "tokens, as they are",
+            "tokens": "tokens, unchanged",
         }[c.kind]
         return "\n".join(
             (
@@ -230,13 +230,14 @@ class PersonalModel(nn.Module):
                 f"{c.algorithm}, {c.precision}.",
                 f'Read them: `weights = safetensors.torch.load_file("{name}")`, a `state_dict` of '
                 f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
-                f"In: [b, {', '.join(map(str, c.input_shape))}] of {goes_in}; mean {list(c.normalization.mean)}, std "
+                f"Input: [b, {', '.join(map(str, c.input_shape))}] of {goes_in}; mean {list(c.normalization.mean)}, "
+                "std "
                 f"{list(c.normalization.std)}.",
-                f"Out: logits; their softmax are the probabilities of {', '.join(c.classes)}, in this order."
+                f"Output: logits; their softmax gives the probabilities of {', '.join(c.classes)}, in this order."
                 if c.classes
-                else "Out: what the network gives; the data have no classes.",
-                "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model brings its "
-                "network along.",
+                else "Output: the network's raw output; the data have no classes.",
+                "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model includes "
+                "its network.",
                 "",
             )
         )

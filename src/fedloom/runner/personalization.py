@@ -1,4 +1,4 @@
-"""Request for the model of a client that took no part in a run, and the privacy that it asks for."""
+"""Request for the model of a client that took no part in a run, with its privacy parameters."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ class PersonalizationRequest:
         wanted = Wanted.of(problem, e.data.own.features if isinstance(e.data, OwnData) else None)
         if (self.x is None) is (self.data is None):
             given = "neither is given" if self.x is None else "both are given"
-            raise ExperimentError(f"The data are x or a packed folder ({argument('data')}): {given}.", key="data")
+            raise ExperimentError(f"Give either x or a packed folder ({argument('data')}): {given}.", key="data")
         if not wanted.class_names:
-            raise DataError("The run's data have no classes, so that its models predict none.")
+            raise DataError("The run's data have no classes, so its models predict none.")
         if self.data is None:
             return Newcomer.from_arrays(self.client or CLIENT, self.x, self.y, wanted)
         if self.y is not None or self.client is not None:
             key = "client" if self.y is None else "y"
-            raise ExperimentError(f"{key} cannot be combined with a packed folder, which has its own.", key=key)
+            raise ExperimentError(f"{key} cannot be combined with a packed folder, which contains it.", key=key)
         return Newcomer.from_folder(Path(self.data), wanted)
 
     def check_privacy(self) -> None:
@@ -132,7 +132,7 @@ class PersonalizationRequest:
                 f"{delta:g}); a larger one could disclose a whole example.",
                 key="delta",
                 found=delta,
-                hint=f"ask with {argument('delta')} {10 ** -math.ceil(math.log10(examples) + 1):g} or less",
+                hint=f"set {argument('delta')} to {10 ** -math.ceil(math.log10(examples) + 1):g} or less",
             )
 
     def private(self, parts: RunContext) -> RunContext:

@@ -1,4 +1,4 @@
-"""Place where a run is published, with checks before it begins."""
+"""Publication of a run to a store, with checks before the run begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedloom.storage.folder import storing
 log = logging.getLogger("fedloom.run")
 
 RECORD = "published.json"
-"""File of a run's folder that says where it is published."""
+"""File in a run's folder with the URL at which the run is published."""
 
 
 class Publication:
@@ -47,14 +47,14 @@ class Publication:
         self._store.check()
         if not self._resume and any(self._store.entries("published/")):
             raise ExperimentError(
-                f"{self.url} holds a run already.",
-                hint=f"go on with {argument('resume')}, or choose another place ({argument('publish')})",
+                f"{self.url} already holds a run.",
+                hint=f"continue with {argument('resume')}, or choose another URL ({argument('publish')})",
                 key="publish",
                 found=self.url,
             )
 
     def restore(self, incarnation: str, check: Callable[..., None]) -> bool:
-        """Begin to publish; on resume, bring the published run here if it is ahead, and return whether there is one."""
+        """Begin to publish; on resume, download the published run if it is ahead. Return whether there is one."""
         if self._store is None:
             return False
         self._published = Publisher(self._folder, self._store, incarnation)
@@ -72,18 +72,18 @@ class Publication:
 
     @property
     def is_whole(self) -> bool:
-        """True unless a finished run has files that are yet to be published."""
+        """True unless a finished run has unpublished files."""
         return self._published is None or self._published.finished
 
     def note(self, *, finished: bool = False) -> None:
-        """Write to the run's folder where it is published, if anywhere; it may have been elsewhere before."""
+        """Record the URL, if any, in the run's folder; an earlier one is replaced."""
         if self.url is None:
             remove(self._folder, RECORD)
         else:
             self._folder.write_json(RECORD, {"url": self.url, **({"finished": True} if finished else {})})
 
     def gather_releases(self) -> None:
-        """Fetch releases from the store: the previous aggregator may have asked clients after this one took over."""
+        """Download releases from the store: the previous aggregator may have asked clients after this one took over."""
         if self._published is not None:
             self._published.gather_releases()
 
@@ -94,7 +94,7 @@ class Publication:
             self.note(finished=True)
 
     def complete(self) -> None:
-        """Publish what an earlier process has left unpublished of a finished run."""
+        """Publish the files of a finished run that an earlier process left unpublished."""
         if self._published is not None:
             if not self.is_whole:
                 self.note()
@@ -103,7 +103,7 @@ class Publication:
 
     @contextmanager
     def logs_kept(self) -> Iterator[None]:
-        """Publish the logs of a run that fails; its user may have no other way to read them."""
+        """Publish the logs of a failing run, which its user may not be able to read otherwise."""
         try:
             yield
         except FedloomError as error:
@@ -112,7 +112,7 @@ class Publication:
                 try:
                     self._published.log_files()
                 except FedloomError as another:
-                    log.warning("the logs could not be published: %s", another)
+                    log.warning("cannot publish the logs: %s", another)
             raise
 
 

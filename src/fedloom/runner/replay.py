@@ -24,16 +24,16 @@ class ReplaySegment:
 
 
 def run_replay(engine: Engine, replay: Replay) -> RunResult:
-    """Repeat the rounds with the clients that took part, one segment after the other where settings changed."""
+    """Repeat the rounds with the clients that took part, in one segment for each set of settings."""
     assert engine.dataset is not None
     engine.make_folder()
     with engine.guarded():
         engine.stop_request.training = True
         segments = replay_segments(engine.experiment, replay, engine.parts.manifest)
         for number, segment in enumerate(segments):
-            carrier = assemble.in_process(segment.parts, engine.dataset, engine.folder)
+            transport = assemble.in_process(segment.parts, engine.dataset, engine.folder)
             roster = ReplayedRoster(segment.parts.manifest, replay)
-            loop = engine.loop(segment.parts, carrier, roster, segment.upto, measure_last=segment.measured)
+            loop = engine.loop(segment.parts, transport, roster, segment.upto, measure_last=segment.measured)
             if number:
                 loop.resume()  # from the checkpoint of the segment before
             else:

@@ -1,4 +1,4 @@
-"""Client that a model is made for: its data, its half of the conversation, and the privacy that it spends."""
+"""Client that requests a model: its data, its side of the conversation, and its privacy accounting."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, argument
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.experiment import Experiment, Runtime
-from fedloom.federation.carrier import ConversationKey, Lost
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.served import About
+from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictor, Predictors, predictor_of
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
@@ -37,7 +37,7 @@ from fedloom.transport.newcomer import Answered
 
 @dataclass(frozen=True, eq=False)
 class DescribedRun:
-    """Run that a server describes, as far as its clients must know it."""
+    """Run as described by its server to clients."""
 
     about: About
     algorithm: Algorithm
@@ -69,7 +69,7 @@ class DescribedRun:
         return cls(about, algorithm, e, Problem.from_json(about.problem))
 
     def parts(self, manifest: Manifest) -> RunContext:
-        """Return the parts of the run, for clients from outside it."""
+        """Return the parts of the run for new clients."""
         parts = assemble.for_newcomers(assemble.make_parts(self.experiment, manifest), self.problem.clients)
         return dataclasses.replace(parts, algorithm=self.algorithm)
 
@@ -102,7 +102,7 @@ class RequestingClient:
             If δ or the run does not allow the requested privacy.
         """
         if request.y is not None and not parts.algorithm.labelled(parts.settings):
-            raise DataError(f"y must be left out: {parts.algorithm.name} describes clients without labels here.")
+            raise DataError(f"y must be left out: {parts.algorithm.name} does not use labels here.")
         request.check_delta(data.manifest.clients[0].train)
         return cls(request, about, data, request.private(parts))
 
@@ -154,7 +154,7 @@ class RequestingClient:
     ) -> PersonalModel:
         """Return the requested predictor as a module with its card."""
         name = self.request.predictor
-        check_predictor(name, self.parts.client_half().predictors)
+        check_predictor(name, self.parts.client_algorithm().predictors)
         card = card_of(
             Problem.from_json(self.about.problem),
             run=answered.run,
@@ -188,12 +188,12 @@ def check_predictor(name: str, known: Sequence[str]) -> None:
 
 
 class PersonalizationClient:
-    """Client half in this process that converses with a remote server half.
+    """Client side in this process of a conversation with a remote server.
 
     Parameters
     ----------
     parts
-        Parts of the run, for clients from outside it.
+        Parts of the run for new clients.
     data
         Data of one or more clients.
     client
@@ -220,10 +220,10 @@ class PersonalizationClient:
         self._tell = tell
         self._opening: Message | None = None
         self._threads = parts.experiment.runtime.threads
-        self._nothing = nothing_measured(1, len(parts.client_half().predictors), parts.task.classes)
+        self._nothing = nothing_measured(1, len(parts.client_algorithm().predictors), parts.task.classes)
         self._made: dict[str, Predictor] | None = None
         self._side = ClientSide(
-            parts.client_half(),
+            parts.client_algorithm(),
             vocabulary(parts.algorithm),
             data.client,
             self._conclude,
@@ -233,17 +233,17 @@ class PersonalizationClient:
 
     @property
     def predictors(self) -> dict[str, Predictor]:
-        """Predictors made in the conversation, by name."""
+        """Predictors computed in the conversation, by name."""
         assert self._made is not None
         return self._made
 
     def speak(self, round: int, exchange: int, message: Message) -> Message | None:
-        """Answer a message of the server; return None once the predictors are made.
+        """Answer a message of the server; return None once the predictors are computed.
 
         Raises
         ------
         DataError
-            If the client half cannot process the message or the data.
+            If the client algorithm cannot process the message or the data.
         QuorumError
             If it would release a second answer although ``once`` is set.
         """
@@ -251,9 +251,9 @@ class PersonalizationClient:
         if exchange == 0:
             if self._once and self._opening is not None and not _equal(message, self._opening):
                 raise QuorumError(
-                    "the server went on to another round when it had been answered, and a second answer would cost "
+                    "the server switched to another round after it was answered, and a second answer would cost "
                     "(ε, δ) again",
-                    hint="ask again to spend it",
+                    hint="request the model again to accept that cost",
                 )
             if self._opening is None:
                 self.told = self._tell()

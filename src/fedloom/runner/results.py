@@ -104,7 +104,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
         client, why = next(iter(run.unmeasured.items()), (final.clients[0], "no answer"))
         everyone = pluralize(len(final.clients), "client")
         raise QuorumError(
-            f"None of {everyone} could be measured after round {run.round}. {client}: {why}",
+            f"None of {everyone} could be measured after round {run.round}. Client {client}: {why}",
             hint=GO_ON,
         )
     e = parts.experiment
@@ -112,7 +112,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     last, _ = folder.last_evaluation(run.round) or ({}, 0)
     best = None if run.best is None else folder.evaluation_of(run.best.round)
     if run.best is not None and best is None:
-        raise DataError(f"{folder.path / METRICS}: damaged, it lacks round {run.best.round}, the best", hint=RESTORE)
+        raise DataError(f"{folder.path / METRICS} is damaged: it lacks the best round, {run.best.round}", hint=RESTORE)
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     extra[e.algorithm.name] |= _privacy(parts, run)
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
@@ -153,7 +153,7 @@ def _privacy(parts: RunContext, run: Loop) -> dict[str, Any]:
     promised = parts.algorithm.privacy(parts.settings)
     if promised is None:
         return {}
-    simulated = not isinstance(parts.experiment.data, OwnData) or isinstance(run.carrier, InProcess)
+    simulated = not isinstance(parts.experiment.data, OwnData) or isinstance(run.transport, InProcess)
     found = count_releases(run.folder, repeatable=simulated)
     least = min(map(_multiplier, found.times.values()), default=math.inf) if found.is_known else 0.0
     answers = [cls.__name__ for cls in answer_shapes(parts.algorithm.messages, run.server.sizes)]
@@ -191,13 +191,13 @@ def _multiplier(times: Mapping[float, int]) -> float:
 
 def _new_client(parts: RunContext, run: Loop) -> dict[str, Any]:
     """Return a new client's cost for each predictor: SGD steps (mean over clients) and tensor bytes."""
-    half = parts.client_half()
+    algorithm = parts.client_algorithm()
     entries = run.manifest.clients
     return {
         name: {
-            "client_steps": sum(half.personalization_steps(name, entry.train) for entry in entries) / len(entries),
+            "client_steps": sum(algorithm.personalization_steps(name, entry.train) for entry in entries) / len(entries),
             "payload_up": run.personalization_payload[0],
             "payload_down": run.personalization_payload[1],
         }
-        for name in half.predictors
+        for name in algorithm.predictors
     }

@@ -52,8 +52,8 @@ def check_folder(
         return False
     if not resume:
         raise ExperimentError(
-            f"{folder.path} holds a run already.",
-            hint=f"go on with {argument('resume')}, or choose another folder ({argument('out')})",
+            f"{folder.path} already holds a run.",
+            hint=f"continue with {argument('resume')}, or choose another folder ({argument('out')})",
         )
     old, new = _fixed_settings(folder.experiment()), _fixed_settings(e)
     if is_open:
@@ -68,8 +68,8 @@ def check_folder(
     done = max(checkpoint_files(folder.checkpoints), default=0)
     if e.federation.rounds is not None and e.federation.rounds < done:
         raise ExperimentError(
-            f"federation.rounds must be at least {done} with {argument('resume')}: {where or folder.path} has done as "
-            f"many (got {e.federation.rounds}).",
+            f"federation.rounds must be at least {done} with {argument('resume')}: {where or folder.path} has already "
+            f"completed that many rounds (got {e.federation.rounds}).",
             key="federation.rounds",
             found=e.federation.rounds,
         )
@@ -134,14 +134,14 @@ def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:
     begun_with = folder.manifest().fingerprint
     if begun_with != dataset.manifest.fingerprint:
         raise DataError(
-            f"{argument('resume')}: the run was begun with partition {begun_with[:12]}, {dataset.folder} is now "
+            f"{argument('resume')}: the run was started with partition {begun_with[:12]}, and {dataset.folder} is now "
             f"{dataset.manifest.fingerprint[:12]}",
             hint=f"resume with the same FedLoom and data, or {NEW_RUN}",
         )
 
 
 def check_states(folder: RunFolder, url: str | None) -> None:
-    """Raise if the run's client states are elsewhere, since nothing copies them.
+    """Raise if the run's client states are at another place: they are not copied.
 
     Raise ExperimentError if the run's client states are at another place.
 
@@ -157,8 +157,7 @@ def check_states(folder: RunFolder, url: str | None) -> None:
     if before != now:
         raise ExperimentError(
             f"{argument('resume')}: the run keeps its clients' states in {before}, where they must stay, and would "
-            "go on "
-            f"with {now}.",
+            f"continue with {now}.",
             hint=f"resume with the same `storage` and {argument('publish')}, or {NEW_RUN}",
         )
 

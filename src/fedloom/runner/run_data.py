@@ -1,4 +1,4 @@
-"""Data of the clients of a run that are all known when it begins."""
+"""Data of the clients of a run with a fixed set of clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_dataset(e: Experiment, options: RunOptions) -> FederatedDataset:
 
 
 def check_roster(e: Experiment, options: RunOptions) -> None:
-    """Raise if the method cannot train on some client, before anything else runs.
+    """Raise if the method cannot train on one of the clients, before anything else runs.
 
     The partition is read, and created if necessary, only if the method does not accept every client.
 

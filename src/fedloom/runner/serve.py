@@ -33,12 +33,14 @@ class ModelServerSettings(Settings):
 
     wait_s: float = Field(default=0.0, ge=0, description="Seconds to wait while nothing is published at the URL.")
     linger_s: float = Field(
-        default=0.003, ge=0, description="Seconds that a client waits for others, so that models are computed together."
+        default=0.003,
+        ge=0,
+        description="Seconds that a client waits for others, so that models are computed in one batch.",
     )
     queue: int = Field(
-        default=1024, ge=1, description="Clients that may wait for their model; the next one is told when to try again."
+        default=1024, ge=1, description="Clients that may wait for their model; further ones are told when to retry."
     )
-    conversations: int = Field(default=4096, ge=1, description="Conversations that may be open at a time.")
+    conversations: int = Field(default=4096, ge=1, description="Maximum number of open conversations.")
     deadline_s: float = Field(default=60.0, gt=0, description="Seconds that a client may take to answer.")
     drain_s: float = Field(
         default=10.0, ge=0, description="Seconds that open conversations may continue after SIGTERM."
@@ -89,7 +91,7 @@ class DurableRounds:
 
     @property
     def parts(self) -> RunContext:
-        """Parts of the run, for clients from outside it.
+        """Parts of the run for new clients.
 
         Raises
         ------
@@ -107,7 +109,7 @@ class DurableRounds:
         return about(self.parts)
 
     def __call__(self, digest: str | None) -> ServedRound | None:
-        """Return the round to serve in place of the one with this digest; None if there is none newer.
+        """Return the round to serve instead of the one with this digest; None if there is no newer one.
 
         Raises
         ------
@@ -123,7 +125,7 @@ class DurableRounds:
         if found.digest == digest:
             return None
         parts = self.parts
-        return served_round(self.about, parts.algorithm, parts.server_half(), found)
+        return served_round(self.about, parts.algorithm, parts.server_algorithm(), found)
 
 
 def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str], None]) -> Callable[[float], bool]:
@@ -143,7 +145,7 @@ def waiting(run: str, seconds: float, stop: threading.Event, say: Callable[[str]
         if left <= 0:
             return False
         if not told:
-            say(f"{run}: nothing is published there yet; waiting")
+            say(f"{run}: nothing is published yet; waiting")
             told = True
         return not stop.wait(min(pause_s, left))
 

@@ -49,7 +49,7 @@ async def converse_for_all(
         about = (await models.describe(timeout_s)).about
         if about.run != run:
             raise DataError(
-                f"{where} serves the run {about.run}; the model is of {run}.", found=about.run, allowed=[run]
+                f"{where} serves the run {about.run}, but the evaluation is of {run}.", found=about.run, allowed=[run]
             )
         parts = DescribedRun.of(about).parts(dataset.manifest)
         words = vocabulary(parts.algorithm)

@@ -1,4 +1,4 @@
-"""Requests to stop a run: by signal, by an operator, or because nobody watches it."""
+"""Requests to stop a run: by signal, by an operator, or for lack of watchers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def wait(self) -> None:
-        """Wait for SIGINT or SIGTERM, when there is nothing left to stop."""
+        """Wait for SIGINT or SIGTERM after the run has ended."""
         self.training, self.abort = False, lambda: None
         with self.signals():
             while not self.event.wait(0.5):  # a signal handled in another thread does not wake this one
@@ -93,7 +93,7 @@ class StopRequest:
 
     @contextmanager
     def when_unwatched(self, unwatched_s: Callable[[], float], after_s: float | None) -> Iterator[None]:
-        """Stop the run once nobody has watched it for this many seconds; None: never."""
+        """Stop the run after this many seconds without a watcher; None: never."""
         over = threading.Event()
 
         def look() -> None:
@@ -102,8 +102,8 @@ class StopRequest:
                 if unwatched_s() >= after_s:
                     self.ask(
                         AbandonedError(
-                            f"nobody has watched the run for {after_s:g} s ({argument('orphan_after')})",
-                            hint=f"what started it is gone; start it again, and go on with {argument('resume')}",
+                            f"the run has had no watcher for {after_s:g} s ({argument('orphan_after')})",
+                            hint=f"the launcher is gone; start it again, and continue with {argument('resume')}",
                         )
                     )
                     return

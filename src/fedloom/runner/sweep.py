@@ -139,8 +139,8 @@ def _check_sweep(points: Sequence[Point], folder: Path, options: RunOptions, par
         )
     if not options.resume and folder.is_dir() and any(folder.iterdir()):
         raise ExperimentError(
-            f"{folder} holds a sweep already.",
-            hint=f"go on with {argument('resume')}, or choose another folder ({argument('out')})",
+            f"{folder} already holds a sweep.",
+            hint=f"continue with {argument('resume')}, or choose another folder ({argument('out')})",
             key="out",
         )
     for point in points:

@@ -64,8 +64,8 @@ def find_trackers(names: Iterable[str]) -> dict[str, Tracker]:
 class TrackerObserver(RunObserver):
     """Observer that forwards to another observer, to watchers, and to trackers, and drops trackers that fail.
 
-    The observer is called first, and told of trackers that fail. Trackers are created by their factories, and told of
-    the start, once the run has a folder.
+    The observer is called first, and is notified when a tracker fails. Trackers are created by their factories, and
+    told of the start, once the run has a folder.
     """
 
     def __init__(self, observer: RunObserver, trackers: Mapping[str, Tracker], folder: Path) -> None:
@@ -116,11 +116,11 @@ class TrackerObserver(RunObserver):
         self._forward(lambda observer: observer.evaluating(round, done, clients))
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Notify everyone, with a copy each."""
+        """Notify the observer, the watchers and the trackers, each with its own copy."""
         self._forward(lambda observer: observer.evaluated(copy.deepcopy(line)))
 
     def ended(self) -> None:
-        """Notify the observer, and the trackers that have been told of the start."""
+        """Notify the observer and the started trackers."""
         self._waiting.clear()
         self._tell(lambda tracker: tracker.ended())
         self._observer.ended()
@@ -151,7 +151,9 @@ class TrackerObserver(RunObserver):
             self._trackers.pop(name, None)
             log.warning("tracker %s failed", name, exc_info=error)
             said = (str(error).splitlines() or [""])[0]
-            self.notice(f"tracking: {name} failed, and is told no more ({type(error).__name__}: {said})")
+            self.notice(
+                f"tracking: {name} failed and is disabled for the rest of the run ({type(error).__name__}: {said})"
+            )
 
 
 class NumberTracker(RunObserver, ABC):

@@ -41,7 +41,7 @@ class CheckpointEvaluation:
 def evaluate(
     run: Path, checkpoint: str = "last", partition: str | Path | None = None, data: Sequence[Path] = ()
 ) -> CheckpointEvaluation:
-    """Evaluate a run's checkpoint on its own clients, or on another partition's, all of whom are unseen.
+    """Evaluate a run's checkpoint on its own clients, or on another partition's, which are all unseen.
 
     Raise ExperimentError if ``checkpoint`` is not ``last``, ``best`` or a number; DataError if the folder is not a run
     or has no such checkpoint, or the partition has another kind of data, is incomplete, or is damaged; QuorumError if
@@ -95,7 +95,7 @@ def found_of(
 
 
 def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[str, Any] | None:
-    """Return how many of another partition's examples the run's seen clients were trained on.
+    """Return the number of another partition's examples that the run's seen clients were trained on.
 
     This is derived from the reserve that both partitions hold back, or else by comparing all examples. None: unknown,
     because the run's partition is not in the data root.
@@ -137,7 +137,7 @@ def restore(
     if partition is None and isinstance(e.data, Data) and manifest.fingerprint != trained_on.fingerprint:
         raise DataError(
             f"{run}: the run's clients have partition {trained_on.fingerprint[:12]}, which is not in the data root "
-            f"{data_root(e.data.root)}, and this FedLoom makes {manifest.fingerprint[:12]} of its settings",
+            f"{data_root(e.data.root)}, and this FedLoom creates {manifest.fingerprint[:12]} from its settings",
             hint="evaluate it where the partition still is, or with the FedLoom that it ran with",
         )
     assemble.use_device("cpu", e.runtime.threads)
@@ -177,7 +177,7 @@ def _clients_of(
         if partition is not None or not data:
             instead = "" if partition is None else f", not {argument('partition')}"
             raise ExperimentError(
-                f"The run's clients have data of their own: give their folders with {argument('packed')}{instead}.",
+                f"The run's clients have their own data: give their folders with {argument('packed')}{instead}.",
                 key="packed",
             )
         clients = OwnClients.open(data)
@@ -189,8 +189,7 @@ def _clients_of(
         return dataset
     if data:
         raise ExperimentError(
-            f"{argument('packed')} is for runs whose clients have data of their own, and this run deals out a data "
-            "set; "
+            f"{argument('packed')} is for runs whose clients have their own data, and this run has data.dataset; "
             f"give {argument('partition')}, or neither.",
             key="packed",
         )

@@ -144,9 +144,9 @@ def _told(text: str) -> dict[str, Any]:
         told = parsed_json(text, DEEPEST)
     except ValueError as error:
         reason = printable(str(error), 300)
-        raise RefusedError(f"the aggregator's account of its run cannot be read: {reason}") from error
+        raise RefusedError(f"cannot read the aggregator's description of its run: {reason}") from error
     if not isinstance(told, dict) or not isinstance(told.get("experiment"), str):
-        raise RefusedError("the aggregator's account of its run has no experiment")
+        raise RefusedError("the aggregator's description of its run has no experiment")
     return told
 
 
@@ -175,8 +175,7 @@ class PartitionProvider:
         found = self._dataset.manifest.fingerprint
         if "partition" not in told:
             raise DataError(
-                f"{argument('partition')} is {self._where}, but the aggregator asks for clients with data of their "
-                "own; give "
+                f"{argument('partition')} is {self._where}, but the aggregator needs clients with their own data; give "
                 f"their folders with {argument('packed')}.",
                 key="partition",
                 hint=AGAIN,
@@ -184,13 +183,13 @@ class PartitionProvider:
         if told["partition"] != found:
             raise DataError(
                 f"{self._where} is partition {found[:12]}, and the aggregator's is {told['partition'][:12]}.",
-                hint="make it with the aggregator's experiment file: fedloom partition EXPERIMENT",
+                hint="create it from the aggregator's experiment file: fedloom partition EXPERIMENT",
             )
         return self._dataset
 
 
 class OwnDataProvider:
-    """Clients with data of their own.
+    """Clients with their own data.
 
     Raise DataError if a folder or its shard is missing or damaged.
     """
@@ -202,7 +201,7 @@ class OwnDataProvider:
             if client not in self._packed.cards:
                 known = ", ".join(self._packed.cards)
                 raise ExperimentError(
-                    f"{argument('clients')} names {client!r}, and the folders hold {shortened(known, 200)}.",
+                    f"{argument('clients')} names {client!r}, but the folders hold {shortened(known, 200)}.",
                     key="clients",
                     found=client,
                 )
@@ -224,7 +223,7 @@ class OwnDataProvider:
     def _check(self, shared: Experiment) -> Own:
         if not isinstance(shared.data, OwnData):
             raise DataError(
-                f"{argument('packed')} names packed clients, but the aggregator's experiment deals out "
+                f"{argument('packed')} names packed clients, but the aggregator's experiment has data.dataset "
                 f"{shared.data.dataset}; give {argument('partition')}.",
                 key="packed",
             )

@@ -26,7 +26,7 @@ log = logging.getLogger("fedloom.workers")
 
 RESTARTS = 2
 FINAL = (ExperimentError, DataError, RefusedError)
-"""Errors, reported by a worker, that a restart would only repeat. An exit code alone proves nothing."""
+"""Errors reported by a worker that a restart would only repeat; an exit code alone does not identify them."""
 
 
 class Workers:
@@ -90,14 +90,14 @@ class Workers:
         with self._lock:
             return [process.pid for process in self._processes.values()]
 
-    def dismiss(self) -> None:
+    def stop_restarting(self) -> None:
         """Stop restarting workers, because the run is over."""
         with self._lock:
             self._stopping.set()
 
     def stop(self, grace_s: float = 5.0) -> None:
         """Stop all workers; kill those that do not exit within ``grace_s``."""
-        self.dismiss()
+        self.stop_restarting()
         with self._lock:
             processes = list(self._processes.values())
         for process in processes:
@@ -158,7 +158,7 @@ class Workers:
         self._fail(
             WorkerLostError(
                 f"worker-{i} {why} (after {RESTARTS} restarts)",
-                hint=f"see {self._logs / f'worker-{i}.jsonl'}; go on with {argument('resume')}",
+                hint=f"see {self._logs / f'worker-{i}.jsonl'}; continue with {argument('resume')}",
             )
         )
 

@@ -110,7 +110,7 @@ class Checkpoints:
             writing.result()
 
     def close(self) -> None:
-        """Wait, and end the writer."""
+        """Wait until everything is written, and stop the writer."""
         try:
             self.wait()
         finally:
@@ -137,17 +137,19 @@ class Checkpoints:
         """
         rounds = self.rounds()
         if not rounds:
-            raise DataError(f"{self._folder}: no checkpoint", hint=f"restore them, or {NEW_RUN}")
+            raise DataError(f"{self._folder} has no checkpoint", hint=f"restore the checkpoints, or {NEW_RUN}")
         if which == "last":
             return self._read(rounds[-1])
         if which == "best":
             best = self._read(rounds[-1]).best
             if best is None:
-                raise DataError(f"{self._folder}: no round was validated, so none is the best", hint="use last")
+                raise DataError(
+                    f"{self._folder} has no best checkpoint, because no round was validated", hint="use last"
+                )
             which = best.round
         if which not in rounds:
             kept = ", ".join(str(round) for round in rounds)
-            raise DataError(f"{self._folder}: no checkpoint of round {which}; there are those of rounds {kept}")
+            raise DataError(f"{self._folder} has no checkpoint of round {which}; it has those of rounds {kept}")
         return self._read(int(which))
 
     def _path(self, round: int) -> Path:
@@ -175,27 +177,29 @@ class Checkpoints:
             if (found := about["version"]) != VERSION:
                 raise DataError(
                     f"{path} has format {found}, and this FedLoom reads format {VERSION}.",
-                    hint="go on with the version of FedLoom that wrote it; nothing has been changed",
+                    hint="use the version of FedLoom that wrote it; nothing has been changed",
                 )
             if about["round"] != round:
-                raise ValueError(f"found the checkpoint of round {about['round']}")
+                raise ValueError(f"it holds the checkpoint of round {about['round']}")
             best = None if about["best"] is None else Best(*about["best"])
             digest = tensor_file.stored_digest(content)
             return Checkpoint(about["algorithm"], about["algorithm_version"], round, best, state, digest)
         except OSError as error:
             raise as_storage_error(error) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: not a checkpoint: {error}", hint=self._instead(round)) from error
+            raise DataError(f"{path} is not a checkpoint: {error}", hint=self._instead(round)) from error
 
     def _instead(self, round: int) -> str:
-        """Return what to do without the checkpoint of a round; there is no automatic fallback to another."""
+        """Return a hint on how to replace the checkpoint of a round; there is no automatic fallback to another."""
         others = [other for other in self.rounds() if other != round]
         older = [other for other in others if other < round]
         if not others:
             return f"it is the only one: restore it from a copy, or {NEW_RUN}"
         kept = ", ".join(str(other) for other in others)
         use = f"restore it from a copy, or use another with {argument('checkpoint')}: {kept}"
-        return use + (f"; remove the file to go on from round {older[-1]} with {argument('resume')}" if older else "")
+        return use + (
+            f"; remove the file to continue from round {older[-1]} with {argument('resume')}" if older else ""
+        )
 
 
 def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: str, version: int) -> None:
@@ -205,8 +209,8 @@ def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: s
     """
     if (checkpoint.algorithm, checkpoint.algorithm_version) != (algorithm, version):
         raise DataError(
-            f"checkpoint of {checkpoint.algorithm} version {checkpoint.algorithm_version}, "
-            f"needed: {algorithm} version {version}"
+            f"the checkpoint is of {checkpoint.algorithm} version {checkpoint.algorithm_version}, and the run needs "
+            f"{algorithm} version {version}"
         )
 
     def described(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -215,4 +219,4 @@ def check_fits(checkpoint: Checkpoint, state: Mapping[str, Tensor], algorithm: s
     found, needed = described(checkpoint.state), described(state)
     if found != needed:
         name = next(iter(sorted(set(found.items()) ^ set(needed.items()), key=str)))[0]
-        raise DataError(f"checkpoint does not fit: {name} is {found.get(name)}, needed {needed.get(name)}")
+        raise DataError(f"the checkpoint does not fit: {name} is {found.get(name)}, and must be {needed.get(name)}")

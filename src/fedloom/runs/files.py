@@ -33,13 +33,13 @@ ELSEWHERE = (PARTITION, "clients.csv", "confusion.csv")
 The partition equals that of the data root byte for byte, and tables are read by other programs.
 """
 ENDED = (METRICS, RELEASES, JOURNAL)
-AGAIN = f"run again with {argument('resume')}: it makes the results of a finished run anew"
+AGAIN = f"run again with {argument('resume')} to recreate the results of the finished run"
 HINTS = {
     **dict.fromkeys((SUMMARY, "clients.csv", "confusion.json", "confusion.csv", "calibration.json"), AGAIN),
-    "control.json": "remove it; then the run continues",
+    "control.json": "remove the file to let the run continue",
 }
 """Hints for damaged files, where they differ from :data:`digests.RESTORE`."""
-ABSENT = "is not there"
+ABSENT = "does not exist"
 """End of the message about a file that a run does not have (yet)."""
 
 _CHECKPOINT = re.compile(r"round-(\d{6,})\.safetensors")
@@ -106,7 +106,7 @@ class RunFiles:
     def tidy(self) -> None:
         """Remove files that killed processes left half-written.
 
-        An earlier worker that is still writing a client's state loses nothing: it writes it again
+        A worker that is still writing a client's state loses nothing: it retries
         (``FolderStore.write``).
         """
         with storing(self.path, "removed"):
@@ -125,8 +125,8 @@ class RunFiles:
         with self._locked(fcntl.LOCK_EX) as is_ours:
             if not is_ours:
                 raise ExperimentError(
-                    f"{self.path}: another process is at work on this run.",
-                    hint=f"wait until it has ended, or choose another folder ({argument('out')})",
+                    f"{self.path} is in use: another process works on this run.",
+                    hint=f"wait until it ends, or choose another folder ({argument('out')})",
                 )
             yield
 
@@ -185,16 +185,16 @@ class RunFiles:
             if name not in ELSEWHERE:
                 content = digests.without_digest(name, content)
             elif digests.short_digest(content) not in self._known().get(name, ()):
-                raise digests.Damaged(f"its digest is not in {DIGESTS}")
+                raise digests.Damaged(f"{DIGESTS} has no digest of it")
             return content.decode("utf-8").replace("\r\n", "\n")
         except (digests.Damaged, UnicodeDecodeError) as error:
-            raise DataError(f"{path}: damaged, {error}", hint=HINTS.get(name, digests.RESTORE)) from error
+            raise DataError(f"{path} is damaged: {error}", hint=HINTS.get(name, digests.RESTORE)) from error
 
     def text(self, name: str) -> str:
         """Return the content of a file that must exist."""
         found = self.read(name)
         if found is None:
-            raise DataError(f"{self.path / name}: {ABSENT}")
+            raise DataError(f"{self.path / name} {ABSENT}")
         return found
 
     def json(self, name: str) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class RunFiles:
         try:
             value = parsed_json(text)
         except ValueError as error:
-            raise DataError(f"{self.path / name}: is not JSON ({error})") from error
+            raise DataError(f"{self.path / name} is not JSON ({error})") from error
         if not isinstance(value, dict):
             raise DataError(f"{self.path / name} must hold a JSON object, and holds a {type(value).__name__}.")
         return value
@@ -247,7 +247,7 @@ class RunFiles:
         return self.line_file(name).forwards(skipped, start)
 
     def sync(self, *names: str) -> None:
-        """Wait until everything appended to those of these files that exist is on the disk."""
+        """Flush these files, where they exist, to disk."""
         for path in (*(self.path / name for name in names), self.path):  # the folder, for the files' names
             with storing(path), suppress(FileNotFoundError):
                 sync(path)
@@ -257,7 +257,7 @@ class RunFiles:
         self._know({**self._known(), **{name: [self.line_file(name).last_digest()] for name in ENDED}})
 
     def reopen_lines(self) -> None:
-        """Let the line files of a resumed run grow again."""
+        """Allow appending to the line files of a resumed run."""
         known = self._known()
         if any(name in known for name in ENDED):
             self._know({name: found for name, found in known.items() if name not in ENDED})
@@ -280,7 +280,7 @@ class RunFiles:
                 return {}
             case {"version": digests.VERSION, "files": dict() as files}:
                 return files
-        raise DataError(f"{self.path / DIGESTS}: written by another version of FedLoom", hint=digests.RESTORE)
+        raise DataError(f"{self.path / DIGESTS} was written by another version of FedLoom", hint=digests.RESTORE)
 
 
 def checkpoint_files(folder: Path) -> dict[int, Path]:

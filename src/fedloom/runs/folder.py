@@ -41,7 +41,7 @@ class RunFolder(RunFiles):
     Attributes
     ----------
     published
-        Published run that the folder is a copy of; None for a run on this machine.
+        Published run of which the folder is a copy; None for a local run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,8 +70,10 @@ class RunFolder(RunFiles):
         if not is_url(where):
             folder = Path(where)
             if not (folder / EXPERIMENT).is_file():
-                what = f"has no {EXPERIMENT}" if folder.is_dir() else "is a file" if folder.exists() else "is not there"
-                raise DataError(f"{folder} is not the folder of a run: it {what}.", hint="fedloom run EXPERIMENT")
+                what = (
+                    f"has no {EXPERIMENT}" if folder.is_dir() else "is a file" if folder.exists() else "does not exist"
+                )
+                raise DataError(f"{folder} is not a run's folder: it {what}.", hint="fedloom run EXPERIMENT")
             return cls(folder)
         from fedloom.runs.published import PublishedRun
 
@@ -85,7 +87,7 @@ class RunFolder(RunFiles):
         return run
 
     def refresh(self) -> None:
-        """Bring the copy of a published run up to date; raise as :meth:`open`."""
+        """Update the copy of a published run; raise as :meth:`open`."""
         if self.published is not None and not self.published.restore():
             raise DataError(f"{self.published.url} holds no published run.", hint="fedloom run --publish URL")
 
@@ -130,7 +132,7 @@ class RunFolder(RunFiles):
         found = dict(value) if isinstance(value, dict) else {}
         lacking = [key for key in SECTIONS if key not in found]
         if lacking:
-            raise DataError(f"{self.path / EXPERIMENT}: not an experiment, it has no {', '.join(lacking)}")
+            raise DataError(f"{self.path / EXPERIMENT} is not an experiment: it has no {', '.join(lacking)}")
         return found
 
     def manifest(self) -> Manifest:
@@ -143,9 +145,9 @@ class RunFolder(RunFiles):
         try:
             rows = [row for row in reader if None not in row and None not in row.values()]
         except csv.Error as error:
-            raise DataError(f"{self.path / 'clients.csv'}: not a CSV table ({error})") from error
+            raise DataError(f"{self.path / 'clients.csv'} is not a CSV table ({error})") from error
         if not rows or "seen" not in rows[0]:
-            raise DataError(f"{self.path / 'clients.csv'}: has no clients")
+            raise DataError(f"{self.path / 'clients.csv'} has no clients")
         return rows
 
     def confusions(self) -> dict[str, list[tuple[int, int, int]]]:
@@ -230,7 +232,7 @@ class RunFolder(RunFiles):
 
 
 def _spacing(every: int, last: int) -> int:
-    """Return the spacing of the rounds to read of a run evaluated at every ``every``-th round up to ``last``."""
+    """Return the spacing of the rounds to read, for a run evaluated every ``every`` rounds up to ``last``."""
     spacing = every
     while last >= MANY_ROUNDS * spacing:
         spacing *= 2
@@ -238,7 +240,7 @@ def _spacing(every: int, last: int) -> int:
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:
-    """Return whether a line has what every reader of ``metrics.jsonl`` needs."""
+    """Return whether a line has the keys that every reader of ``metrics.jsonl`` needs."""
     match line:
         case {
             "round": int(round), "seen": dict() | None, "unseen": dict() | None, "global": dict() | None,

@@ -1,4 +1,4 @@
-"""Journal: each attempt's cohorts, where each client was lost, and what the round cost.
+"""Journal of attempts: their cohorts, lost clients and cost.
 
 ``journal.jsonl`` has one object per attempt at a round, and one per evaluation that lost a client. ``fedloom run
 --replay RUN`` forms the same cohorts and loses the same rows at the same exchanges, and so repeats a run bit for bit,
@@ -42,7 +42,7 @@ class Version:
 
 @dataclass
 class Loss:
-    """A row that left a conversation: its position, the exchange it did not answer, and why."""
+    """Row that left a conversation: its position, the exchange it did not answer, and the reason."""
 
     row: int
     client: str
@@ -52,7 +52,7 @@ class Loss:
 
 @dataclass
 class ConversationRecord:
-    """A cohort, and the rows that it lost."""
+    """Cohort, and the rows that it lost."""
 
     clients: list[str]
     lost: list[Loss] = field(default_factory=list)
@@ -60,7 +60,7 @@ class ConversationRecord:
 
 @dataclass
 class Attempt:
-    """One attempt at a round, or an evaluation (attempt 0).
+    """Attempt at a round, or an evaluation (attempt 0).
 
     ``outcome`` is ``done``, ``evaluated``, or why the attempt failed. ``phases`` are seconds by message sent, and
     ``server`` for the rest; ``statistics`` include ``client_steps``, local SGD steps. ``payload_*`` are tensor bytes as
@@ -94,12 +94,12 @@ class Attempt:
 
     @property
     def losses(self) -> dict[str, str]:
-        """Clients that it lost, and why."""
+        """Lost clients with the reasons."""
         return {loss.client: loss.reason for conversation in self.conversations for loss in conversation.lost}
 
     @property
     def answered(self) -> set[str]:
-        """Clients that it asked and did not lose."""
+        """Clients that were asked and not lost."""
         return {client for conversation in self.conversations for client in conversation.clients} - self.losses.keys()
 
 
@@ -130,14 +130,15 @@ class Costs:
 
 
 def added(total: int | None, more: int | None) -> int | None:
-    """Return a sum of measured bytes; None if one of them has not been measured."""
+    """Return the sum of two byte counts; None if either was not measured."""
     return None if total is None or more is None else total + more
 
 
 class Journal:
     """Journal of a run, appended to as rounds end.
 
-    Attempts are kept only in the file. Memory holds what the loop needs of them, which does not grow with rounds.
+    Attempts are kept only in the file. Memory holds only the parts that the loop needs of them, which does not grow
+    with rounds.
 
     Attributes
     ----------
@@ -194,7 +195,7 @@ class Journal:
                     self._keep(client, Version(attempt.round, attempt.attempt, number, row, attempt.life))
 
     def _keep(self, client: str, version: Version) -> None:
-        """Remember the version that a client starts from now, and those that a checkpoint would start it from."""
+        """Store the version that a client starts from now, and those that checkpoints would start it from."""
         before = self._kept.get(client, [])
         needed = {_at(before, round) for round in self.needed}
         self._kept[client] = [*(old for old in before if old in needed), version]
@@ -217,7 +218,7 @@ class Journal:
         return sum(losses) / len(losses) if losses else None
 
     def append(self, attempt: Attempt) -> None:
-        """Append an attempt, marked with this life."""
+        """Append an attempt, marked with this aggregator's ``life``."""
         attempt.life = self.life
         attempt.follows = self._folder.last_digests(METRICS, RELEASES)
         # asdict would copy each of a hundred thousand ids.
@@ -325,7 +326,7 @@ class Replay:
         """
         if round > len(self._starts):
             raise DataError(
-                f"the journal to replay has no round {round} (it ends with round {len(self._starts)})",
+                f"the replayed journal has no round {round} (it ends with round {len(self._starts)})",
                 hint=f"replay no more rounds than it has: {argument('set')}federation.rounds=...",
             )
         return self._read(self._starts[round - 1])
@@ -390,11 +391,11 @@ def attempt_of(line: dict[str, Any], folder: RunFolder) -> Attempt:
         _check(attempt)
         return attempt
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise DataError(f"{folder.path / JOURNAL}: not a journal of this version ({error})") from error
+        raise DataError(f"{folder.path / JOURNAL} is not a journal of this version ({error})") from error
 
 
 def _check(attempt: Attempt) -> None:
-    """Raise ValueError, KeyError or TypeError unless an attempt has what readers compute with."""
+    """Raise ValueError, KeyError or TypeError if an attempt lacks values that readers need."""
     wire = [number for number in (attempt.wire_up, attempt.wire_down) if number is not None]
     numbers = [attempt.round, attempt.life, attempt.seconds, attempt.payload_up, attempt.payload_down, *wire]
     numbers += attempt.statistics.values()

@@ -32,7 +32,7 @@ class Placed(NamedTuple):
 class LineFile:
     """File of JSON objects, one per line, each with a digest chained over the lines before.
 
-    Every reader raises ``DataError`` with the file, the line and what to do if a line is not as written.
+    Every reader raises ``DataError`` with the file, the line and what to do if a line has been changed.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class LineFile:
         write_atomically(self.path, b"".join(lines))
 
     def cut(self, end: int) -> None:
-        """Keep the first ``end`` bytes, all of them whole lines, and drop the rest. A shorter file stays unchanged."""
+        """Truncate the file to ``end`` bytes, a line boundary. A shorter file stays unchanged."""
         path = self.path
         with storing(path):
             if not path.exists() or path.stat().st_size <= end:
@@ -174,14 +174,14 @@ class LineFile:
         """Compare the last digest with that of a finished run, unless the run has been resumed meanwhile."""
         if expected is not None and found != expected and self._ending() == expected:
             raise DataError(
-                f"{self.path}: damaged, it does not end with the line that it ended with when the run was finished",
+                f"{self.path}: damaged: it does not end with its last line as of the end of the run",
                 hint=digests.RESTORE,
             )
 
     def _damaged(self, start: int, why: str) -> DataError:
         with opened(self.path) as file:
             number = file.read(start).count(b"\n") + 1
-        return DataError(f"{self.path}, line {number}: damaged, {why}", hint=digests.RESTORE)
+        return DataError(f"{self.path}, line {number} is damaged: {why}", hint=digests.RESTORE)
 
 
 def as_object(line: str | bytes) -> dict[str, Any] | None:

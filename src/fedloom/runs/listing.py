@@ -16,7 +16,7 @@ from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE
 
 FINISHED, INTERRUPTED, RUNNING, DAMAGED = "finished", "interrupted", "running", "damaged"
-RESUME = f"go on with it: run it again with {argument('resume')}"
+RESUME = f"continue it: run it again with {argument('resume')}"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def list_runs(folder: Path) -> list[RunEntry]:
     if not folder.is_dir():
         raise DataError(
             f"{folder} {'is a file' if folder.exists() else 'does not exist'}; give a folder that holds runs.",
-            hint="fedloom run EXPERIMENT makes one; runs elsewhere: fedloom runs DIR",
+            hint="create one with fedloom run EXPERIMENT, or list another folder with fedloom runs DIR",
         )
     return [_entry(RunFolder(path)) for path in _run_folders(folder)]
 
@@ -88,7 +88,7 @@ def newest_run(folder: Path) -> Path:
 
 
 def finished_runs(paths: Sequence[str | Path]) -> tuple[list[RunFolder], list[str]]:
-    """Return the finished runs among or directly below some folders, and notices of those left out.
+    """Return the finished runs in or directly below some folders, and notices about skipped ones.
 
     Raise DataError if a path is neither a finished run nor holds one.
     """
@@ -98,7 +98,7 @@ def finished_runs(paths: Sequence[str | Path]) -> tuple[list[RunFolder], list[st
         inside = [RunFolder(path)] if (path / EXPERIMENT).is_file() else _runs_directly_in(path)
         finished = [run for run in inside if run.is_finished]
         if not finished and inside[0].path == path:
-            raise DataError(f"{path}: has no summary.json, the run is not finished", hint=RESUME)
+            raise DataError(f"{path} has no summary.json, because the run is not finished", hint=RESUME)
         if not finished:
             raise DataError(f"{path} holds {pluralize(len(inside), 'run')}, none of them finished.", hint=RESUME)
         if unfinished := [run.path.name for run in inside if not run.is_finished]:
@@ -160,7 +160,7 @@ def _entry(run: RunFolder) -> RunEntry:
     except DataError as error:
         fault = str(error)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        fault = f"{path}: not what FedLoom writes ({error!r})"
+        fault = f"{path} was not written by FedLoom ({error!r})"
     return RunEntry(path, DAMAGED, changed=changed, fault=fault)
 
 
@@ -169,7 +169,7 @@ def _rounds_done(run: RunFolder) -> int:
 
 
 def has_ended(experiment: Mapping[str, Any], summary: Mapping[str, Any] | None, done: int) -> bool:
-    """Return whether a run with this many rounds done has ended and has not been continued since."""
+    """Return whether a run with this many rounds has ended and has not been continued since."""
     if summary is None or int(summary["rounds"]) < done:
         return False
     federation = experiment["federation"]

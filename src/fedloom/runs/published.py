@@ -133,7 +133,7 @@ class PublishedRun:
         return max((entry.modified for entry in self._store.entries(name) if entry.name == name), default=0.0)
 
     def restore(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
-        """Bring the folder to the last publication, copying only what is new since the previous call.
+        """Update the folder to the last publication, copying only new content.
 
         Published files replace those with the same names, and other checkpoints are removed.
 
@@ -159,7 +159,7 @@ class PublishedRun:
                 # An aggregator that is still running may have published again, and removed what this record needs.
                 failed, number = number, self._newest()
                 if number == failed:
-                    raise DataError(f"{self.url}: the published run is not whole: {error}") from error
+                    raise DataError(f"{self.url}: the published run is incomplete: {error}") from error
         return number > 0
 
     def _newest(self) -> int:
@@ -176,20 +176,20 @@ class PublishedRun:
         try:
             about: dict[str, Any] = parsed_json(self._store.read(record_name(number)))
             if about.pop("version") != VERSION:
-                raise DataError(f"{where}: published by another version of FedLoom", hint="resume with that version")
+                raise DataError(f"{where} was published by another version of FedLoom", hint="resume with that version")
             record = _ADAPTER.validate_python(about)
             if record.number != number:
-                raise ValueError(f"it says that it is number {record.number}")
+                raise ValueError(f"it has the number {record.number}")
             for name, blobs in record.files.items():
                 parts_of(name)  # it is used as a path to write to, so it must lie in the run's folder
                 if not blobs or not all(_BLOB.fullmatch(blob) for blob in blobs):
                     raise ValueError(f"the blobs of {name} are {blobs}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{where}: not a record of a published run ({error})") from error
+            raise DataError(f"{where} is not a record of a published run ({error})") from error
         return record
 
     def _copy(self, record: Record, check: Callable[[RunFolder], None]) -> None:
-        """Bring the folder to a record, once all new files are downloaded and checked."""
+        """Update the folder to a record, once all new files are downloaded and checked."""
         before = {} if self.record is None else self.record.files
         with tempfile.TemporaryDirectory(prefix="fedloom-run-") as temporary:
             staging, part = Path(temporary) / "run", Path(temporary) / "part"

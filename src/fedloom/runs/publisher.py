@@ -1,4 +1,4 @@
-"""PublishedRun of a run in a store while it runs, so that an aggregator elsewhere can resume it.
+"""Publication of a run in a store while it runs, so that an aggregator on another machine can resume it.
 
 A restart needs only the last record and what it names (:mod:`fedloom.runs.published`). This is safe because of the
 order of writes: first the blobs, then the record, and then the removal of blobs of this and earlier numbers that it
@@ -63,7 +63,7 @@ class Publisher(PublishedRun):
 
     @property
     def finished(self) -> bool:
-        """True if the last publication read or written is the complete one of a finished run."""
+        """True if the last publication is the complete one of a finished run."""
         return self.record is not None and self.record.is_finished
 
     def restore(self, check: Callable[[RunFolder], None] = lambda found: None) -> bool:
@@ -139,7 +139,7 @@ class Publisher(PublishedRun):
         log.info("published the finished run at %s", self.url)
 
     def log_files(self) -> None:
-        """Copy the current logs, to document why a run ended."""
+        """Copy the current logs, which document why a run ended."""
         for name in self._everything():
             if name.startswith("logs/"):
                 self._store.upload(name, self._path / name)
@@ -157,7 +157,10 @@ class Publisher(PublishedRun):
             raise StorageError(
                 f"{self.url}: another aggregator ({other.incarnation[:12]}) has published round {other.round} "
                 f"meanwhile, so this one ({self._incarnation[:12]}) stops.",
-                hint=f"let one aggregator at a time work on a run; {argument('resume')} goes on with what is published",
+                hint=(
+                    f"let one aggregator at a time work on a run; {argument('resume')} continues from the published "
+                    "state"
+                ),
             ) from None
         self.record, self._blobs = record, _by_digest(record)
         named = {blob for blobs in record.files.values() for blob in blobs}

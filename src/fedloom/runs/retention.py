@@ -125,7 +125,7 @@ def unused(
 
 
 def remove_folders(store: Store, folders: Iterable[StoredFolder]) -> None:
-    """Remove runs or partitions, markers first: what is partly removed is neither taken for complete nor resumed."""
+    """Remove runs or partitions, markers first: a partly removed run is neither taken for complete nor resumed."""
     for folder in folders:
         first = [file for file in (SUMMARY, PARTITION) if file in folder.files]
         first += [file for file in folder.files if file.startswith("published/")]

@@ -45,10 +45,10 @@ def decode_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raise ValueError if its digest is missing or wrong, or the file is not valid.
     """
     if content[8 : _AT.start] != _BEFORE:
-        raise ValueError("found no digest: damaged, or written by another version of FedLoom")
+        raise ValueError("it has no digest: it is damaged, or was written by another version of FedLoom")
     said, found = content[_AT].decode("ascii", errors="replace"), _digest(content)
     if said != found:
-        raise ValueError(f"damaged: found sha256 {found[:12]}, written with {said[:12]}")
+        raise ValueError(f"damaged: its sha256 is {found[:12]}, and must be {said[:12]}")
     try:
         header = parsed_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about: dict[str, Any] = parsed_json(header["__metadata__"]["fedloom"])

@@ -49,7 +49,7 @@ class Admitted:
 
 
 class Denied(Exception):
-    """A peer is not admitted, or may not do this.
+    """The peer is not admitted, or lacks the permission.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class Denied(Exception):
 SHARED = Identity("shared-token", frozenset({Role.WORKER, Role.PERSONALIZE, Role.WATCH}), ("*",))
 """Identity of the shared token, which is in no file and may act for every client.
 
-Without a table of identities, every peer with a known credential has the same permissions.
+Without an identity file, every peer with a known credential has the same permissions.
 """
 
 
@@ -158,7 +158,7 @@ class Access:
         before = admitted.identity
         token = None if admitted.token is None else self._kept(admitted.token.id)
         if admitted.token is not None and token is None:
-            raise Denied(f"token {admitted.token.id} of {admitted.token.name} is not known any more", before)
+            raise Denied(f"token {admitted.token.id} of {admitted.token.name} is no longer known", before)
         identity = self._known(admitted.certificate, token).identity
         _require(identity, action)
         if identity != before:
@@ -168,7 +168,7 @@ class Access:
         found = self._shared.find(token) or (None if self._tokens is None else self._tokens.value.find(token))
         if found is None:
             id = token_id(token)
-            raise Denied("what was presented is not a valid token" if id is None else f"token {id} is not known")
+            raise Denied("the given text is not a valid token" if id is None else f"token {id} is not known")
         return found
 
     def _kept(self, id: str) -> Token | None:
@@ -184,13 +184,13 @@ class Access:
         if token is not None and self._shared.of(token.id) is not None:
             return Admitted(SHARED, certificate, token)
         if certificate is None and token is None:
-            raise Denied("a certificate of our CA or a token is needed, and there is neither")
+            raise Denied("a certificate of our CA, or a token, is required")
         found = self._identities(frozenset() if certificate is None else certificate.names, token)
         if len(found) != 1:
             shown = [str(certificate)] if certificate is not None else []
             shown += [f"token {token.id} of {token.name}"] if token is not None else []
             whose = " and ".join(sorted(each.name for each in found))
-            belongs = f"belong to {whose}, and must be of one identity" if found else "nobody's"
+            belongs = f"belong to {whose}, but must belong to one identity" if found else "has no identity"
             raise Denied(f"{' and '.join(shown)}: {belongs}")
         return Admitted(found[0], certificate, token)
 

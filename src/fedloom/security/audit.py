@@ -77,7 +77,7 @@ class Audit:
             self._append(event, told)
 
     def refused(self, host: str, kind: str, **told: Value) -> None:
-        """Write or count the refusal of a peer.
+        """Log or count the refusal of a peer.
 
         Parameters
         ----------

@@ -102,7 +102,7 @@ def make_certificate(
     signer = load_pem_private_key(pair.key, password=None)
     if not isinstance(signer, ec.EllipticCurvePrivateKey):
         raise ExperimentError(
-            f"{argument('ca')} must be an authority that `fedloom certificates ca` made (got {ca}).", key="ca"
+            f"{argument('ca')} must be an authority created by `fedloom certificates ca` (got {ca}).", key="ca"
         )
     key, now = ec.generate_private_key(ec.SECP256R1()), _now()
     ends = min(now + timedelta(days=_allowed(days)), pair.certificate.ends)

@@ -35,7 +35,7 @@ class Certificate:
 
     def __str__(self) -> str:
         """Return the description used in messages."""
-        return f"the certificate of {', '.join(sorted(self.names)) or 'nobody (it has no name)'}"
+        return f"the certificate of {', '.join(sorted(self.names)) or 'an unnamed subject'}"
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,14 @@ def check_valid(path: Path | None, certificate: Certificate) -> None:
     if not certificate.starts <= now < certificate.ends:
         raise RefusedError(
             f"{path}: {certificate} {validity(certificate.starts, certificate.ends, now)}",
-            hint="correct this machine's clock, or have the certificate made again",
+            hint="correct this machine's clock, or renew the certificate",
         )
 
 
 def validity(starts: datetime, ends: datetime, now: datetime) -> str:
     """Return why a certificate is not valid now, with this machine's time: either may be wrong."""
-    said = f"ended at {_utc(ends)}" if now >= ends else f"is valid from {_utc(starts)} only"
-    return f"{said}, and this machine's clock says {_utc(now)}"
+    said = f"expired at {_utc(ends)}" if now >= ends else f"is not valid before {_utc(starts)}"
+    return f"{said}, and this machine's clock shows {_utc(now)}"
 
 
 def _utc(when: datetime) -> str:

@@ -48,9 +48,9 @@ def read_text(path: Path, what: str) -> str:
                 raise ExperimentError(f"{what} {path} has {found.st_size:,} bytes; at most {LARGEST:,} are read.")
             return file.read(LARGEST + 1).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ExperimentError(f"{what} {path}: not a UTF-8 text file (byte {error.start})") from None
+        raise ExperimentError(f"{what} {path} is not a UTF-8 text file (byte {error.start})") from None
     except OSError as error:
-        raise ExperimentError(f"{what} {path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise ExperimentError(f"{what} {path} cannot be read: {(error.strerror or str(error)).lower()}") from error
 
 
 def write_private(path: Path, text: str) -> None:
@@ -76,7 +76,7 @@ def create(path: Path, text: str, *, private: bool = False) -> None:
         try:
             os.link(partial, path)  # unlike a rename, it never replaces an existing file
         except FileExistsError:
-            raise ExperimentError(f"{path} exists already; choose a new file, or give {argument('replace')}.") from None
+            raise ExperimentError(f"{path} already exists; choose a new file, or give {argument('replace')}.") from None
         sync(path.parent)
 
 
@@ -150,7 +150,7 @@ class ReloadingFile(Generic[_T]):
             try:
                 value = self._read()
             except FedloomError as error:
-                log.warning("what was read before stays in force: %s", error)
+                log.warning("the previous content stays in force: %s", error)
                 return self.version
             if value != self._value:
                 self._value = value

@@ -42,8 +42,8 @@ class Action(StrEnum):
     """Action that a peer requests; a transport maps each of its calls to one."""
 
     TRAIN = "train clients"
-    MEASURE = "have clients measured"
-    PERSONALIZE = "ask for a client's model"
+    MEASURE = "evaluate clients"
+    PERSONALIZE = "request a client's model"
     WATCH = "watch the run"
     CONTROL = "control the federation"
 
@@ -62,18 +62,18 @@ WITH_CLIENTS = frozenset({Role.WORKER, Role.OBSERVER, Role.PERSONALIZE})
 
 
 class IdentityEntry(Settings):
-    """IdentityEntry of the identity file."""
+    """Entry of the identity file."""
 
-    name: str = Field(pattern=NAME, description="What logs, lists and the journal call it.")
+    name: str = Field(pattern=NAME, description="Name in logs, lists and the journal.")
     certificate: str | None = Field(
         default=None,
         pattern=r"^(URI|DNS):[!-~]{1,512}$",
-        description="A subject alternative name of its certificates: URI:... or DNS:...",
+        description="Subject alternative name of its certificates: URI:... or DNS:...",
     )
-    token: str | None = Field(default=None, pattern=NAME, description="The name that its tokens were made with.")
-    roles: tuple[Role, ...] = Field(min_length=1, description="What it is let in for.")
+    token: str | None = Field(default=None, pattern=NAME, description="Name of its tokens.")
+    roles: tuple[Role, ...] = Field(min_length=1, description="Roles, which decide its permissions.")
     clients: tuple[str, ...] = Field(
-        default=(), description="Ids of clients that it may speak for; * stands for any characters of ids, ? for one."
+        default=(), description="Ids of the clients that it may act for; * matches any characters, ? one."
     )
     max_clients: int | None = Field(
         default=None,
@@ -182,27 +182,29 @@ def read_identities(path: Path) -> Identities:
 
     Raise ExperimentError if it cannot be read or is invalid; the message lists every error with its line.
     """
-    text = read_text(path, "table of identities")
+    text = read_text(path, "identity file")
     if contains_token(text):  # unlike other errors, not quoted
         raise ExperimentError(
             f"{path} contains a token; give the name of the token instead.",
-            hint="whoever reads this file can use that token: revoke it (`fedloom token revoke`) and make another",
+            hint=(
+                "anyone who can read this file can use the token: revoke it (`fedloom token revoke`) and create another"
+            ),
         )
     value, origins = parse_yaml(text, str(path), quick=True)
     if not isinstance(value, dict):
-        raise ExperimentError(f"{path}: {abbreviated(value)} is not a mapping with the keys version, identities")
+        raise ExperimentError(f"{path} must be a mapping with the keys version, identities")
     try:
         table = _Table.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        mistakes = explain(error, _Table.model_json_schema(), value)
+        errors = explain(error, _Table.model_json_schema(), value)
     else:
-        mistakes = _mistakes(table.identities)
-    if mistakes:
-        raise ExperimentError(listing(str(path), mistakes, origins))
+        errors = _errors(table.identities)
+    if errors:
+        raise ExperimentError(listing(str(path), errors, origins))
     return Identities(table.identities)
 
 
-def _mistakes(entries: Sequence[IdentityEntry]) -> list[SettingError]:
+def _errors(entries: Sequence[IdentityEntry]) -> list[SettingError]:
     """Return the errors that the schema does not cover, such as missing or duplicate credentials."""
     found: list[SettingError] = []
     names = Counter(entry.name for entry in entries)
@@ -212,22 +214,22 @@ def _mistakes(entries: Sequence[IdentityEntry]) -> list[SettingError]:
         if names[entry.name] > 1:
             found.append(SettingError((*here, "name"), f"{entry.name} is the name of {names[entry.name]} identities"))
         if entry.certificate is None and entry.token is None:
-            found.append(SettingError(here, "a certificate, a token or both are needed"))
+            found.append(SettingError(here, "give a certificate, a token or both"))
         elif credentials[entry.certificate, entry.token] > 1:
             given = " and ".join(filter(None, (entry.certificate, entry.token and f"token {entry.token}")))
-            found.append(SettingError(here, f"{given} is given at another identity, too"))
+            found.append(SettingError(here, f"{given} also belongs to another identity"))
         found += [SettingError((*here, "clients", *at), text) for at, text in _client_errors(entry)]
     return found
 
 
 def _client_errors(entry: IdentityEntry) -> Iterator[tuple[KeyPath, str]]:
-    """Yield what is wrong with an entry's clients, with the position in them."""
+    """Yield the errors in an entry's clients, with their positions."""
     roles = frozenset(entry.roles)
     if roles & WITH_CLIENTS and not entry.clients:
-        yield (), f'role {", ".join(sorted(roles & WITH_CLIENTS))} needs ids or patterns of clients (["*"] is all)'
+        yield (), f'role {", ".join(sorted(roles & WITH_CLIENTS))} needs ids or patterns of clients (["*"] matches all)'
     if entry.clients and not roles & WITH_CLIENTS:
         role = ", ".join(sorted(roles))
-        yield (), f"role {role} has no clients; only worker, observer and personalize have"
+        yield (), f"role {role} cannot have clients; only worker, observer and personalize can"
     for i, pattern in enumerate(entry.clients):
         if not re.fullmatch(r"[A-Za-z0-9._*?-]{1,128}", pattern):
-            yield (i,), f"{abbreviated(pattern)} is not a pattern; it may have up to 128 letters, digits, and . _ - * ?"
+            yield (i,), f"{abbreviated(pattern)} is not a pattern; use up to 128 letters, digits, and . _ - * ?"

@@ -62,8 +62,8 @@ def credential_files(
             names = ", ".join(IN_FOLDER[name] for name in fields)
             problem = f"has none of {names}" if folder.is_dir() else "is not a folder"
             raise ExperimentError(
-                f"{argument('credentials')} is {folder}, which {problem}; `fedloom certificates new` and "
-                "`fedloom token new` make them.",
+                f"{argument('credentials')} is {folder}, which {problem}; create them with `fedloom certificates new` "
+                "and `fedloom token new`.",
                 key="credentials",
                 found=folder,
             )
@@ -180,7 +180,7 @@ class Credentials:
         if shown.token is not None and shown.ca is None and not options.insecure and not is_loopback(host):
             raise ExperimentError(
                 f"A token would be sent to {host} in plaintext; use TLS (ca.crt in {argument('credentials')}), or "
-                f"{argument('insecure')} to send it all the same."
+                f"{argument('insecure')} to send it anyway."
             )
         if shown.pair is not None:
             check_valid(options.certificate, shown.pair.certificate)
@@ -274,16 +274,17 @@ class Protection:
         if is_loopback(host) or (self.tls is not None and self.access is not None):
             return
         lacking = ["TLS (tls.crt, tls.key)"] if self.tls is None else []
-        lacking += ["peers that say who they are (ca.crt, tokens.json)"] if self.access is None else []
+        lacking += ["authentication of peers (ca.crt, tokens.json)"] if self.access is None else []
         if not self._insecure:
             raise ExperimentError(
-                f"{argument('listen')} is {host}, which other machines reach, without {' and '.join(lacking)}; "
-                "listen on "
-                f"127.0.0.1, or give what is missing, or {argument('insecure')}.",
+                f"{argument('listen')} is {host}, which other machines can reach, without {' and '.join(lacking)}; "
+                f"listen on 127.0.0.1, give the missing files, or accept the risk with {argument('insecure')}.",
                 key="listen",
                 found=host,
-                hint=f"{argument('credentials')} is a folder with these files; `fedloom certificates` makes one for "
-                "trials (docs/security.md)",
+                hint=(
+                    f"{argument('credentials')} is a folder with these files; `fedloom certificates` creates one for "
+                    "trials (docs/security.md)"
+                ),
             )
         log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(lacking)}"))
 

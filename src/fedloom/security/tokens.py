@@ -99,7 +99,7 @@ def check_member_name(name: str, reserved: str = "") -> None:
     if not re.fullmatch(NAME, name) or name == reserved:
         but = f", and not {reserved}" if reserved else ""
         raise ExperimentError(
-            f"NAME must be 1 to 128 letters, digits, and . _ -, the first a letter or digit{but} "
+            f"NAME must be 1 to 128 letters, digits, and . _ -, starting with a letter or digit{but} "
             f"(got {abbreviated(name)}).",
             key="name",
             found=name,
@@ -140,22 +140,22 @@ def read_tokens(path: Path) -> Tokens:
 
     Raise ExperimentError if it cannot be read, or was not written by ``fedloom token``.
     """
-    text = read_text(path, "file of tokens")
+    text = read_text(path, "token file")
     try:
         value = json.loads(text)
         found = _File.model_validate_json(text)
     except ValidationError as error:
-        mistakes = explain(error, _File.model_json_schema(), value)
-        raise ExperimentError(listing(str(path), mistakes, {}), hint=_REPAIR) from None
+        errors = explain(error, _File.model_json_schema(), value)
+        raise ExperimentError(listing(str(path), errors, {}), hint=_REPAIR) from None
     except (ValueError, RecursionError) as error:
-        raise ExperimentError(f"{path}: damaged: not JSON ({_without_text(error)})", hint=_REPAIR) from None
+        raise ExperimentError(f"{path} is damaged: not JSON ({_without_text(error)})", hint=_REPAIR) from None
     ids = [token.id for token in found.tokens]
     if len(set(ids)) < len(ids):
-        raise ExperimentError(f"{path}: damaged: a token's id is there twice", hint=_REPAIR)
+        raise ExperimentError(f"{path} is damaged: it has a token's id twice", hint=_REPAIR)
     return Tokens(found.tokens)
 
 
-_REPAIR = "take it from a backup, or make another with `fedloom token new`"
+_REPAIR = "restore it from a backup, or create another with `fedloom token new`"
 
 
 def add_token(path: Path, name: str, *, days: float | None = None) -> tuple[SecretStr, Token]:
@@ -200,17 +200,18 @@ def read_secret(path: Path) -> SecretStr:
     Raise ExperimentError if the file cannot be read. Raise RefusedError if its content is not a token; the content is
     not shown.
     """
-    return checked_token(read_text(path, "file of a token").strip(), str(path))
+    return checked_token(read_text(path, "file with a token").strip(), str(path))
 
 
 def checked_token(text: str, source: str) -> SecretStr:
-    """Return a text as a token.
+    """Validate a token and return it.
 
     Raise RefusedError if it is not a token; the text is not shown.
     """
     if not _TOKEN.fullmatch(text):
         raise RefusedError(
-            f"{source}: its {len(text)} characters are not a valid token", hint="make one with `fedloom token new NAME`"
+            f"{source}has {len(text)} characters that are not a valid token",
+            hint="create one with `fedloom token new NAME`",
         )
     return SecretStr(text)
 
@@ -225,5 +226,5 @@ def _hash(secret: str) -> str:
 
 
 def _without_text(error: BaseException) -> str:
-    """Return what is wrong with a document without quoting it, as JSON's errors and their messages may do."""
+    """Return the errors of a document without quoting it, as JSON's own errors may do."""
     return f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else type(error).__name__

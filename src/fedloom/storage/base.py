@@ -11,11 +11,11 @@ from fedloom.errors import StorageError
 
 
 class Absent(StorageError):
-    """No content of that name."""
+    """The name does not exist."""
 
 
 class Taken(StorageError):
-    """Name already taken; its content is unchanged."""
+    """The name is already taken; its content is unchanged."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class FolderStore(Store):
             self._within(path, write)
         except StorageError as error:
             if isinstance(error.__cause__, FileExistsError):
-                raise Taken(f"{path}: exists already") from None
+                raise Taken(f"{path} already exists") from None
             raise
 
     def upload(self, name: str, path: Path) -> None:
@@ -128,7 +128,7 @@ class FolderStore(Store):
             self.create(probe, b"")
             self.remove([probe])
         elif not self._folder.is_dir():
-            raise Absent(f"{self._folder}: there is no folder", hint="make it, or change storage")
+            raise Absent(f"{self._folder} does not exist", hint="create the folder, or change storage")
 
     def _path(self, name: str) -> Path:
         return self._folder.joinpath(*parts_of(name))
@@ -186,8 +186,8 @@ def storing(path: Path, done: str = "written") -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         raise StorageError(
-            f"{path}: cannot be {done}: {(error.strerror or str(error)).lower()}",
-            hint=f"make room: nothing that was complete is lost, and a run goes on with {argument('resume')}"
+            f"{path} cannot be {done}: {(error.strerror or str(error)).lower()}",
+            hint=f"free some space: no complete file is lost, and {argument('resume')} continues a run"
             if full
             else "fix the path or its permissions",
         ) from error
@@ -223,7 +223,7 @@ def open_file(path: Path) -> BinaryIO:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.ENXIO, "is a pipe or device, and no file", str(path))
+    raise OSError(errno.ENXIO, "is a pipe or a device, not a file", str(path))
 
 
 def open_to_append(path: Path, mode: int = 0o666) -> int:
@@ -252,7 +252,7 @@ def staged(path: Path) -> Iterator[Path]:
 
 
 def fill(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
-    """Write a file that no reader looks at yet, optionally for its owner only and flushed to disk."""
+    """Write a file that has no readers yet, optionally readable by its owner only, and flushed to disk."""
     mode = PRIVATE_FILE if private else 0o666
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
         file.write(content)
@@ -289,4 +289,4 @@ def _reading(path: Path) -> Iterator[None]:
         try:
             yield
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-            raise Absent(f"{path}: there is nothing") from error
+            raise Absent(f"{path} does not exist") from error

@@ -69,11 +69,11 @@ def s3_place(url: str | Path) -> S3Place | None:
     bucket, _, prefix = rest.partition("/")
     prefix, why = prefix.rstrip("/"), None
     if scheme != "s3":
-        why = "give a folder of this machine, or s3://BUCKET/PREFIX"
+        why = "give a local folder or s3://BUCKET/PREFIX"
     elif not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
         why = "the bucket in s3://BUCKET/PREFIX must be 3 to 63 lower-case letters, digits, '.' and '-'"
     elif prefix and not has_plain_parts(prefix):
         why = "the prefix in s3://BUCKET/PREFIX must have no empty parts, '.' and '..'"
     if why is not None:
-        raise ExperimentError(f"{url} is not a place to store at: {why}.", found=str(url))
+        raise ExperimentError(f"{url} is not a valid storage location: {why}.", found=str(url))
     return S3Place(bucket, prefix)

@@ -45,38 +45,38 @@ CHECK_S = 8.0
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 _MEANINGS: Sequence[tuple[Collection[str], type[FedloomError], str, str | None]] = (
-    (("NoSuchKey", "NoSuchObject"), Absent, "{where}: there is nothing", None),
-    (("PreconditionFailed",), Taken, "{where}: exists already", None),
+    (("NoSuchKey", "NoSuchObject"), Absent, "{where} does not exist", None),
+    (("PreconditionFailed",), Taken, "{where} already exists", None),
     (
         ("NoSuchBucket",),
         StorageError,
-        "{bucket}: {endpoint} has no such bucket",
+        "{endpoint} has no bucket {bucket}",
         "create the bucket, or change storage",
     ),
     (
         ("AuthFailure", "ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "InvalidToken",
          "SignatureDoesNotMatch", "TokenRefreshRequired", "UnrecognizedClientException"),
         RefusedError,
-        "{bucket}: {endpoint} does not take the credentials ({code})",
-        f"set {' and '.join(CREDENTIALS)} (and AWS_SESSION_TOKEN, for temporary ones) as they are now",
+        "{bucket}: {endpoint} does not accept the credentials ({code})",
+        f"set {' and '.join(CREDENTIALS)} (and AWS_SESSION_TOKEN, for temporary ones) to valid credentials",
     ),
     (
         ("AccessDenied", "AllAccessDisabled", "AccountProblem"),
         RefusedError,
-        "{where}: may not be {doing} with these credentials ({code})",
+        "{where} may not be {doing} with these credentials ({code})",
         f"allow it in the policy of {CREDENTIALS[0]}, or use other credentials",
     ),
-    (("RequestTimeTooSkewed",), RefusedError, "{endpoint}: this machine's clock is wrong ({code})", "set the clock"),
+    (("RequestTimeTooSkewed",), RefusedError, "{endpoint} rejects this machine's clock ({code})", "correct the clock"),
     (
         ("AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect", "Redirect"),
         RefusedError,
-        "{bucket}: is not in the region {region} ({code})",
-        "set AWS_REGION to its region",
+        "{bucket} is not in the region {region} ({code})",
+        "set AWS_REGION to the bucket's region",
     ),
     (
         ("NotImplemented", "MethodNotAllowed"),
         RefusedError,
-        "{where}: cannot be {doing}: {endpoint} does not offer that ({code})",
+        "{where} cannot be {doing}: {endpoint} does not support the operation ({code})",
         None,
     ),
 )  # fmt: skip
@@ -86,7 +86,7 @@ _TRANSIENT = {
     "BadDigest", "ConditionalRequestConflict", "IncompleteBody", "InternalError", "NoSuchUpload", "OperationAborted",
     "RequestTimeout", "ServiceUnavailable", "SlowDown", "SlowDownRead", "SlowDownWrite", "Throttling",
 }  # fmt: skip
-"""Errors that may pass.
+"""Transient errors.
 
 ``NoSuchUpload``: a multipart upload was completed, its response lost, and the request repeated.
 """
@@ -122,8 +122,8 @@ class Service:
         missing = [name for name in CREDENTIALS if not environment.get(name)]
         if missing:
             raise RefusedError(
-                f"Storage on S3 needs {' and '.join(missing)}, which the environment lacks.",
-                hint=f"set {' and '.join(CREDENTIALS)}; in pods they come from a Secret (docs/storage.md)",
+                f"Storage on S3 needs {' and '.join(missing)} in the environment.",
+                hint=f"set {' and '.join(CREDENTIALS)}; in pods, use a Secret (docs/storage.md)",
             )
         certificates = environment.get("SSL_CERT_FILE") or certifi.where()
         if not Path(certificates).is_file():
@@ -193,7 +193,7 @@ class Connection:
             ) from None
 
     def insist(self, doing: str, where: str, request: Callable[[], T]) -> T:
-        """Repeat a request until it succeeds or further attempts are pointless.
+        """Repeat a request until it succeeds or retries are pointless.
 
         Raises
         ------
@@ -220,26 +220,26 @@ class Connection:
             return self._refusal(error, doing, where)
         if isinstance(error, (InvalidResponseError, ParseError)):
             return StorageError(
-                f"{where}: cannot be {doing}: {endpoint} does not answer as an S3 service does", hint=change
+                f"{where} cannot be {doing}: the response of {endpoint} is not that of an S3 service", hint=change
             )
         if isinstance(error, ServerError):
-            return StorageError(f"{where}: cannot be {doing}: {endpoint} fails with HTTP {error.status_code}")
+            return StorageError(f"{where} cannot be {doing}: {endpoint} fails with HTTP {error.status_code}")
         cause = (error.reason if isinstance(error, MaxRetryError) else None) or error
         if isinstance(cause, SSLError):
             return StorageError(
-                f"{endpoint}: no secure connection: {cause}",
-                hint="set SSL_CERT_FILE to the certificates to trust, or use http:// where that is what it speaks",
+                f"{endpoint}: TLS failed: {cause}",
+                hint="set SSL_CERT_FILE to the certificates to trust, or use http:// if the service has no TLS",
             )
         said = str(cause.__cause__ or cause.__context__ or type(cause).__name__)
         return StorageError(
-            f"{endpoint}: cannot be reached ({said})",
-            hint=f"set {self.service.endpoint_from} to the service's address, or see whether it runs",
+            f"{endpoint} cannot be reached ({said})",
+            hint=f"set {self.service.endpoint_from} to the service's address, or check whether it runs",
         )
 
     def _refusal(self, error: S3Error, doing: str, where: str) -> FedloomError:
         """Return the error for a refusal of the service."""
         code = error.code or ""
-        default = ((), StorageError, "{where}: cannot be {doing}: {endpoint} says {code}: {said}", None)
+        default = ((), StorageError, "{where} cannot be {doing}: {endpoint} reports {code}: {said}", None)
         _, kind, message, hint = next((meaning for meaning in _MEANINGS if code in meaning[0]), default)
         facts = {
             "code": code,
@@ -254,7 +254,7 @@ class Connection:
 
 
 def _passes(error: Exception) -> bool:
-    """Return True if a failure may pass when the request is repeated."""
+    """Return True if repeating the request may succeed."""
     if isinstance(error, S3Error):
         return error.code in _TRANSIENT or (error.response.status >= 500 and error.response.status != 501)
     if isinstance(error, ServerError):
@@ -369,8 +369,8 @@ class S3Store(Store):
                 if error.code not in ("NoSuchKey", "NoSuchObject"):
                     where = f"s3://{self._bucket}/{error.name}"
                     if error.code == "AccessDenied":
-                        raise RefusedError(f"{where}: may not be removed with these credentials ({error.code})")
-                    raise StorageError(f"{where}: cannot be removed: {error.code}: {error.message}")
+                        raise RefusedError(f"{where} may not be removed with these credentials ({error.code})")
+                    raise StorageError(f"{where} cannot be removed: {error.code}: {error.message}")
 
         if keys:
             self._insist("removed", "", delete)
@@ -401,8 +401,8 @@ class S3Store(Store):
         finally:
             store.remove([probe])
         raise RefusedError(
-            f"{self.url}: {self._connection.service.endpoint} ignores If-None-Match, so two aggregators could "
-            "go on with one run",
+            f"{self.url}: {self._connection.service.endpoint} ignores If-None-Match, so two aggregators could continue "
+            "one run",
             hint="use a service with conditional writes: AWS S3, SeaweedFS, MinIO",
         )
 
@@ -443,4 +443,4 @@ def _failure(response: urllib3.BaseHTTPResponse) -> S3Error:
             501: "NotImplemented",
         }
         said = code.get(response.status, f"HTTP {response.status}")
-        return S3Error(response, said, "without a word", None, None, None)
+        return S3Error(response, said, "without a message", None, None, None)

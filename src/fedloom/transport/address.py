@@ -38,7 +38,7 @@ def split_address(text: str, *, what: str, lowest: int) -> tuple[str, int]:
 
 
 def dialable(address: str) -> str:
-    """Return an address that is served on as others dial it: with HOST in place of all of this machine's addresses."""
+    """Return a bound address as peers dial it: a wildcard address becomes HOST."""
     host, port = split_address(address, what="the address", lowest=0)
     try:
         everywhere = ip_address(host.strip("[]")).is_unspecified

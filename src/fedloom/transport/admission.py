@@ -39,13 +39,13 @@ class Admission:
         """
         identity, kind, reason = peer.identity, "clients", ""
         if foreign := identity.foreign(hello.clients):
-            reason = f"may not speak for {_some(foreign)}"
+            reason = f"may not act for {_some(foreign)}"
         elif not identity.may(Action.TRAIN) and (training := self._training(hello)):
-            reason = f"is an observer, and may not speak for clients that train: {_some(training)}"
+            reason = f"is an observer, and may not act for clients that train: {_some(training)}"
         elif crowd := self._crowd(identity, hello):
             reason = crowd
         elif self._dispatcher.taken(hello.worker, hello.incarnation, identity.name):
-            kind, reason = "name", f"may not be worker {hello.worker!r}, which is connected and somebody else's"
+            kind, reason = "name", f"may not use the worker name {hello.worker!r}, which belongs to another identity"
         if reason:
             peer.refuse(kind, reason)
             raise Denied(f"{identity.name} {reason}", identity)
@@ -62,7 +62,7 @@ class Admission:
         if self._run.presence is None:
             clients = Clients(self._clients, hello.clients)
         elif self._dispatcher.claimed(hello.worker, hello.clients) is not None:
-            raise WireError(Refusal.NAME, "another worker has come with one of its clients")
+            raise WireError(Refusal.NAME, "another worker has announced one of its clients")
         elif identity is not None and (reason := self._crowd(identity, hello)):
             raise Denied(f"{identity.name} {reason}", identity)
         owner = None if identity is None else identity.name
@@ -81,8 +81,8 @@ class Admission:
             return ""
         elsewhere = f", and {others} through other workers" if others else ""
         return (
-            f"may announce {pluralize(identity.max_clients, 'client')} at one time, and announces "
-            f"{len(hello.clients)}{elsewhere}: raise its max_clients in a table of identities"
+            f"may announce {pluralize(identity.max_clients, 'client')} at a time, and announces "
+            f"{len(hello.clients)}{elsewhere}: raise its max_clients in the identity file"
         )
 
     def _training(self, hello: wire.Hello) -> list[str]:
@@ -104,21 +104,23 @@ class Admission:
 
     def _judge_versions(self, hello: wire.Hello) -> wire.Refused | None:
         if hello.protocol != PROTOCOL:
-            reason = f"the worker speaks protocol {hello.protocol}, this aggregator {PROTOCOL}"
+            reason = f"the worker uses protocol {hello.protocol}, and this aggregator {PROTOCOL}"
             return refusal(wire.REFUSAL_CODE_PROTOCOL, f"{reason}: install the same version of fedloom on both sides")
         if hello.package != fedloom.__version__:
             found = printable(hello.package, NAME_CHARACTERS)
-            return refusal(wire.REFUSAL_CODE_PACKAGE, f"fedloom {found}, this aggregator is {fedloom.__version__}")
+            return refusal(
+                wire.REFUSAL_CODE_PACKAGE, f"the worker has fedloom {found}, and this aggregator {fedloom.__version__}"
+            )
         run = self._run
         version = hello.algorithms.get(run.algorithm, None) if run.algorithm in hello.algorithms else None
         if version != run.version:
             found = "not there" if version is None else f"version {version}"
-            reason = f"algorithm {run.algorithm} is {found} at the worker, the run needs version {run.version}"
+            reason = f"algorithm {run.algorithm} is {found} on the worker, and the run needs version {run.version}"
             return refusal(wire.REFUSAL_CODE_ALGORITHM, reason)
         return None
 
     def _judge_clients(self, hello: wire.Hello) -> wire.Refused | None:
-        """Return what is wrong with clients of a partition."""
+        """Return why clients of a partition cannot be admitted; None if they can."""
         stranger = next((client for client in hello.clients if client not in self._clients), None)
         if stranger is None:
             return None
@@ -126,15 +128,15 @@ class Admission:
         return refusal(wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition")
 
     def _judge_members(self, hello: wire.Hello) -> wire.Refused | None:
-        """Return what is wrong with clients that bring data of their own."""
+        """Return why clients with their own data cannot be admitted; None if they can."""
         code = wire.REFUSAL_CODE_CLIENTS
         if not hello.clients or len(hello.announced) != len(hello.clients):
-            return refusal(code, "this federation's clients bring data of their own: start `fedloom worker --data DIR`")
+            return refusal(code, "this federation's clients have their own data: start `fedloom worker --data DIR`")
         for client, told in zip(hello.clients, hello.announced, strict=True):
             if reason := self._member_fault(client, told):
                 return refusal(code, reason)
         if len(set(hello.clients)) != len(hello.clients):
-            return refusal(code, "a client is there twice")
+            return refusal(code, "a client is listed twice")
         if (claimed := self._dispatcher.claimed(hello.worker, hello.clients)) is not None:
             return refusal(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
         return None
@@ -146,7 +148,7 @@ class Admission:
         if not all(0 < size <= MOST_EXAMPLES for size in sizes):
             return f"client {client} has splits of {sizes} examples; each must have 1 to {MOST_EXAMPLES:,}"
         if counts and (len(counts) != self._run.classes or sum(counts) != told.train):
-            return f"client {client}: class counts must be {self._run.classes}, of {told.train} examples"
+            return f"client {client}: class counts must be {self._run.classes} numbers that sum to {told.train}"
         return ""
 
 

@@ -1,6 +1,6 @@
 """Aggregator side of the wire protocol: a gRPC server that carries exchanges to connected workers (docs/wire.md).
 
-Streams, frames and bookkeeping live on one event loop in a thread of its own. The thread that called
+Streams, frames and bookkeeping live on one event loop in its own thread. The thread that called
 :meth:`Aggregator.exchange` decodes and checks values while other replies are still in transit.
 """
 
@@ -22,10 +22,10 @@ import grpc
 
 from fedloom.errors import ExperimentError
 from fedloom.federation.activity import Activity
-from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.silence import Silence
+from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message
 from fedloom.security.audit import Audit
@@ -74,9 +74,9 @@ class Aggregator:
     control
         Requests that an operator may make of the round loop; without it, the federation can only be observed.
     models
-        Service that hands out models to clients that are not workers; without it, none are handed out.
+        Service of models for clients that are not workers; None: no service.
     say
-        Shows one line to a person, for example that clients have no worker. Called on the event loop's thread.
+        Shows one line to the user, for example that clients have no worker. Called on the event loop's thread.
     health
         ``host:port`` on which only health is served, in plaintext; None disables it.
 
@@ -159,7 +159,7 @@ class Aggregator:
             self._thread.join()
             raise
 
-    def dismiss(self, finished: bool = False) -> None:
+    def shutdown_workers(self, finished: bool = False) -> None:
         """End all workers' streams; waiting exchanges end with all rows lost. Idempotent.
 
         Parameters
@@ -170,8 +170,8 @@ class Aggregator:
         """
         self._post(self._begin_dismissal, finished)
 
-    def linger(self, resumed: bool) -> None:
-        """Wait, after :meth:`dismiss`, for workers that have yet to learn that the run is over.
+    def drain(self, resumed: bool) -> None:
+        """Wait, after :meth:`shutdown_workers`, for workers that have yet to learn that the run is over.
 
         A worker that has lost its connection reconnects within ``LINGER_S``. The wait ends that long after the last
         disconnect of a worker that has not returned. After a resume, workers of the previous aggregator process may
@@ -182,13 +182,13 @@ class Aggregator:
         resumed
             True if workers of an earlier aggregator process may connect.
         """
-        self._connected.linger(resumed)
+        self._connected.drain(resumed)
 
     def stop(self, finished: bool = False) -> None:
         """Dismiss the workers, end all streams and free the port. Idempotent."""
         if self._thread is None or self._loop is None:
             return
-        self.dismiss(finished)
+        self.shutdown_workers(finished)
         self._post(self._begin_stop)
         self._thread.join()
 
@@ -237,7 +237,7 @@ class Aggregator:
         self._connected.wait_for(clients, timeout_s, workers)
 
     def exchange(self, call: Call) -> list[Message | Lost]:
-        """Carry one exchange: send, wait, and return one checked answer per row (see ``Carrier``)."""
+        """Carry one exchange: send, wait, and return one checked answer per row (see ``Transport``)."""
         _check_sendable(call)
         exchange = Exchange(call)
         if not self._post(self._dispatcher.open, exchange):
@@ -248,7 +248,7 @@ class Aggregator:
             self._post(self._dispatcher.finish, exchange)
         if len(answers) < len(call.rows) and self._alive():
             exchange.finished.wait(ALIVE_S)  # silent clients are recorded before the next cohort is drawn
-        late = Lost(f"deadline: no answer after {call.deadline_s} s" if self._alive() else STOPPED)
+        late = Lost(f"timeout: no answer after {call.deadline_s} s" if self._alive() else STOPPED)
         return [answers.get(row, late) for row in call.rows]
 
     def _collect(self, exchange: Exchange) -> dict[int, Message | Lost]:
@@ -351,7 +351,7 @@ class Aggregator:
         self._dispatcher.stop(finished)
 
     async def _watch_rows(self) -> None:
-        """Look periodically for rows that show no sign of progress."""
+        """Check periodically for stalled rows."""
         while True:
             await asyncio.sleep(ROWS_EVERY_S)
             self._dispatcher.ask_others()
@@ -363,7 +363,10 @@ class Aggregator:
             await asyncio.sleep(CONNECTIONS_EVERY_S)
             was, full = full, _sockets() - others >= self._most
             if full and not was:
-                self._tell(f"{self._most} connections are open, as many as may be: others cannot join until some end")
+                self._tell(
+                    f"{self._most} connections are open, which is the limit: further workers cannot join until some "
+                    "are closed"
+                )
 
     def _begin_stop(self) -> None:
         assert self._stopping is not None
@@ -375,7 +378,7 @@ class Aggregator:
             self._run.presence.change(() if come is None else come.members, () if gone is None else gone.members)
 
     def _tell(self, text: str) -> None:
-        """Report what the federation waits for, or what is wrong with it."""
+        """Report the reason why the federation waits, or a problem."""
         self._monitor.say(text)
         self._announce(text)
 
@@ -393,8 +396,8 @@ def _check_sendable(call: Call) -> None:
     begin = sum(len(client.encode()) + 2 for client in call.clients) + 6 * len(call.rows)
     if begin > FRAME_BYTES // 2:
         raise ExperimentError(
-            f"a cohort of {len(call.rows)} clients is too large for one conversation over the wire "
-            f"(ids and rows take {begin} bytes, allowed: {FRAME_BYTES // 2})"
+            f"a cohort of {len(call.rows)} clients is too large for one conversation over the wire: ids and rows take "
+            f"{begin} bytes, and at most {FRAME_BYTES // 2} fit"
         )
 
 

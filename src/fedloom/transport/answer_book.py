@@ -1,4 +1,4 @@
-"""Answers that a worker keeps until their rows move on, in case the aggregator asks for them again."""
+"""Cache of a worker's answers, kept in case the aggregator asks for them again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fedloom.core.words import REASON_CHARACTERS
-from fedloom.federation.carrier import ConversationKey, Lost
+from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.transport.codec import Cutter, Encoded, group_answers, join_answers
 from fedloom.transport.frames import serialize
 from fedloom.transport.stream import HELD_CONVERSATIONS, Outbox, key_from_wire, key_to_wire
@@ -100,7 +100,7 @@ class AnswerBook:
             self._send_missing(key, again.exchange, lacking)
 
     def send_lacking(self, request: WorkerRequest, rows: Sequence[int]) -> None:
-        """Report that the conversation of these rows is not held here."""
+        """Report that this worker has no conversation for these rows."""
         if self.incarnation != request.incarnation:
             return
         page = self._pages.get(request.key)
@@ -110,7 +110,7 @@ class AnswerBook:
         self._send_missing(request.key, request.envelope.exchange, rows)
 
     def send_too_late(self, request: WorkerRequest) -> None:
-        """Report that an obsolete request was dropped: silence would be taken for a hanging worker."""
+        """Report that an obsolete request was dropped, so that the worker does not appear to hang."""
         if self.incarnation == request.incarnation and self.outbox is not None and request.envelope.rows:
             row, exchange = request.envelope.rows[0], request.envelope.exchange
             self._send_lost(None, request.key, exchange, row, Lost("it took too long"))

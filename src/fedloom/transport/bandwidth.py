@@ -1,4 +1,4 @@
-"""Bandwidth limit of a worker: frames wait until the configured rate allows for those before them."""
+"""Token-bucket bandwidth limit for a worker's frames."""
 
 from __future__ import annotations
 

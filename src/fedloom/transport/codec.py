@@ -149,7 +149,7 @@ def join_answers(answers: Sequence[Encoded]) -> Encoded:
 def group_answers(answers: Sequence[Encoded]) -> Iterator[range]:
     """Yield ranges of consecutive answers that share a transfer: those of one class that fit into a chunk.
 
-    An answer with a broadcast has a transfer of its own.
+    An answer with a broadcast has a separate transfer.
     """
     start, size = 0, 0
     for i, answer in enumerate(answers):
@@ -275,7 +275,7 @@ class Assembler:
                 f"{begin.total_bytes} bytes announced, {self.total} expected for {begin.envelope.message[:80]}",
             )
         if self.total > limit_bytes:
-            raise WireError(Refusal.SIZE, f"{self.total} bytes announced, at most {limit_bytes} taken")
+            raise WireError(Refusal.SIZE, f"{self.total} bytes announced, at most {limit_bytes} accepted")
         self._specs = tuple(tensors)
         self._storage = [storage(spec) if storage else [memory(spec.nbytes)] for spec in tensors]
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]
@@ -349,7 +349,7 @@ def _tensor(spec: TensorSpec, storage: Tensor, rows: int | None, cls: type[Messa
     """Return received bytes as a tensor; ``rows`` replaces the first size of its shape."""
     shape = spec.shape if rows is None else (rows, *spec.shape[1:])
     if spec.dtype == torch.bool and bool((storage > 1).any()):
-        raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes that are no bool")
+        raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes other than 0 and 1")
     if not spec.nbytes:  # torch cannot view empty storage as aligned (data without classes have no confusion matrix)
         return torch.empty(shape, dtype=spec.dtype)
     return storage.view(spec.dtype).view(shape)

@@ -30,7 +30,7 @@ class ConnectedWorkers:
         self._started_at = time.monotonic()
 
     def change(self, come: WorkerInfo | None, gone: WorkerInfo | None) -> None:
-        """Remove a worker that left and add one that came."""
+        """Remove a worker that left and add one that joined."""
         with self._changed:
             if gone is not None:
                 if isinstance(gone.clients, Clients):
@@ -46,13 +46,13 @@ class ConnectedWorkers:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Record that workers are told to leave from now on."""
+        """Record that workers are shut down from now on."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     def told_to_leave(self, name: str) -> None:
-        """Record that a worker has joined; after the end it was told to leave, and is not listed."""
+        """Record that a worker has joined; after the shutdown it is not listed."""
         with self._changed:
             if self._ended:
                 self._left_at.pop(name, None)
@@ -80,14 +80,14 @@ class ConnectedWorkers:
         """Wait until a connected worker may serve each client and at least ``workers`` workers are connected.
 
         Raise QuorumError if this is not so after ``timeout_s`` seconds (the error names the clients), or workers are
-        told to leave.
+        shut down.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while True:
                 left = self.unserved(sorted(clients))
                 if self._ended:
-                    raise QuorumError("the aggregator was stopped while it waited for workers")
+                    raise QuorumError("the aggregator was stopped while waiting for workers")
                 if not left and len(self._workers) >= workers:
                     return
                 remaining = deadline - time.monotonic()
@@ -102,11 +102,11 @@ class ConnectedWorkers:
             what = f"{len(self._workers)} of {pluralize(workers, 'worker')} joined"
         return QuorumError(
             f"after {timeout_s:g} s {what} (connected workers: {first_of(sorted(self._workers), 20) or 'none'})",
-            hint="start a `fedloom worker` that has their shards, or look at the workers' logs",
+            hint="start a `fedloom worker` that has their shards, or check the workers' logs",
         )
 
-    def linger(self, resumed: bool) -> None:
-        """Wait for workers that have yet to learn that the run is over (see ``Aggregator.linger``)."""
+    def drain(self, resumed: bool) -> None:
+        """Wait for workers that have yet to learn that the run is over (see ``Aggregator.drain``)."""
         with self._changed:
             while True:
                 last = max(self._left_at.values(), default=-math.inf)

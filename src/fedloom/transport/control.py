@@ -67,7 +67,8 @@ def from_wire(told: wire.Activity) -> Activity:
         wrong = error.errors()[0]
         key = ".".join(map(str, wrong["loc"]))
         raise RefusedError(
-            f"the aggregator's status has the {key} {shortened(str(wrong['input']))}, which this fedloom does not know",
+            f"the aggregator's status has the {key} {shortened(str(wrong['input']))}, which this version of fedloom "
+            "does not know",
             hint="install the same version of fedloom on both sides",
         ) from None
 
@@ -181,7 +182,7 @@ class ControlClient:
             return RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
         return AbandonedError(
             f"no aggregator answers at {self._address}: {dial.perhaps_tls(*found) or described(code, details)}",
-            hint="where none is, a run's folder or URL says how far it came: fedloom status RUN",
+            hint="if no aggregator runs, read the run's folder or URL: fedloom status RUN",
         )
 
 
@@ -211,7 +212,7 @@ def follow(address: str, *, connect_s: float, credentials: Credentials | None = 
     """Watch the run of an aggregator to its end.
 
     The first :class:`Activity` comes at once, and another whenever something has changed, at most a few per second;
-    each evaluation (``measured``) has one of its own. The iterator ends after one whose phase is ``finished`` or
+    each evaluation (``measured``) has a separate one. The iterator ends after one whose phase is ``finished`` or
     ``failed``. Closing it stops watching.
 
     Parameters

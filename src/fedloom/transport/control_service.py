@@ -37,7 +37,7 @@ T = TypeVar("T")
 AT_ONCE = 500
 """Clients in one part of an answer."""
 
-OPERATOR = "somebody on its machine"
+OPERATOR = "local operator"
 """Name of the operator where no identity is required."""
 
 
@@ -107,7 +107,7 @@ class ProgressPublisher:
             return 0.0 if self._watchers else time.monotonic() - self._unwatched_since
 
     def read_within(self, seconds: float) -> None:
-        """Wait until every watcher has been told of the end, for at most ``seconds``."""
+        """Wait until every watcher has received the final state, for at most ``seconds``."""
         deadline = time.monotonic() + seconds
         while self._watchers and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -121,7 +121,10 @@ class ProgressPublisher:
             Returns the state of the federation.
         """
         if self._watchers >= WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{WATCHERS} watch already: come again")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{WATCHERS} watchers are connected, which is the limit; retry later",
+            )
         with self._lock:
             self._watchers += 1
         told: Any = None
@@ -144,14 +147,14 @@ class ProgressPublisher:
                 self._unwatched_since = time.monotonic()
 
     def _response(self, now: Activity) -> wire.WatchResponse:
-        """Encode a state, once for all watchers that are told of it."""
+        """Encode a state once for all watchers."""
         if self._encoded is None or self._encoded[0] is not now:
             self._encoded = now, wire.WatchResponse(activity=to_wire(now))
         return self._encoded[1]
 
 
 def _news(now: Activity) -> tuple[object, ...]:
-    """Return the parts of a state that watchers are told of at once: everything but rates, times and bytes."""
+    """Return the parts of a state whose changes are sent at once: everything but rates, times and bytes."""
     rounds = now.round, now.doing, now.attempt, now.durable_round
     return now.phase, now.message, *rounds, now.paused_by, len(now.workers), now.clients.absent, now.measured
 
@@ -164,7 +167,7 @@ class ControlService:
     activity, clients
         Return the state of the federation, and its roster by id.
     say
-        Shows one line to a person.
+        Shows one line to the user.
     control
         Requests to the round loop; without it, the federation can only be observed.
     publisher
@@ -238,20 +241,20 @@ class ControlService:
         by = await self._operator(context, "pause")
         changed = await self._written(context, lambda: control.pause(by))
         if changed:
-            self._say(f"rounds pause after the one under way: {by} asked for it")
+            self._say(f"rounds pause after the current one, as requested by {by}")
         return wire.PauseResponse(changed=changed, activity=to_wire(self._activity()))
 
     async def _resume(self, control: Control, request: wire.ResumeRequest, context: Any) -> wire.ResumeResponse:
         by = await self._operator(context, "resume")
         changed = await self._written(context, control.resume)
         if changed:
-            self._say(f"rounds go on: {by} asked for it")
+            self._say(f"rounds continue, as requested by {by}")
         return wire.ResumeResponse(changed=changed, activity=to_wire(self._activity()))
 
     async def _stop(self, control: Control, request: wire.StopRequest, context: Any) -> wire.StopResponse:
         by = await self._operator(context, "stop now" if request.now else "stop")
-        when = "now" if request.now else "after the round under way"
-        self._say(f"the aggregator stops {when}: {by} asked for it")
+        when = "now" if request.now else "after the current round"
+        self._say(f"the aggregator stops {when}, as requested by {by}")
         control.stop(request.now)
         return wire.StopResponse(activity=to_wire(self._activity()))
 
@@ -266,7 +269,7 @@ class ControlService:
             return peer.identity.name
         host = host_of(context.peer())
         if not is_loopback(host):
-            reason = "without an identity of role admin, call from the aggregator's own machine"
+            reason = "an identity with role admin is required, unless the call comes from the aggregator's own machine"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
         return OPERATOR
 
@@ -277,5 +280,5 @@ class ControlService:
             return await asyncio.to_thread(write)
         except FedloomError as error:
             log.error("%s", error)
-            await context.abort(grpc.StatusCode.ABORTED, f"all is as before: {error.message}")
+            await context.abort(grpc.StatusCode.ABORTED, f"nothing was changed: {error.message}")
             raise AssertionError("abort raises") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fedloom.federation.carrier import ConversationKey
+from fedloom.federation.transport import ConversationKey
 from fedloom.transport.exchanges import Exchange, Link, OpenConversation
 from fedloom.transport.frames import Refusal, WireError
 from fedloom.transport.stream import key_from_wire

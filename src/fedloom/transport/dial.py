@@ -59,11 +59,11 @@ def distrust(address: str, shown: ClientCredentials, code: grpc.StatusCode, deta
     host = address.rpartition(":")[0]
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
     for part, words in (
-        ("has expired", f"its certificate has ended, by this machine's clock: {now}"),
+        ("has expired", f"its certificate has expired, by this machine's clock: {now}"),
         ("not yet valid", f"its certificate is not valid yet, by this machine's clock: {now}"),
-        ("hostname verification", f"its certificate is not for {host}: dial a name that is in it"),
+        ("hostname verification", f"its certificate is not for {host}: connect to a name in the certificate"),
         ("certificate_verify_failed", "its certificate is not signed by an authority in ca.crt"),
-        ("wrong_version_number", "it does not speak TLS: connect without ca.crt"),
+        ("wrong_version_number", "it does not use TLS: connect without ca.crt"),
     ):
         if part in said:
             return words
@@ -76,7 +76,7 @@ def perhaps_tls(shown: ClientCredentials, code: grpc.StatusCode, details: str | 
     closed = "socket closed" in said or "connection reset" in said
     if shown.ca is not None or code is not grpc.StatusCode.UNAVAILABLE or not closed or "failed to connect" not in said:
         return None
-    return f"{BROKEN} before anything was said: it may speak TLS, which needs ca.crt in the credentials"
+    return f"{BROKEN} before any data arrived: the server may use TLS, which needs ca.crt in the credentials"
 
 
 def closed_after_handshake(shown: ClientCredentials, code: grpc.StatusCode, details: str | None) -> str | None:
@@ -84,7 +84,7 @@ def closed_after_handshake(shown: ClientCredentials, code: grpc.StatusCode, deta
     if shown.ca is None or code is not grpc.StatusCode.UNAVAILABLE or "socket closed" not in (details or "").lower():
         return None
     if shown.pair is None:
-        return "it ends the connection: it may ask for a certificate (tls.crt in the credentials)"
+        return "it closed the connection: it may require a certificate (tls.crt in the credentials)"
     said = shown.pair.certificate
     ends = f"{said.ends:%Y-%m-%d %H:%M:%S} UTC"
-    return f"it ends the connection: it may not believe {said}, until {ends}: of another CA, or by its clock"
+    return f"it closed the connection: it may reject {said}, valid until {ends}, because of another CA or its clock"

@@ -15,10 +15,10 @@ from itertools import islice
 from fedloom.core.words import first_of, pluralize
 from fedloom.errors import FedloomError
 from fedloom.federation.activity import Awaited
-from fedloom.federation.carrier import Call, ConversationKey, Lost, Refusals
 from fedloom.federation.client_side import TRAIN
 from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
+from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals
 from fedloom.transport.codec import encode
 from fedloom.transport.conversations import Conversations
 from fedloom.transport.exchanges import Exchange, Link, OpenConversation, WorkerInfo
@@ -43,7 +43,7 @@ class Dispatcher:
     publish
         Called with the worker that has joined, the one that has left, or both.
     say
-        Called with urgent messages for a person: awaited clients that have no worker, and the deadline.
+        Called with urgent messages for the user: awaited clients that have no worker, and the deadline.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Dispatcher:
                 del idle[name]
 
     def _idle_workers(self) -> dict[str, Collection[str]]:
-        """Return the clients of workers that nothing is awaited from, of proven ones if there are any."""
+        """Return the clients of idle workers, of proven ones if there are any."""
         busy = {
             link
             for _, exchange in self._conversations.running()
@@ -401,7 +401,7 @@ def _stalled(exchange: Exchange) -> list[int]:
 
 
 def _let_silent_rest(exchange: Exchange) -> None:
-    """Have workers without any answer rest, twice as long after each such exchange."""
+    """Put workers without any answer on hold, twice as long after each such exchange."""
     now, patience = time.monotonic(), exchange.patience_s()
     for link, since in exchange.asked.items():
         if link not in exchange.answered and patience is not None and now - since > patience:

@@ -1,4 +1,4 @@
-"""Bookkeeping of the aggregator: open conversations, exchanges that wait for answers, connected workers.
+"""State of the aggregator: open conversations, exchanges that wait for answers, connected workers.
 
 All of it belongs to the event loop's thread, except the inbox of an exchange, which the calling thread reads.
 """
@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedloom.federation.carrier import Call, ConversationKey, Lost
 from fedloom.federation.roster import Member
+from fedloom.federation.transport import Call, ConversationKey, Lost
 from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
 from fedloom.transport import stream
@@ -76,7 +76,7 @@ HEARTBEAT = serialize(wire.AggregatorPart(heartbeat=wire.Heartbeat()))
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A connected worker, as it introduced itself; ``members`` are its clients if they bring data of their own."""
+    """Connected worker, as described in its Hello; ``members`` are its clients if they have their own data."""
 
     name: str
     incarnation: str
@@ -106,7 +106,7 @@ class Link:
     outbox: Outbox = field(default_factory=lambda: Outbox(HEARTBEAT))
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.AggregatorPart))
     held: dict[ConversationKey, dict[int, int]] = field(default_factory=dict)
-    """Last exchange that the worker has of each row, as it said on joining or as sent on this stream."""
+    """Last exchange of each row that the worker has: as it reported on joining, or as sent on this stream."""
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     ignored: set[int] = field(default_factory=set)  # refused transfers that have not ended yet
     allowance: int = 64  # refused or late parts still tolerated; each row requested adds to it
@@ -251,7 +251,7 @@ class OpenConversation:
         if self.current is not None or exchange.call.exchange != len(self.calls):
             state = "is still running" if self.current is not None else "is over"
             raise ValueError(
-                f"{self.key}: found exchange {exchange.call.exchange}; exchange {len(self.calls) - 1} {state}"
+                f"{self.key}: exchange {exchange.call.exchange} is out of order; exchange {len(self.calls) - 1} {state}"
             )
         self.calls.append(exchange.call)
         self.rows = self.rows.union(exchange.call.rows)

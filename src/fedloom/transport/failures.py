@@ -6,8 +6,8 @@ import grpc
 
 from fedloom.core.words import REASON_CHARACTERS, printable
 
-NOBODY = "nothing listens there"
-STRANGER = "what answers there is not a FedLoom aggregator"
+NOBODY = "nothing listens at this address"
+STRANGER = "the server at this address is not a FedLoom aggregator"
 BROKEN = "the connection broke"
 
 RETRYABLE = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.ALREADY_EXISTS)
@@ -22,8 +22,8 @@ OUR_OWN = (
 
 _HINTS = {
     grpc.StatusCode.UNIMPLEMENTED: "give the address of a `fedloom aggregator` of this version",
-    grpc.StatusCode.UNAUTHENTICATED: "show a certificate or a token that it knows: tls.crt or token in the credentials",
-    grpc.StatusCode.PERMISSION_DENIED: "its table of identities says who may do what (docs/security.md)",
+    grpc.StatusCode.UNAUTHENTICATED: "give a certificate or token that it accepts: tls.crt or token in the credentials",
+    grpc.StatusCode.PERMISSION_DENIED: "permissions are set in its identity file (docs/security.md)",
 }
 
 REFUSALS = tuple(_HINTS)
@@ -36,10 +36,10 @@ Without it the credential is unknown, perhaps because the aggregator's files cha
 """
 
 _SAID = (
-    (("resol", "name not found", "address lookup", "not known"), "there is no such host"),
+    (("resol", "name not found", "address lookup", "not known"), "the host does not exist"),
     (("refused",), NOBODY),
     (("http/2", "http1", "settings frame", "http status", "content-type", "handshake"), STRANGER),
-    (("no route", "unreachable"), "the network does not reach it"),
+    (("no route", "unreachable"), "the network is unreachable"),
     (("timed out", "timeout", "deadline", "fd shutdown", "keepalive", "ping"), "it does not answer"),
     (("reset", "closed", "goaway", "broken pipe", "shutting down", "cancelled"), BROKEN),
 )

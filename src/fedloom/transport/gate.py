@@ -151,7 +151,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._reading: asyncio.Task[dict[Path, int]] | None = None
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """Put the gate before a call's handler."""
+        """Wrap a call's handler with the admission check."""
         handler = await continuation(details)
         if handler is None or details.method.startswith(HEALTH):
             return handler
@@ -241,7 +241,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         action = ACTIONS.get(call)
         try:
             if action is None:
-                raise Denied(f"{call} is for nobody here")
+                raise Denied(f"{call} is not offered by this server")
             presented = presented_by(context)
             if self._access.stale or self._reading is not None:
                 await self._read()  # a token may have been created or revoked a moment ago
@@ -268,7 +268,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if not budget.spend():
             return f"too many calls of {identity.name}; retry later"
         if action in (Action.WATCH, Action.CONTROL) and self._watches_too_much(identity):
-            return f"{identity.name} has too many calls open: end one first"
+            return f"{identity.name} has too many open calls: close one first"
         return None
 
     def _watches_too_much(self, identity: Identity) -> bool:
@@ -288,12 +288,12 @@ def _asked(parse: Callable[[bytes], Any], behaviour: _Behaviour) -> _Behaviour:
     """Wrap a handler so that the single request is read only after the call is admitted."""
 
     async def asked(_: Any, context: Any) -> Any:
-        data, reason = await context.read(), "the call has no message; send one"
+        data, reason = await context.read(), "the call has no request message"
         if data is not grpc.aio.EOF:
             try:
                 request = parse(data)
             except Exception:  # protobuf raises DecodeError, and other errors on some malformed input
-                reason = f"its {len(data)} bytes are no request"
+                reason = f"its {len(data)} bytes are not a valid request"
             else:
                 return await behaviour(request, context)
         if (peer := PEER.get()) is not None:
@@ -389,5 +389,5 @@ async def watch_certificate(files: ReloadingFile[ServerFiles], say: Callable[[st
         soon = min(CERT_EXPIRY_WARNING, (certificate.ends - certificate.starts) / 4)
         if certificate != said and datetime.now(UTC) > certificate.ends - soon:
             said = certificate
-            say(f"this aggregator's certificate ends at {certificate.ends:%Y-%m-%d %H:%M:%S} UTC: renew its files")
+            say(f"this aggregator's certificate expires at {certificate.ends:%Y-%m-%d %H:%M:%S} UTC: renew its files")
         await asyncio.sleep(CERTIFICATE_S)

@@ -119,7 +119,7 @@ class Health:
         try:
             return str(health_pb2.HealthCheckRequest.FromString(data).service)
         except Exception:  # protobuf raises DecodeError, and other errors on some malformed input
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is no HealthCheckRequest")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the request is not a HealthCheckRequest")
             raise AssertionError("abort raises") from None
 
     async def _check(self, _: Any, context: Any) -> Any:
@@ -144,7 +144,7 @@ class Health:
                     await asyncio.wait((changed, ended), return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     changed.cancel()
-        await context.abort(grpc.StatusCode.UNAVAILABLE, "others watch: come again")
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "replaced by a newer watcher; retry")
 
 
 @dataclass(frozen=True)

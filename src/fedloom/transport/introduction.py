@@ -33,7 +33,7 @@ class Introduction:
     incarnation
         Id of this process: conversations are kept as long as it stays the same.
     members
-        Announcements of the clients, in the same order, where they bring data of their own.
+        Announcements of the clients, in the same order, if they have their own data.
     """
 
     worker: str
@@ -82,7 +82,7 @@ def parse_welcome(address: str, data: bytes) -> wire.Welcome:
     if first.WhichOneof("part") == "refused":
         raise refusal_error(address, first.refused)
     if first.WhichOneof("part") != "welcome":
-        raise WireError(Refusal.GARBAGE, "the first part was no Welcome")
+        raise WireError(Refusal.GARBAGE, "the first part was not a Welcome")
     return first.welcome
 
 
@@ -102,12 +102,12 @@ def refusal_error(address: str, refused: wire.Refused) -> FedloomError:
         wire.REFUSAL_CODE_PROTOCOL: "install the same version of fedloom on both sides",
         wire.REFUSAL_CODE_PACKAGE: "install the same version of fedloom on both sides",
         wire.REFUSAL_CODE_ALGORITHM: "install the same version of the algorithm's package on both sides",
-        wire.REFUSAL_CODE_REPLACED: f"give every worker a name of its own with {argument('name')}",
+        wire.REFUSAL_CODE_REPLACED: f"give every worker a unique name with {argument('name')}",
     }
     reason = printable(refused.reason, REASON_CHARACTERS)
     if refused.code == wire.REFUSAL_CODE_CLIENTS:
         return DataError(
             f"the aggregator at {address} refused: {reason}",
-            hint="make the partition with the aggregator's experiment file: fedloom partition EXPERIMENT",
+            hint="create the partition from the aggregator's experiment file: fedloom partition EXPERIMENT",
         )
     return RefusedError(f"the aggregator at {address} refused: {reason}", hint=hints.get(refused.code))

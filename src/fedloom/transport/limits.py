@@ -30,7 +30,7 @@ class TokenBucket:
     Parameters
     ----------
     most, per_s
-        Capacity, also the initial amount, and tokens regained per second.
+        Capacity, which is also the initial amount, and tokens refilled per second.
     clock
         Clock in seconds.
     """

@@ -1,4 +1,4 @@
-"""Status of a live federation: the monitor's state with what only the aggregator knows."""
+"""Status of a live federation: the monitor's state, extended by the aggregator's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedloom.transport.worker_streams import ByteCount
 
 
 class LiveStatus:
-    """Source of a live federation's status; it ``is_open`` if clients bring data of their own, and come and go.
+    """Source of a live federation's status; it ``is_open`` if clients have their own data, and join and leave.
 
     Belongs to the event loop's thread.
     """

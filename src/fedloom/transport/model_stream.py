@@ -92,7 +92,7 @@ class PartReader:
             self._parts = read_parts(self._frame, data)
         found, part = next_part
         if found != kind:
-            raise WireError(Refusal.GARBAGE, f"a part {found!r} came in place of {kind!r}")
+            raise WireError(Refusal.GARBAGE, f"got a part {found!r}, expected {kind!r}")
         if transfer is not None and part.transfer != transfer:
             raise WireError(Refusal.UNKNOWN_TRANSFER, f"transfer {part.transfer}, expected {transfer}")
         return part
@@ -117,7 +117,7 @@ class PartReader:
         name, tensors = begin.envelope.message, begin.envelope.tensors
         if name not in classes:
             allowed = ", ".join(sorted(classes)) or "none"
-            raise WireError(Refusal.SHAPE, f"message {name[:80]!r} is not one of those awaited: {allowed}")
+            raise WireError(Refusal.SHAPE, f"message {name[:80]!r} is not among the expected ones: {allowed}")
         cls = classes[name]
         _check_fields(cls, tensors)
         held = {spec.name: spec.digest for spec in tensors if spec.held}
@@ -138,4 +138,6 @@ def _check_fields(cls: type[Message], tensors: Sequence[transfers.TensorSpec]) -
         raise WireError(Refusal.SHAPE, f"{cls.__name__} has fields {found}, expected {names}")
     for spec in tensors:
         if len(spec.shape) > _AXES:
-            raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} has {len(spec.shape)} axes, more than {_AXES}")
+            raise WireError(
+                Refusal.SHAPE, f"{cls.__name__}.{spec.name} has {len(spec.shape)} axes, and at most {_AXES} are allowed"
+            )

@@ -48,7 +48,7 @@ REMEMBERED_BYTES = 256 << 20
 """Maximum size of the broadcasts cached for later models."""
 
 RETRY_INTERVAL_S = 0.5
-"""Delay before retrying an unavailable server that names no delay of its own."""
+"""Delay before retrying an unavailable server that names no delay."""
 
 RETRYABLE = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 ENDED = "Internal error from Core"
@@ -57,7 +57,7 @@ ENDED = "Internal error from Core"
 _SAME_VERSION = "install the same version of fedloom, and of the method, on both sides"
 
 Speak = Callable[[int, int, Message], Message | None]
-"""The client half: ``(round, exchange, message) -> answer``; None once it has its predictors."""
+"""The client algorithm: ``(round, exchange, message) -> answer``; None once it has its predictors."""
 
 
 @dataclass(frozen=True)
@@ -196,15 +196,15 @@ class Models:
                 )
                 if (told.package, told.protocol) != (fedloom.__version__, PROTOCOL):
                     raise RefusedError(
-                        f"the server at {self._address} is fedloom {printable(told.package, 80)} with protocol "
-                        f"{told.protocol}, this is fedloom {fedloom.__version__} with protocol {PROTOCOL}",
+                        f"the server at {self._address} has fedloom {printable(told.package, 80)} with protocol "
+                        f"{told.protocol}, and this client fedloom {fedloom.__version__} with protocol {PROTOCOL}",
                         hint=_SAME_VERSION,
                     )
                 if told.HasField("served"):
                     return _found(told)
                 wait_s[:] = [1.0]
                 if time.monotonic() + 1.0 > ends:
-                    raise QuorumError(f"{self._address}: no round of the run is durable yet", hint="ask again later")
+                    raise QuorumError(f"{self._address}: no round of the run is durable yet", hint="retry later")
             await asyncio.sleep(wait_s[0])
 
     async def converse(
@@ -228,7 +228,7 @@ class Models:
         vocabulary
             Messages of the method, by name.
         speak
-            The client half; called in a thread.
+            The client algorithm; called in a thread.
         round
             Accept only this round; None accepts whichever is served.
         early
@@ -280,7 +280,7 @@ class Models:
             raise failure from error
 
     def _failure(self, error: grpc.aio.AioRpcError, *, told: bool) -> FedloomError:
-        """Return the error of a failed call; ``told`` if the server says when to come again."""
+        """Return the error of a failed call; ``told`` if the server says when to retry."""
         code, details = error.code(), error.details()
         found = self._shown, code, details
         said = printable(details or "", 500) or code.name
@@ -289,17 +289,17 @@ class Models:
         if _is_temporary(error):
             why = closed_after_handshake(*found) or perhaps_tls(*found)
             why = why or (said if told else described(code, details))
-            return QuorumError(f"no model from {self._address} in time: {why}", hint="ask again later")
+            return QuorumError(f"no model from {self._address} in time: {why}", hint="retry later")
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
             return DataError(f"{self._address}: {said}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             advice = "give the address of `fedloom serve`, or of a `fedloom aggregator`"
-            return RefusedError(f"{self._address}: no models are handed out there", hint=advice)
+            return RefusedError(f"{self._address} does not serve models", hint=advice)
         if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             return RefusedError(f"{self._address}: {said}", hint=hint(code))
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             return RefusedError(f"{self._address}: {said}", hint=_SAME_VERSION)
-        return QuorumError(f"no model: {self._address}: {said}", hint="ask again later")
+        return QuorumError(f"no model: {self._address}: {said}", hint="retry later")
 
 
 def _is_temporary(error: grpc.aio.AioRpcError) -> bool:
@@ -307,7 +307,7 @@ def _is_temporary(error: grpc.aio.AioRpcError) -> bool:
 
 
 class _Conversation:
-    """One attempt at a conversation, on a stream of its own."""
+    """One attempt at a conversation, on a separate stream."""
 
     def __init__(
         self, memory: Memory, call: Any, about: About, vocabulary: Mapping[str, type[Message]], speak: Speak
@@ -327,7 +327,7 @@ class _Conversation:
         Raises
         ------
         WireError
-            If the server sends what cannot be read, or does not keep to the conversation.
+            If the server sends invalid data, or violates the protocol.
         grpc.aio.AioRpcError
             If the stream ends with an error.
         """
@@ -344,7 +344,7 @@ class _Conversation:
             if header.last:
                 break
             if answer is None:
-                raise WireError(Refusal.CONVERSATION, "the server goes on with a conversation that is over")
+                raise WireError(Refusal.CONVERSATION, "the server continued a conversation that had ended")
             await self._write(encode(answer))
             header, message, _ = await self._read()
             served, exchange = header.served, exchange + 1
@@ -419,5 +419,5 @@ def _found(told: wire.Described) -> Found:
         Problem.from_json(told.problem)
         parsed_json(told.experiment, DEEPEST)
     except (DataError, ValueError) as error:
-        raise RefusedError(f"the server's account of its run cannot be read: {printable(str(error), 300)}") from error
+        raise RefusedError(f"cannot read the server's description of its run: {printable(str(error), 300)}") from error
     return Found(about, told.served.round, printable(told.served.digest), told.load.handed_out, told.load.waiting)

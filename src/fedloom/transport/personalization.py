@@ -1,6 +1,7 @@
-"""Personalization service (docs/serving.md): on an aggregator's port, or in a process of its own.
+"""Personalization service (docs/serving.md): on an aggregator's port, or in its own process.
 
-Streams and bookkeeping live on one event loop; the server half's work is done in tiles (``fedloom.transport.tiles``).
+Streams and bookkeeping live on one event loop; the server algorithm's work is done in tiles
+(``fedloom.transport.tiles``).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ LATENCIES = 10_000
 STREAMS = 100
 """Maximum number of conversations on one connection."""
 SOON_MS, LATE_MS = 10, 5_000
-"""Minimum and maximum delay that a refused client is told."""
+"""Minimum and maximum retry delay sent to a refused client."""
 
 _SAME_VERSION = "install the same version of fedloom on both sides"
 _PRECISIONS = {int(DTYPES[dtype]): dtype for dtype in PRECISIONS.values()}
@@ -194,9 +195,9 @@ class Personalization:
             except ExperimentError:
                 return  # the method has no models to serve, and never will
             except FedloomError as error:  # keep serving the current round
-                log.warning("no newer round can be served: %s", error)
+                log.warning("cannot load a newer round: %s", error)
             except Exception:
-                log.exception("no newer round can be served")
+                log.exception("cannot load a newer round")
 
     async def _refresh(self) -> None:
         try:
@@ -286,7 +287,7 @@ class Personalization:
         """Let a client that has answered the opening wait for a tile, and hold its conversation to the end."""
         heard_at, served = time.perf_counter(), client.prepared.served
         if len(self._tiles) >= self._limits.waiting:
-            await self._overloaded(context, f"{pluralize(self._limits.waiting, 'client')} wait already")
+            await self._overloaded(context, f"the queue is full: {pluralize(self._limits.waiting, 'client')} waiting")
         self._tiles.add(client)
         try:
             while True:
@@ -308,7 +309,7 @@ class Personalization:
             self._tiles.remove(client)
 
     async def _ask(self, reader: PartReader) -> wire.Ask | None:
-        """Read a client's first part; None if it has gone without one."""
+        """Read a client's first part; None if it disconnected without one."""
         try:
             ask: wire.Ask = await reader.part("ask")
         except WireError as error:
@@ -343,7 +344,7 @@ class Personalization:
         """Check what a client asks for, and return the precision; refuse the client if it cannot be served."""
         if ask.package != fedloom.__version__:
             found = printable(ask.package, 80)
-            reason = f"the client has fedloom {found}, this server {fedloom.__version__}; {_SAME_VERSION}"
+            reason = f"the client has fedloom {found}, and this server {fedloom.__version__}; {_SAME_VERSION}"
             await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
         wrong = ""
         if not CLIENT_ID.fullmatch(ask.client):
@@ -356,7 +357,7 @@ class Personalization:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, wrong)
         peer = PEER.get()
         if peer is not None and not peer.identity.speaks_for(ask.client):
-            reason = f"may not speak for {ask.client}"
+            reason = f"may not act for {ask.client}"
             peer.refuse("clients", reason)
             await self._refuse(context, grpc.StatusCode.PERMISSION_DENIED, f"{peer.identity.name} {reason}")
         return _PRECISIONS[ask.precision]
@@ -367,20 +368,22 @@ class Personalization:
         if self._never is not None:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, self._never)
         if prepared is None:
-            reason = "no round of the run is durable yet: come again"
+            reason = "no round of the run is durable yet; retry later"
             await self._refuse(context, grpc.StatusCode.UNAVAILABLE, reason, retry_ms=1_000)
         served = prepared.served
         if (ask.algorithm, ask.algorithm_version) != (served.about.algorithm, served.about.version):
             reason = (
-                f"the client asks for method {printable(ask.algorithm, 80)} version {ask.algorithm_version}, "
-                f"the run has {served.about.algorithm} version {served.about.version}; {_SAME_VERSION}"
+                f"the client asks for method {printable(ask.algorithm, 80)} version {ask.algorithm_version}, and the "
+                f"run has {served.about.algorithm} version {served.about.version}; {_SAME_VERSION}"
             )
             await self._refuse(context, grpc.StatusCode.FAILED_PRECONDITION, reason)
         if ask.HasField("round") and ask.round != served.round:
-            reason = f"round {ask.round} is not served; round {served.round} is"
+            reason = f"round {ask.round} is not served; the current round is {served.round}"
             await self._refuse(context, grpc.StatusCode.NOT_FOUND, reason)
         if self._open > self._limits.conversations:
-            await self._overloaded(context, f"{pluralize(self._limits.conversations, 'conversation')} are open")
+            await self._overloaded(
+                context, f"the limit of {pluralize(self._limits.conversations, 'open conversation')} is reached"
+            )
         return prepared
 
     async def _refuse(self, context: Any, code: grpc.StatusCode, reason: str, retry_ms: int | None = None) -> NoReturn:
@@ -394,9 +397,7 @@ class Personalization:
         """Refuse at once, with the time by which the queue will have been processed."""
         retry_ms = round(min(LATE_MS, max(SOON_MS, 1e3 * self._tiles.expected_s)))
         log.warning("refused a client: %s", reason)
-        await self._refuse(
-            context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{reason}: come again in {retry_ms} ms", retry_ms
-        )
+        await self._refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{reason}: retry in {retry_ms} ms", retry_ms)
 
     async def _write(self, context: Any, said: Sequence[bytes]) -> None:
         async with asyncio.timeout(self._limits.answer_s):  # a client that does not read holds memory
@@ -417,7 +418,7 @@ class Personalization:
         async with asyncio.timeout(self._limits.answer_s):
             received = await reader.message({awaited.__name__: awaited}, limit)
         if received.held:
-            raise WireError(Refusal.SHAPE, f"{awaited.__name__} has a tensor without its bytes")
+            raise WireError(Refusal.SHAPE, f"{awaited.__name__} has a tensor without data")
         return received
 
 
@@ -446,7 +447,7 @@ async def serve_models(
     say: Callable[[str], None],
     health: str | None = None,
 ) -> None:
-    """Serve models until told to stop, then let open conversations end.
+    """Serve models until asked to stop, then let open conversations end.
 
     Parameters
     ----------
@@ -455,7 +456,7 @@ async def serve_models(
     started
         Called with the bound address.
     say
-        Shows one line to a person.
+        Shows one line to the user.
     health
         ``host:port`` on which only health is served; None disables it.
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from fedloom.core.words import REASON_CHARACTERS, printable
-from fedloom.federation.carrier import Lost, Refusals
 from fedloom.federation.silence import Silence
+from fedloom.federation.transport import Lost, Refusals
 from fedloom.federation.validation import TensorSpec, mismatch
 from fedloom.messages import Message
 from fedloom.transport.codec import CHUNK_BYTES, Assembler, read_specs
@@ -58,7 +58,7 @@ class Receiver:
     def take(self, link: Link, data: bytes) -> None:
         """Process one frame from a worker.
 
-        Settled rows are handed on after the whole frame. Otherwise the calling thread would wake for each row and
+        Settled rows are delivered after the whole frame. Otherwise the calling thread would wake for each row and
         alternate with this one, which costs more than the rows.
 
         Raise WireError if the worker's stream has to end.
@@ -125,7 +125,7 @@ class Receiver:
         if not rows or len(envelope.clients) != len(rows) or any(a >= b for a, b in pairwise(rows)):
             raise WireError(
                 Refusal.CLIENT,
-                f"rows {rows[:5]} of {len(envelope.clients)} clients, expected ascending rows, a client for each",
+                f"rows {rows[:5]} of {len(envelope.clients)} clients, expected ascending rows with one client each",
             )
         exchange = self._conversations.find(envelope.conversation, envelope.exchange)
         awaited: dict[int, int] = {}
@@ -165,7 +165,7 @@ class Receiver:
         cls = self._run.vocabulary.get(envelope.message)
         if cls is None:
             allowed = ", ".join(sorted(allowed.__name__ for allowed in exchange.call.shapes))
-            raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r} (allowed: {allowed})")
+            raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r} , expected {allowed}")
         specs, count = read_specs(envelope), len(envelope.rows)
         wrong = mismatch(cls, specs, exchange.call.shapes, self._run.dtype, count)
         if wrong is None and count > 1 and not all(spec.per_client for spec in specs):
@@ -207,7 +207,7 @@ class Receiver:
     # ---- rows
 
     def _settle(self, link: Link, exchange: Exchange, row: int, outcome: Arrived | Lost) -> None:
-        """Hand on the outcome of a row; a second outcome from another stream will be late."""
+        """Deliver the outcome of a row; a second outcome from another stream will be late."""
         now = time.monotonic()
         exchange.longest_s = max(exchange.longest_s, now - exchange.asked[link])
         exchange.asked[link] = now

@@ -32,7 +32,7 @@ class ServedRun:
     roster
         Clients that train; an observer may not answer for them.
     presence
-        Record of connected clients, in a federation whose clients bring data of their own and come and go; None in any
+        Record of connected clients, in a federation whose clients have their own data, and join and leave; None in any
         other federation.
     classes
         Number of classes C, where ``presence`` is given.

@@ -1,4 +1,4 @@
-"""Common base of FedLoom's gRPC servers: an address, TLS, a gate before all calls, health and reflection."""
+"""Common base of FedLoom's gRPC servers: address, TLS, admission of calls, health and reflection."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 
-from fedloom.federation.carrier import ConversationKey
 from fedloom.federation.states import Versions
+from fedloom.federation.transport import ConversationKey
 from fedloom.runs.journal import Version
 from fedloom.transport.frames import Pieces, pack_parts, seal_frame, serialize
 from fedloom.transport.wire import federation_pb2 as wire
@@ -49,7 +49,7 @@ def states_from_wire(state: wire.ClientState) -> Versions:
 
 
 class Outbox:
-    """Parts waiting to be written: in order within a lane (a conversation), in turn between lanes.
+    """Queue of parts to write: in order within a lane (a conversation), round-robin between lanes.
 
     Belongs to one event loop. Parts are serialized when their turn comes, so that waiting costs no memory; small ones
     share a frame.
@@ -91,7 +91,7 @@ class Outbox:
         return len(self._lanes)
 
     def close(self) -> None:
-        """Let :meth:`drain` return once everything queued is written."""
+        """Close the outbox: :meth:`drain` returns once everything queued is written."""
         self._closing = True
         self._wake.set()
 

@@ -1,7 +1,7 @@
-"""Tiles of a personalization service: clients whose answers the server half processes together.
+"""Tiles of a personalization service: clients whose answers the server algorithm processes together.
 
-The server half's work is done in threads, one tile at a time; a tile that waits for its clients lets the next one work.
-Everything else belongs to one event loop.
+The server algorithm's work is done in threads, one tile at a time; a tile that waits for its clients lets the next one
+work. Everything else belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WAITING_TILES = 64
 
 
 class ClientDataError(Exception):
-    """No model follows from what a client sent; the text says why."""
+    """No model can be computed from a client's answers; the text gives the reason."""
 
 
 class ServerHalfError(Exception):
-    """The server half of the method failed."""
+    """The server algorithm of the method failed."""
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class NextMessage:
 
 @dataclass(eq=False)
 class PendingClient:
-    """A client in a conversation; once it has answered the opening, it waits for the server half's next message."""
+    """Client in a conversation; after answering the opening, it waits for the server algorithm's next message."""
 
     client: str
     prepared: PreparedRound
@@ -93,7 +93,7 @@ class PendingClient:
 
 
 class TileQueue:
-    """Queue of clients that wait for the server half, which serves them in tiles.
+    """Queue of clients that wait for the server algorithm, which serves them in tiles.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ class TileQueue:
 
 
 class _TileRun:
-    """One tile at work, in a thread of its own.
+    """Tile at work, in its own thread.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ class _TileRun:
         self._started = 0.0
 
     def run(self) -> None:
-        """Run the server half's side of the conversation."""
+        """Run the server algorithm's side of the conversation."""
         self._computing.acquire()
         self._started = time.perf_counter()
         prepared = self._seats[0].prepared
@@ -231,9 +231,9 @@ class _TileRun:
         except NobodyLeft:
             pass
         except Exception as error:
-            log.exception("the server half of %s failed", prepared.served.about.algorithm)
+            log.exception("the server algorithm of %s failed", prepared.served.about.algorithm)
             about = f"{type(error).__name__} ({place(error)})"
-            failed = ServerHalfError(f"the server half of {prepared.served.about.algorithm} failed: {about}")
+            failed = ServerHalfError(f"the server algorithm of {prepared.served.about.algorithm} failed: {about}")
             self._tell(dict.fromkeys(self._here, failed))
         finally:
             self._release()
@@ -259,7 +259,7 @@ class _TileRun:
             seat = self._seats[i]
             row = message.select([i])
             if non_finite(row) is not None:  # checked row by row, because a row stays in the cache
-                said[i] = ClientDataError("the model that follows from what the client sent is not finite")
+                said[i] = ClientDataError("the model computed from the client's answers is not finite")
                 self._here.discard(i)
                 continue
             encoded = encode(row, seat.precision, digests=True)

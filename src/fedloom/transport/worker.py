@@ -1,6 +1,6 @@
 """Worker side of the wire protocol: receives requests and streams answers back (docs/wire.md).
 
-The stream lives on an event loop in a thread of its own (``worker_connection.py``). All work of a session, and thus all
+The stream lives on an event loop in its own thread (``worker_connection.py``). All work of a session, and thus all
 torch work, happens in the thread that called :func:`serve`.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from fedloom.core import tracing
-from fedloom.federation.carrier import ConversationKey, Lost, MissingConversation
 from fedloom.federation.states import Versions
+from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message
 from fedloom.security.options import Credentials
 from fedloom.transport.bandwidth import Bandwidth
@@ -134,7 +134,7 @@ def _work(connection: WorkerConnection, make_session: Callable[[Joined], Session
 def _serve_request(
     connection: WorkerConnection, session: Session, request: WorkerRequest, stop: threading.Event
 ) -> None:
-    """Answer a request, and say so if it was no longer needed."""
+    """Answer a request, and report if it is no longer needed."""
     with tracing.within(request.envelope.trace):
         if not _answer(connection, session, request, stop) and connection.is_over(request):
             connection.too_late(request)

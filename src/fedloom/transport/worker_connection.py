@@ -1,4 +1,4 @@
-"""Connection of a worker to the aggregator, kept open in a thread of its own and turned into events."""
+"""Connection of a worker to the aggregator, kept open in its own thread and turned into events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import grpc
 
 from fedloom.core.words import REASON_CHARACTERS, printable
 from fedloom.errors import AbandonedError, FedloomError, RefusedError
-from fedloom.federation.carrier import ConversationKey, Lost
+from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
 from fedloom.security.options import ClientCredentials, Credentials
 from fedloom.transport import dial, stream
@@ -50,7 +50,7 @@ class Close:
 
 
 class Finished:
-    """Goodbye from the aggregator: the run is over."""
+    """End of the run, announced by the aggregator."""
 
 
 class _LaterError(ConnectionError):
@@ -67,12 +67,12 @@ class _Distrust(ConnectionError):
 
 
 class WorkerConnection:
-    """Stream to the aggregator, kept open in a thread of its own and turned into events.
+    """Stream to the aggregator, kept open in its own thread and turned into events.
 
     Attributes
     ----------
     events
-        What the session's thread has to act upon; an error ends the worker.
+        Events for the session's thread; an error ends the worker.
     closed
         Conversations closed by the aggregator, not yet by the session.
     """
@@ -119,7 +119,7 @@ class WorkerConnection:
         self._ready.wait()
 
     def stop(self) -> None:
-        """Leave, and wait until the thread has ended."""
+        """Disconnect, and wait until the thread has ended."""
         if self._loop is not None and self._task is not None:
             try:
                 self._loop.call_soon_threadsafe(self._task.cancel)
@@ -157,7 +157,7 @@ class WorkerConnection:
         self._post(self._book.send_too_late, request)
 
     def missing(self, request: WorkerRequest, rows: Iterable[int]) -> None:
-        """Report that the conversation of these rows is not held here."""
+        """Report that this worker has no conversation for these rows."""
         self._post(self._book.send_lacking, request, list(rows))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -170,7 +170,7 @@ class WorkerConnection:
     # ---- the event loop's thread
 
     def _introduction(self) -> bytes:
-        """Return the Hello: who we are, and which open conversations we have received completely, as far as we know."""
+        """Return the Hello: our identity, and the open conversations that we have received completely."""
         hello = wire.Hello(held_of=self.incarnation, held=self._book.held())
         hello.MergeFrom(self._hello)
         data = seal_frame(serialize(wire.WorkerPart(hello=hello)))
@@ -203,7 +203,7 @@ class WorkerConnection:
         self.events.put(await self._connect_until_over())
 
     async def _connect_until_over(self) -> Finished | FedloomError:
-        """Hold one stream after the other; return the end of the run, or the error that ends the worker."""
+        """Open one stream after another; return the end of the run, or the error that ends the worker."""
         absence = _Absence(self._address, self._reconnect_s)
         while True:
             ended = await self._hold_once(absence)
@@ -218,7 +218,7 @@ class WorkerConnection:
             await asyncio.sleep(absence.backoff_s())
 
     async def _hold_once(self, absence: _Absence) -> Finished | FedloomError | str:
-        """Hold one stream; return the end of the run, the error that ends the worker, or why to connect again."""
+        """Serve one stream; return the end of the run, the error that ends the worker, or the reason to reconnect."""
         try:
             if await self._hold():
                 return Finished()
@@ -363,7 +363,7 @@ class WorkerConnection:
 
 
 class _Absence:
-    """Time without an aggregator: how long to go on trying, how often, and what to log."""
+    """Reconnection policy: maximum duration, retry interval and log lines."""
 
     def __init__(self, address: str, reconnect_s: float) -> None:
         self.last_seen = time.monotonic()
@@ -379,7 +379,7 @@ class _Absence:
 
     def error(self, reason: str) -> AbandonedError:
         return AbandonedError(
-            f"the aggregator at {self._address} is gone for {self._reconnect_s:g} s: {reason}",
+            f"there has been no aggregator at {self._address} for {self._reconnect_s:g} s: {reason}",
             hint="start it again (`fedloom aggregator`), then this worker",
         )
 
@@ -388,14 +388,14 @@ class _Absence:
         gone_s = time.monotonic() - self.last_seen
         if reason not in self._told:
             self._told.add(reason)
-            what = "lost the aggregator at %s (%s), reconnecting" if was_up else "no aggregator at %s (%s), dialling"
+            what = "lost the aggregator at %s (%s), reconnecting" if was_up else "no aggregator at %s (%s), connecting"
             log.info(f"{what} for %.0f s", self._address, reason, self.left_s)
         elif gone_s >= self._next_notice:
             self._next_notice = 2 * gone_s
             log.info("no aggregator at %s, still trying, %.0f s", self._address, gone_s)
 
     def backoff_s(self) -> float:
-        """Return how long to wait before the next attempt."""
+        """Return the delay before the next attempt."""
         backoff = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2**self._attempts)
         self._attempts = min(self._attempts + 1, 16)
         wait_s: float = min(self.left_s, backoff * random.uniform(0.5, 1.0))

@@ -1,4 +1,4 @@
-"""Requests that a worker receives: what the stream hands to the session, and how their messages are decoded."""
+"""Requests that a worker receives, and the decoding of their messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fedloom.federation.carrier import ConversationKey
+from fedloom.federation.transport import ConversationKey
 from fedloom.messages import Message
 from fedloom.transport.codec import Assembler, read_specs
 from fedloom.transport.frames import ChunkView, Refusal, WireError
@@ -52,7 +52,9 @@ class WorkerRequest:
         if cls is None:
             raise WireError(Refusal.SHAPE, f"unknown message {envelope.message[:80]!r}")
         if assembler is None:
-            raise WireError(Refusal.SIZE, f"more than {REQUEST_BYTES} bytes; with more workers each is sent fewer rows")
+            raise WireError(
+                Refusal.SIZE, f"more than {REQUEST_BYTES} bytes; start more workers, so that each receives fewer rows"
+            )
         message = assembler.message(cls)
         per_client = {field.name for field in message.fields() if field.per_client}
         for name, tensor in message.tensors().items():

@@ -48,7 +48,7 @@ class ByteCount:
 
 
 class _NotAdmitted(Exception):
-    """The worker has been told why it is refused, or has said nothing."""
+    """The worker was refused with a reason, or sent nothing."""
 
 
 class WorkerStreams:
@@ -81,7 +81,7 @@ class WorkerStreams:
         frame = _frame(wire.AggregatorPart(welcome=welcome))
         if len(frame) > FRAME_BYTES:
             raise ExperimentError(
-                f"the experiment as JSON takes {len(frame)} bytes on the wire, allowed: {FRAME_BYTES}"
+                f"the experiment as JSON takes {len(frame)} bytes on the wire, and at most {FRAME_BYTES} are allowed"
             )
         self._welcome, self._incarnation = frame, run.incarnation
 
@@ -94,7 +94,7 @@ class WorkerStreams:
                 return
             link = self._admission.link(hello, None if peer is None else peer.identity)
         except _NotAdmitted:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused, see the frame before")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "refused; the previous frame gives the reason")
         except WireError as error:
             self._dispatcher.refusals.count(error.refusal)
             log.warning("ended the stream of %s: %s", context.peer(), error)
@@ -111,7 +111,7 @@ class WorkerStreams:
     async def _greet(self, peer: Peer | None, context: Any) -> tuple[wire.Hello, bytes]:
         """Read the Hello and answer with Welcome, returning both.
 
-        Raise _NotAdmitted if the worker was answered with Refused, or said nothing. Raise WireError if the worker must
+        Raise _NotAdmitted if the worker was answered with Refused, or sent nothing. Raise WireError if the worker must
         reconnect: its Hello arrived damaged, its name is taken, or too many join at once. Raise Denied if the sender
         may not answer for these clients, or may not use this worker name.
         """
@@ -141,13 +141,13 @@ class WorkerStreams:
             raise _NotAdmitted
         self._traffic.up += len(data)
         if not self._joins.spend(1 + len(data) / HELLO_BYTES):
-            raise WireError(Refusal.JOINS, "come again")
+            raise WireError(Refusal.JOINS, "retry later")
         return parse_hello(data)
 
     async def _refuse(
         self, peer: Peer | None, context: Any, reason: str, code: wire.RefusalCode = wire.REFUSAL_CODE_HELLO
     ) -> NoReturn:
-        """Tell a worker why it cannot join, and raise _NotAdmitted."""
+        """Send a worker the reason why it cannot join, and raise _NotAdmitted."""
         self._dispatcher.refusals.count(Refusal.HELLO)
         log.warning("refused a worker (%s): %s", context.peer(), reason)
         if peer is not None:
@@ -192,7 +192,7 @@ class WorkerStreams:
                 async with asyncio.timeout(stream.SILENCE_S):
                     data = await context.read()
             except TimeoutError:
-                raise WireError(Refusal.SILENT, f"nothing has come for {stream.SILENCE_S:g} s") from None
+                raise WireError(Refusal.SILENT, f"no data for {stream.SILENCE_S:g} s") from None
             if data is grpc.aio.EOF:
                 return
             self._traffic.up += len(data)

@@ -36,7 +36,7 @@ __all__ = [
 def _drawn(contents: Mapping[str, bytes]) -> RawDataset:
     del contents
     raise DataError(
-        "gaussian has no files: its examples are drawn when a partition is made", hint="fedloom partition EXPERIMENT"
+        "gaussian has no files: its examples are drawn when a partition is created", hint="fedloom partition EXPERIMENT"
     )
 
 

@@ -38,7 +38,7 @@ class Pool:
         if self.owners is not None:
             counts["owners"] = len(self.owners)
         if len(set(counts.values())) > 1:
-            raise DataError(", ".join(f"{n} {name}" for name, n in counts.items()) + "; there must be as many of each")
+            raise DataError(", ".join(f"{n} {name}" for name, n in counts.items()) + "; their numbers must be equal")
 
     def __len__(self) -> int:
         """Return the number of examples."""

@@ -28,7 +28,7 @@ def records(content: bytes, name: str, label_bytes: int) -> tuple[NDArray[np.uin
     """
     size = label_bytes + PIXELS
     if not content or len(content) % size:
-        raise DataError(f"{name} has {len(content)} bytes, which is no multiple of {size}, the size of a record")
+        raise DataError(f"{name} has {len(content)} bytes, which is not a multiple of the record size, {size}")
     rows = np.frombuffer(content, dtype=np.uint8).reshape(-1, size)
     return rows[:, :label_bytes], rows[:, label_bytes:].reshape(-1, 3, 32, 32)
 
@@ -89,9 +89,9 @@ def _decoded(picture: bytes, name: str) -> NDArray[np.uint8]:
     try:
         from PIL import Image
     except ImportError:
-        raise FetchFailed("decoding its pictures takes Pillow: pip install 'fedloom[vision]'") from None
+        raise FetchFailed("decoding its images needs Pillow: pip install 'fedloom[vision]'") from None
     try:
         with Image.open(io.BytesIO(picture), formats=["PNG"]) as image:
             return np.asarray(image.convert("RGB"))
     except (OSError, SyntaxError) as error:
-        raise FetchFailed(f"the picture of {name} is damaged: {error}") from error
+        raise FetchFailed(f"the image of {name} is damaged: {error}") from error

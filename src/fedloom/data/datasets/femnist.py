@@ -29,12 +29,12 @@ def _encoded(x: list[Any], y: list[Any], where: str) -> tuple[NDArray[np.uint8],
     """Return a user's images ``[n, 1, 28, 28]`` and classes ``[n]``; a value k/255, to 1e-4, becomes k."""
     for position, image in enumerate(x):
         if not isinstance(image, list) or len(image) != SIDE * SIDE:
-            found = f"has {len(image)} values" if isinstance(image, list) else "is no list"
+            found = f"has {len(image)} values" if isinstance(image, list) else "is not a list"
             raise DataError(f"{where}: image {position} {found}; it must have {SIDE * SIDE}, {SIDE} x {SIDE} pixels")
     try:
         values = np.array(x, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: an image holds something other than numbers: {error}") from error
+        raise DataError(f"{where}: an image has a value that is not a number: {error}") from error
     pixels = np.rint(values * 255)
     right = (np.abs(values - pixels / 255) <= TOLERANCE) & (pixels >= 0) & (pixels <= 255)
     if not right.all():

@@ -132,13 +132,13 @@ class _StoredFile:
             with naming_owner(self.path):
                 content = read_file(self.path)
         except (FileNotFoundError, NotADirectoryError):
-            raise DataError(f"{self.title} is not here: expected {self.path} ({self.file})", hint=self.hint) from None
+            raise DataError(f"{self.title} is missing: {self.path} must exist ({self.file})", hint=self.hint) from None
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}", hint=self.hint) from error
         digest = hashlib.sha256(content).hexdigest()
         if digest != self.file.sha256:
             raise DataError(
-                f"{self.path} is damaged: expected {self.file}, found {len(content)} bytes of sha256 {digest}",
+                f"{self.path} is damaged: it has {len(content)} bytes of sha256 {digest}, and must have {self.file}",
                 hint=self.hint,
             )
         return content
@@ -170,7 +170,7 @@ def _stored(dataset: Dataset, root: Path) -> dict[str, _StoredFile]:
     elif dataset.files:
         files = dataset.files
     else:
-        raise DataError(f"{dataset.title} is not here: expected {folder / RECORD}", hint=hint)
+        raise DataError(f"{dataset.title} is missing: {folder / RECORD} must exist", hint=hint)
     of_needed = {name: file for needed in dataset.needs for name, file in _stored(needed, root).items()}
     return of_needed | {file.name: _StoredFile(folder / file.name, file, dataset.title, hint) for file in files}
 
@@ -191,9 +191,9 @@ def _recorded(record: Path, hint: str) -> tuple[DataFile, ...]:
 
 
 def how_to_fix(dataset: Dataset, root: Path) -> str:
-    """Return the command that puts a data set's files where they belong under a data root."""
+    """Return the command that stores a data set's files under a data root."""
     if dataset.at is not None:
-        return f"remove {dataset.at}: it is made again from data.source.path"
+        return f"remove {dataset.at} to recreate it from data.source.path"
     if dataset.files:
         return f"fetch it: {_fetch_command(dataset, root)}"
     assert dataset.own is not None
@@ -254,7 +254,7 @@ def _checked(dataset: Dataset, location: str | Path, report: Report) -> Generato
         digest = hashlib.sha256(content).hexdigest()
         if digest != file.sha256:
             raise FetchFailed(
-                f"{name} is not the official file: expected {file}, found {len(content)} bytes of sha256 {digest}"
+                f"{name} is not the official file: it has {len(content)} bytes of sha256 {digest}, and must have {file}"
             )
         yield name, content
 

@@ -75,7 +75,7 @@ def _pool(contents: Mapping[str, bytes], part: str, encode: Encode, index: dict[
         for user, x, y in _users(contents[name], name):
             where = f"{name}, user {user!r}"
             if user in seen:
-                raise DataError(f"{where}: this user is in {seen[user]}, too; every user must be in one file")
+                raise DataError(f"{where}: this user is also in {seen[user]}; every user must be in one file")
             if part == "test" and user not in index:
                 raise DataError(
                     f"{where}: this user is in test, but not in train; divide the examples of every user (LEAF's -t "
@@ -96,10 +96,10 @@ def _users(content: bytes, name: str) -> Iterator[tuple[str, list[Any], list[Any
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{name} is not JSON, or cut short: {error}") from error
+        raise DataError(f"{name} is not JSON, or is truncated: {error}") from error
     for key, kind in (("users", list), ("num_samples", list), ("user_data", dict)):
         if not isinstance(document, dict) or not isinstance(document.get(key), kind):
-            raise DataError(f"{name} is not LEAF's: it must be an object with {key!r}, a {kind.__name__}")
+            raise DataError(f"{name} is not in LEAF's format: it must be an object with {key!r}, a {kind.__name__}")
     users, counts, data = document["users"], document["num_samples"], document["user_data"]
     if len(users) != len(counts) or sorted(map(str, users)) != sorted(data):
         raise DataError(
@@ -116,7 +116,7 @@ def _lists(examples: Any, count: Any, where: str) -> tuple[list[Any], list[Any]]
         raise DataError(f"{where}: the user must have a name, and an object with the lists 'x' and 'y'")
     x, y = examples["x"], examples["y"]
     if not len(x) == len(y) == count:
-        raise DataError(f"{where}: there are {len(x)} x and {len(y)} y, and num_samples is {count}")
+        raise DataError(f"{where}: it has {len(x)} x and {len(y)} y, but num_samples is {count}")
     if not y:
-        raise DataError(f"{where}: there are no examples; remove such users (LEAF's -k)")
+        raise DataError(f"{where}: it has no examples; remove such users (LEAF's -k)")
     return x, y

@@ -88,7 +88,7 @@ def _copied(folder: Path, names: Sequence[str], report: Report) -> Iterator[tupl
         report(FetchProgress("copying", 0, None))
         path = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
         if path is None:
-            raise FetchFailed(f"neither {name} nor {name}.gz is in it")
+            raise FetchFailed(f"it has neither {name} nor {name}.gz")
         try:
             yield name, uncompressed(read_file(path), path.name)
         except OSError as error:
@@ -169,5 +169,5 @@ def uncompressed(content: bytes, name: str) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise FetchFailed(f"{name} is damaged: {error}") from error
     if len(found) > most:
-        raise FetchFailed(f"{name}: {len(content):,} bytes that unpack to more than {most:,} are not read")
+        raise FetchFailed(f"{name}: {len(content):,} bytes unpack to more than {most:,} are not read")
     return found

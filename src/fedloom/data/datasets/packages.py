@@ -47,7 +47,7 @@ def _debian(package: str, folder: Path, report: Report) -> Path:
     try:
         _run(["apt-get", *_each("-o", options), "download", package], folder)
     except FetchFailed:
-        report(FetchProgress("getting fresh package lists", 0, None))
+        report(FetchProgress("downloading package lists", 0, None))
         for name in ("lists/partial", "cache/archives/partial"):
             (folder / name).mkdir(parents=True)
         options += [f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder / 'cache'}"]
@@ -82,11 +82,11 @@ def _run(command: Sequence[str], folder: Path, statuses: Sequence[int] = (0,)) -
     """Run a command in a folder and return its output."""
     name = Path(command[0]).name
     if shutil.which(command[0]) is None:
-        raise FetchFailed(f"the command {name} is not on this machine")
+        raise FetchFailed(f"the command {name} is not installed")
     try:
         done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S)
     except subprocess.TimeoutExpired as error:
-        raise FetchFailed(f"{name} did not end within {TOOL_S:.0f} s") from error
+        raise FetchFailed(f"{name} timed out after {TOOL_S:.0f} s") from error
     if done.returncode not in statuses:
         said = (done.stdout + b"\n" + done.stderr).decode(errors="replace")
         raise FetchFailed(f"{name} ended with status {done.returncode}: {_last_line(said)}")
@@ -94,13 +94,13 @@ def _run(command: Sequence[str], folder: Path, statuses: Sequence[int] = (0,)) -
 
 
 def _last_line(said: str) -> str:
-    return next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+    return next((line for line in reversed(said.splitlines()) if line.strip()), "it left no message")
 
 
 def _only(folder: Path, pattern: str) -> str:
     found = next(folder.glob(pattern), None)
     if found is None:
-        raise FetchFailed(f"the tool ended well but left no {pattern[1:]} file")
+        raise FetchFailed(f"the tool succeeded but left no {pattern[1:]} file")
     return found.name
 
 

@@ -87,7 +87,7 @@ class _Reader:
         if kind == REFERENCE:
             return _Item(self.symbols[(flags >> 8) - 1])
         if kind not in (CHARACTERS, *NUMBERS, STRINGS, LIST):
-            raise DataError(f"Vowel.rda holds an object of R's type {kind}; only data are read")
+            raise DataError(f"Vowel.rda holds an object of R's type {kind}; only data can be read")
         length = self.integer()
         if kind == CHARACTERS:
             return _Item(self.stream.read(length).decode())

@@ -42,7 +42,7 @@ def character_codes(text: str, where: str) -> NDArray[np.uint8]:
     wrong = np.flatnonzero((codes < 0) | (points > 127))
     if len(wrong):
         raise DataError(
-            f"{where}: the character {text[int(wrong[0])]!r} is none of the {len(VOCABULARY)} of the vocabulary: "
+            f"{where}: the character {text[int(wrong[0])]!r} is not in the vocabulary of {len(VOCABULARY)} characters: "
             f"{VOCABULARY!r}"
         )
     return codes.astype(np.uint8)
@@ -136,7 +136,7 @@ def read_shakespeare(contents: Mapping[str, bytes]) -> RawDataset:
             text = contents[name].decode("ascii")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{name} is not plain ASCII: byte {error.start} is {contents[name][error.start]:#x}"
+                f"{name} is not ASCII text: byte {error.start} is {contents[name][error.start]:#x}"
             ) from error
         texts |= {f"{play}/{role}": character_codes(said, f"{name}, {role}") for role, said in roles(text).items()}
     return windows(texts)

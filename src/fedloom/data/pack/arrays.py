@@ -52,7 +52,7 @@ class _Part:
     owners: NDArray[Any] | str | None
 
 
-def read_arrays(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
+def read_arrays(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
     """Read the arrays of a file; ``y`` holds positions in the classes, from 0, or class names."""
     tell("reading arrays", 0, None)
     arrays = _npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
@@ -62,16 +62,16 @@ def read_arrays(path: Path, request: Request, mistakes: ValidationErrors, tell: 
     if missing := [name for name in needed if name not in arrays]:
         without = "" if request.keys is not None else f", or x alone with {argument('unlabelled')}"
         raise DataError(
-            f"{path}: it holds the arrays {', '.join(sorted(arrays)) or '(none)'}, and no {', '.join(missing)}; it "
-            f"must hold x and y, or train_x, train_y and so on{without}"
+            f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}, but no {', '.join(missing)}; it must have "
+            f"x and y, or train_x, train_y and so on{without}"
         )
     parts = []
     for prefix, split in prefixes.items():
         x, y = with_channels(arrays[f"{prefix}x"]), arrays[f"{prefix}y"] if request.labelled else None
         owners = None if client is None else arrays[f"{prefix}{client}"]
         parts.append(_Part(f"{prefix}x", f"{prefix}x", x, y, split, owners))
-    kind, shape = _form(parts[0], mistakes) if own is None else (own.kind, own.input_shape)
-    examples = _joined(parts, kind, shape, None if own is None else own.classes, mistakes)
+    kind, shape = _form(parts[0], errors) if own is None else (own.kind, own.input_shape)
+    examples = _joined(parts, kind, shape, None if own is None else own.classes, errors)
     unused = sorted(set(arrays) - set(needed))
     return replace(examples, notes=(*examples.notes, *[f"arrays ignored: {listed(unused)}"] * bool(unused)))
 
@@ -91,15 +91,15 @@ def examples_of(
     classes
         Class names in label order; None: those found.
     """
-    mistakes = ValidationErrors("the arrays")
+    errors = ValidationErrors("the arrays")
     names = None if classes is None else _given_classes(classes)
     found = [part for owner, arrays in parts for part in _parts_in_memory(owner, arrays)]
     if not found or len({(part.split is None, part.owners is None) for part in found}) > 1:
-        what = "some clients have train_x and test_x, and some have x" if found else "there are none"
-        raise DataError(f"{mistakes.source}: {what}; give the same arrays for every client")
-    kind, shape = _form(found[0], mistakes)
-    examples = _joined(found, kind, shape, names, mistakes, in_order=True)
-    mistakes.refuse()
+        what = "some clients have train_x and test_x, and others x" if found else "it has no arrays"
+        raise DataError(f"{errors.source}: {what}; give the same arrays for every client")
+    kind, shape = _form(found[0], errors)
+    examples = _joined(found, kind, shape, names, errors, in_order=True)
+    errors.refuse()
     return examples
 
 
@@ -115,32 +115,34 @@ def _parts_in_memory(owner: str | None, arrays: Mapping[str, NDArray[Any]]) -> I
     known = [f"{prefix}{name}" for prefix in prefixes for name in "xy"]
     names = "x and y, or train_x, train_y, test_x and test_y, and possibly validation_x and validation_y"
     if missing := [name for name in known if name not in arrays]:
-        raise DataError(f"{whose}{', '.join(missing)} is not among {', '.join(arrays) or 'no arrays'}; give {names}")
+        raise DataError(
+            f"{whose}{', '.join(missing)} is missing from {', '.join(arrays) or 'the arrays'}; give {names}"
+        )
     if foreign := [name for name in arrays if name not in known]:
         raise DataError(
-            f"{whose}{', '.join(foreign)} would not be used beside {', '.join(known)}; the names are {names}"
+            f"{whose}{', '.join(foreign)} would not be used besides {', '.join(known)}; use the names {names}"
         )
     if not any(len(arrays[f"{prefix}x"].shape) == 0 or len(arrays[f"{prefix}x"]) for prefix in prefixes):
-        raise DataError(f"{whose}there are 0 examples; leave such a client out")
+        raise DataError(f"{whose}it has no examples; leave such a client out")
     for prefix, split in prefixes.items():
         name, x, y = f"{whose}{prefix}", with_channels(arrays[f"{prefix}x"]), arrays[f"{prefix}y"]
         yield _Part(f"{name}x", f"{name}y", x, y, split, owner)
 
 
-def _form(part: _Part, mistakes: ValidationErrors) -> tuple[Kind, tuple[int, ...]]:
+def _form(part: _Part, errors: ValidationErrors) -> tuple[Kind, tuple[int, ...]]:
     """Return the kind and shape of inputs inferred from an array."""
     x = part.x
     if x.ndim == 4 and x.dtype == np.uint8:
         if x.shape[1] > MOST_CHANNELS >= x.shape[3]:
             raise DataError(
-                f"{mistakes.source}: {part.name} has images of shape {list(x.shape[1:])}; they must be [channels, "
+                f"{errors.source}: {part.name} has images of shape {list(x.shape[1:])}; they must be [channels, "
                 "height, width], as x.transpose(0, 3, 1, 2) makes them"
             )
         return "pixels", tuple(int(size) for size in x.shape[1:])
     if x.ndim == 2 and x.dtype.kind in "iufb":
         return "features", (int(x.shape[1]),)
     raise DataError(
-        f"{mistakes.source}: {part.name} is {x.dtype} of shape {list(x.shape)}; it must be numbers [n, features], or "
+        f"{errors.source}: {part.name} is {x.dtype} of shape {list(x.shape)}; it must be numbers [n, features], or "
         "pixels from 0 to 255 as uint8, [n, height, width] or [n, channels, height, width]"
     )
 
@@ -150,12 +152,12 @@ def _joined(
     kind: Kind,
     shape: tuple[int, ...],
     classes: tuple[str, ...] | None,
-    mistakes: ValidationErrors,
+    errors: ValidationErrors,
     *,
     in_order: bool = False,
 ) -> Examples:
     """Return all parts as examples; see :func:`numbered` for ``classes`` and ``in_order``."""
-    batches = Batches(kind, shape, len(classes or ()), mistakes, _column("x", shape))
+    batches = Batches(kind, shape, len(classes or ()), errors, _column("x", shape))
     for part in parts:
         _take(batches, part)
     sizes = [len(part.x) for part in parts]
@@ -167,15 +169,15 @@ def _joined(
 
     y, names = None, classes or ()
     if ys := [part.y for part in parts if part.y is not None]:
-        y, names = numbered(ys, classes, kind, where, mistakes, in_order=in_order)
-    owners = _owners(parts, where, mistakes)
+        y, names = numbered(ys, classes, kind, where, errors, in_order=in_order)
+    owners = _owners(parts, where, errors)
     x, notes = batches.joined()
     split = np.repeat([-1 if part.split is None else part.split for part in parts], sizes).astype(np.int64)
     notes += notes_of_classes(names) if classes is None else ()
     return Examples(kind, names, x, y, split if (split >= 0).any() else None, where, notes=notes, owners=owners)
 
 
-def _owners(parts: Sequence[_Part], where: Callable[[int], str], mistakes: ValidationErrors) -> tuple[str, ...] | None:
+def _owners(parts: Sequence[_Part], where: Callable[[int], str], errors: ValidationErrors) -> tuple[str, ...] | None:
     owners: list[object] = []
     for part in parts:
         found = part.owners
@@ -185,11 +187,11 @@ def _owners(parts: Sequence[_Part], where: Callable[[int], str], mistakes: Valid
             return tuple(str(part.owners) for part in parts for _ in range(len(part.x)))
         if found.shape != (len(part.x),) or found.dtype.kind not in "iufUS":
             raise DataError(
-                f"{mistakes.source}: the owners of {part.name} are {found.dtype} of shape {list(found.shape)}; they "
+                f"{errors.source}: the owners of {part.name} are {found.dtype} of shape {list(found.shape)}; they "
                 f"must be whole numbers or names, [{len(part.x)}]"
             )
         owners += found.tolist()
-    return owner_names(owners, where, mistakes)
+    return owner_names(owners, where, errors)
 
 
 def _given_classes(classes: Sequence[str]) -> tuple[str, ...]:
@@ -203,12 +205,12 @@ def _given_classes(classes: Sequence[str]) -> tuple[str, ...]:
         except ValueError as error:
             raise DataError(f"classes: {error}; give a name for each class") from None
         if name is None:
-            raise DataError(f"classes: {given!r} stands for a missing label; give a name for each class")
+            raise DataError(f"classes: {given!r} is a missing label; give a name for each class")
         names.append(name)
     if not names:
-        raise DataError("classes: the list is empty; give the names of the classes, or leave it out")
+        raise DataError("classes is empty; give the names of the classes, or leave it out")
     if (twice := named_twice(names)) is not None:
-        raise DataError(f"classes: {twice!r} is there twice; each class needs a name of its own")
+        raise DataError(f"classes: {twice!r} occurs twice; give each class a unique name")
     return tuple(names)
 
 
@@ -217,7 +219,7 @@ def numbered(
     classes: tuple[str, ...] | None,
     kind: Kind,
     where: Callable[[int], str],
-    mistakes: ValidationErrors,
+    errors: ValidationErrors,
     *,
     in_order: bool = False,
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
@@ -238,20 +240,20 @@ def numbered(
     kinds = {part.dtype.kind for part in ys}
     if not any(kinds <= set(allowed) for allowed in ("USO", "iuf", "b")):
         raise DataError(
-            f"{mistakes.source}: labels of type {', '.join(sorted({str(part.dtype) for part in ys}))} are no classes; "
-            "labels are whole numbers, or the classes' names"
+            f"{errors.source}: labels of type {', '.join(sorted({str(part.dtype) for part in ys}))} are not classes; "
+            "labels must be whole numbers or class names"
         )
-    labels = names_of((label for part in ys for label in part.tolist()), where, mistakes)
+    labels = names_of((label for part in ys for label in part.tolist()), where, errors)
     if classes is not None and kinds <= set("iuf"):
         if in_order or kind == "tokens" or not are_numbers(classes):
-            y, _ = positions(labels, tuple(map(str, range(len(classes)))), where, mistakes)
+            y, _ = positions(labels, tuple(map(str, range(len(classes)))), where, errors)
             return y, classes
         if classes != found_classes(classes):
             raise DataError(
-                f"{mistakes.source}: the labels are integers, and so are the names of the classes, in another order "
+                f"{errors.source}: the labels are integers, and so are the names of the classes, in another order "
                 f"({listed(classes)}); give the labels as text, which is a class's name"
             )
-    return positions(labels, classes, where, mistakes)
+    return positions(labels, classes, where, errors)
 
 
 def with_channels(x: NDArray[Any]) -> NDArray[Any]:
@@ -268,7 +270,7 @@ def _npz(path: Path) -> dict[str, NDArray[Any]]:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError, AttributeError) as error:
-        raise DataError(f"{path}: not a whole npz file of plain arrays: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path} is not an intact npz file of plain arrays: {str(error).splitlines()[0]}") from error
 
 
 def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
@@ -276,13 +278,13 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"{member.filename} is of version {version} of the npy format; 1.0 and 2.0 are read")
+            raise ValueError(f"{member.filename} has version {version} of the npy format; use 1.0 or 2.0")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
         told = math.prod(shape) * dtype.itemsize
         if dtype.hasobject or min(shape, default=0) < 0 or told != member.file_size - file.tell():
             raise ValueError(
-                f"{member.filename} says that it is {dtype} of shape {list(shape)}, and holds "
+                f"{member.filename} declares {dtype} of shape {list(shape)}, and holds "
                 f"{member.file_size - file.tell():,} bytes"
             )
 
@@ -291,12 +293,12 @@ def _safetensors(path: Path) -> dict[str, NDArray[Any]]:
     try:
         return safetensors.numpy.load_file(path)
     except (SafetensorError, KeyError, TypeError, OSError) as error:
-        raise DataError(f"{path}: no whole safetensors file that numpy can hold: {error}") from error
+        raise DataError(f"{path} is not an intact safetensors file that numpy can read: {error}") from error
 
 
 def _take(batches: Batches, part: _Part) -> None:
     """Add the inputs of a part, in chunks."""
-    x, shape, source = part.x, batches.shape, batches.mistakes.source
+    x, shape, source = part.x, batches.shape, batches.errors.source
     if x.shape[1:] != shape:
         raise DataError(f"{source}: {part.name} is of shape {list(x.shape)}; it must be [n, {_listed(shape)}]")
     if part.y is not None and part.y.shape != x.shape[:1]:

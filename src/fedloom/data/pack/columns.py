@@ -18,12 +18,12 @@ from fedloom.errors import DataError, ExperimentError
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-NOT_NUMBERS = "column without numbers; features are integers, floats, or true and false"
+NOT_NUMBERS = "not a numeric column; features must be integers, floats, or true and false"
 NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
 """Numpy type that holds a numeric column, by the kind code of its dtype."""
 
 
-def read_parquet(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
+def read_parquet(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
     """Read a Parquet file with one column for each number of an input.
 
     Raise ExperimentError if pyarrow is not installed; DataError if the file is not Parquet, lacks a column, or has a
@@ -34,19 +34,19 @@ def read_parquet(path: Path, request: Request, mistakes: ValidationErrors, tell:
         import pyarrow.parquet as parquet
     except ImportError:
         raise ExperimentError(
-            f"{path}: reading Parquet needs pyarrow, which is not installed",
+            f"reading {path} needs pyarrow, which is not installed",
             hint="pip install 'fedloom[parquet]', or pack a CSV file",
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
             schema, total = file.schema_arrow, file.metadata.num_rows
-            table = table_builder(list(schema.names), request, mistakes, "row", _index_of(schema))
+            table = table_builder(list(schema.names), request, errors, "row", _index_of(schema))
             check_unpacked(path, 8 * total * (len(table.inputs) + 1))
             of_numbers = arrow.types.is_integer, arrow.types.is_floating, arrow.types.is_boolean
             for name in table.features:
                 if not any(is_one(schema.field(name).type) for is_one in of_numbers):
-                    mistakes.add(NOT_NUMBERS, f"{name}: {schema.field(name).type}")
-            mistakes.refuse()
+                    errors.add(NOT_NUMBERS, f"{name}: {schema.field(name).type}")
+            errors.refuse()
             for batch in file.iter_batches(batch_size=ROWS, columns=list(dict.fromkeys(table.features + table.named))):
                 first = len(table.places)
                 tell("reading rows", first, total)
@@ -54,7 +54,7 @@ def read_parquet(path: Path, request: Request, mistakes: ValidationErrors, tell:
                 texts = {name: batch.column(name).to_pylist() for name in table.named}
                 _take(table, columns, texts, range(first + 1, first + batch.num_rows + 1))
     except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a whole Parquet file: {str(error).splitlines()[0]}") from error
+        raise DataError(f"{path} is not an intact Parquet file: {str(error).splitlines()[0]}") from error
     return table.examples()
 
 
@@ -71,30 +71,30 @@ def _of_arrow(column: Any) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     return whole.to_numpy(zero_copy_only=False), missing
 
 
-def read_frame(frame: DataFrame, request: Request, mistakes: ValidationErrors) -> Examples:
+def read_frame(frame: DataFrame, request: Request, errors: ValidationErrors) -> Examples:
     """Read a DataFrame with one row per example; the result is grouped by owner, in order of the owners' names.
 
     Raise DataError if a column is missing, a name occurs twice, or columns have several levels.
     """
     if frame.columns.nlevels > 1:
         raise DataError(
-            f"{mistakes.source}: the columns have {frame.columns.nlevels} levels of names, and each needs one name",
+            f"{errors.source}: the columns have {frame.columns.nlevels} levels of names, and each needs one name",
             hint="frame.columns = ['_'.join(map(str, name)) for name in frame.columns]",
         )
     header = [str(name) for name in frame.columns]
     frame = frame.set_axis(header, axis=1)
-    table = table_builder(header, request, mistakes, "row")
+    table = table_builder(header, request, errors, "row")
     for name in table.features:
         if frame[name].dtype.kind not in NUMERIC:
-            mistakes.add(NOT_NUMBERS, f"{name}: {frame[name].dtype}")
-    mistakes.refuse()
+            errors.add(NOT_NUMBERS, f"{name}: {frame[name].dtype}")
+    errors.refuse()
     for start in range(0, len(frame), ROWS):
         rows = frame.iloc[start : start + ROWS]
         columns = [_of_pandas(rows[name]) for name in table.features]
         texts = {name: rows[name].astype(object).where(rows[name].notna(), None).tolist() for name in table.named}
         _take(table, columns, texts, [repr(place) for place in rows.index.tolist()])
     examples = table.examples()
-    mistakes.refuse()
+    errors.refuse()
     return _grouped_by_owner(examples)
 
 
@@ -127,7 +127,7 @@ def _take(
     places: Sequence[object],
 ) -> None:
     """Add rows: the values and missing mask of each feature, and the label, split and owner columns."""
-    first, mistakes = len(table.places), table.batches.mistakes
+    first, errors = len(table.places), table.batches.errors
     table.add_names(lambda column: texts[table.header[column]], places)
     missing = np.stack([mask for _, mask in columns], axis=1)
     known, values = missing.copy(), np.zeros(missing.shape)
@@ -136,8 +136,8 @@ def _take(
             values[:, j] = as_numbers(np.where(mask, found.dtype.type(0), found))
         except ValueError as error:
             known[:, j] = True
-            mistakes.add(str(error), f"{table.batches.name(j)}")
+            errors.add(str(error), f"{table.batches.name(j)}")
     where = table.cell(first)
     places_of_missing = (where(int(i), int(j)) for i, j in zip(*np.nonzero(missing), strict=True))
-    mistakes.add_many("value missing", int(missing.sum()), places_of_missing)
+    errors.add_many("value missing", int(missing.sum()), places_of_missing)
     table.batches.add(values, where, known)

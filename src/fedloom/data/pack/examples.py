@@ -103,7 +103,7 @@ class Request:
     keys: str | None = None
 
     def called(self, name: str) -> str:
-        """Return what messages call ``label``, ``split`` or ``client``."""
+        """Return the name of ``label``, ``split`` or ``client`` in messages."""
         if self.keys is not None:
             return f"{self.keys}{name}"
         without = f"; {argument('unlabelled')} if there are no labels" if name == "label" else ""
@@ -140,7 +140,7 @@ class ValidationErrors:
         """
         if not self._counts:
             return
-        lines = [f"{self.source}: {pluralize(sum(self._counts.values()), 'mistake')}{self.outcome}"]
+        lines = [f"{self.source}: {pluralize(sum(self._counts.values()), 'error')}{self.outcome}"]
         for what, count in self._counts.items():
             places = "; ".join(self._places[what]) + ("; ..." if count > len(self._places[what]) else "")
             lines.append(f"  {what}, in {pluralize(count, 'place')}: {places}")
@@ -154,7 +154,7 @@ class Batches:
     kind: Kind
     shape: tuple[int, ...]
     classes: int
-    mistakes: ValidationErrors
+    errors: ValidationErrors
     name: Callable[[int], str]
     """Returns the name of the j-th number of an input."""
     _kept: list[Inputs] = field(default_factory=list)
@@ -185,19 +185,19 @@ class Batches:
             return
         top = 255 if self.kind == "pixels" else self.classes - 1
         wrong = ~((values >= 0) & (values <= top) & (values == np.floor(values)))
-        self._note(f"no integer in 0 to {top}", wrong & ~known, values, where)
+        self._note(f"not an integer from 0 to {top}", wrong & ~known, values, where)
         self._kept.append(np.where(wrong, 0, values).astype(np.uint8).reshape(-1, *self.shape))
 
     def _note(
         self, what: str, wrong: NDArray[np.bool_], values: NDArray[np.float64], where: Callable[[int, int], str]
     ) -> None:
         places = (f"{where(int(i), int(j))}: {values[i, j]:g}" for i, j in zip(*np.nonzero(wrong), strict=True))
-        self.mistakes.add_many(what, int(wrong.sum()), places)
+        self.errors.add_many(what, int(wrong.sum()), places)
 
     def joined(self) -> tuple[Inputs, tuple[str, ...]]:
         """Return all inputs, ``[n, *shape]``, and notes on changes that their owner should know."""
         lost, noted = self._rounding.lost(), self._rounding.noted()
-        self.mistakes.add_many(
+        self.errors.add_many(
             "values that 32-bit floats cannot tell apart (subtract an offset first, or leave the column out)",
             len(lost),
             (self.name(j) for j in lost),
@@ -209,7 +209,7 @@ class Batches:
 
 
 def names_of(
-    labels: Iterable[object], where: Callable[[int], str], mistakes: ValidationErrors, what: str = "label"
+    labels: Iterable[object], where: Callable[[int], str], errors: ValidationErrors, what: str = "label"
 ) -> list[str | None]:
     """Return labels or owners as text: digits if all are numbers, None where missing, ``?`` where invalid."""
     known: dict[tuple[type, object], tuple[str | None, str | None]] = {}
@@ -220,17 +220,17 @@ def names_of(
             known[key] = _name_of(label)
         name, fault = known[key]
         if fault is not None:
-            mistakes.add(f"a {what} must be text or a whole number", f"{where(i)}: {fault}")
+            errors.add(f"a {what} must be text or a whole number", f"{where(i)}: {fault}")
         names.append(name)
     plain = plain_numbers(name for name, _ in known.values() if name)
     return [plain.get(name, name) if name else None for name in names] if plain else names
 
 
-def owner_names(owners: Iterable[object], where: Callable[[int], str], mistakes: ValidationErrors) -> tuple[str, ...]:
+def owner_names(owners: Iterable[object], where: Callable[[int], str], errors: ValidationErrors) -> tuple[str, ...]:
     """Return owners as text; record those that are missing."""
-    names = names_of(owners, where, mistakes, "client")
+    names = names_of(owners, where, errors, "client")
     missing = [i for i, name in enumerate(names) if not name]
-    mistakes.add_many("client missing", len(missing), (where(i) for i in missing))
+    errors.add_many("client missing", len(missing), (where(i) for i in missing))
     return tuple(name or "" for name in names)
 
 
@@ -243,7 +243,7 @@ def _name_of(label: object) -> tuple[str | None, str | None]:
 
 
 def positions(
-    labels: Sequence[str | None], classes: Sequence[str] | None, where: Callable[[int], str], mistakes: ValidationErrors
+    labels: Sequence[str | None], classes: Sequence[str] | None, where: Callable[[int], str], errors: ValidationErrors
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
     """Return each label's position in the classes, ``[n]``, and the classes.
 
@@ -255,15 +255,15 @@ def positions(
         Classes of the experiment; None: the distinct labels.
     """
     if classes is None:
-        classes = _classes_of(labels, where, mistakes)
+        classes = _classes_of(labels, where, errors)
     place = {composed(name): i for i, name in enumerate(classes)}
     y = np.array([place.get(label or "", -1) for label in labels], dtype=np.int64)
     missing = [i for i in np.flatnonzero(y < 0).tolist() if not labels[i]]
     unknown = [i for i in np.flatnonzero(y < 0).tolist() if labels[i]]
-    mistakes.add_many("label missing", len(missing), (where(i) for i in missing))
+    errors.add_many("label missing", len(missing), (where(i) for i in missing))
     consecutive = are_numbers(classes) and tuple(classes) == tuple(map(str, range(len(classes))))
     allowed = f"0 to {len(classes) - 1}" if consecutive and classes else listed(classes)
-    mistakes.add_many(
+    errors.add_many(
         f"unknown label; labels are {allowed}", len(unknown), (f"{where(i)}: {_quoted(labels[i])}" for i in unknown)
     )
     return y, tuple(classes)
@@ -280,9 +280,7 @@ def notes_of_classes(classes: Sequence[str]) -> tuple[str, ...]:
     return (f"{pluralize(len(classes), 'class', 'classes')}, the different labels: {listed(classes)}",)
 
 
-def _classes_of(
-    labels: Sequence[str | None], where: Callable[[int], str], mistakes: ValidationErrors
-) -> tuple[str, ...]:
+def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], errors: ValidationErrors) -> tuple[str, ...]:
     """Return the distinct labels, and record an error if they are a measured quantity."""
     different = {label for label in labels if label}
     classes = found_classes(different)
@@ -290,8 +288,8 @@ def _classes_of(
     if not quantity and len(different) > max(FEW, len(labels) // 2) and are_numbers(tuple(different)):
         quantity = different
     places = [i for i, label in enumerate(labels) if label in quantity]
-    mistakes.add_many(
-        f"a measured quantity ({pluralize(len(different), 'different number')}), and classes are names or whole "
+    errors.add_many(
+        f"a measured quantity ({pluralize(len(different), 'different number')}); classes must be names or whole "
         "numbers that repeat",
         len(places),
         (f"{where(i)}: {labels[i]}" for i in places),
@@ -300,13 +298,13 @@ def _classes_of(
 
 
 def split_positions(
-    names: Sequence[str | None], where: Callable[[int], str], mistakes: ValidationErrors
+    names: Sequence[str | None], where: Callable[[int], str], errors: ValidationErrors
 ) -> NDArray[np.int64]:
     """Return the position in ``SPLITS`` for each split name of a source, ``[n]``."""
     place = np.array([SPLIT_NAMES.get((name or "").strip().lower(), -1) for name in names], dtype=np.int64)
     wrong = np.flatnonzero(place < 0).tolist()
     allowed = f"unknown split; splits are {', '.join(SPLIT_NAMES)}"
-    mistakes.add_many(allowed, len(wrong), (f"{where(i)}: {names[i]!r}" for i in wrong))
+    errors.add_many(allowed, len(wrong), (f"{where(i)}: {names[i]!r}" for i in wrong))
     return place
 
 
@@ -323,9 +321,7 @@ def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]
     """Return the required shape of inputs, if the number of values fits it; raise DataError if it does not."""
     needed = int(np.prod(own.input_shape))
     if found != needed:
-        raise DataError(
-            f"{source}: there are {found:,} {what}; data.own.input_shape {list(own.input_shape)} needs {needed:,}"
-        )
+        raise DataError(f"{source} has {found:,} {what}; data.own.input_shape {list(own.input_shape)} needs {needed:,}")
     return own.input_shape
 
 

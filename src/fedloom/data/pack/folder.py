@@ -111,16 +111,16 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
     if out.exists():
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
     form, reader = _reader(source)
-    mistakes = ValidationErrors(str(source))
+    errors = ValidationErrors(str(source))
     try:
-        examples = reader(source, settings.request, mistakes, tell)
+        examples = reader(source, settings.request, errors, tell)
     except OSError as error:
-        raise DataError(f"{source}: cannot be read ({error.strerror or error})") from error
-    mistakes.refuse()
+        raise DataError(f"{source} cannot be read ({error.strerror or error})") from error
+    errors.refuse()
     if not len(examples.x):
-        raise DataError(f"{source}: there are 0 examples")
+        raise DataError(f"{source} has no examples")
     tell("checking", 0, None)
-    split, notes = _divided(examples, settings, name, mistakes)
+    split, notes = _divided(examples, settings, name, errors)
     tensors, counts = _tensors(examples, split)
     content = safetensors.numpy.save(tensors)  # without metadata, whose order may vary
     drawn = {"seed": settings.seed, "test_fraction": settings.test_fraction}
@@ -158,21 +158,21 @@ def _reader(source: Path) -> tuple[str, Reader]:
     if source.is_dir():
         return "images", read_images
     if not source.exists():
-        raise DataError(f"{source}: no such file or folder")
+        raise DataError(f"{source} does not exist")
     if source.suffix.lower() not in FORMATS or not source.is_file():
         raise ExperimentError(f"{source} must be a folder of images, or a file that ends in {', '.join(FORMATS)}")
     return FORMATS[source.suffix.lower()]
 
 
 def _divided(
-    examples: Examples, settings: PackSettings, name: str, mistakes: ValidationErrors
+    examples: Examples, settings: PackSettings, name: str, errors: ValidationErrors
 ) -> tuple[NDArray[np.int64], list[str]]:
     """Return each example's position in ``SPLITS``, ``[n]``, and notes on the split."""
     notes: list[str] = []
     if examples.overlap:
         split = _by_time(len(examples.x), settings, examples.overlap)
         left_out = int(np.count_nonzero(split < 0))
-        notes.append(f"{left_out} windows left out, so that no split shares characters with another")
+        notes.append(f"{left_out} windows left out, so that splits do not share characters")
     else:
         group = equal_inputs(examples.x)
         if examples.split is None:
@@ -186,12 +186,12 @@ def _divided(
                 notes.append(f"{repeat}; equal inputs stay in one split")
         else:
             split = examples.split
-            _refuse_shared(examples, group, split, mistakes)
+            _refuse_shared(examples, group, split, errors)
     empty = [SPLITS[place] for place in range(len(SPLITS)) if not (split == place).any()]
     if empty:
         raise DataError(
-            f"{mistakes.source}: of {pluralize(len(examples.x), 'example')} there is none for {', '.join(empty)}; each "
-            "split needs an input of its own"
+            f"{errors.source}: none of {pluralize(len(examples.x), 'example')} is for {', '.join(empty)}; each split "
+            "needs its own inputs"
         )
     return split, notes
 
@@ -209,11 +209,11 @@ def _by_time(count: int, settings: PackSettings, overlap: int) -> NDArray[np.int
 
 
 def _refuse_shared(
-    examples: Examples, group: NDArray[np.int64], split: NDArray[np.int64], mistakes: ValidationErrors
+    examples: Examples, group: NDArray[np.int64], split: NDArray[np.int64], errors: ValidationErrors
 ) -> None:
     """Reject inputs that occur in more than one of the splits that a source sets."""
     shared = np.flatnonzero(split != split[group]).tolist()
-    mistakes.add_many(
+    errors.add_many(
         "input in two splits",
         len(shared),
         (
@@ -221,7 +221,7 @@ def _refuse_shared(
             for i in shared
         ),
     )
-    mistakes.refuse()
+    errors.refuse()
 
 
 def _tensors(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def read_images(folder: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
+def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
     """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on.
 
     Hidden files and those that operating systems leave behind are skipped; links to folders are followed. With
@@ -49,19 +49,19 @@ def read_images(folder: Path, request: Request, mistakes: ValidationErrors, tell
         label = steps[depth] if len(steps) > depth + 1 else None
         try:
             if given and len(steps) == 1:
-                raise UnfitImage("an image outside of the folders of splits", "")
+                raise UnfitImage("an image outside the folders of splits", "")
             _check_place(path, label, request, known)
             taken.add(*read_picture(path))
         except UnfitImage as unfit:
-            mistakes.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))
+            errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))
             continue
         labels.append(label or "")
         owners.append(steps[depth - 1] if request.client is not None else "")
         splits.append(SPLIT_NAMES[steps[0].lower()] if given else 0)
         kept.append(path)
-    mistakes.refuse()
+    errors.refuse()
     if not kept:
-        raise DataError(f"{folder}: there is no image; put CLASS/NAME.png and the like below it")
+        raise DataError(f"{folder} has no images; put images below it as CLASS/NAME.png")
     empty = [] if not request.labelled else [str(path.relative_to(folder)) for path in _empty(folder, depth, kept)]
     classes = own.classes if own is not None else found_classes(labels) if request.labelled else ()
     place = {composed(name): i for i, name in enumerate(classes)}
@@ -94,10 +94,10 @@ def _check_request(folder: Path, request: Request) -> None:
         import PIL.Image  # noqa: F401
     except ImportError:
         raise ExperimentError(
-            f"{folder}: reading images needs Pillow, which is not installed", hint="pip install 'fedloom[vision]'"
+            f"reading the images in {folder} needs Pillow, which is not installed", hint="pip install 'fedloom[vision]'"
         ) from None
     if request.client not in (None, "folder"):
-        raise ExperimentError(f"client: {request.client!r} is no column of a folder of images; use folder, or null")
+        raise ExperimentError(f"client: {request.client!r} cannot be used with a folder of images; use folder, or null")
     own = request.own
     if own is not None and (own.kind != "pixels" or own.input_shape[0] not in (1, 3)):
         raise ExperimentError(
@@ -109,14 +109,14 @@ def _check_request(folder: Path, request: Request) -> None:
 def _check_place(path: Path, label: str | None, request: Request, known: frozenset[str]) -> None:
     """Reject a path that has no image extension, is not a file, or is outside the folder of a class."""
     if path.suffix.lower() not in known:
-        raise UnfitImage(f"no image, by its name; images end in {listed(sorted(known), 30)}", "")
+        raise UnfitImage(f"not an image, by its name; images end in {listed(sorted(known), 30)}", "")
     if not path.is_file():
-        raise UnfitImage("no file, but a pipe, a device or a link to nothing", "")
+        raise UnfitImage("not a file, but a pipe, a device or a broken link", "")
     if not request.labelled:
         return
     if label is None:
         where = "OWNER/CLASS" if request.client is not None else "classes"
-        raise UnfitImage(f"label missing: an image outside of the folders of {where}", "")
+        raise UnfitImage(f"label missing: an image outside the folders of {where}", "")
     if request.own is not None and label not in map(composed, request.own.classes):
         raise UnfitImage(f"unknown class of folder; classes are {listed(request.own.classes)}", "")
 

@@ -51,14 +51,14 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
         pixels, notes = _pixels(item[0], where)
         if images and pixels.shape != images[0].shape:
             raise DataError(
-                f"{where}: is an image of shape {list(pixels.shape)}, and the first one of {list(images[0].shape)}; "
+                f"{where}: is an image of shape {list(pixels.shape)}, but the first one has {list(images[0].shape)}; "
                 "resize all images to one size"
             )
         images.append(pixels)
         labels.append(_label(item[1], where))
         changed.update(notes)
     if not images:
-        raise DataError(f"{what}: has no examples")
+        raise DataError(f"{what} has no examples")
     if len({isinstance(label, str) for label in labels}) > 1:
         raise DataError(f"{what}: has labels that are numbers and labels that are names; use one of the two for all")
     told = tuple(f"{pluralize(count, 'image')} {note}" for note, count in changed.items())
@@ -76,13 +76,11 @@ def _items(dataset: Any, what: str) -> Iterator[Any]:
     count = 0
     for item in dataset if hasattr(dataset, "__iter__") else _by_place(dataset, length or 0, what):
         if count == length:
-            raise DataError(
-                f"{what}: gives more than the {length:,} examples that len({what}) says; correct its length"
-            )
+            raise DataError(f"{what} yields more than its length, {length:,} examples; correct its length")
         count += 1
         yield item
     if length is not None and count < length:
-        raise DataError(f"{what}: gives {count:,} examples, and its length is {length:,}; correct the length")
+        raise DataError(f"{what} yields {count:,} examples, but its length is {length:,}; correct the length")
 
 
 def _by_place(dataset: Any, length: int, what: str) -> Iterator[Any]:
@@ -123,7 +121,7 @@ def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, 
     try:
         check_depth(image)
         if check_frames(image):
-            notes.append("hold further pictures, of which the present one was taken")
+            notes.append("have further images; only the current one was taken")
     except UnfitImage as unfit:
         raise DataError(f"{where}: {unfit.detail}: {unfit.fault}") from None
     if image.mode in PALETTES:
@@ -137,7 +135,7 @@ def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, 
     values = np.asarray(image, dtype=np.uint8)
     if orientation(image) != 1:
         notes.append(
-            "have an EXIF orientation and were taken as the data set gives them, which may be turned; "
+            "have an EXIF orientation, which was not applied, so they may be rotated; "
             "PIL.ImageOps.exif_transpose turns them upright"
         )
     return values, tuple(notes)
@@ -172,7 +170,8 @@ def _unscaled(values: NDArray[Any], where: str) -> NDArray[np.uint8]:
     if not exact.all():
         found = values[~exact].reshape(-1)[0]
         raise DataError(
-            f"{where}: has a pixel of {found:g}, which is none of 0/255 to 255/255; leave out the transform, or use "
+            f"{where}: has a pixel of {found:g}, which is not a multiple of 1/255 from 0 to 1; leave out the "
+            "transform, or use "
             "ToTensor alone (whole numbers from 0 to 255 must be of an integer type)"
         )
     return whole.astype(np.uint8)

@@ -28,9 +28,9 @@ ORIENTATION = 0x0112
 BITS_PER_SAMPLE = 258
 """TIFF tag for the bits per sample."""
 
-FURTHER = "hold further pictures beside the first, such as previews; they were left out"
-TRANSPARENT = "had transparent pixels, which now have the colour that is stored there"
-TURNED = "turned upright, as the EXIF orientation says"
+FURTHER = "have further images besides the first, such as previews, which were left out"
+TRANSPARENT = "had transparent pixels, which now show their stored colour"
+TURNED = "turned upright according to the EXIF orientation"
 
 
 class UnfitImage(Exception):
@@ -99,10 +99,10 @@ def check_depth(image: Image) -> None:
     elif image.format == "TIFF":
         deep = deep or max(getattr(image, "tag_v2", {}).get(BITS_PER_SAMPLE, (1,))) > 8
     if deep:
-        found += "" if image.mode.startswith(("I", "F")) else " of 16 bits"
+        found += "" if image.mode.startswith(("I", "F")) else " with 16 bits"
         raise UnfitImage("more than 8 bits a channel; scale the images to 8 bits first", found)
     if image.mode not in (*GREY, *COLOUR):
-        raise UnfitImage("a mode without an exact form in grey or RGB; save the images as RGB first", found)
+        raise UnfitImage("a mode without an exact greyscale or RGB form; save the images as RGB first", found)
 
 
 def check_frames(image: Image) -> bool:
@@ -115,7 +115,7 @@ def check_frames(image: Image) -> bool:
     if image.format == "MPO":
         return True
     frames = getattr(image, "n_frames", 2)
-    raise UnfitImage("several pages or frames; save each as an image of its own", f"{frames} in a {image.format} file")
+    raise UnfitImage("several pages or frames; save each as a separate image", f"{frames} in a {image.format} file")
 
 
 def orientation(image: Image) -> int:
@@ -169,8 +169,8 @@ def _failures_named(path: Path) -> Iterator[None]:
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise _too_large(str(error).partition(",")[0]) from error
         except PermissionError as error:
-            raise UnfitImage("image that cannot be read; change its permissions", str(error.strerror)) from error
+            raise UnfitImage("unreadable image; change its permissions", str(error.strerror)) from error
         except Exception as error:
             said = str(error).replace(str(path), path.name)
             formats = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
-            raise UnfitImage(f"damaged image, or none of the formats that are read, {formats}", said) from error
+            raise UnfitImage(f"damaged image, or not one of the formats {formats}", said) from error

@@ -92,16 +92,16 @@ class TableBuilder:
 
     def examples(self) -> Examples:
         """Return the parsed examples, and record errors in labels, splits and owners."""
-        mistakes, own = self.batches.mistakes, self.request.own
+        errors, own = self.batches.errors, self.request.own
         y, classes = None, () if own is None else own.classes
         notes = self.notes
         if self.label is not None:
-            labels = names_of(self.labels, self.where, mistakes)
-            y, classes = positions(labels, None if own is None else own.classes, self.where, mistakes)
+            labels = names_of(self.labels, self.where, errors)
+            y, classes = positions(labels, None if own is None else own.classes, self.where, errors)
             notes += notes_of_classes(classes) if own is None else ()
         split = None
         if self.split is not None:
-            split = split_positions(names_of(self.splits, self.where, mistakes, "split"), self.where, mistakes)
+            split = split_positions(names_of(self.splits, self.where, errors, "split"), self.where, errors)
         kind = self.batches.kind
         x, changed = self.batches.joined()
         return Examples(
@@ -112,13 +112,13 @@ class TableBuilder:
             split,
             self.where,
             notes=(*notes, *changed),
-            owners=None if self.client is None else owner_names(self.owners, self.where, mistakes),
+            owners=None if self.client is None else owner_names(self.owners, self.where, errors),
             features=tuple(self.features) if kind == "features" else None,
         )
 
 
 def table_builder(
-    header: Sequence[str], request: Request, mistakes: ValidationErrors, row_name: str, index: Sequence[str] = ()
+    header: Sequence[str], request: Request, errors: ValidationErrors, row_name: str, index: Sequence[str] = ()
 ) -> TableBuilder:
     """Find the columns by their names.
 
@@ -130,10 +130,10 @@ def table_builder(
     index
         Columns that the source declares as a row index: they are no features unless requested.
     """
-    own, source = request.own, mistakes.source
+    own, source = request.own, errors.source
     names = [composed(name) for name in header]
     if (twice := named_twice([name for name in names if name])) is not None:
-        raise DataError(f"{source}: two columns are called {twice!r}; each column needs a name of its own")
+        raise DataError(f"{source}: two columns are named {twice!r}; give each column a unique name")
 
     def column(name: str, key: str) -> int:
         if composed(name) not in names:
@@ -156,8 +156,8 @@ def table_builder(
     elif inputs:
         kind, classes, shape = "features", 0, (len(inputs),)
     else:
-        raise DataError(f"{source}: there is no column for features beside {listed(header)}")
-    batches = Batches(kind, shape, classes, mistakes, lambda j: f"column {header[inputs[j]]}")
+        raise DataError(f"{source}: it has no feature columns besides {listed(header)}")
+    batches = Batches(kind, shape, classes, errors, lambda j: f"column {header[inputs[j]]}")
     notes = (f"{why}: {listed(ignored)}",) if ignored else ()
     return TableBuilder(
         request, header, row_name, batches, tuple(inputs), chosen["label"], chosen["split"], chosen["client"], notes
@@ -175,7 +175,7 @@ def _index(header: Sequence[str], rest: Sequence[int], index: Sequence[str], sou
     return found
 
 
-def read_csv(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
+def read_csv(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
     """Read a CSV file (RFC 4180, UTF-8) with a header."""
     total = path.stat().st_size
     reader: _CsvReader | None = None
@@ -185,18 +185,18 @@ def read_csv(path: Path, request: Request, mistakes: ValidationErrors, tell: Tel
         try:
             header = [name.strip() for name in next(rows, [])]
             line = rows.line_num
-            _check_header(header, mistakes.source)
-            reader = _CsvReader(table_builder(header, request, mistakes, "line"))
+            _check_header(header, errors.source)
+            reader = _CsvReader(table_builder(header, request, errors, "line"))
             for row in rows:
                 line = rows.line_num
                 if reader.add(row, line):
                     tell("reading rows", raw.tell(), total)
         except UnicodeDecodeError:
-            mistakes.add("no UTF-8 text", f"line {undecodable_line(path)}")
+            errors.add("not UTF-8 text", f"line {undecodable_line(path)}")
         except csv.Error as error:
-            mistakes.add("no CSV", f"after line {line}: {error}")
+            errors.add("no CSV", f"after line {line}: {error}")
     if reader is None:
-        mistakes.refuse()
+        errors.refuse()
         raise AssertionError("a file without a header was refused")
     return reader.examples()
 
@@ -205,7 +205,7 @@ def _check_header(header: Sequence[str], source: str) -> None:
     if not any(header):
         raise DataError(f"{source}: the first line is empty; it must have the names of the columns")
     if all(number(cell) is not None for cell in header):
-        raise DataError(f"{source}: there are numbers in the first line; it must have the names of the columns")
+        raise DataError(f"{source}: the first line has numbers; it must have the names of the columns")
     if len(header) == 1 and any(mark in header[0] for mark in ";\t"):
         raise DataError(f"{source}: the first line is {header[0]!r:.60}; separate the names of the columns by commas")
 
@@ -215,7 +215,7 @@ class _CsvReader:
 
     def __init__(self, table: TableBuilder) -> None:
         self.table = table
-        self.mistakes = table.batches.mistakes
+        self.errors = table.batches.errors
         self.rows: list[list[str]] = []
         self.lines: list[int] = []
         self.truths: set[int] = set()
@@ -225,7 +225,7 @@ class _CsvReader:
         """Add a row and return True if it completed a chunk; empty lines are skipped."""
         width = len(self.table.header)
         if row and len(row) != width:
-            self.mistakes.add(f"another number of cells; each row must have {width}", f"line {line}: {len(row)}")
+            self.errors.add(f"another number of cells; each row must have {width}", f"line {line}: {len(row)}")
         elif row:
             self.rows.append(row)
             self.lines.append(line)
@@ -238,7 +238,7 @@ class _CsvReader:
         """Return the examples, and record columns that mix truth values and numbers."""
         self._take()
         mixed = sorted(self.truths & self.digits)
-        self.mistakes.add_many("true or false among numbers", len(mixed), (self.table.batches.name(j) for j in mixed))
+        self.errors.add_many("true or false among numbers", len(mixed), (self.table.batches.name(j) for j in mixed))
         return self.table.examples()
 
     def _take(self) -> None:
@@ -268,7 +268,7 @@ class _CsvReader:
             fault = _fault(text, found, truth)
             if fault is not None:
                 known[i, j] = True
-                self.mistakes.add(fault, f"{where(i, j)}: {text!r}" if text.strip() else where(i, j))
+                self.errors.add(fault, f"{where(i, j)}: {text!r}" if text.strip() else where(i, j))
             elif found is not None:
                 values[i, j] = found
                 self.digits.add(j)

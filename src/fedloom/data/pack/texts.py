@@ -11,7 +11,7 @@ from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors
 from fedloom.errors import DataError, ExperimentError, argument
 
 
-def read_characters(path: Path, request: Request, mistakes: ValidationErrors, tell: Tell) -> Examples:
+def read_characters(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
     """Read a UTF-8 text; the classes are its characters, and ``input_shape`` sets the characters per input."""
     own = request.own
     if own is None or own.kind != "tokens" or any(len(name) != 1 for name in own.classes):
@@ -21,7 +21,8 @@ def read_characters(path: Path, request: Request, mistakes: ValidationErrors, te
         )
     if not request.labelled:
         raise ExperimentError(
-            f"{argument('unlabelled')} is not for texts, which label themselves ({path}).", key="unlabelled"
+            f"{argument('unlabelled')} is not for texts, whose labels are their next characters ({path}).",
+            key="unlabelled",
         )
     tell("reading text", 0, None)
     try:
@@ -31,13 +32,13 @@ def read_characters(path: Path, request: Request, mistakes: ValidationErrors, te
     codes = {name: i for i, name in enumerate(own.classes)}
     unknown = "unknown character; data.own.classes must list it"
     for number, line in enumerate(text.split("\n"), start=1):
-        mistakes.add(unknown, *(f"line {number}: {each!r}" for each in line if each not in codes))
+        errors.add(unknown, *(f"line {number}: {each!r}" for each in line if each not in codes))
     if "\n" in text and "\n" not in codes:
-        mistakes.add(unknown, "line 1: '\\n', the end of a line")
-    mistakes.refuse()
+        errors.add(unknown, "line 1: '\\n', the end of a line")
+    errors.refuse()
     window = own.input_shape[0]
     if len(text) <= window:
-        raise DataError(f"{path}: it has {len(text)} characters; an input alone has {window}, so give a longer text")
+        raise DataError(f"{path}: it has {len(text)} characters, and a single input has {window}; give a longer text")
     characters = np.array([codes[character] for character in text], dtype=np.uint8)
     return Examples(
         kind="tokens",

@@ -11,17 +11,17 @@ import typer
 from fedloom.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from fedloom.runner.leaving import Leaving
+    from fedloom.runner.disclosure import DisclosedTensor
     from fedloom.runner.worker import WorkerOptions
 
 
-def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
-    """Show a worker's announcements of its packed clients, and the content of their answers; send nothing."""
+def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
+    """Show the data that a worker would send about its packed clients; send nothing."""
     from fedloom import experiment as experiments
     from fedloom.algorithms.base import available, find_algorithm
     from fedloom.data.own import OwnClients
     from fedloom.errors import ExperimentError
-    from fedloom.runner.leaving import announcements, answers, is_measured, measures, moment_tensors, of_experiment
+    from fedloom.runner.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
 
     if not (options.data or options.observe):
         raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")
@@ -29,24 +29,27 @@ def show_leaving(options: WorkerOptions, experiment: str | None) -> None:
     e = None if experiment is None else experiments.load(experiment)
     if e is not None:
         trained, measured = of_experiment(e, clients)
-    typer.echo("The worker tells the aggregator: its name, what it computes on, its versions, and of each client")
+    typer.echo("The worker sends the aggregator its name, device and versions, and for each client")
     for told in announcements(clients, class_counts=options.class_counts):
         typer.echo(f"  {json.dumps(told)}")
     if is_measured(e, clients):
-        _show("\nOnce, where normalization is measured, of clients that train", moment_tensors())
+        _show("\nOnce, if normalization is measured, for training clients", moment_tensors())
     if e is None:
         classes = len(next(iter(clients.cards.values())).classes)
         for name in available():
-            _show(f"\n{name}: in training, and when a client gets its model", answers(find_algorithm(name)))
-        _show("\nAll methods: in an evaluation, with two predictors", measures(2, classes))
-        typer.echo("\nsizes of a model: with --experiment FILE")
+            _show(f"\n{name}: in training and personalization", answers(find_algorithm(name)))
+        _show("\nAll methods: in evaluations, with two predictors", measures(2, classes))
+        typer.echo("\nFor the sizes of models, give --experiment FILE.")
     else:
-        _show(f"\n{e.algorithm.name}: in training, and when a client gets its model", trained)
-        _show("\nIn an evaluation", measured)
-    typer.echo("\nA client that gives no answer tells why, in a sentence. Nothing else leaves; nothing was sent now.")
+        _show(f"\n{e.algorithm.name}: in training and personalization", trained)
+        _show("\nIn evaluations", measured)
+    typer.echo(
+        "\nA client that cannot answer sends the reason, in a sentence. Nothing else leaves the client. Nothing was "
+        "sent now."
+    )
 
 
-def _show(title: str, tensors: Sequence[Leaving]) -> None:
+def _show(title: str, tensors: Sequence[DisclosedTensor]) -> None:
     rows = [
         (f"{one.message}.{one.field}", one.quantity, f"[{', '.join(map(str, one.shape))}]", _count(one))
         for one in tensors
@@ -56,5 +59,5 @@ def _show(title: str, tensors: Sequence[Leaving]) -> None:
         print_table("", ("message", "quantity", "shape", "numbers"), rows, texts=(0, 1, 2))
 
 
-def _count(one: Leaving) -> str:
+def _count(one: DisclosedTensor) -> str:
     return "" if one.numbers is None else f"{one.numbers:,}"

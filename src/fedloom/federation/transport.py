@@ -1,7 +1,7 @@
 """Protocol that carries one exchange of a conversation to the clients, and their answers back.
 
-The round loop uses only this protocol. Both the in-process carrier and the gRPC carrier implement it, which is why both
-give the same numbers.
+The round loop uses only this protocol. Both the in-process transport and the gRPC transport implement it, which is why
+both give the same numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Call:
     trace
         Trace context of the exchange's span, if the run is traced (:func:`fedloom.core.tracing.here`).
     told_again
-        For private answers: called before clients are asked for another one because the first worker asked is gone.
+        For private answers: called before another worker is asked because the first one is gone.
     """
 
     key: ConversationKey
@@ -69,7 +69,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Lost:
-    """A row without a valid answer, with the reason in one line; a bug has another cause than the client."""
+    """A row without a valid answer, with the reason in one line; a bug is not caused by the client."""
 
     reason: str
     is_bug: bool = False
@@ -104,7 +104,7 @@ class Refusals:
             self.counts[reason] = self.counts.get(reason, 0) + 1
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """Carries exchanges to clients."""
 
     @property

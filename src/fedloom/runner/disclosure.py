@@ -1,4 +1,4 @@
-"""Inventory of the data that leave a client: announcements, and messages of methods and evaluations."""
+"""Inventory of the data that leave a client: announcements, and the messages of methods and evaluations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedloom.runner.worker import member_of
 
 
 @dataclass(frozen=True)
-class Leaving:
+class DisclosedTensor:
     """Tensor that a client sends in an answer.
 
     Attributes
@@ -46,17 +46,17 @@ class Leaving:
         return math.prod(sizes) if len(sizes) == len(self.shape) else None
 
 
-def answers(algorithm: Algorithm, sizes: Mapping[str, int] | None = None) -> list[Leaving]:
-    """Return the tensors that a method's clients may send in training and personalization.
+def answers(algorithm: Algorithm, sizes: Mapping[str, int] | None = None) -> list[DisclosedTensor]:
+    """Return the tensors that a method's clients may send during training and personalization.
 
     Parameters
     ----------
     sizes
-        Sizes by the names used in shapes, from an experiment's server half; None: keep the names.
+        Sizes by the names used in shapes, from an experiment's server algorithm; None: keep the names.
     """
     known = sizes or {}
     return [
-        Leaving(
+        DisclosedTensor(
             cls.__name__,
             field.name,
             str(field.quantity),
@@ -68,22 +68,24 @@ def answers(algorithm: Algorithm, sizes: Mapping[str, int] | None = None) -> lis
     ]
 
 
-def moment_tensors() -> list[Leaving]:
-    """Return the tensors that a client sends when asked, once, for the moment_tensors of its inputs."""
+def moment_tensors() -> list[DisclosedTensor]:
+    """Return the tensors that a client sends, once, when asked for the moments of its inputs."""
     return [
-        Leaving(InputMoments.__name__, field.name, str(field.quantity), field.shape) for field in InputMoments.fields()
+        DisclosedTensor(InputMoments.__name__, field.name, str(field.quantity), field.shape)
+        for field in InputMoments.fields()
     ]
 
 
-def measures(predictors: int, classes: int) -> list[Leaving]:
+def measures(predictors: int, classes: int) -> list[DisclosedTensor]:
     """Return the tensors that a client sends in an evaluation."""
     shapes = measured_shapes(predictors, classes)
     return [
-        Leaving(Metrics.__name__, field.name, str(field.quantity), shapes[field.name]) for field in Metrics.fields()
+        DisclosedTensor(Metrics.__name__, field.name, str(field.quantity), shapes[field.name])
+        for field in Metrics.fields()
     ]
 
 
-def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Leaving], list[Leaving]]:
+def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[DisclosedTensor], list[DisclosedTensor]]:
     """Return :func:`answers` and :func:`measures` of an experiment, with all sizes.
 
     Raises
@@ -95,8 +97,7 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Lea
     """
     if not isinstance(experiment.data, OwnData):
         raise ExperimentError(
-            f"{argument('experiment')} must have data.own where {argument('packed')} is given; it deals out a data "
-            "set.",
+            f"{argument('experiment')} must have data.own where {argument('packed')} is given; it has data.dataset.",
             key="experiment",
         )
     own = experiment.data.own
@@ -104,8 +105,8 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Lea
     numbers = 0 if own.kind == "tokens" else own.input_shape[0]
     unknown = Normalization((0.0,) * numbers, (1.0,) * numbers)  # no shape depends on it
     parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
-    predictors = len(parts.client_half().predictors)
-    return answers(parts.algorithm, parts.server_half().sizes), measures(predictors, len(own.classes))
+    predictors = len(parts.client_algorithm().predictors)
+    return answers(parts.algorithm, parts.server_algorithm().sizes), measures(predictors, len(own.classes))
 
 
 def announcements(clients: OwnClients, *, class_counts: bool) -> list[dict[str, Any]]:
@@ -114,7 +115,7 @@ def announcements(clients: OwnClients, *, class_counts: bool) -> list[dict[str, 
 
 
 def is_measured(experiment: Experiment | None, clients: OwnClients) -> bool:
-    """Return whether the aggregator may ask, once, for the moment_tensors of these clients' inputs."""
+    """Return whether the aggregator may ask, once, for the moments of these clients' inputs."""
     if all(name in clients.observers or card.kind == "tokens" for name, card in clients.cards.items()):
         return False
     own = None if experiment is None else own_of(experiment)
