@@ -183,7 +183,7 @@ def test_nothing_runs_if_a_point_is_not_allowed(root: Path, tmp_path: Path) -> N
     method = "algorithm={name: knn-per, local: {steps: 1}}"
     clients = sweep(root, tmp_path / "sweep", "--set", method, "--grid", "algorithm.neighbours=[1],[1000]")
     assert clients.returncode == 2
-    assert tells(clients.stderr, "at neighbours=_1000_", "cannot train client-0000", "allowed: at least 1000")
+    assert tells(clients.stderr, "at neighbours=_1000_", "cannot train client-0000", "needs 1000")
     assert not (tmp_path / "sweep").exists()
     replay = sweep(root, tmp_path / "sweep", "--seeds", "1", "--replay", str(tmp_path))
     assert replay.returncode == 2

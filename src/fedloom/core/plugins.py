@@ -62,5 +62,5 @@ def load_plugin(point: EntryPoint, kind: type[T]) -> T:
     except Exception as error:
         raise ExperimentError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(loaded, kind):
-        raise ExperimentError(f"{where} must be a {kind.__name__} (it is a {type(loaded).__name__}).")
+        raise ExperimentError(f"{where} has the class {type(loaded).__name__}; it must have the class {kind.__name__}.")
     return loaded
