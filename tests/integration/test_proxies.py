@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,11 @@ class Way:
         certified, plain = section.endswith(PASSED), changes is not None and PLAIN.items() <= changes.items()
         ca = folder / "ca"
         make_ca(ca)
-        make_certificate("fl", folder / "proxy", ca, hosts=["127.0.0.1"])
+        made = make_certificate("fl", folder, ca, hosts=["127.0.0.1"])
         own = (folder / "proxy" / "fl.crt", folder / "proxy" / "fl.key")
+        own[0].parent.mkdir(parents=True)
+        for source, target in zip((made.certificate, made.key), own, strict=True):
+            shutil.copyfile(source, target)
         if certified:
             member = make_certificate("north", folder, ca)
             protection = ServerOptions(*own, ca / "ca.crt")

@@ -51,7 +51,7 @@ def api() -> Iterator[KubeflowApi]:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(submitting, "POLL_S", 0.02)
-    monkeypatch.setattr(submitting.wait, "__kwdefaults__", {"poll_s": 0.02})
+    monkeypatch.setattr(submitting.wait_for_run, "__kwdefaults__", {"poll_s": 0.02})
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("KF_PIPELINES_ENDPOINT", "FEDLOOM_KUBEFLOW_TOKEN", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -231,10 +231,10 @@ def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -
     [
         ((), (), "storage is not set"),
         (STORE, ("--set", "federation.rouns=3"), "federation.rouns"),
-        (STORE, ("--backend", "slurm"), "--backend: found 'slurm'; allowed: kubernetes, local"),
-        (STORE, ("--seeds", "1-3"), "--seeds: found with personalized_federation; allowed: with compare_methods"),
-        (STORE, ("--serve", "x:1"), "--serve: found with personalized_federation; allowed: with unseen_clients"),
-        (STORE, ("--model", "x"), "--model: found with personalized_federation; allowed: with unseen_clients"),
+        (STORE, ("--backend", "slurm"), "--backend must be kubernetes or local"),
+        (STORE, ("--seeds", "1-3"), "--seeds is for compare_methods"),
+        (STORE, ("--serve", "x:1"), "--serve is for unseen_clients"),
+        (STORE, ("--model", "x"), "--model is for unseen_clients"),
         (STORE, ("--set", "runtime.device=cuda"), "cluster.gpu is not set"),
     ],
 )

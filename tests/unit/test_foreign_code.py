@@ -62,8 +62,8 @@ def forget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 USES: dict[str, Callable[[Path, Path], Any]] = {
     "evaluate": lambda run, tmp: evaluate(run),
-    "personalize": lambda run, tmp: personalize(tmp / "models", run),
-    "personalize --from": lambda run, tmp: fl.personalize(str(run), people()["bob"][0], people()["bob"][1]),
+    "personalize": lambda run, tmp: personalize(str(run), tmp / "models"),
+    "personalize, one client": lambda run, tmp: fl.personalize(str(run), people()["bob"][0], people()["bob"][1]),
     "serve": lambda run, tmp: serve(str(run), "127.0.0.1:0"),
     "Run.models": lambda run, tmp: fl.load(run).models("ann"),
     "run, of the run's experiment": lambda run, tmp: fl.run(run / "experiment.yaml", out=tmp / "x", progress=False),
