@@ -31,7 +31,7 @@ def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
     e = experiments.load(run / "experiment.yaml")
     dataset = assemble.make_partition(e)
     parts = assemble.make_parts(e, dataset.manifest)
-    server = parts.server_half()
+    server = parts.server_algorithm()
     if not isinstance(server, PeFLLServer):
         raise SystemExit(f"{run} is a run of {e.algorithm.name}; allowed: a run of pefll")
     server.load(Checkpoints(RunFolder(run).checkpoints).load(which).state)

@@ -72,7 +72,7 @@ def accuracies(
         return nothing_measured(len(predictors), len(loop.predictors), parts.task.classes)
 
     experiment = parts.experiment.model_copy(update={"seed": seed})
-    loop.carrier = assemble.in_process(dataclasses.replace(parts, experiment=experiment), dataset, loop.folder, keep)
+    loop.transport = assemble.in_process(dataclasses.replace(parts, experiment=experiment), dataset, loop.folder, keep)
     lost = loop.personalize(list(clients))
     if lost:
         raise RuntimeError(f"clients without a model: {lost}")

@@ -26,7 +26,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from common import describe, machine, spread, table, write_json
-from fedloom.federation.carrier import Call, Lost
 
 from fedloom.algorithms.base import Task, find_algorithm
 from fedloom.data.federated import ClientData, Split
@@ -36,6 +35,7 @@ from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.states import StoredStates, Versions
+from fedloom.federation.transport import Call, Lost
 from fedloom.federation.validation import out_of_range
 from fedloom.messages import Message, answer_shapes
 from fedloom.models.flat import FlatModel
@@ -107,7 +107,7 @@ CASES = {
 
 
 class Timed(InProcess):
-    """Carrier that counts the client's CPU seconds."""
+    """Transport that counts the client's CPU seconds."""
 
     seconds = 0.0
 

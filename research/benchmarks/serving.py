@@ -96,7 +96,7 @@ def make_run(folder: Path) -> tuple[PeFLLServer, int]:
     run = RunFolder(folder)
     run.make(e.resolved_yaml())
     run.write("partition.json", manifest.to_json())
-    server = parts.server_half()
+    server = parts.server_algorithm()
     assert isinstance(server, PeFLLServer)
     checkpoints = Checkpoints(run.checkpoints)
     checkpoints.save(Checkpoint("pefll", parts.algorithm.version, 1, None, server.state))

@@ -137,7 +137,6 @@ class Message:
     """
 
     def __init_subclass__(cls) -> None:
-        """Make the subclass a dataclass."""
         dataclass(frozen=True, eq=False)(cls)
 
     @classmethod
@@ -208,7 +207,6 @@ class Replies(Generic[M]):
         return value
 
     def __len__(self) -> int:
-        """Return the number of rows, present or not."""
         return int(self.present.shape[0])
 
     @property

@@ -76,7 +76,7 @@ def test_a_mistake_in_the_file_writes_nothing(fedloom: Fedloom, experiment: Path
 def test_an_absent_file(fedloom: Fedloom) -> None:
     code, _, err = fedloom("partition", "absent.yaml")
     assert code == ExitCode.EXPERIMENT
-    assert tells(err, "error: absent.yaml: ", "no such file")
+    assert tells(err, "error: absent.yaml", "no such file")
     assert err.count("\n") == 1
 
 
@@ -168,4 +168,4 @@ def test_sigterm_ends_a_command_that_is_still_importing() -> None:
         "main.main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (130, "error: asked to stop\n")
+    assert (done.returncode, done.stderr) == (130, "error: stopped on request\n")

@@ -275,13 +275,13 @@ def test_what_is_no_run_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("summary.json", "{", r"summary\.json: damaged"),
+        ("summary.json", "{", r"summary\.json is damaged"),
         ("summary.json", "{}", r"summary\.json: .*seen"),
         ("summary.json", '{"seen": 3, "unseen": null, "global": null}', r"summary\.json: .*seen"),
         ("metrics.jsonl", "", r"metrics\.jsonl: has no evaluated round"),
         ("clients.csv", "id\n", r"clients\.csv: has no clients"),
         ("partition.json", None, r"partition\.json"),
-        ("environment.json", "[]", r"environment\.json: damaged"),
+        ("environment.json", "[]", r"environment\.json is damaged"),
     ],
 )
 def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str | None, message: str) -> None:

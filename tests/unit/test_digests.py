@@ -74,7 +74,7 @@ def test_any_flipped_bit_of_a_file_of_lines_is_found(folder: RunFolder) -> None:
     for changed in flips(whole):
         path.write_bytes(changed)
         if changed.endswith(b"\n"):
-            with pytest.raises(DataError, match=r"metrics\.jsonl, line \d+: damaged"):
+            with pytest.raises(DataError, match=r"metrics\.jsonl, line \d+ is damaged"):
                 folder.lines("metrics.jsonl")
         else:
             found = folder.lines("metrics.jsonl")
@@ -99,7 +99,7 @@ def test_lines_that_are_gone_moved_or_twice_there_are_found(
         folder.close_lines()
     path = folder.path / "metrics.jsonl"
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
-    with pytest.raises(DataError, match=r"metrics\.jsonl.*: damaged"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl.*damaged"):
         folder.lines("metrics.jsonl")
 
 
@@ -122,20 +122,20 @@ def test_a_line_is_found_damaged_from_the_end_as_well(folder: RunFolder) -> None
     path.write_bytes(path.read_bytes().replace(b'"round": 2', b'"round": 3'))
     reader = folder.line_file("metrics.jsonl").backwards()
     assert next(reader).object == LINES[3]
-    with pytest.raises(DataError, match="line 3: damaged"):
+    with pytest.raises(DataError, match="line 3 is damaged"):
         next(reader)
 
 
 def test_one_file_of_lines_is_not_taken_for_another(folder: RunFolder) -> None:
     shutil.copy(folder.path / "metrics.jsonl", folder.path / "journal.jsonl")
-    with pytest.raises(DataError, match=r"journal\.jsonl, line 1: damaged"):
+    with pytest.raises(DataError, match=r"journal\.jsonl, line 1 is damaged"):
         folder.lines("journal.jsonl")
 
 
 def test_nothing_is_appended_to_what_has_no_end(folder: RunFolder) -> None:
     path = folder.path / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(DataError, match="line 4: damaged"):
+    with pytest.raises(DataError, match="line 4 is damaged"):
         folder.append("metrics.jsonl", {"round": 4})
 
 
@@ -150,7 +150,7 @@ def test_any_flipped_bit_of_a_whole_file_is_found(folder: RunFolder, name: str) 
             with pytest.raises(DataError, match=name):
                 folder.stored_experiment()
         else:
-            with pytest.raises(DataError, match=rf"{name}: damaged"):
+            with pytest.raises(DataError, match=rf"{name} is damaged"):
                 folder.text(name)
 
 
@@ -161,7 +161,7 @@ def test_a_file_that_was_cut_is_found(folder: RunFolder, name: str, cut: int) ->
         pytest.skip("an empty file is no experiment: its reader says so")
     path = folder.path / name
     path.write_bytes(path.read_bytes()[:-cut] if cut else b"")
-    with pytest.raises(DataError, match=rf"{name}: damaged"):
+    with pytest.raises(DataError, match=rf"{name} is damaged"):
         folder.text(name)
 
 
@@ -178,7 +178,7 @@ def test_an_experiment_that_was_edited_is_read_once_its_first_line_is_removed(fo
 @pytest.mark.parametrize("name", ["partition.json", "clients.csv", "confusion.csv"])
 def test_digests_that_are_gone_are_missed(folder: RunFolder, name: str) -> None:
     (folder.path / DIGESTS).unlink()
-    with pytest.raises(DataError, match=rf"{name}: damaged"):
+    with pytest.raises(DataError, match=rf"{name} is damaged"):
         folder.text(name)
 
 

@@ -118,7 +118,7 @@ def test_a_finished_run_without_checkpoints_is_not_begun_anew(tmp_path: Path) ->
 def test_a_file_that_is_no_text_is_named(tmp_path: Path, name: str) -> None:
     made(tmp_path).run()
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-2] + b"\xff}\n")
-    with pytest.raises(DataError, match=rf"{name}, line \d: damaged"):
+    with pytest.raises(DataError, match=rf"{name}, line \d is damaged"):
         made(tmp_path).loop.resume()
 
 
@@ -126,7 +126,7 @@ def test_a_line_that_fedloom_has_not_written_is_refused(tmp_path: Path) -> None:
     made(tmp_path).run()
     before = (tmp_path / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(before + '"x"\n3\n')
-    with pytest.raises(DataError, match=rf"metrics\.jsonl, line {before.count(chr(10)) + 1}: damaged"):
+    with pytest.raises(DataError, match=rf"metrics\.jsonl, line {before.count(chr(10)) + 1} is damaged"):
         made(tmp_path).loop.resume()
 
 
@@ -259,7 +259,7 @@ def test_evaluations_that_are_gone_are_made_again_or_missed(tmp_path: Path, gone
     path.write_bytes(b"".join(lines[:-gone]))
     again = scaffold(tmp_path / "run", 3)
     if gone > 1:
-        with pytest.raises(DataError, match=r"metrics\.jsonl: damaged"):
+        with pytest.raises(DataError, match=r"metrics\.jsonl is damaged"):
             again.loop.resume()
     else:
         again.loop.resume()

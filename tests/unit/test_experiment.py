@@ -316,8 +316,8 @@ def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "null is not a mapping"),
-        ("- 1\n- 2\n", "[1, 2] is not a mapping"),
+        ("", "mapping with the keys name, data, model, ... (got null)"),
+        ("- 1\n- 2\n", "(got [1, 2])"),
         ("name: [1\n", "not YAML: line 2, column 1"),
         ("name: x\n\tseed: 1\n", "not YAML: line 2, column 1"),
         ("a: &a [*a]\n", "an alias is inside itself"),

@@ -90,9 +90,9 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
 @pytest.mark.parametrize(
     ("clients", "classes", "said"),
     [
-        ({}, None, ("none", "dict")),
+        ({}, None, ("empty", "dict")),
         ([(X, Y)], None, ("list", "dict")),
-        ({"a": X}, None, ("client a", "ndarray", "(x, y)")),
+        ({"a": X}, None, ("client a", "(x, y)", "ndarray")),
         ({"a": (X, Y[:5])}, None, ("client a: y", "[5]", "[6]")),
         ({"a": (X, Y), "b": (X[:, :2], Y)}, None, ("client b: x", "[6, 2]", "[n, 3]")),
         ({"a": (X, Y)}, ("p", "q"), ("unknown label", "0 to 1", "2 places", "client a: y[2]: 2")),
@@ -120,9 +120,9 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
         ({"a": (RNG.normal(size=(6, 1, 4, 4)), Y)}, None, ("client a: x", "float64", "uint8")),
         ({"a": ([[1, 2], [3]], [0, 1])}, None, ("client a: x", "one length")),
         ({"a": {"train_x": X, "train_y": Y}}, None, ("client a", "train_x", "test_x")),
-        ({"a": (X[:0], Y[:0])}, None, ("0 examples",)),
+        ({"a": (X[:0], Y[:0])}, None, ("no examples",)),
         ({"a": (np.zeros((6, 8, 8, 3), np.uint8), Y)}, None, ("client a: x", "[8, 8, 3]", "transpose(0, 3, 1, 2)")),
-        ({"a": (X, Y), "b": (X[:0], Y[:0])}, None, ("client b", "0 examples")),
+        ({"a": (X, Y), "b": (X[:0], Y[:0])}, None, ("client b", "no examples")),
         ({"a": (X, Y), "a ": (X, Y)}, None, ("clients", "'a'", "twice")),
         ({"caf\u00e9": (X, Y), "cafe\u0301": (X, Y)}, None, ("clients", "'caf\u00e9'", "twice")),
         ({"a": {"x": X, "y": Y, "val_x": X, "val_y": Y}}, None, ("client a", "val_x, val_y", "validation_x")),
@@ -222,7 +222,7 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path, monkeypatc
         fedloom.Federated.from_frame(good, client="city", label="kind", root=tmp_path)
     with refused(ExperimentError, "client", "scheme"):
         fedloom.Federated.from_frame(good, label="kind", root=tmp_path)
-    with refused(DataError, "numbers", "hospital: "):
+    with refused(DataError, "numeric", "hospital: "):
         fedloom.Federated.from_frame(good, label="kind", scheme={"scheme": "iid", "clients": 2}, root=tmp_path)
     hole = good.copy()
     hole.loc[3, "age"] = float("nan")

@@ -191,7 +191,7 @@ def test_an_evaluation_says_whether_its_clients_are_new(tmp_path: Path, capsys: 
     shutil.rmtree(there)
     found, said = measured(vowels(root, 5, reserve={**reserve, "deal": True}))
     assert found is None
-    assert "not known" in said
+    assert "unknown" in said
     assert find_partition(trained_on, root) is None
 
 

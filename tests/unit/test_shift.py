@@ -91,7 +91,7 @@ def test_a_manifest_has_a_group_for_each_client(tmp_path: Path) -> None:
     text = vowels(tmp_path, 1, scheme="iid", clients=3, shift={"kind": "labels"}).manifest.to_json()
     assert Manifest.from_json(text).to_json() == text
     body = digests.without_compact_digest(text.encode()).decode()
-    with pytest.raises(DataError, match="2 shift_groups, expected 3"):
+    with pytest.raises(DataError, match=r"shift_groups has 2 .* 3 clients"):
         Manifest.from_json(digests.with_compact_digest(body.replace('"shift_groups":[0,1,2]', '"shift_groups":[0,1]')))
 
 

@@ -53,9 +53,9 @@ def test_cifar100_takes_the_fine_label() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", ["0 bytes", "multiple of 3073"]),
-        (record([1], 1, 1, 1)[:-1], ["3072 bytes", "multiple of 3073"]),
-        (record([1, 1], 1, 1, 1), ["3074 bytes", "multiple of 3073"]),
+        (b"", ["0 bytes", "3073"]),
+        (record([1], 1, 1, 1)[:-1], ["3072 bytes", "3073"]),
+        (record([1, 1], 1, 1, 1), ["3074 bytes", "3073"]),
         (record([10], 1, 1, 1), ["label 10", "0 to 9"]),
     ],
     ids=["empty", "cut", "cifar100", "label"],

@@ -72,7 +72,7 @@ def test_clients_who_cannot_be_measured_are_no_smaller_group(tmp_path: Path) -> 
     assert not (tmp_path / "ev.json").exists()
     shutil.rmtree(run / "states", ignore_errors=True)
     (run / "published.json").write_text("{")
-    with pytest.raises(DataError, match=r"published\.json: damaged"):
+    with pytest.raises(DataError, match=r"published\.json is damaged"):
         evaluate(run)
     trained.folder.write_json("published.json", {})
     with pytest.raises(DataError, match=r"published\.json: has no key 'url'"):
@@ -101,7 +101,7 @@ def test_a_damaged_file_of_a_resumed_run_is_named(tmp_path: Path, file: str, alg
     (tmp_path / "run" / file).write_text('{"round": [')
     resumed = on_vowels(tmp_path, algorithm, rounds=2)
     resumed.resume()
-    with pytest.raises(DataError, match=rf"{file}: damaged"):
+    with pytest.raises(DataError, match=rf"{file} is damaged"):
         resumed.run()
 
 

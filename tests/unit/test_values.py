@@ -201,7 +201,7 @@ def test_true_and_false_among_numbers_are_refused(tmp_path: Path) -> None:
 def test_columns_of_other_types_are_refused_by_name(kind: str, column: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         of_frame(table(np.arange(N) % 2, other=column), tmp_path)
-    assert tells(str(error.value), "numbers", "other: ", kind)
+    assert tells(str(error.value), "numeric", "other: ", kind)
 
 
 @pytest.mark.parametrize("kind", ["Int64", "UInt8", "Float32", "boolean"])

@@ -200,7 +200,7 @@ def test_more_than_the_limit_is_refused_before_memory_is_taken():
     begin = wire.Begin(total_bytes=4 << 50)
     spec = wire.TensorSpec(name="a", quantity=wire.QUANTITY_MODEL, dtype=wire.DATA_TYPE_FLOAT32, shape=[1 << 50])
     begin.envelope.tensors.append(spec)
-    with pytest.raises(WireError, match="at most 1048576 taken"):
+    with pytest.raises(WireError, match="at most 1048576"):
         Assembler(begin, read_specs(begin.envelope), 1 << 20)
 
 
@@ -238,7 +238,7 @@ def test_unknown_dtype_quantity_field_and_bool_are_refused():
         assemble(renamed).message(Everything)
     data = parts[1].chunk.data[:-1] + b"\x02"
     parts[1] = wire.WorkerPart(chunk=wire.Chunk(data=data))
-    with pytest.raises(WireError, match="no bool"):
+    with pytest.raises(WireError, match="0 and 1"):
         assemble(parts).message(Everything)
 
 

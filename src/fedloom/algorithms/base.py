@@ -197,7 +197,6 @@ class ClientGroup:
         self.lost: dict[int, str] = {}  # reason by position
 
     def __len__(self) -> int:
-        """Return g, the number of clients."""
         return len(self.clients)
 
     def generator(self, i: int, purpose: str) -> torch.Generator:

@@ -148,7 +148,6 @@ class WGAServer(base.ServerAlgorithm):
         return weighted_gradient(own, helpers, s.alpha_at(t, n, beta), 0.0 if bias is None else bias)
 
     def _step(self, mine: dict[str, Tensor], g: Tensor) -> None:
-        """Update θ ← θ - η g, or along the optimizer's direction for g."""
         s = self.settings
         if s.optimizer == "momentum":
             g = mine["first"].copy_(s.momentum * mine["first"] + g)

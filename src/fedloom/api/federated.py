@@ -232,12 +232,10 @@ class Federated:
         return make_data(data, seed)
 
     def __repr__(self) -> str:
-        """Return a text with the section: location and partition of the data."""
         return f"Federated({self.section!r})"
 
 
 def _named_arrays(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
-    """Return a client's name and its arrays by key."""
     from fedloom.data.values import as_array
 
     if not isinstance(name, str) or not name.strip():

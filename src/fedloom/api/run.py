@@ -48,7 +48,6 @@ class Run:
         self._figures: tuple[list[tuple[int, ...]], dict[str, Figure]] | None = None
 
     def __repr__(self) -> str:
-        """Return the call that loads this run."""
         return f"fedloom.load({self.where!r})"
 
     @property
@@ -267,15 +266,12 @@ class Sweep(Sequence[Run]):
     def __getitem__(self, place: slice) -> Sequence[Run]: ...
 
     def __getitem__(self, place: int | slice) -> Run | Sequence[Run]:
-        """Return a run by index."""
         return self._runs[place]
 
     def __len__(self) -> int:
-        """Return the number of finished runs."""
         return len(self._runs)
 
     def __repr__(self) -> str:
-        """Return a text with the folder and the numbers of finished and failed runs."""
         failed = f", {len(self.failures)} failed" if self.failures else ""
         return f"<{pluralize(len(self), 'run')} in {self.folder}{failed}>"
 
@@ -335,7 +331,6 @@ class Comparison:
         return Path(folder) / PAGE
 
     def __repr__(self) -> str:
-        """Return the table of results per client, as text."""
         from fedloom.reporting.compare_tables import as_text, headings
 
         lines = ["  ".join(headings(self._comparison))]
@@ -344,7 +339,6 @@ class Comparison:
         return "\n".join(line for line in lines if line)
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML for a notebook."""
         from html import escape
 
         from fedloom.reporting.compare_tables import as_text, headings

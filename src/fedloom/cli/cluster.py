@@ -128,10 +128,8 @@ def _clean(
     older_than: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "Remove only runs, finished or not, and partitions that were last written longer ago than this: 30d, "
-                "12h."
-            ),
+            help="Remove only runs, finished or not, and partitions that were last written longer ago than this: 30d, "
+            "12h.",
             metavar="TIME",
         ),
     ] = None,

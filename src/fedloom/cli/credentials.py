@@ -11,10 +11,8 @@ ClientCredentials = Annotated[
     Path | None,
     typer.Option(
         "--credentials",
-        help=(
-            "Folder with credentials, each file optional: ca.crt (use TLS, and trust these authorities), tls.crt and "
-            "tls.key (client certificate), token."
-        ),
+        help="Folder with credentials, each file optional: ca.crt (use TLS, and trust these authorities), tls.crt and "
+        "tls.key (client certificate), token.",
         metavar="DIR",
         envvar="FEDLOOM_CREDENTIALS",
     ),
@@ -23,10 +21,8 @@ ServerCredentials = Annotated[
     Path | None,
     typer.Option(
         "--credentials",
-        help=(
-            "Folder with tls.crt and tls.key (server certificate); to admit peers, ca.crt (certificates of these "
-            "authorities), tokens.json (`fedloom token`), or both; and identities.yaml (permissions)."
-        ),
+        help="Folder with tls.crt and tls.key (server certificate); to admit peers, ca.crt (certificates of these "
+        "authorities), tokens.json (`fedloom token`), or both; and identities.yaml (permissions).",
         metavar="DIR",
         envvar="FEDLOOM_CREDENTIALS",
     ),

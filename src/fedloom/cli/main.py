@@ -111,10 +111,8 @@ def options(
         typer.Option(
             "--tracing",
             envvar="FEDLOOM_TRACING",
-            help=(
-                "With run, aggregator and worker: send traces of rounds to the collector at "
-                "OTEL_EXPORTER_OTLP_ENDPOINT."
-            ),
+            help="With run, aggregator and worker: send traces of rounds to the collector at "
+            "OTEL_EXPORTER_OTLP_ENDPOINT.",
         ),
     ] = False,
 ) -> None:

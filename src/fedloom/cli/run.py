@@ -51,10 +51,8 @@ Observe = Annotated[
 Publish = Annotated[
     str | None,
     typer.Option(
-        help=(
-            "Publish the run at this URL while it runs: s3://BUCKET/PREFIX; by default STORAGE/runs/NAME if "
-            "`storage` is a store."
-        ),
+        help="Publish the run at this URL while it runs: s3://BUCKET/PREFIX; by default STORAGE/runs/NAME if "
+        "`storage` is a store.",
         metavar="URL",
     ),
 ]

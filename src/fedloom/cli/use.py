@@ -114,10 +114,8 @@ def personalize_command(
     epsilon: Annotated[
         float | None,
         typer.Option(
-            help=(
-                "ε, above 0, of the (ε, δ)-differential privacy of the data disclosed to the server; inf adds no "
-                "noise. By default as in the run's training."
-            ),
+            help="ε, above 0, of the (ε, δ)-differential privacy of the data disclosed to the server; inf adds no "
+            "noise. By default as in the run's training.",
             metavar="E",
         ),
     ] = None,
@@ -143,10 +141,8 @@ def personalize_command(
     budget: Annotated[
         float | None,
         typer.Option(
-            help=(
-                "With --ledger, the largest total ε of its requests; a request that would exceed it is refused "
-                "before anything is disclosed."
-            ),
+            help="With --ledger, the largest total ε of its requests; a request that would exceed it is refused "
+            "before anything is disclosed.",
             metavar="E",
         ),
     ] = None,

@@ -21,10 +21,8 @@ def worker(
     partition: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "The partition: a folder or s3://BUCKET/PREFIX, from which each client's data are downloaded when "
-                "first needed."
-            ),
+            help="The partition: a folder or s3://BUCKET/PREFIX, from which each client's data are downloaded when "
+            "first needed.",
             metavar="DIR|URL",
         ),
     ] = None,
@@ -86,10 +84,8 @@ def worker(
     states: Annotated[
         str | None,
         typer.Option(
-            help=(
-                "Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any; every worker must be "
-                "able to access it."
-            ),
+            help="Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any; every worker must be "
+            "able to access it.",
             metavar="DIR|URL",
         ),
     ] = None,

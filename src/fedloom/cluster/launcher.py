@@ -292,7 +292,6 @@ class Launcher:
         return job
 
     def _report_exits(self, pods: Sequence[Manifest]) -> None:
-        """Report once for each failed pod how it ended."""
         failed: list[Exit] = [*exits(pods, AGGREGATOR), *exits(pods, WORKER)]
         for one in failed:
             if one.pod not in self._reported:

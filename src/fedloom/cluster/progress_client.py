@@ -135,7 +135,6 @@ class ProgressClient:
 
 
 def _line(now: Activity) -> str:
-    """Return the progress in one line."""
     absent = now.clients.absent if now.phase == "waiting" else None
     without = f", {pluralize(absent, 'client')} without a worker" if absent else ""
     message = f": {now.message}" if now.message else ""

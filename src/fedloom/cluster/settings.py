@@ -154,10 +154,8 @@ class ClusterSettings(Settings):
     )
     s3_endpoint: str | None = Field(
         default=None,
-        description=(
-            "Endpoint of the object store for pods; null: the launcher's own $FEDLOOM_S3_ENDPOINT, which takes "
-            "precedence for the launcher itself."
-        ),
+        description="Endpoint of the object store for pods; null: the launcher's own $FEDLOOM_S3_ENDPOINT, which takes "
+        "precedence for the launcher itself.",
     )
     deadline_s: float = Field(default=86_400.0, ge=1, description="Maximum duration of the federation in seconds.")
     pending_timeout_s: float = Field(

@@ -49,14 +49,12 @@ class Tunnel:
         return f"{host}:{port}"
 
     def __enter__(self) -> Self:
-        """Start forwarding."""
         threading.Thread(target=self._accept, name="tunnel", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop accepting connections."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

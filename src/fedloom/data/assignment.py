@@ -172,7 +172,6 @@ def draw_seen(clients: int, held_out_fraction: float, seed: int) -> NDArray[np.b
 
 
 def _by_class(labels: NDArray[np.int64], classes: int) -> list[NDArray[np.int64]]:
-    """Return the positions of each class, ascending."""
     order = np.argsort(labels, kind="stable")
     return np.split(order, np.cumsum(np.bincount(labels, minlength=classes))[:-1])
 

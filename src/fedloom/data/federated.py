@@ -43,7 +43,6 @@ class Split:
     y: Tensor | None
 
     def __len__(self) -> int:
-        """Return the number of examples."""
         return int(self.x.shape[0])
 
 

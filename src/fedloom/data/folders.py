@@ -66,10 +66,8 @@ def naming_owner(path: Path) -> Iterator[None]:
         there = next((above for above in (path, *path.parents) if _is_there(above)), path)
         raise StorageError(
             f"{path}: {(cause.strerror or str(cause)).lower()}: {there} belongs to {_owner(there)}",
-            hint=(
-                "use your own data root (data.root, or the variable FEDLOOM_DATA), or ask the owner to share it with "
-                "a group: chgrp -R GROUP DIR && chmod -R g+rwX DIR, and chmod g+s on its folders"
-            ),
+            hint="use your own data root (data.root, or the variable FEDLOOM_DATA), or ask the owner to share it with "
+            "a group: chgrp -R GROUP DIR && chmod -R g+rwX DIR, and chmod g+s on its folders",
         ) from error
 
 

@@ -78,10 +78,8 @@ class LocalFiles(Settings):
     client: str | None = Field(
         default=None,
         min_length=1,
-        description=(
-            "Owner of each example: a column of the table, or an array; for a folder, `folder`: the outermost "
-            "folders, OWNER/CLASS/NAME.png. Null: no owners."
-        ),
+        description="Owner of each example: a column of the table, or an array; for a folder, `folder`: the outermost "
+        "folders, OWNER/CLASS/NAME.png. Null: no owners.",
     )
     label: str = Field(default="label", min_length=1, description="Column with the labels.")
     split: str | None = Field(
@@ -221,7 +219,6 @@ def _named_by(content: bytes) -> str:
 
 
 def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
-    """Source of a stored data set."""
     card = DatasetCard.read(home / name / CARD)
 
     def read(contents: Mapping[str, bytes]) -> RawDataset:

@@ -324,7 +324,6 @@ def check_shard(content: bytes, sha256: str, where: str, hint: str) -> None:
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """Return a contradiction within a manifest, or None."""
     if manifest.version != VERSION:
         return f"version is {manifest.version}, and must be {VERSION}"
     if len(manifest.class_names) != manifest.classes:

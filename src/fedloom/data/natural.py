@@ -210,7 +210,6 @@ class _Division:
         return _Parts(train, validation, test)
 
     def _last(self, positions: NDArray[np.int64], fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the positions kept and those held out."""
         cut = len(positions) - held_out(fraction, len(positions))
         return positions[: max(cut - self.overlap, 0)], positions[cut:]
 

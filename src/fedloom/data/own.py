@@ -63,10 +63,8 @@ class Own(Settings):
     features: Words | None = Field(default=None, description="For features: names of the columns, in order. Null: any.")
     normalization: Literal["measured"] | Given = Field(
         default="measured",
-        description=(
-            "measured: mean and std of all clients' training examples, from announced counts, sums and sums of "
-            "squares; or {mean, std}, each a list."
-        ),
+        description="measured: mean and std of all clients' training examples, from announced counts, sums and sums of "
+        "squares; or {mean, std}, each a list.",
     )
 
     @model_validator(mode="after")
@@ -336,7 +334,6 @@ def read_own_shard(folder: Path, card: ClientCard) -> bytes:
 
 
 def _packed(given: Path) -> list[Path]:
-    """Return the packed folder itself, or the packed folders in it."""
     if (given / CARD).exists() or not given.is_dir():
         return [given]
     inside = sorted(path.parent for path in given.glob(f"*/{CARD}"))

@@ -43,9 +43,7 @@ class _Scheme(BaseModel):
     def check(self, classes: int) -> None:
         """Raise ExperimentError if ``classes`` classes cannot satisfy the settings; 0 means data without classes."""
         if classes == 0:
-            raise _refusal(
-                "scheme", getattr(self, "scheme", None), "needs classes, but the data have none", "use means"
-            )
+            raise _refusal("scheme", getattr(self, "scheme", None), "needs data with classes", "use means")
 
     def check_inputs(self, kind: str, shape: Sequence[int]) -> None:
         """Raise ExperimentError if a kind or shape of inputs does not fit the settings."""
@@ -497,7 +495,6 @@ def _check_classes(key: str, per_client: int, classes: int) -> None:
 
 
 def _refusal(key: str, found: object, fault: str, remedy: str) -> ExperimentError:
-    """Return an error about a key of the scheme."""
     value = f"{found:g}" if isinstance(found, float) else f"{found}"
     path = f"data.partition.{key}"
     return ExperimentError(f"{path}: {value} {fault}; {remedy}", key=path, found=found)

@@ -130,7 +130,6 @@ def loads(
 
 
 def _mapping(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Return the mapping in a text, and the origin of each key."""
     value, origins = parse_yaml(text, source)
     if not isinstance(value, dict):
         raise ExperimentError(

@@ -195,7 +195,6 @@ class ClientSide:
     def _answers(
         self, opened: _Open, request: _Request, there: Mapping[int, _Open]
     ) -> Iterator[tuple[int, Message | Lost]]:
-        """Yield the answers of a group to the exchange."""
         if opened.exchange < request.exchange:
             with request.traced(opened.rows):
                 self._advance(opened, request)
@@ -242,7 +241,6 @@ class ClientSide:
         self._open[request.key].update(dict.fromkeys(rows, opened))
 
     def _opened(self, request: _Request, rows: tuple[int, ...]) -> _Open:
-        """Return the conversation of a group with the answers to its opening."""
         key, clients, versions = request.key, request.named(rows), request.versions(rows)
 
         def keyed(client: str, purpose: str) -> torch.Generator:

@@ -121,7 +121,6 @@ class RemoteCohort:
             self._lose(row, planned[row].reason)
 
     def _ask(self, message: Message, answer: type[Message], meanwhile: Callable[[], None] | None) -> dict[int, Message]:
-        """Deliver a message and return the usable answers by row; the others are lost."""
         if not self._alive:
             if meanwhile is not None:
                 meanwhile()
@@ -150,7 +149,6 @@ class RemoteCohort:
         return answers
 
     def _usable(self, row: int, reply: Message | Lost) -> Message | None:
-        """Return a usable reply; otherwise lose the client and return None."""
         if isinstance(reply, Lost):
             if reply.is_bug:
                 self._bugs[row] = printable(reply.reason, REASON_CHARACTERS)
@@ -162,7 +160,6 @@ class RemoteCohort:
         return None
 
     def _why_lost(self) -> str:
-        """Return why the last client was lost, or that all failed because of a bug."""
         lost = [loss for loss in self._record.lost if loss.exchange == self._at - 1]
         if lost and not self._alive and all(loss.row in self._bugs for loss in lost):
             return (
@@ -172,7 +169,6 @@ class RemoteCohort:
         return "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
 
     def _about(self) -> dict[str, int]:
-        """Return the key of the next exchange."""
         key = self.key
         return {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": self._at}
 

@@ -89,7 +89,7 @@ def _check_followed(folder: RunFolder, journal: Journal) -> None:
             pass
         if wanted not in found:
             raise DataError(
-                f"{folder.path / name}: damaged: it lacks its last line as of when {JOURNAL} was written",
+                f"{folder.path / name} is damaged: it lacks its last line as of when {JOURNAL} was written",
                 hint=RESTORE,
             )
 

@@ -270,7 +270,6 @@ def _author_task(display_name: str) -> tuple[str | None, int | None]:
 
 
 def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError:
-    """Return why a run failed, from the records in its tasks' logs, else from Kubeflow."""
     ends: dict[str, set[str]] = {}  # of each task, without its attempts
     for node in nodes:
         name, attempt = _author_task(node.display_name or "")

@@ -76,7 +76,6 @@ class _Lookups(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch."""
         if getattr(func, "__name__", "") in LOOKUPS:
             where = self._layers[-1] if self._layers else ""
             self.found += [(where, integers.clone()) for integers in _integers((args, kwargs or {}))]
@@ -84,7 +83,6 @@ class _Lookups(TorchFunctionMode):
 
 
 def _integers(value: Any) -> Iterator[Tensor]:
-    """Yield the integer tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         if not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool:
             yield value

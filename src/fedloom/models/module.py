@@ -79,7 +79,6 @@ class ModuleModel(FlatModel):
         self._training._training = self._training
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleModel:
-        """Return the model itself."""
         return self
 
     def in_training(self) -> ModuleModel:
@@ -216,7 +215,6 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
 
 
 def _seeded(make: Factory, seed: int) -> nn.Module:
-    """Make a module with torch's random generator at a seed, and restore the generator."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return make().train()

@@ -214,7 +214,6 @@ class _Trial:
         )
 
     def _check_tensors_kept(self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str) -> None:
-        """Reject parameters created by a call, and buffers changed by it."""
         made = sorted({name for name, _ in module.named_parameters()} - names)
         if made:
             layer = made[0].rpartition(".")[0]
@@ -259,7 +258,6 @@ def _near(a: Tensor, b: Tensor) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the comparable attribute values of all layers, by layer and attribute."""
     return {
         (name, key): _comparable(value, _NESTED)
         for name, layer in module.named_modules()

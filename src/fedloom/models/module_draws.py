@@ -89,6 +89,5 @@ class _GivenGenerators(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch."""
         self.used = self.used or (kwargs or {}).get("generator") is not None
         return func(*args, **(kwargs or {}))

@@ -290,7 +290,6 @@ def _check_against(comparison: RunComparison) -> None:
 
 
 def _notices(comparison: RunComparison) -> list[str]:
-    """Return caveats: runs of different environments, seeds or data."""
     found = []
     unlike = differing([run.environment for row in comparison.rows for run in row.runs])
     if unlike:

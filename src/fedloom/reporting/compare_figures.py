@@ -86,7 +86,6 @@ def draw_curves(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
 
 
 def _draw_curves_of(group: str, line: Sequence[Axes], rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> None:
-    """Draw the curves of a group on a row of panels with one vertical scale."""
     trained = []
     for row in rows:
         curve = _curve(row, group)

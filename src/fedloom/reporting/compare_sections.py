@@ -252,7 +252,6 @@ def _pairs(comparison: RunComparison) -> tuple[Part, ...]:
 
 
 def _pair_blocks(comparison: RunComparison) -> Iterator[tuple[str, tuple[TableRow, ...]]]:
-    """Yield for each group and block the featured rows compared with the reference."""
     for group in (group for group in GROUPS if group in comparison.groups):
         for block, featured in comparison.featured.items():
             reference = comparison.references[block].row
@@ -334,7 +333,6 @@ def _chosen(comparison: RunComparison) -> tuple[Part, ...]:
 
 
 def _settings(comparison: RunComparison) -> Part:
-    """Return a table of the settings that differ, with a column per method."""
     if not comparison.differing:
         return Part(text="None: the runs differ only in their seeds.")
     methods: dict[tuple[str, str], list[Row]] = {}

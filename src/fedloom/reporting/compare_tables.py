@@ -156,7 +156,6 @@ def rows_as_csv(comparison: RunComparison) -> str:
 
 
 def _identity(comparison: RunComparison, row: Row) -> dict[str, Any]:
-    """Return the columns that identify a row."""
     run = row.runs[0]
     return {
         "label": row.label,
@@ -174,7 +173,6 @@ def _identity(comparison: RunComparison, row: Row) -> dict[str, Any]:
 
 
 def _group_columns(name: str, row: Row, group: str) -> dict[str, Any]:
-    """Return the statistics of a group of clients."""
     found: dict[str, Any] = _with_std(f"{group}_{name}", row.over_seeds(group))
     found[f"{group}_{name}_over_clients"] = _mean(row.over_seeds(group, "std"))
     found[f"{group}_clients"] = _mean(row.over_seeds(group, "clients"))

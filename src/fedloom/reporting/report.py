@@ -88,7 +88,6 @@ def figures(run_folder: str | Path) -> dict[str, Figure]:
 
 
 def _page(run: RunFolder) -> ReportPage:
-    """Return the page of a run: method, data, quality and cost, and its sections."""
     from fedloom.reporting.drawing import COLOURS
 
     notices, last = _of_last_round(run)
@@ -234,7 +233,6 @@ def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, .
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")  # the run and its follower may both write
     try:
         path.parent.mkdir(exist_ok=True)

@@ -121,7 +121,6 @@ def _best(run: RunFolder) -> Mapping[str, Any] | None:
 
 
 def _other_reading(groups: Mapping[str, Any], other: str) -> dict[str, Any]:
-    """Return the same groups in the other reading."""
     found: dict[str, Any] = {key: None if groups[key] is None else groups[key][other] for key in GROUPS}
     if found["global"] is not None:
         inner = _other_reading({**groups["global"], "global": None}, other)
@@ -212,7 +211,6 @@ def _changed(rows: Sequence[Mapping[str, str]], reading: str) -> Table:
 
 
 def _client(row: Mapping[str, str], *cells: str) -> TableRow:
-    """Return a table row for a client, with the name of its owner, if it has one."""
     return table_row(row["id"], *cells, colour=_group(row), note=_owner(row))
 
 

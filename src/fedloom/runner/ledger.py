@@ -115,9 +115,7 @@ class PrivacyAccountant:
     def _refused(self, number: int, why: str) -> DataError:
         return DataError(
             f"{self._path}, line {number}: {why}",
-            hint=(
-                "if the last line is incomplete, delete it (nothing was released); otherwise restore the file from a "
-                f"copy, or begin another with {argument('ledger')} and a {argument('budget')} reduced by the ε that "
-                "this ledger has recorded"
-            ),
+            hint="if the last line is incomplete, delete it (nothing was released); otherwise restore the file from a "
+            f"copy, or begin another with {argument('ledger')} and a {argument('budget')} reduced by the ε that "
+            "this ledger has recorded",
         )

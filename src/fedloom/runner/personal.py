@@ -64,7 +64,6 @@ async def request_model_async(request: PersonalizationRequest) -> PersonalModel:
 
 
 async def _from_server(request: PersonalizationRequest) -> PersonalModel:
-    """Return a model from the server at an address."""
     ends = time.monotonic() + request.timeout_s
     if not re.search(r":[0-9]+$", request.where):  # probably a misspelled folder
         raise DataError(f"{request.where} is not the folder of a run, nor HOST:PORT, nor a URL.", found=request.where)
@@ -158,7 +157,6 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
 
 
 def _on_cpu(parts: RunContext) -> RunContext:
-    """Return the parts for computing on a CPU, one client at a time."""
     e = parts.experiment
     runtime = e.runtime.model_copy(update={"device": "cpu", "clients_at_once": 1})
     return dataclasses.replace(parts, experiment=e.model_copy(update={"runtime": runtime}))

@@ -196,7 +196,6 @@ def _in_parallel(
 
 
 def _of_point(options: RunOptions, folder: Path, point: Point) -> RunOptions:
-    """Return the options of one run of a sweep."""
     name = f"{folder.name}/{point.name}"
     publish, storage = options.publish, point.experiment.storage
     if publish is not None:

@@ -36,7 +36,6 @@ class Version:
     life: int = 0
 
     def __str__(self) -> str:
-        """Return the version as in a file name."""
         return f"{self.round}-{self.attempt}-{self.conversation}-{self.row}-{self.life}"
 
 

@@ -174,7 +174,7 @@ class LineFile:
         """Compare the last digest with that of a finished run, unless the run has been resumed meanwhile."""
         if expected is not None and found != expected and self._ending() == expected:
             raise DataError(
-                f"{self.path}: damaged: it does not end with its last line as of the end of the run",
+                f"{self.path} is damaged: it does not end with its last line as of the end of the run",
                 hint=digests.RESTORE,
             )
 

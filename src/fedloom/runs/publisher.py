@@ -157,10 +157,8 @@ class Publisher(PublishedRun):
             raise StorageError(
                 f"{self.url}: another aggregator ({other.incarnation[:12]}) has published round {other.round} "
                 f"meanwhile, so this one ({self._incarnation[:12]}) stops.",
-                hint=(
-                    f"let one aggregator at a time work on a run; {argument('resume')} continues from the published "
-                    "state"
-                ),
+                hint=f"let one aggregator at a time work on a run; {argument('resume')} continues from the published "
+                "state",
             ) from None
         self.record, self._blobs = record, _by_digest(record)
         named = {blob for blobs in record.files.values() for blob in blobs}
@@ -183,7 +181,6 @@ class Publisher(PublishedRun):
         return sorted(path.as_posix() for path in found if path.parts[0] not in OF_ITS_OWN)
 
     def _contents(self, name: str) -> Iterator[tuple[str, Callable[[], bytes]]]:
-        """Yield the digest of each blob of a file, and a function that reads it."""
         with opened(self._path / name) as file:
             if not name.endswith(LINES):
                 content = file.read()

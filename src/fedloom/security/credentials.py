@@ -34,7 +34,6 @@ class Certificate:
     ends: datetime
 
     def __str__(self) -> str:
-        """Return the description used in messages."""
         return f"the certificate of {', '.join(sorted(self.names)) or 'an unnamed subject'}"
 
 
@@ -47,7 +46,6 @@ class KeyPair:
     certificate: Certificate
 
     def __repr__(self) -> str:
-        """Return a text without the key."""
         return f"KeyPair({self.certificate})"
 
 

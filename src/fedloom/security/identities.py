@@ -166,7 +166,6 @@ class Identities:
 
     @cached_property
     def _by_credential(self) -> tuple[dict[str, list[IdentityEntry]], dict[str | None, list[IdentityEntry]]]:
-        """Entries by certificate, and those without a certificate by token."""
         by_certificate: dict[str, list[IdentityEntry]] = {}
         by_token: dict[str | None, list[IdentityEntry]] = {}
         for entry in self.entries:
@@ -223,7 +222,6 @@ def _errors(entries: Sequence[IdentityEntry]) -> list[SettingError]:
 
 
 def _client_errors(entry: IdentityEntry) -> Iterator[tuple[KeyPath, str]]:
-    """Yield the errors in an entry's clients, with their positions."""
     roles = frozenset(entry.roles)
     if roles & WITH_CLIENTS and not entry.clients:
         yield (), f'role {", ".join(sorted(roles & WITH_CLIENTS))} needs ids or patterns of clients (["*"] matches all)'

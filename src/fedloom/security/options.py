@@ -281,10 +281,8 @@ class Protection:
                 f"listen on 127.0.0.1, give the missing files, or accept the risk with {argument('insecure')}.",
                 key="listen",
                 found=host,
-                hint=(
-                    f"{argument('credentials')} is a folder with these files; `fedloom certificates` creates one for "
-                    "trials (docs/security.md)"
-                ),
+                hint=f"{argument('credentials')} is a folder with these files; `fedloom certificates` creates one for "
+                "trials (docs/security.md)",
             )
         log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(lacking)}"))
 

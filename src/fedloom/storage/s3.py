@@ -237,7 +237,6 @@ class Connection:
         )
 
     def _refusal(self, error: S3Error, doing: str, where: str) -> FedloomError:
-        """Return the error for a refusal of the service."""
         code = error.code or ""
         default = ((), StorageError, "{where} cannot be {doing}: {endpoint} reports {code}: {said}", None)
         _, kind, message, hint = next((meaning for meaning in _MEANINGS if code in meaning[0]), default)

@@ -383,7 +383,6 @@ class Aggregator:
         self._announce(text)
 
     def _announce(self, text: str) -> None:
-        """Report an event."""
         log.warning("%s", text)
         if self._notices is not None:
             self._notices.say(text)

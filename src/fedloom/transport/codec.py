@@ -133,7 +133,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _view(flat: Tensor) -> memoryview:
-    """View the memory of a flat uint8 tensor."""
     return memoryview(cast("Buffer", flat.numpy()))
 
 

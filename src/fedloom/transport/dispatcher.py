@@ -314,7 +314,6 @@ class Dispatcher:
             free = sorted(set(free).difference(*given.values()))
 
     def _say_unserved(self, exchange: Exchange, because: str) -> None:
-        """Report a change in the clients that have no worker."""
         before, exchange.unserved = exchange.unserved, exchange.waiting()
         if exchange.unserved == before or self._stopping:
             return

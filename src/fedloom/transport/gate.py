@@ -263,7 +263,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return Peer(admitted, host, action, call, ends, ended, self._audit)
 
     def _rate_exceeded(self, identity: Identity, action: Action) -> str | None:
-        """Return which limit on its calls an identity exceeds; None if it does not."""
         budget = self._budgets.setdefault(identity.name, TokenBucket(*(CALLS if identity != SHARED else SHARED_CALLS)))
         if not budget.spend():
             return f"too many calls of {identity.name}; retry later"

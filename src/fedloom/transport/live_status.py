@@ -74,7 +74,6 @@ class LiveStatus:
             )
 
     def _serving(self) -> dict[str, Link]:
-        """Return the first worker, by name, that may serve each client."""
         links = self._dispatcher.links()
         if self._is_open:
             return {client: link for link in links for client in link.worker.clients}

@@ -249,7 +249,6 @@ class Personalization:
         return ServingLoad(served, self._handed_out, self._refused, len(self._tiles), self._open, latency)
 
     async def _personalize(self, _: Any, context: Any) -> None:
-        """Handle one client's conversation."""
         self._open += 1
         try:
             await self._converse(context)
@@ -363,7 +362,6 @@ class Personalization:
         return _PRECISIONS[ask.precision]
 
     async def _round(self, ask: wire.Ask, context: Any) -> PreparedRound:
-        """Return the round that the client is served, or refuse the client."""
         prepared = await self._served()
         if self._never is not None:
             await self._refuse(context, grpc.StatusCode.INVALID_ARGUMENT, self._never)

@@ -121,7 +121,6 @@ class TileQueue:
         )
 
     def __len__(self) -> int:
-        """Return the number of clients that wait for a tile."""
         return len(self._queue)
 
     @property

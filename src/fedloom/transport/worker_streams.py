@@ -156,8 +156,6 @@ class WorkerStreams:
         raise _NotAdmitted
 
     async def _hold(self, link: Link, context: Any) -> None:
-        """Read from a worker and write to it until its stream ends."""
-
         async def write(frame: bytes) -> None:
             await self._write(context, frame)
             if frame is not link.outbox.heartbeat:

@@ -33,7 +33,6 @@ class Pool:
     owners: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        """Reject arrays of different lengths."""
         counts = {"inputs": len(self.inputs), "labels": len(self.labels)}
         if self.owners is not None:
             counts["owners"] = len(self.owners)
@@ -41,7 +40,6 @@ class Pool:
             raise DataError(", ".join(f"{n} {name}" for name, n in counts.items()) + "; their numbers must be equal")
 
     def __len__(self) -> int:
-        """Return the number of examples."""
         return len(self.labels)
 
 
@@ -112,7 +110,6 @@ class DataFile:
     sha256: str
 
     def __str__(self) -> str:
-        """Return the identity of its content, for errors."""
         return f"sha256 {self.sha256}" if self.size is None else f"{self.size} bytes of sha256 {self.sha256}"
 
 

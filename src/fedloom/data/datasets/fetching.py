@@ -176,7 +176,6 @@ def _stored(dataset: Dataset, root: Path) -> dict[str, _StoredFile]:
 
 
 def _recorded(record: Path, hint: str) -> tuple[DataFile, ...]:
-    """Return the files that a record lists."""
     files = []
     try:
         text = read_file(record).decode("utf-8", errors="replace")

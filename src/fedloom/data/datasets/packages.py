@@ -79,7 +79,6 @@ def _pypi(package: str, folder: Path, report: Report) -> str:
 
 
 def _run(command: Sequence[str], folder: Path, statuses: Sequence[int] = (0,)) -> bytes:
-    """Run a command in a folder and return its output."""
     name = Path(command[0]).name
     if shutil.which(command[0]) is None:
         raise FetchFailed(f"the command {name} is not installed")

@@ -91,7 +91,6 @@ def roles(play: str) -> dict[str, str]:
 
 
 def _speeches(paragraphs: list[list[str]], names: Set[str]) -> dict[str, list[list[str]]]:
-    """Return the lines of each speech by the name, in capitals, of its speaker."""
     speeches: dict[str, list[list[str]]] = {}
     speech: list[str] = []
     for lines in paragraphs:
@@ -117,7 +116,6 @@ def _paragraphs(play: str) -> Iterator[list[str]]:
 
 
 def _label(line: str) -> str | None:
-    """Return the name that a line may be; None if it cannot be one."""
     found = LABEL.fullmatch(line)
     if found is None or len(line.split()) > 5 or HEADING.fullmatch(line):
         return None

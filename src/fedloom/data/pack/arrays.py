@@ -297,7 +297,6 @@ def _safetensors(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _take(batches: Batches, part: _Part) -> None:
-    """Add the inputs of a part, in chunks."""
     x, shape, source = part.x, batches.shape, batches.errors.source
     if x.shape[1:] != shape:
         raise DataError(f"{source}: {part.name} is of shape {list(x.shape)}; it must be [n, {_listed(shape)}]")

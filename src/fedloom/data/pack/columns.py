@@ -59,7 +59,6 @@ def read_parquet(path: Path, request: Request, errors: ValidationErrors, tell: T
 
 
 def _index_of(schema: Any) -> tuple[str, ...]:
-    """Return the columns in which pandas stores the index of a DataFrame."""
     found = (schema.pandas_metadata or {}).get("index_columns", ())
     return tuple(name for name in found if isinstance(name, str))
 

@@ -160,7 +160,6 @@ class Batches:
     _kept: list[Inputs] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Create the empty rounding statistics."""
         self._rounding = Rounding(int(np.prod(self.shape)))
 
     def add(self, values: NDArray[np.float64], where: Callable[[int, int], str], known: NDArray[np.bool_]) -> None:
@@ -235,7 +234,6 @@ def owner_names(owners: Iterable[object], where: Callable[[int], str], errors: V
 
 
 def _name_of(label: object) -> tuple[str | None, str | None]:
-    """Return the name for a label, and the error if it is not a valid name."""
     try:
         return label_text(label), None
     except ValueError as error:

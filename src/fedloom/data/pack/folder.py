@@ -227,7 +227,6 @@ def _refuse_shared(
 def _tensors(
     examples: Examples, split: NDArray[np.int64]
 ) -> tuple[dict[str, NDArray[Any]], dict[str, tuple[int, ...]]]:
-    """Return the tensors of a shard, and the class counts of each split."""
     tensors: dict[str, NDArray[Any]] = {}
     counts: dict[str, tuple[int, ...]] = {}
     for place, name in enumerate(SPLITS):

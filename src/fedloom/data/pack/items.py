@@ -66,7 +66,6 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
 
 
 def _items(dataset: Any, what: str) -> Iterator[Any]:
-    """Yield the items of a data set."""
     try:
         length = len(dataset) if hasattr(dataset, "__len__") else None
     except TypeError:  # such as a data loader over a stream
@@ -178,7 +177,6 @@ def _unscaled(values: NDArray[Any], where: str) -> NDArray[np.uint8]:
 
 
 def _label(label: Any, where: str) -> int | str:
-    """Return a label: a whole number, or a name."""
     allowed = "a label must be one whole number, or one name"
     values = as_array(label, f"{where}: the label")
     if values.size != 1:

@@ -259,7 +259,6 @@ class _CsvReader:
     def _cell_by_cell(
         self, rows: Sequence[Sequence[str]], where: Callable[[int, int], str]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Return numbers, and a mask of the cells recorded as errors."""
         values = np.zeros((len(rows), len(rows[0])))
         known = np.zeros(values.shape, dtype=np.bool_)
         for i, j in np.ndindex(values.shape):
