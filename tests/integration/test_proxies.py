@@ -27,7 +27,7 @@ from fedloom.transport.frames import Refusal
 
 CLIENTS = ("a-1", "a-2", "b-1")
 ENDED, PASSED = "TLS termination", "TLS passthrough"
-PLAIN = {"443 ssl": "443", "ssl_certificate     fl.crt;": "", "ssl_certificate_key fl.key;": ""}
+PLAIN = {"443 ssl": "443", "ssl_certificate     fl/tls.crt;": "", "ssl_certificate_key fl/tls.key;": ""}
 """Changes of nginx's file by which it speaks plaintext."""
 
 
@@ -38,11 +38,10 @@ class Way:
         certified, plain = section.endswith(PASSED), changes is not None and PLAIN.items() <= changes.items()
         ca = folder / "ca"
         make_ca(ca)
-        make_certificate("fl", folder / "proxy", ca, hosts=["127.0.0.1"])
-        own = (folder / "proxy" / "fl.crt", folder / "proxy" / "fl.key")
+        served = make_certificate("fl", folder / "proxy", ca, hosts=["127.0.0.1"])
         if certified:
             member = make_certificate("north", folder, ca)
-            protection = ServerOptions(*own, ca / "ca.crt")
+            protection = ServerOptions(served.certificate, served.key, ca / "ca.crt")
             self.credentials = Credentials(ClientOptions(ca / "ca.crt", member.certificate, member.key))
         else:
             token = folder / "north.token"
