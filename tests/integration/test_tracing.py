@@ -111,4 +111,4 @@ def test_what_is_off_is_not_imported_and_says_nothing() -> None:
 
 def test_another_protocol_is_refused(tmp_path: Path) -> None:
     said = fedloom("--tracing", "run", tmp_path, code=2, environment={"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"})
-    assert tells(said, "OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "grpc")
+    assert tells(said, "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc", "http/protobuf")

@@ -97,9 +97,10 @@ def find_federation(api: Api, name: str) -> Status:
     found = [one for one in there if name == one.name or label(name) == one.run_id]
     if len(found) == 1:
         return found[0]
-    known = ", ".join(f"{one.name} ({one.run_id})" for one in found or there) or "none"
+    known = ", ".join(f"{one.name} ({one.run_id})" for one in found or there)
     raise ExperimentError(
-        f"namespace {api.namespace} has {len(found) or 'no'} federations called {name}; choose from {known}",
+        f"namespace {api.namespace} has {len(found) or 'no'} federations called {name}"
+        + (f"; choose from {known}" if known else ""),
         hint="fedloom cluster status lists them; objects are removed an hour after the end; runs stay in the store",
     )
 
