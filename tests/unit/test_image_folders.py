@@ -268,7 +268,7 @@ def test_images_of_more_than_8_bits_are_refused(kind: str, tmp_path: Path) -> No
         assert Image.open(at / "deep.tif").mode == "RGB"  # as which it would be taken
     else:
         Image.new("F" if kind == "float" else "I", (5, 4)).save(at / "deep.tif")
-    assert tells(refusal(source), "1 mistake", "8 bits", "cat/deep")
+    assert tells(refusal(source), "1 error", "8 bits", "cat/deep")
 
 
 @pytest.mark.parametrize("ending", ["tif", "gif", "png", "webp"])
@@ -276,7 +276,7 @@ def test_images_of_several_pages_or_frames_are_refused(ending: str, tmp_path: Pa
     source = folder(tmp_path / "pictures", 4, 5, 3)
     more = [Image.fromarray(pixels(4, 5, 3)) for _ in range(2)]
     Image.fromarray(pixels(4, 5, 3)).save(source / "cat" / f"many.{ending}", save_all=True, append_images=more)
-    assert tells(refusal(source), "1 mistake", "pages or frames", f"cat/many.{ending}: 3")
+    assert tells(refusal(source), "1 error", "pages or frames", f"cat/many.{ending}: 3")
 
 
 def test_the_preview_that_a_phone_adds_to_a_photo_is_left_out_with_a_note(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_file_that_starts_a_program_is_not_opened(tmp_path: Path, monkeypatch:
     (source / "cat" / "eps.png").write_bytes(
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 4\n%%EndComments\nshowpage\n%%EOF\n"
     )
-    assert tells(refusal(source), "1 mistake", "damaged image", "eps.png")
+    assert tells(refusal(source), "1 error", "damaged image", "eps.png")
     assert not (tmp_path / "ran").exists()
 
 
@@ -358,7 +358,7 @@ def test_an_image_that_claims_to_be_huge_is_refused_before_it_is_unpacked(tmp_pa
             + bytes(4)
             + b"IDAT"
         )
-    assert tells(refusal(source), "2 mistakes", "pixels", "huge.png", "large.png")
+    assert tells(refusal(source), "2 errors", "pixels", "huge.png", "large.png")
 
 
 @pytest.mark.parametrize("ending", ["png", "jpg", "tif", "gif", "webp", "bmp", "ppm", "tga"])

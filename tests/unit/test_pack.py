@@ -209,7 +209,7 @@ def test_an_input_in_two_given_splits_is_refused_with_both_places(tmp_path: Path
         **{f"{name}_{what}": whole[cut] for name, cut in cuts.items() for what, whole in (("x", x), ("y", codes))},
     )
     assert tells(
-        refusal(tmp_path / "t.npz", TABLE), "2 mistakes", "test_x[1] (test)", "train_x[3] (train)", "test_x[4]"
+        refusal(tmp_path / "t.npz", TABLE), "2 errors", "test_x[1] (test)", "train_x[3] (train)", "test_x[4]"
     )
 
 
@@ -290,7 +290,7 @@ def test_everything_wrong_with_images_is_named_and_counted(tmp_path: Path) -> No
     Image.fromarray(np.zeros((4, 5), dtype=np.int32)).save(root / "dog" / "deep.tiff")
     os.mkfifo(root / "dog" / "pipe.png")
     said = refusal(root, PIXELS)
-    assert tells(said, "7 mistakes")
+    assert tells(said, "7 errors")
     for facts in (
         ("no file", "pipe.png"),
         ("no image", "notes.txt"),
@@ -338,7 +338,7 @@ def test_everything_wrong_with_a_table_is_named_with_its_line_and_counted(tmp_pa
     }.items():
         changed(source, line, text)
     said = refusal(source, TABLE)
-    assert tells(said, "t.csv", "9 mistakes", "nothing was written")
+    assert tells(said, "t.csv", "9 errors", "nothing was written")
     for facts in (
         ("label missing", 1, "line 3"),
         ("unknown label", "no, yes, perhaps", 2, "line 41", "maybe", "line 42", "never"),
@@ -404,7 +404,7 @@ def test_pixels_and_tokens_of_a_table_are_whole_numbers_in_range(tmp_path: Path)
     source = write_csv(tmp_path / "t.csv", x, y)
     assert pack(source, tmp_path / "out", settings(own)).card.kind == "pixels"
     changed(source, 4, "256,-1,0.5,no")
-    assert tells(refusal(source, own), "3 mistakes", "0 to 255", "line 4, column u: 256", "column v: -1", "0.5")
+    assert tells(refusal(source, own), "3 errors", "0 to 255", "line 4, column u: 256", "column v: -1", "0.5")
     tokens = Own(kind="tokens", input_shape=(3,), classes=TABLE.classes)
     assert tells(refusal(source, tokens), "0 to 2", "line 3")
 
@@ -418,7 +418,7 @@ def test_a_damaged_parquet_file_and_its_values(tmp_path: Path) -> None:
     table = pyarrow.table({"u": first, "v": [1] * 12, "w": [2] * 12, "label": ["no", "yes", None, "why"] * 3})
     pyarrow.parquet.write_table(table, source)
     said = refusal(source, TABLE)
-    assert tells(said, "12 mistakes")
+    assert tells(said, "12 errors")
     assert tells(said, "value missing", 3, "row 2, column u")
     assert tells(said, "finite", 3, "row 3, column u")
     assert tells(said, "label missing", 3, "row 3")
@@ -463,7 +463,7 @@ def test_files_that_hold_no_arrays(tmp_path: Path) -> None:
 
 def test_a_text_with_other_characters_or_too_short(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("abc\nabXc\nY" + "abc " * 20, encoding="utf-8")
-    assert tells(refusal(tmp_path / "t.txt", TOKENS), "2 mistakes", "data.own.classes", "line 2: 'X'", "line 3: 'Y'")
+    assert tells(refusal(tmp_path / "t.txt", TOKENS), "2 errors", "data.own.classes", "line 2: 'X'", "line 3: 'Y'")
     (tmp_path / "t.txt").write_text("abc", encoding="utf-8")
     assert tells(refusal(tmp_path / "t.txt", TOKENS), "3 characters", 4)
 

@@ -140,7 +140,7 @@ class ValidationErrors:
         """
         if not self._counts:
             return
-        lines = [f"{self.source}: {pluralize(sum(self._counts.values()), 'mistake')}{self.outcome}"]
+        lines = [f"{self.source}: {pluralize(sum(self._counts.values()), 'error')}{self.outcome}"]
         for what, count in self._counts.items():
             places = "; ".join(self._places[what]) + ("; ..." if count > len(self._places[what]) else "")
             lines.append(f"  {what}, in {pluralize(count, 'place')}: {places}")
