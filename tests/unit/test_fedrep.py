@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, group, task
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, task
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.fedrep import FEDREP, FedRepSettings
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
-from fedloom.errors import ExperimentError
 from fedloom.federation.carrier import Call, Lost
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
@@ -121,15 +120,6 @@ def test_the_head_that_is_kept_is_that_of_the_head_phase() -> None:
         torch.testing.assert_close(members.kept[i]["head"], theta[BODY:], rtol=0, atol=1e-12)
 
 
-def test_the_body_alone_travels(tmp_path: Path) -> None:
-    f = run(tmp_path, made())
-    f.run()
-    (attempt,) = f.loop.journal.counted()
-    assert attempt.payload_down == 8 * 3 * BODY
-    assert attempt.payload_up == 8 * 3 * (BODY + 2)
-    assert {name: tuple(t.shape) for name, t in f.state.items()} == {"theta": (BODY,)}
-
-
 class Late:
     """Carries as another does, and loses c1's answers in the second round: it has trained, and kept its head."""
 
@@ -175,23 +165,8 @@ def test_a_client_without_a_head_trains_one_the_body_frozen(tmp_path: Path) -> N
     assert FEDREP.client(made(personalize_epochs=0), task()).personalization_steps("personal", 6) == 0
 
 
-def test_a_group_answers_as_its_clients_do_alone() -> None:
-    """One of them has a head, the others have none."""
-    random = torch.Generator().manual_seed(3)
-    opening, _, ask = FEDREP.messages
-    body = SMALL.init(random, torch.float64)[:BODY]
-    states = [None, {"head": torch.randn(SMALL.layout.size - BODY, generator=random, dtype=torch.float64)}, None]
-    half = FEDREP.client(made(), task())
-    answers_as_alone(half, clients((9, 4, 6)), opening(body), ask(body), states, atol=1e-10)
-    assert made().weighting == "uniform"
-
-
-def test_a_model_of_one_layer_has_no_body_to_share() -> None:
-    with pytest.raises(ExperimentError, match=r"^model\.name: "):
-        FEDREP.check_model(made(), MLP(IMAGE, [], CLASSES))
-
-
 def test_weights_may_be_the_official_codes(tmp_path: Path) -> None:
+    assert made().weighting == "uniform"
     f, uniform = (run(tmp_path / w, made(weighting=w), rounds=1) for w in ("examples", "uniform"))
     start = f.state["theta"]
     f.run()
