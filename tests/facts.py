@@ -18,6 +18,11 @@ def tells(text: str, *facts: object) -> bool:
     return True
 
 
+def mentions(text: str, *facts: object) -> bool:
+    """Whether a message names these facts, in any order."""
+    return all(str(fact) in text for fact in facts)
+
+
 def failing(kind: type[FedloomError], message: str, hint: str | None = None) -> str:
     """Shell commands that report an error as a process of FedLoom does, in place of its program."""
     record = json.dumps({"failure": kind(message, hint=hint).as_json()})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,7 +14,7 @@ from fedloom.errors import ExperimentError
 from fedloom.experiment.cross_checks import check_compatibility
 from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
-from fedloom.experiment.validation_errors import SET, KeyPath, explain, listing, shown
+from fedloom.experiment.validation_errors import SET, KeyPath, Mistake, dotted, explain, listing, shown
 from fedloom.models.factories import check_sent_factory
 from fedloom.words import DEEPEST, parsed_json
 
@@ -51,11 +51,19 @@ def validated(
         renamed = origins.get(("algorithm", "name")) == SET and any(origins.get(m.path) != SET for m in left)
         # The file's other keys belong to the method that it names.
         hint = f"{SET}'algorithm={{name: {name}}}' replaces the whole section" if renamed else None
-        raise ExperimentError(listing(source, mistakes, origins), hint=hint) from None
+        raise _refusal(source, mistakes, origins, hint) from None
     found = check_compatibility(experiment) if combined else []
     if found:
-        raise ExperimentError(listing(source, found, origins))
+        raise _refusal(source, found, origins)
     return experiment
+
+
+def _refusal(
+    source: str, mistakes: Sequence[Mistake], origins: Mapping[KeyPath, str], hint: str | None = None
+) -> ExperimentError:
+    """Return the error that lists mistakes; a single one gives it its key."""
+    key = dotted(mistakes[0].path) if len(mistakes) == 1 else None
+    return ExperimentError(listing(source, mistakes, origins), hint=hint, key=key)
 
 
 def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | None = None) -> Experiment:
