@@ -24,6 +24,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from facts import refusing
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
@@ -303,11 +304,11 @@ def test_whatever_a_client_sends_the_next_one_is_served(run: Path, caplog: pytes
     v = torch.zeros(1, Raw.size)
     answers: list[tuple[Any, str]] = [
         (Descriptor(v * float("nan")), "not finite"),
-        (Descriptor(v + 1e30), "beyond ±1e"),
-        (Descriptor(torch.zeros(1, 99)), "allowed: at most"),
-        (Descriptor(torch.zeros(1, 3)), "expected [1, 4]"),
-        (Descriptor(torch.zeros(2, 2)), "expected [1, 4]"),
-        (Descriptor(v.double()), "expected torch.float32"),
+        (Descriptor(v + 1e30), "±1e"),
+        (Descriptor(torch.zeros(1, 99)), "99"),
+        (Descriptor(torch.zeros(1, 3)), "[1, 4]"),
+        (Descriptor(torch.zeros(2, 2)), "[1, 4]"),
+        (Descriptor(v.double()), "torch.float32"),
         (PersonalizedModel(v), "Descriptor"),
     ]
     invalid = grpc.StatusCode.INVALID_ARGUMENT
@@ -320,12 +321,12 @@ def test_whatever_a_client_sends_the_next_one_is_served(run: Path, caplog: pytes
                 code, details, _ = raw.refusal()
                 assert (code, said in details) == (invalid, True), details
         for ask, code, said in (
-            ({"package": "0.0.0"}, grpc.StatusCode.FAILED_PRECONDITION, "found fedloom 0.0.0"),
+            ({"package": "0.0.0"}, grpc.StatusCode.FAILED_PRECONDITION, "0.0.0"),
             ({"algorithm_version": 9}, grpc.StatusCode.FAILED_PRECONDITION, "version 9"),
-            ({"round": 7}, grpc.StatusCode.NOT_FOUND, "found 7; allowed: 1"),
-            ({"client": "../x"}, invalid, "allowed are ids"),
-            ({"precision": 9}, invalid, "allowed: float32, bfloat16"),
-            ({"held": ["a"] * 17}, invalid, "at most 16"),
+            ({"round": 7}, grpc.StatusCode.NOT_FOUND, "7"),
+            ({"client": "../x"}, invalid, "../x"),
+            ({"precision": 9}, invalid, "float32, bfloat16"),
+            ({"held": ["a"] * 17}, invalid, "16"),
         ):
             with Raw(at, **ask) as raw:
                 raw.ask()
@@ -433,17 +434,17 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
         ({"x": torch.zeros(5, 9, dtype=torch.complex64)}, "x.*complex64"),
         ({"x": torch.arange(45).reshape(5, 9) + 2**30}, r"x\[:, 0\]: "),
         ({"x": torch.full((5, 9), float("nan"))}, "x .* nan"),
-        ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "10,000,000 examples; .*1,000,000"),
-        ({"x": torch.zeros(0, 9)}, "x has 0 examples"),
+        ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "10,000,000.*1,000,000"),
+        ({"x": torch.zeros(0, 9)}, r"x .*\b0\b"),
         ({"x": "abc"}, "x: .*<U3"),
         ({"y": torch.full((5,), 11)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: 11"),
         ({"y": torch.zeros(4)}, r"y .*\[4\]"),
         ({"y": torch.full((5,), 0.7)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: '0.69"),
         ({"y": [[1], [2, 3]]}, "y: "),
         ({"y": ["had", "hid", "had", "umlaut", "hid"]}, r"y: 1 .*\n.*hid, hId.* y\[3\]: 'umlaut'"),
-        ({"y": None}, "has no labels"),
+        ({"y": None}, "labels"),
         ({"client": "a b"}, "client 'a b'"),
-        ({"checkpoint": 7}, "no checkpoint of round 7|found 7; allowed: 1"),
+        ({"checkpoint": 7}, r"round.*\b7\b"),
     ],
 )
 def test_bad_data_are_a_sentence(run: Path, bad: dict[str, Any], said: str) -> None:
@@ -462,27 +463,27 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
 @pytest.mark.parametrize(
     ("x", "said"),
     [
-        (torch.full((2, 1, 4, 4), 256), "x has pixels from 256 to 256; they must be from 0 to 255"),
-        (torch.full((2, 1, 4, 4), -1), "x has pixels from -1 to -1; they must be from 0 to 255"),
-        (torch.zeros(2, 1, 4, 4), "x is torch.float32; pixels must be whole numbers from 0 to 255"),
-        (torch.zeros(2, 4, 5, dtype=torch.uint8), "x has the shape [2, 1, 4, 5]; it must be [n, 1, 4, 4]"),
+        (torch.full((2, 1, 4, 4), 256), ["x", "256", "0", "255"]),
+        (torch.full((2, 1, 4, 4), -1), ["x", "-1", "0", "255"]),
+        (torch.zeros(2, 1, 4, 4), ["x", "torch.float32", "0", "255"]),
+        (torch.zeros(2, 4, 5, dtype=torch.uint8), ["x", "[2, 1, 4, 5]", "[n, 1, 4, 4]"]),
     ],
 )
-def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: str) -> None:
+def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: list[str]) -> None:
     wanted = Wanted("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)))
-    with pytest.raises(DataError, match=re.escape(said)):
+    with refusing(DataError, *said):
         Newcomer.from_arrays("eve", x, None, wanted)
 
 
 @pytest.mark.parametrize(
     ("features", "other", "said"),
     [
-        (9, "umlaut", "the run lacks the class 'umlaut'"),
-        (2, "hid", "input_shape is [2]; the run was trained with [9]"),
+        (9, "umlaut", ["'umlaut'"]),
+        (2, "hid", ["input_shape", "[2]", "[9]"]),
     ],
 )
 def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(
-    run: Path, tmp_path: Path, features: int, other: str, said: str
+    run: Path, tmp_path: Path, features: int, other: str, said: list[str]
 ) -> None:
     rows = [",".join([*(str(i + j) for j in range(features)), ("had", other)[i % 2]]) for i in range(24)]
     header = ",".join([*(f"f{j}" for j in range(features)), "label"])
@@ -490,7 +491,7 @@ def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(
     pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
     with served(run) as at:
         for where in (at, str(run)):
-            with pytest.raises(DataError, match=re.escape(said)):
+            with refusing(DataError, *said):
                 fedloom.personalize(where, data=tmp_path / "eve")
         assert fedloom.personalize(at, *examples(1)).card.round == 1
 
@@ -545,16 +546,16 @@ def test_a_method_without_models_for_newcomers_says_so_and_training_goes_on(
         assert loop.round == 1
         assert not evaluation.present[~evaluation.seen].any()
         for _ in range(2):
-            with pytest.raises(DataError, match="known-only has no model for a client that it does not know"):
+            with pytest.raises(DataError, match="known-only"):
                 fedloom.personalize(at.address, x, y, timeout_s=WAIT_S)
     for refused in (lambda: served(run).__enter__(), lambda: fedloom.personalize(str(run), x, y)):
-        with pytest.raises(ExperimentError, match="known-only has no model for a client that it does not know"):
+        with pytest.raises(ExperimentError, match="known-only"):
             refused()
 
 
 def test_labels_where_none_are_wanted_are_refused(tmp_path: Path) -> None:
     on_vowels(tmp_path, METHODS["pefll without labels"]).run()
-    with pytest.raises(DataError, match="y: found labels; allowed: none"):
+    with pytest.raises(DataError, match=r"\by\b.*pefll"):
         fedloom.personalize(str(tmp_path / "run"), *examples(1))
 
 
@@ -565,7 +566,7 @@ def test_a_folder_that_is_missing_is_said_before_anybody_is_dialled(tmp_path: Pa
 
 @pytest.mark.parametrize("where", ["runn", "runs/none", "C:/run"])
 def test_a_run_that_is_not_there_is_no_address(where: str) -> None:
-    with pytest.raises(DataError, match=f"^{where}: found no such folder; allowed: a run's folder, HOST:PORT or a URL"):
+    with refusing(DataError, where, "HOST:PORT", "URL"):
         fedloom.personalize(where, *examples(1))
 
 
@@ -611,11 +612,11 @@ def test_a_ledger_adds_up_what_requests_tell_and_keeps_to_the_budget(run: Path, 
         assert (lines[0]["delta"], "epsilon" in lines[0]) == (1e-5, False)  # the ledger's own
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         for where in (at, str(run)):
-            with pytest.raises(ExperimentError, match=r"budget is 2, .*ε would be 2\.1.*δ = 1e-05.*the 3 before it"):
+            with pytest.raises(ExperimentError, match=r"budget .*\b2\b.*\b2\.1.*\b1e-05.*\b3\b"):
                 fedloom.personalize(where, x, y, **how)
         assert file.read_bytes() == before
         assert handed_out(at) == 2
-        with pytest.raises(ExperimentError, match="budget is 2, "):  # at its own δ the total would be 1.46
+        with pytest.raises(ExperimentError, match=r"budget .*\b2\b"):  # at its own δ the total would be 1.46
             fedloom.personalize(at, x, y, **{**how, "delta": 1e-2})
         more = fedloom.personalize(at, x, y, **{**how, "epsilon": 0.1, "delta": 1e-4}).card.privacy  # of another size
     assert more is not None
@@ -636,7 +637,7 @@ def test_a_larger_delta_of_one_request_never_lowers_the_total(
         assert told.total_epsilon is not None
         assert told.total_epsilon > total
         total = told.total_epsilon
-    with pytest.raises(ExperimentError, match="budget is"):
+    with pytest.raises(ExperimentError, match="budget"):
         PrivacyAccountant(path, total).charge(PrivacyGuarantee(0.1, 1e-2, 1.0, noise_multiplier(0.1, 1e-2), 50))
 
 
@@ -656,7 +657,7 @@ def test_any_flipped_bit_of_a_ledger_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("delta", "n"), [(None, 100_000), (1e-3, 1000), (0.0099, 102)])
 def test_a_delta_that_is_no_promise_for_so_many_examples_is_refused(delta: float | None, n: int) -> None:
-    with pytest.raises(ExperimentError, match="delta must be below 1/n"):
+    with pytest.raises(ExperimentError, match=r"delta .*1/n"):
         check_delta(PersonalizationRequest(epsilon=1.0, delta=delta), n)
     check_delta(PersonalizationRequest(epsilon=1.0, delta=delta), n // 2)
     check_delta(PersonalizationRequest(epsilon=math.inf, delta=delta), n)
@@ -692,14 +693,14 @@ def test_what_is_counted_is_on_the_disk_before_it_is_told_and_once(run: Path, tm
 @pytest.mark.parametrize(
     ("how", "error", "said"),
     [
-        ({"budget": 1.0}, ExperimentError, "budget needs ledger"),
-        ({"ledger": "l", "budget": 0.0}, ExperimentError, r"budget must .*above 0 \(got 0\.0\)"),
-        ({"ledger": "l", "budget": math.nan}, ExperimentError, r"budget must .*\(got nan\)"),
-        ({"ledger": "l", "epsilon": None, "clip": None}, ExperimentError, r"epsilon must .*ledger.*\(got none\)"),
-        ({"ledger": "l", "epsilon": math.inf}, ExperimentError, r"epsilon must .*ledger.*\(got inf\)"),
-        ({"ledger": "nowhere/l"}, StorageError, "cannot be written: no such file or directory; nothing was told"),
-        ({"ledger": "torn"}, DataError, 'torn, line 2: \'{"version": 2, "noise_mul\' is not a line of a ledger'),
-        ({"ledger": "older"}, DataError, "older, line 1: it is of version 1"),
+        ({"budget": 1.0}, ExperimentError, r"budget .*ledger"),
+        ({"ledger": "l", "budget": 0.0}, ExperimentError, r"budget .*\b0\.0\b"),
+        ({"ledger": "l", "budget": math.nan}, ExperimentError, r"budget .*\bnan\b"),
+        ({"ledger": "l", "epsilon": None, "clip": None}, ExperimentError, r"epsilon .*ledger.*none"),
+        ({"ledger": "l", "epsilon": math.inf}, ExperimentError, r"epsilon .*ledger.*inf"),
+        ({"ledger": "nowhere/l"}, StorageError, r"nowhere.*no such file or directory"),
+        ({"ledger": "torn"}, DataError, r'torn, line 2: .*"version": 2, "noise_mul'),
+        ({"ledger": "older"}, DataError, r"older, line 1: .*version 1"),
     ],
 )
 def test_what_is_no_ledger_or_budget_is_refused(
@@ -752,16 +753,16 @@ def test_a_run_that_was_trained_with_privacy_keeps_its_promise_to_newcomers(tmp_
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"epsilon": 0.0, "clip": 1.0}, r"epsilon must be above 0.*\(got 0\.0\)"),
-        ({"epsilon": -1.0, "clip": 1.0}, r"epsilon must .*\(got -1\.0\)"),
-        ({"epsilon": math.nan, "clip": 1.0}, r"epsilon must .*\(got nan\)"),
-        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.0}, r"delta must be above 0 and at most 0\.01 \(got 0\)"),
-        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.9}, r"delta must .*at most 0\.01 \(got 0\.9\)"),
-        ({"epsilon": 1.0, "clip": 0.0}, r"clip must .*above 0 \(got 0\.0\)"),
-        ({"epsilon": 1.0, "clip": math.inf}, r"clip must .*\(got inf\)"),
-        ({"epsilon": 1.0}, "clip must be given, because the run was trained without"),
-        ({"delta": 1e-5}, "delta needs epsilon"),
-        ({"clip": 1.0}, "clip needs epsilon"),
+        ({"epsilon": 0.0, "clip": 1.0}, r"epsilon .*\b0\b.*\b0\.0\b"),
+        ({"epsilon": -1.0, "clip": 1.0}, r"epsilon .*-1\.0"),
+        ({"epsilon": math.nan, "clip": 1.0}, r"epsilon .*nan"),
+        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.0}, r"delta .*0.*0\.01.*\b0\b"),
+        ({"epsilon": 1.0, "clip": 1.0, "delta": 0.9}, r"delta .*0\.01.*0\.9"),
+        ({"epsilon": 1.0, "clip": 0.0}, r"clip .*\b0\b.*\b0\.0\b"),
+        ({"epsilon": 1.0, "clip": math.inf}, r"clip .*inf"),
+        ({"epsilon": 1.0}, "clip"),
+        ({"delta": 1e-5}, r"delta .*epsilon"),
+        ({"clip": 1.0}, r"clip .*epsilon"),
     ],
 )
 def test_what_is_no_privacy_is_refused(run: Path, how: dict[str, float], said: str) -> None:
@@ -778,18 +779,18 @@ def test_privacy_of_a_method_without_a_descriptor_is_refused(tmp_path: Path) -> 
 
 def test_options_that_do_not_fit_are_refused(run: Path) -> None:
     x, y = examples(1)
-    with pytest.raises(ExperimentError, match="predictor: found 'mine'; allowed: personal"):
+    with pytest.raises(ExperimentError, match=r"predictor.*'mine'.*personal"):
         fedloom.personalize(str(run), x, y, predictor="mine")
-    with pytest.raises(ExperimentError, match=r"personalize: found the argument timeout; allowed: data, .*timeout_s"):
+    with pytest.raises(ExperimentError, match=r"\btimeout\b.*\bdata, .*timeout_s"):
         fedloom.personalize(str(run), x, y, timeout=2)
     with pytest.raises(ExperimentError, match="precision"):
         fedloom.personalize(str(run), x, y, precision="bfloat16")
     with served(run) as at:
-        with pytest.raises(ExperimentError, match=r"precision must .*'int8'"):
+        with pytest.raises(ExperimentError, match=r"precision .*'int8'"):
             fedloom.personalize(at, x, y, precision="int8")
-        with pytest.raises(DataError, match="round: found 7; allowed: 1"):
+        with pytest.raises(DataError, match=r"round.*\b7\b.*\b1\b"):
             fedloom.personalize(at, x, y, checkpoint=7)
-    with pytest.raises(QuorumError, match="no model from"):
+    with pytest.raises(QuorumError, match=at):
         fedloom.personalize(at, x, y, timeout_s=0.3)  # nobody is there any more
 
 
@@ -807,7 +808,7 @@ def test_only_who_may_gets_a_model_and_the_audit_log_says_to_whom(run: Path, tmp
             return personal_model(at, PersonalizationRequest(x, y, client=client), ClientOptions(token=secret))
 
         assert same(ask("eve", secrets["phone"]), fedloom.personalize(str(run), x, y, client="eve"))
-        with pytest.raises(RefusedError, match="phone may not speak for bob"):
+        with pytest.raises(RefusedError, match=r"phone .*bob"):
             ask("bob", secrets["phone"])
         with pytest.raises(RefusedError, match="worker"):
             ask("eve", secrets["worker"])
@@ -875,20 +876,17 @@ def test_the_command_line_asks_for_a_model_and_saves_it(tmp_path: Path, run: Pat
             network.fc1, network.fc2 = torch.nn.Linear(9, 4), torch.nn.Linear(4, 11)
             network.load_state_dict(weights)
     for arguments, said in (
-        ({"out": tmp_path / "m.bin"}, "allowed: a file that ends in"),
-        ({"data": []}, "--data: found 0 with --from"),
-        ({"clients": "a"}, "--clients: found with --from"),
-        ({"epsilon": 0.0}, r"epsilon must .*\(got 0\.0\)"),
-        ({"run": run, "from_": None, "epsilon": 1.0}, "found with RUN"),
-        ({"run": run, "from_": None, "ledger": tmp_path / "l"}, "found with RUN"),
-        ({"epsilon": 1.0, "clip": 1.0, "budget": 1.0}, "budget needs ledger"),
-        *(
-            ({"run": run, "from_": None, "out": tmp_path / f"x{end}"}, f"--out: found .*x{end} with RUN; .* --from RUN")
-            for end in FORMATS
-        ),
-        ({"run": run}, "found both"),
-        ({"from_": None}, "found neither"),
-        ({"from_": "nowhere:0"}, "allowed: HOST:PORT"),
+        ({"out": tmp_path / "m.bin"}, r"m\.bin.*safetensors"),
+        ({"data": []}, r"--data.*0.*--from"),
+        ({"clients": "a"}, r"--clients.*--from"),
+        ({"epsilon": 0.0}, r"epsilon .*0\.0"),
+        ({"run": run, "from_": None, "epsilon": 1.0}, r"--?epsilon.*RUN"),
+        ({"run": run, "from_": None, "ledger": tmp_path / "l"}, r"--?ledger.*RUN"),
+        ({"epsilon": 1.0, "clip": 1.0, "budget": 1.0}, r"budget .*ledger"),
+        *(({"run": run, "from_": None, "out": tmp_path / f"x{end}"}, f"--out.*x{end}.*--from RUN") for end in FORMATS),
+        ({"run": run}, r"RUN.*--from"),
+        ({"from_": None}, r"RUN.*--from"),
+        ({"from_": "nowhere:0"}, r"nowhere:0.*HOST:PORT"),
     ):
         given: dict[str, Any] = {"out": tmp_path / "x.pt2", "from_": str(run), "data": [fedloom_packed], **arguments}
         with pytest.raises(ExperimentError, match=said):

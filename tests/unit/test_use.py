@@ -66,15 +66,15 @@ def test_clients_who_cannot_be_measured_are_no_smaller_group(tmp_path: Path) -> 
     run = trained.folder.path
     assert measured(run).statistics["seen"]["clients"] == 12
     shutil.rmtree(run / "states")
-    with pytest.raises(QuorumError, match=r"^3 of 15 clients could not be measured: [^,]+, [^,]+, [^,]+$"):
+    with pytest.raises(QuorumError, match=r"\b3 of 15\b.*: [^,]+, [^,]+, [^,]+$"):
         evaluate(run, out=tmp_path / "ev.json")
     assert not (tmp_path / "ev.json").exists()
     shutil.rmtree(run / "states", ignore_errors=True)
     (run / "published.json").write_text("{")
-    with pytest.raises(DataError, match=r"published\.json: damaged"):
+    with pytest.raises(DataError, match=r"published\.json"):
         evaluate(run)
     trained.folder.write_json("published.json", {})
-    with pytest.raises(DataError, match=r"published\.json: has no key 'url'"):
+    with pytest.raises(DataError, match=r"published\.json.*'url'"):
         evaluate(run)
 
 
@@ -83,13 +83,13 @@ def test_the_table_is_shown_even_if_its_file_cannot_be_written(
 ) -> None:
     with pytest.raises(StorageError, match="nope") as caught:
         evaluate(run, out=tmp_path / "nope" / "x.json")
-    assert caught.value.hint == "choose another file with --out"
+    assert "--out" in str(caught.value.hint)
     assert "seen" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("clients", [",", "", " , "])
 def test_nobody_is_not_everybody(run: Path, tmp_path: Path, clients: str) -> None:
-    with pytest.raises(ExperimentError, match=r"clients must be .*4 clients.*"):
+    with pytest.raises(ExperimentError, match=r"clients .*\b4\b"):
         personalize(tmp_path / "models", run, clients=clients)
     assert not (tmp_path / "models").exists()
 
@@ -119,7 +119,7 @@ def test_models_of_a_runs_clients_are_files_that_need_no_fedloom(tmp_path: Path)
         network = torch.nn.Sequential()
         network.fc1, network.fc2 = torch.nn.Linear(9, 4), torch.nn.Linear(4, 11)
         network.load_state_dict(weights)
-    with pytest.raises(ExperimentError, match="predictor: found 'global'; allowed: personal"):
+    with pytest.raises(ExperimentError, match=r"predictor.*'global'.*personal"):
         personalize(tmp_path / "others", run, predictor="global")
     assert not (tmp_path / "others").exists()
 

@@ -158,7 +158,10 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     [
         ({"algorithm": {"name": "pefll"}}, ["data.dataset: ", "gaussian", "pefll"]),
         ({"data": {"dataset": "gaussian", "partition": {"scheme": "iid", "clients": 4}}}, ["iid", "means"]),
-        ({"data": {"dataset": "mnist", "partition": {"scheme": "means", "clients": 5}}}, ["data.partition.scheme: ", "means", "gaussian"]),
+        (
+            {"data": {"dataset": "mnist", "partition": {"scheme": "means", "clients": 5}}},
+            ["data.partition.scheme: ", "means", "gaussian"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, keys: dict[str, Any], found: list[str]) -> None:
