@@ -228,7 +228,7 @@ VOWEL = {
     "fedprox": of_speakers("{name: fedprox, local: SGD, personalize_steps: 100}"),
     "ditto": of_speakers("{name: ditto, local: SGD, personal: SGD, personalize_steps: 100}", "local.lr", "personal.lr"),
     "apfl": of_speakers("{name: apfl, local: SGD, personalize_steps: 100}"),
-    "scaffold": of_speakers("{name: scaffold, local: SGD, personalize_steps: 100}"),
+    "scaffold": of_speakers("{name: scaffold, local: {epochs: 2, batch_size: 8, lr: 0.1}, personalize_steps: 100}"),
     "fedadam": of_speakers("{name: fedadam, local: SGD, personalize_steps: 100}"),
     "fedper": of_speakers("{name: fedper, local: SGD}"),
     "fedbabu": of_speakers("{name: fedbabu, local: SGD, personalize_epochs: 50}"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
+
+import pytest
 
 from fedloom.errors import FedloomError
 
@@ -16,6 +20,19 @@ def tells(text: str, *facts: object) -> bool:
             return False
         at = found + len(fact)
     return True
+
+
+def mentions(text: str, *facts: object) -> bool:
+    """Whether a message names these facts, in any order."""
+    return all(str(fact) in text for fact in facts)
+
+
+@contextlib.contextmanager
+def refusing(kind: type[Exception], *facts: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expect an error of this kind that names these facts, in any order."""
+    with pytest.raises(kind) as refused:
+        yield refused
+    assert mentions(str(refused.value), *facts), f"{refused.value} does not name all of {facts}"
 
 
 def failing(kind: type[FedloomError], message: str, hint: str | None = None) -> str:

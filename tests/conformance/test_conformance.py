@@ -234,11 +234,11 @@ def test_journals_of_other_experiments_are_not_replayed(tiny: Federation, traine
     spoilt = json.loads(json.dumps(lines))
     spoilt[AT - 1]["conversations"][0]["clients"][0] = "client-9999"
     folder.rewrite("journal.jsonl", spoilt)
-    with pytest.raises(DataError, match="has client client-9999 in round 2, whom this partition lacks"):
+    with pytest.raises(DataError, match=r"client-9999 .*round 2\b"):
         tiny.run("stranger", replay="whole")
     lines[AT - 1]["conversations"] = []
     folder.rewrite("journal.jsonl", lines)
-    with pytest.raises(DataError, match="has 0 conversations in round 2, this experiment more"):
+    with pytest.raises(DataError, match=r"\b0 .*round 2\b"):
         tiny.run("silent", replay="whole")
 
 

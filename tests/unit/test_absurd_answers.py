@@ -252,7 +252,7 @@ def test_statistics_that_are_not_finite_are_never_written(tmp_path: Path) -> Non
     f = fedavg(tmp_path, instead, "nobody", rounds=1)
     honestly = f.loop.server.train_round
     f.loop.server.train_round = lambda round: honestly(round) | {"loss": math.inf}  # type: ignore[method-assign]
-    with pytest.raises(QuorumError, match="loss of this round's statistics"):
+    with pytest.raises(QuorumError, match=r"\bloss\b"):
         f.run()
     (attempt,) = f.loop.journal.attempts
     assert not attempt.statistics
@@ -288,7 +288,7 @@ def test_a_state_that_was_poisoned_in_place_never_reaches_a_checkpoint(tmp_path:
         return {"client_steps": 0.0}
 
     f.loop.server.train_round = poisoned  # type: ignore[method-assign]
-    with pytest.raises(QuorumError, match="theta of the server's state is not finite"):
+    with pytest.raises(QuorumError, match=r"theta.*finite"):
         f.run()
     again = fedavg(tmp_path, instead, "nobody", rounds=4)
     again.loop.resume()

@@ -149,7 +149,7 @@ def test_the_same_experiment_however_it_is_said(vowels: dict[str, Any], tmp_path
     [
         (3, {}, ("mapping", "int")),
         ({"name": "x"}, {}, ("data", "model", "algorithm", "missing")),
-        (None, {"federation__round": 3}, ("federation.round", "did you mean rounds?")),
+        (None, {"federation__round": 3}, ("federation.round", "rounds?")),
         (None, {"algorithm": object()}, ("algorithm", "object")),
         (None, {"federation__clients_per_round": 50}, ("federation.clients_per_round", "50")),
     ],

@@ -16,6 +16,7 @@ import helm
 import kubernetes_validate
 import pytest
 import yaml
+from facts import mentions
 from helm import CHART, ROOT, SCENARIOS
 from typer.main import get_command
 
@@ -558,94 +559,100 @@ def test_an_example_of_gitops_names_what_is_there_and_installs(tool: str, tmp_pa
 STORED = {"storage": {"url": "s3://bucket/p", "existingSecret": "s"}}
 TO = [{"ipBlock": {"cidr": "198.51.100.7/32"}}]
 REFUSED = {
-    "two aggregators": ({"aggregator": {"replicas": 2}}, "aggregator.replicas: found 2; allowed: 1"),
-    "no experiment": ({"experiment": {"values": None}}, "experiment: found none; allowed: experiment.values"),
-    "a key of another chart": ({"replicaCount": 3}, "replicaCount: no key of this chart; an aggregator is one"),
-    "a secret": ({"token": "x"}, "token: no key of this chart; secrets are made outside"),
-    "a key that nobody knows": ({"aggregator": {"memory": "2Gi"}}, "additional properties 'memory' not allowed"),
+    "two aggregators": ({"aggregator": {"replicas": 2}}, ["aggregator.replicas: ", "2", "1"]),
+    "no experiment": ({"experiment": {"values": None}}, ["experiment: ", "experiment.values"]),
+    "a key of another chart": ({"replicaCount": 3}, ["replicaCount: "]),
+    "a secret": ({"token": "x"}, ["token: "]),
+    "a key that nobody knows": ({"aggregator": {"memory": "2Gi"}}, ["'memory'"]),
     "a word for a number": ({"workers": {"replicas": "many"}}, "/workers/replicas"),
-    "no workers by number": ({"workers": {"replicas": 0}}, "minimum: got 0, want 1"),
-    "latest": ({"image": {"tag": "latest"}}, "image.tag: found latest"),
-    "a store without a URL": ({"state": {"kind": "objectStore"}}, "state.kind: found objectStore without a store"),
+    "no workers by number": ({"workers": {"replicas": 0}}, ["/workers/replicas", "0", "1"]),
+    "latest": ({"image": {"tag": "latest"}}, ["image.tag: ", "latest"]),
+    "a store without a URL": ({"state": {"kind": "objectStore"}}, ["state.kind: ", "objectStore", "storage.url"]),
     "workers without a store": (
         {"workers": {"kind": "StatefulSet"}},
-        "workers.kind: found StatefulSet without a store",
+        ["workers.kind: ", "StatefulSet", "storage.url"],
     ),
-    "a store without credentials": ({"storage": {"url": "s3://bucket/p"}}, "storage.existingSecret: found none"),
+    "a store without credentials": ({"storage": {"url": "s3://bucket/p"}}, ["storage.existingSecret: "]),
     "a store that pods cannot reach": (
         {"storage": {"url": "s3://bucket/p", "existingSecret": "s"}},
-        "networkPolicy.store.to: found none",
+        ["networkPolicy.store.to: "],
     ),
     "a store that is no URL": ({"storage": {"url": "/data"}}, "/storage/url"),
-    "plaintext": ({"tls": {"mode": "none"}}, "tls.mode: found none; allowed with insecure: true"),
-    "strangers": ({"tls": {"mutual": False}}, "tls.mutual: found no way to know who comes"),
+    "plaintext": ({"tls": {"mode": "none"}}, ["tls.mode: ", "none", "insecure"]),
+    "strangers": ({"tls": {"mutual": False}}, ["tls.mutual: ", "auth.tokens.existingSecret", "insecure"]),
     "mutual TLS without authorities": (
         {"tls": {"mode": "secret", "secret": {"name": "t", "ca": ""}}},
-        "tls.secret.ca: found none with tls.mutual",
+        ["tls.secret.ca: ", "tls.mutual"],
     ),
-    "TLS without a Secret": ({"tls": {"mode": "secret"}}, "tls.secret.name: found none"),
+    "TLS without a Secret": ({"tls": {"mode": "secret"}}, ["tls.secret.name: "]),
     "identities of nobody": (
         {"tls": {"mutual": False}, "insecure": True, "auth": {"identities": [{"name": "a"}]}},
-        "auth.identities: found, and nobody has to say who they are",
+        ["auth.identities: ", "tls.mutual"],
     ),
-    "nobody may dial": ({"networkPolicy": {"peers": None}}, "networkPolicy.peers: found none"),
+    "nobody may dial": ({"networkPolicy": {"peers": None}}, ["networkPolicy.peers: "]),
     "a peer without a place": ({"networkPolicy": {"peers": [{}]}}, "/networkPolicy/peers/0"),
     "Prometheus may not read": (
         {"networkPolicy": {"metrics": None}, "metrics": {"serviceMonitor": {"enabled": True}}},
-        "networkPolicy.metrics: found none",
+        ["networkPolicy.metrics: "],
     ),
     "a monitor without metrics": (
         {"metrics": {"enabled": False, "dashboard": {"enabled": True}}},
-        "metrics.enabled: found false",
+        ["metrics.enabled: ", "true"],
     ),
-    "traces to nobody": ({"tracing": {"enabled": True}}, "tracing.endpoint: found none"),
+    "traces to nobody": ({"tracing": {"enabled": True}}, ["tracing.endpoint: "]),
     "traces that cannot get out": (
         {"tracing": {"enabled": True, "endpoint": "http://collector:4317"}},
-        "networkPolicy.collector.to: found none",
+        ["networkPolicy.collector.to: "],
     ),
     "traces to a path": ({"tracing": {"endpoint": "http://collector:4318/v1/traces"}}, "/tracing/endpoint"),
     "more than each round": ({"tracing": {"ratio": 2}}, "/tracing/ratio"),
-    "a route to nowhere": ({"gateway": {"tlsRoute": {"enabled": True}}}, "gateway.parentRefs: found none"),
+    "a route to nowhere": ({"gateway": {"tlsRoute": {"enabled": True}}}, ["gateway.parentRefs: "]),
     "TLS that ends where it does not": (
         {"gateway": {"grpcRoute": {"enabled": True}, "parentRefs": [{"name": "g"}]}},
-        "gateway.grpcRoute.enabled: found with tls.mode certManager",
+        ["gateway.grpcRoute.enabled: ", "tls.mode", "certManager"],
     ),
-    "a GPU that is not asked for": ({"workers": {"device": "cuda"}}, "workers.device: found cuda without a GPU"),
-    "serving from nowhere": ({"serve": {"enabled": True}}, "serve.enabled: found without a store"),
+    "a GPU that is not asked for": (
+        {"workers": {"device": "cuda"}},
+        ["workers.device: ", "cuda", "workers.resources.limits"],
+    ),
+    "serving from nowhere": ({"serve": {"enabled": True}}, ["serve.enabled: ", "storage.url"]),
     "serving nobody": (
         {"serve": {"enabled": True}, "storage": {"url": "s3://bucket/p", "existingSecret": "s"}},
-        "networkPolicy.servePeers: found none",
+        ["networkPolicy.servePeers: "],
     ),
     "more at least than at most": (
         {"serve": {"autoscaling": {"minReplicas": 9}}},
-        "serve.autoscaling.minReplicas: found 9; allowed: at most maxReplicas, 8",
+        ["serve.autoscaling.minReplicas: ", "9", "maxReplicas", "8"],
     ),
-    "too little time to stop": ({"aggregator": {"terminationGracePeriodSeconds": 5}}, "minimum: got 5, want 60"),
+    "too little time to stop": (
+        {"aggregator": {"terminationGracePeriodSeconds": 5}},
+        ["/aggregator/terminationGracePeriodSeconds", "5", "60"],
+    ),
     "an environment variable without a name": (
         {"aggregator": {"extraEnv": [{"value": "x"}]}},
         "missing property 'name'",
     ),
     "alerts of what is not scraped": (
         {"metrics": {"prometheusRule": {"enabled": True}}},
-        "metrics.prometheusRule.enabled: found without metrics.serviceMonitor.enabled",
+        ["metrics.prometheusRule.enabled: ", "metrics.serviceMonitor.enabled"],
     ),
     "workers that cannot get out": (
         {"workers": {"kind": "Deployment", "aggregator": "fl.example.org:443"}},
-        "networkPolicy.workersEgress: found none with workers.aggregator fl.example.org:443",
+        ["networkPolicy.workersEgress: ", "workers.aggregator", "fl.example.org:443"],
     ),
     "a label by which the chart finds its own": (
         {"aggregator": {"podLabels": {"app.kubernetes.io/component": "x"}}},
-        "aggregator.podLabels: found app.kubernetes.io/component",
+        ["aggregator.podLabels: ", "app.kubernetes.io/component"],
     ),
     "a scaler of nothing": (
         {"serve": {"enabled": True, "resources": {"requests": {"cpu": None}}}},
-        "serve.resources.requests.cpu: found none with serve.autoscaling.enabled",
+        ["serve.resources.requests.cpu: ", "serve.autoscaling.enabled"],
     ),
-    "serving where health is": ({"serve": {"enabled": True, "port": 7735}}, "serve.port: found 7735"),
-    "serving where only root may": ({"serve": {"port": 443}}, "/serve/port': minimum: got 443"),
+    "serving where health is": ({"serve": {"enabled": True, "port": 7735}}, ["serve.port: ", "7735"]),
+    "serving where only root may": ({"serve": {"port": 443}}, ["/serve/port", "443"]),
     "an ingress that ends TLS that goes through": (
         {"ingress": {"enabled": True, "host": "a.example.org", "tlsSecret": "t"}},
-        "ingress.tlsSecret: found with tls.mode certManager",
+        ["ingress.tlsSecret: ", "tls.mode", "certManager"],
     ),
     "a tracker with a space": ({"tracking": ["csv tensorboard"]}, "/tracking/0"),
     "a public route to an aggregator that asks nobody": (
@@ -654,19 +661,19 @@ REFUSED = {
             "insecure": True,
             "gateway": {"grpcRoute": {"enabled": True}, "parentRefs": [{"name": "g"}]},
         },
-        "auth.tokens.existingSecret: found none with gateway.grpcRoute.enabled",
+        ["auth.tokens.existingSecret: ", "gateway.grpcRoute.enabled"],
     ),
     "an ingress to an aggregator that asks nobody": (
         {"tls": {"mode": "none"}, "insecure": True, "ingress": {"enabled": True, "host": "a.example.org"}},
-        "auth.tokens.existingSecret: found none with ingress.enabled",
+        ["auth.tokens.existingSecret: ", "ingress.enabled"],
     ),
     "a load balancer through which nobody comes": (
         {**STORED, "workers": {"kind": "Deployment"}, "networkPolicy": {"peers": None, "store": {"to": TO}}},
-        "networkPolicy.peers: found none with service.type LoadBalancer",
+        ["networkPolicy.peers: ", "service.type", "LoadBalancer"],
     ),
     "a store of another bucket than the one that is made": (
         {"seaweedfs": {"enabled": True}, **STORED},
-        "storage.url: found the bucket bucket with seaweedfs.enabled, which makes fedloom",
+        ["storage.url: ", "bucket", "seaweedfs.enabled", "fedloom"],
     ),
     "workers that know no authority": (
         {
@@ -675,7 +682,7 @@ REFUSED = {
             "auth": {"tokens": {"existingSecret": "t"}},
             "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
         },
-        "tls.secret.ca: found none with workers",
+        ["tls.secret.ca: ", "workers"],
     ),
     "workers that are nobody in the table": (
         {
@@ -687,7 +694,7 @@ REFUSED = {
             },
             "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
         },
-        "auth.identities: found none with the role worker",
+        ["auth.identities: ", "role worker"],
     ),
     "workers that are two in the table": (
         {
@@ -698,7 +705,7 @@ REFUSED = {
             },
             "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
         },
-        "workers.token.existingSecret: found with auth.identities",
+        ["workers.token.existingSecret: ", "auth.identities"],
     ),
     "ingress without a host": ({"ingress": {"enabled": True}}, "ingress.host: found none"),
 }
@@ -714,7 +721,7 @@ def test_what_cannot_be_is_refused_with_key_found_and_allowed(wrong: str, tmp_pa
     done = helm.run("template", "fed", CHART, "-f", tmp_path / "values.yaml")
     assert done.returncode != 0
     assert not done.stdout
-    assert said in done.stderr
+    assert mentions(done.stderr, *([said] if isinstance(said, str) else said))
 
 
 def installed(tree: dict[str, Any], tmp_path: Path) -> str:

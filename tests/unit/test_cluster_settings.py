@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from facts import refusing
 
 from fedloom.cluster.settings import ClusterSettings, TaskConfig, check_image
 from fedloom.errors import ExperimentError
@@ -38,34 +39,33 @@ def test_images_that_stay_the_same(image: str) -> None:
 
 @pytest.mark.parametrize("image", ["", "fedloom", "fedloom:latest", "localhost:5000/fedloom", "a b:1", ":1@"])
 def test_images_that_may_change_are_refused(image: str) -> None:
-    with pytest.raises(ValueError, match="not :latest"):
+    with pytest.raises(ValueError, match="latest"):
         check_image(image)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not JSON"),
-        ("[1]", "[1]"),
-        ('{"worker": 3}', "worker: must be a mapping (got 3)"),
-        ('{"workes": 3}', "workes: unknown key; did you mean workers?"),
-        ('{"workers": 0}', "workers: must be an integer, at least 1"),
-        ('{"workers": "2"}', 'workers: must be an integer'),
-        ('{"image": "fedloom:latest"}', "image: give NAME:TAG or NAME@sha256:DIGEST"),
-        ('{"gpu": {"resource": "gpu"}}', "gpu.resource: must be text matching"),
-        ('{"worker": {"limits": {"cpu": "two"}}}', "cpu: give a quantity such as 2, 500m or 4Gi (got \"two\")"),
-        ('{"deadline_s": 0}', "deadline_s: must be a number, at least 1"),
-        ('{"labels": {"fedloom.dev/run-id": "x"}}', "labels: \"fedloom.dev/run-id\" "),
+        ("{", ["JSON"]),
+        ("[1]", ["[1]"]),
+        ('{"worker": 3}', ["worker: ", "3", "mapping"]),
+        ('{"workes": 3}', ["workes: ", "workers?"]),
+        ('{"workers": 0}', ["workers: ", "0", "1"]),
+        ('{"workers": "2"}', ["workers: ", '"2"', "integer"]),
+        ('{"image": "fedloom:latest"}', ["image: ", "NAME:TAG", "NAME@sha256:DIGEST"]),
+        ('{"gpu": {"resource": "gpu"}}', ["gpu.resource: ", '"gpu"']),
+        ('{"worker": {"limits": {"cpu": "two"}}}', ["cpu: ", "500m", '"two"']),
+        ('{"deadline_s": 0}', ["deadline_s: ", "0", "1"]),
+        ('{"labels": {"fedloom.dev/run-id": "x"}}', ["labels: ", "fedloom.dev/run-id"]),
     ],
 )  # fmt: skip
-def test_a_mistake_names_the_key_and_what_is_allowed(text: str, said: str) -> None:
-    with pytest.raises(ExperimentError) as error:
+def test_a_mistake_names_the_key_and_what_is_allowed(text: str, said: list[str]) -> None:
+    with refusing(ExperimentError, *said):
         ClusterSettings.from_json(text)
-    assert said in str(error.value)
 
 
 def test_all_mistakes_are_told_at_once() -> None:
-    with pytest.raises(ExperimentError, match="3 errors"):
+    with refusing(ExperimentError, "workers: ", "image: ", "retries: "):
         ClusterSettings.from_json('{"workers": 0, "image": "x", "retries": -1}')
 
 

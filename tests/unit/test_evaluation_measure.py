@@ -145,13 +145,13 @@ def test_bad_arguments_are_named() -> None:
     data = client([0], random_split(3, 4, 0))
     with pytest.raises(ValueError, match=r"batch_size .*0"):
         measure({"personal": Fixed()}, data, ["personal"], batch_size=0)
-    with pytest.raises(ValueError, match="client-0000 has no predictor 'global'"):
+    with pytest.raises(ValueError, match=r"client-0000.*'global'"):
         measure({"personal": Fixed()}, data, ["personal", "global"], batch_size=1)
     alone = replace(data, train=Split(data.train.x[:0], torch.tensor([], dtype=torch.int64)))
     found = measure({"global": Fixed()}, alone, ["personal", "global"], batch_size=1)
     assert found.counts[:, 1, 0, 1].tolist() == [0, 3]  # total, of the test split
     assert not any(tensor[0].any() for tensor in found)
-    with pytest.raises(ValueError, match="client-0000 has no predictor 'personal'"):
+    with pytest.raises(ValueError, match=r"client-0000.*'personal'"):
         measure({}, alone, ["personal", "global"], batch_size=1)
 
 

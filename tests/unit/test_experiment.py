@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from facts import tells
+from facts import mentions, tells
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,12 +43,16 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def refusal(path: Path, *overrides: str) -> str:
+def refusal(path: Path, *overrides: str, key: str | None = None) -> str:
+    """What is said of an experiment that cannot run; with a key, nothing else is wrong."""
     with pytest.raises(ExperimentError) as caught:
         load(path, overrides)
     assert caught.value.exit_code is ExitCode.EXPERIMENT
     message = str(caught.value)
     assert len(message.splitlines()) <= 24, "more than a screen"
+    if key is not None:
+        assert caught.value.key == key
+        assert f"{key}: " in message
     return message
 
 
@@ -98,7 +102,7 @@ def test_shared_json_leaves_out_what_is_a_machines_own(write: Write) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"data": 3}', '{"data": {}}', '{"data": {"dataset": "mnist"}}'])
 def test_shared_json_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ExperimentError, match="experiment sent by the aggregator"):
+    with pytest.raises(ExperimentError, match="aggregator"):
         from_shared_json(text)
 
 
@@ -122,76 +126,70 @@ def test_overrides_replace_values_and_whole_mappings(write: Write) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("federation.rounds", "must be KEY=VALUE"),
-        ("=3", "must be KEY=VALUE"),
-        ("federation..rounds=3", "must be KEY=VALUE"),
-        ("name.first=3", 'name is "quickstart", which has no keys'),
-        ("seed=[1", "not YAML"),
-        ("seed={a: 1, a: 2}", "each key once"),
-        ("seed.x=1", '{"x": 1}'),
-        ("federation.round=3", "federation.round: unknown key; did you mean rounds?"),
+        ("federation.rounds", ["KEY=VALUE"]),
+        ("=3", ["KEY=VALUE"]),
+        ("federation..rounds=3", ["KEY=VALUE"]),
+        ("name.first=3", ["name", '"quickstart"']),
+        ("seed=[1", ["YAML"]),
+        ("seed={a: 1, a: 2}", ["seed"]),
+        ("seed.x=1", ["seed: ", '{"x": 1}']),
+        ("federation.round=3", ["federation.round: ", "rounds?"]),
     ],
 )
-def test_bad_overrides(write: Write, override: str, expected: str) -> None:
-    assert expected in refusal(write(GOOD), override)
+def test_bad_overrides(write: Write, override: str, expected: list[str]) -> None:
+    assert tells(refusal(write(GOOD), override), *expected)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "allowed"),
     [
-        ("name", "no way", "text matching"),
-        ("name", "../up", "text matching"),
-        ("seed", "-1", "an integer, at least 0"),
-        ("seed", "true", "an integer"),
-        ("seed", '"3"', "an integer"),
-        ("data.dataset", "fashion-mnst", "did you mean fashion-mnist?"),
-        ("data.held_out_fraction", "1", "a number, at least 0 and below 1"),
-        ("data.held_out_fraction", '"1e-3"', "a number"),
-        ("data.validation_fraction", ".nan", "a finite number"),
-        ("data.partition.clients", "0", "an integer, at least 1"),
-        ("data.partition.scheme", "dirihlet", "did you mean dirichlet?"),
-        ("data.partition.classes_per_client", "11", "10 or less"),
-        ("data.partition.shares", "[0.5, 0.4]", "it must be 1"),
-        ("data.root", "s3://bucket", "a folder"),
-        ("model.name", "lenett", "did you mean lenet?"),
-        ("algorithm.name", "pefl", "did you mean pefll?"),
-        ("algorithm.name", "[1]", "must be "),
-        ("federation.rounds", "400.5", "an integer, at least 0"),
-        ("federation.deadline_s", "0", "a number, above 0"),
-        ("federation.deadline_s", ".inf", "a finite number"),
-        ("federation.clients_per_round", "91", "at most 90"),
-        ("federation.min_replies", "6", "at most clients_per_round, 5"),
-        ("evaluation.every", "0", "an integer, at least 1"),
-        ("evaluation.label_mask", "1", "true or false"),
+        ("name", "no way", "A-Za-z0-9"),
+        ("name", "../up", "A-Za-z0-9"),
+        ("seed", "-1", ["integer", "0"]),
+        ("seed", "true", "integer"),
+        ("seed", '"3"', "integer"),
+        ("data.dataset", "fashion-mnst", ["fashion-mnist?", "cifar10, cifar100, fashion-mnist, "]),
+        ("data.held_out_fraction", "1", ["number", "0", "1"]),
+        ("data.held_out_fraction", '"1e-3"', "number"),
+        ("data.validation_fraction", ".nan", "finite"),
+        ("data.partition.clients", "0", ["integer", "1"]),
+        ("data.partition.scheme", "dirihlet", ["dirichlet?", "classes, dirichlet, dominant, "]),
+        ("data.partition.classes_per_client", "11", ["11", "10"]),
+        ("data.partition.shares", "[0.5, 0.4]", ["sum", "0.9", "1"]),
+        ("data.root", "s3://bucket", "folder"),
+        ("model.name", "lenett", ["lenet?", "lenet, resnet20, "]),
+        ("algorithm.name", "pefl", ["pefll?", "fedavg"]),
+        ("algorithm.name", "[1]", "fedavg"),
+        ("federation.rounds", "400.5", ["integer", "0"]),
+        ("federation.deadline_s", "0", ["number", "0"]),
+        ("federation.deadline_s", ".inf", "finite"),
+        ("federation.clients_per_round", "91", "90"),
+        ("federation.min_replies", "6", ["clients_per_round", "5"]),
+        ("evaluation.every", "0", ["integer", "1"]),
+        ("evaluation.label_mask", "1", ["true", "false"]),
         ("runtime.device", "tpu", "cpu, cuda"),
-        ("runtime.clients_at_once", "2", "1 with device: cpu"),
+        ("runtime.clients_at_once", "2", ["1", "device"]),
         ("storage", "gs://bucket", "s3://BUCKET/PREFIX"),
         ("storage", "s3:/bucket/runs", "s3://BUCKET/PREFIX"),
         ("storage", "s3://My_Bucket/runs", "lower-case letters"),
         ("storage", "s3://bucket/a/../b", "empty parts"),
     ],
 )
-def test_a_wrong_value_is_named_with_what_is_allowed(write: Write, key: str, value: str, allowed: str) -> None:
-    message = refusal(write(GOOD), f"{key}={value}")
-    assert f"{key}: " in message
-    assert allowed in message
-    assert "1 error\n" in message
+def test_a_wrong_value_is_named_with_what_is_allowed(
+    write: Write, key: str, value: str, allowed: str | list[str]
+) -> None:
+    message = refusal(write(GOOD), f"{key}={value}", key=key)
+    assert tells(message, f"{key}: ", *([allowed] if isinstance(allowed, str) else allowed))
 
 
 @pytest.mark.parametrize(
-    ("key", "allowed"),
-    [
-        ("data", "a mapping"),
-        ("data.partition", "a mapping"),
-        ("model", "a mapping"),
-        ("algorithm", "a mapping"),
-        ("federation", "a mapping"),
-    ],
+    "key",
+    ["data", "data.partition", "model", "algorithm", "federation"],
 )
 @pytest.mark.parametrize("value", ["null", "3", "[1]", "text"])
-def test_a_section_that_is_no_mapping(write: Write, key: str, value: str, allowed: str) -> None:
-    said = refusal(write(GOOD), f"{key}={value}")
-    assert tells(said, f"{key}: ", allowed, json.dumps(yaml.safe_load(value)))
+def test_a_section_that_is_no_mapping(write: Write, key: str, value: str) -> None:
+    message = refusal(write(GOOD), f"{key}={value}", key=key)
+    assert mentions(message, json.dumps(yaml.safe_load(value)), "mapping")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def test_a_missing_key_is_named(write: Write, key: str) -> None:
     for step in parents:
         section = section[step]
     del section[last]
-    assert f"{key}: missing" in refusal(write(yaml.safe_dump(value)))
+    assert "missing" in refusal(write(yaml.safe_dump(value)), key=key)
 
 
 def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
@@ -214,15 +212,15 @@ def test_all_mistakes_come_at_once_with_their_lines(write: Write) -> None:
     text = text.replace("name: fedavg", "name: fedavg, epocs: 1").replace("clients: 100", "clients: ten")
     message = refusal(write(text))
     assert message.startswith(str(write(text)))
-    assert "4 errors" in message
+    assert "4 mistakes" in message
     assert tells(message, "line 2, sede: ", "seed?", "name, seed, data")
-    assert tells(message, "line 5, data.partition.clients: ", "integer", '"ten"')
-    assert "line 7, algorithm.epocs: unknown key" in message
-    assert tells(message, "line 8, federation.rounds: ", "at least 0", "-1")
+    assert tells(message, "line 5, data.partition.clients: ", '"ten"')
+    assert "line 7, algorithm.epocs: " in message
+    assert tells(message, "line 8, federation.rounds: ", "-1")
 
 
 def test_a_key_of_another_section_is_pointed_there(write: Write) -> None:
-    assert "did you mean federation.rounds?" in refusal(write(f"{GOOD}rounds: 3\n"))
+    assert "federation.rounds?" in refusal(write(f"{GOOD}rounds: 3\n"))
 
 
 def test_many_mistakes_stay_on_one_screen(write: Write) -> None:
@@ -236,18 +234,18 @@ def test_another_method_with_the_keys_of_the_files_is_told_how_to_replace_them(w
     more = ["algorithm.personalize_steps=3", "federation.rounds=0"]
     path.write_text(load(path, more).resolved_yaml())
     hint = "'algorithm={name: local}'"
-    with pytest.raises(ExperimentError, match=r"line \d+, algorithm.personalize_steps: unknown key") as refused:
+    with pytest.raises(ExperimentError, match=r"line \d+, algorithm\.personalize_steps: ") as refused:
         load(path, ["algorithm.name=local"])
-    assert hint in str(refused.value)
+    assert hint in str(refused.value.hint)
     load(path, ["algorithm={name: local}"])
-    with pytest.raises(ExperimentError, match=r"algorithm\.nothing: unknown key") as refused:
+    with pytest.raises(ExperimentError) as refused:
         load(path, ["algorithm={name: local, nothing: 1}"])
-    assert hint not in str(refused.value)
+    assert (refused.value.key, refused.value.hint) == ("algorithm.nothing", None)
 
 
 def test_a_method_without_rounds_and_labels(write: Write) -> None:
     message = refusal(write(GOOD), "algorithm={name: local}")
-    assert tells(message, "federation.rounds: ", "0", "local", "400")
+    assert tells(message, "federation.rounds: ", "400", "0", "local")
     small = ["algorithm={name: local}", "federation.rounds=0", "data.partition.clients=2", "data.held_out_fraction=0.5"]
     assert load(write(GOOD), small).data.seen == 1, "a cohort is of no matter without rounds"
 
@@ -310,44 +308,44 @@ def test_a_model_for_the_dimension_of_means(write: Write) -> None:
 
 def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
     message = refusal(write(GOOD), "algorithm={name: pefll, embedding: {labels: false}}", "evaluation.label_mask=true")
-    assert tells(message, "evaluation.label_mask: ", "false", "pefll", "true")
+    assert tells(message, "evaluation.label_mask: ", "true", "false", "pefll")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "mapping with the keys name, data, model, ... (got null)"),
-        ("- 1\n- 2\n", "(got [1, 2])"),
-        ("name: [1\n", "not YAML: line 2, column 1"),
-        ("name: x\n\tseed: 1\n", "not YAML: line 2, column 1"),
-        ("a: &a [*a]\n", "an alias is inside itself"),
-        ("? !!timestamp 2024-01-01\n: x\n", "keys must be str"),
-        ("seed: " + "9" * 5000, "limit (4300 digits)"),
-        ("a: !!python/object/apply:os.system ['true']\n", "not YAML: line 1"),
-        ("name: x\nseed: 1\nname: y\n", "line 1, name: is given again at line 3"),
-        ("data:\n  root: x\n  root: y\n", "line 2, data.root: is given again at line 3"),
-        ("name: x\n---\nname: y\n", "not YAML: line 2"),
+        ("", ["null", "mapping"]),
+        ("- 1\n- 2\n", ["[1, 2]", "mapping"]),
+        ("name: [1\n", ["YAML", "line 2, column 1"]),
+        ("name: x\n\tseed: 1\n", ["YAML", "line 2, column 1"]),
+        ("a: &a [*a]\n", ["alias"]),
+        ("? !!timestamp 2024-01-01\n: x\n", ["keys", "str"]),
+        ("seed: " + "9" * 5000, ["4300 digits"]),
+        ("a: !!python/object/apply:os.system ['true']\n", ["YAML", "line 1"]),
+        ("name: x\nseed: 1\nname: y\n", ["line 1, name: ", "line 3"]),
+        ("data:\n  root: x\n  root: y\n", ["line 2, data.root: ", "line 3"]),
+        ("name: x\n---\nname: y\n", ["YAML", "line 2"]),
     ],
 )
-def test_files_that_are_no_experiment(write: Write, text: str, expected: str) -> None:
-    assert expected in refusal(write(text))
+def test_files_that_are_no_experiment(write: Write, text: str, expected: list[str]) -> None:
+    assert tells(refusal(write(text)), *expected)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[" * 10_000, "50 deep"),
-        ("{a: " * 10_000, "50 deep"),
-        ("a: " + "[" * 5_000 + "]" * 5_000, "50 deep"),
-        ("".join(f"k{i}: &k{i} [{'x' if i == 0 else f'*k{i - 1}'}]\n" for i in range(5_000)), "50 deep"),
-        ("k0: &k0 x\n" + "".join(f"k{i}: &k{i} [{f'*k{i - 1}, ' * 9}]\n" for i in range(1, 30)), "100,000 values"),
-        ("#" * 2**20 + "\n", "1,048,577 characters; the limit is 1,048,576"),
+        ("[" * 10_000, ["50"]),
+        ("{a: " * 10_000, ["50"]),
+        ("a: " + "[" * 5_000 + "]" * 5_000, ["50"]),
+        ("".join(f"k{i}: &k{i} [{'x' if i == 0 else f'*k{i - 1}'}]\n" for i in range(5_000)), ["50"]),
+        ("k0: &k0 x\n" + "".join(f"k{i}: &k{i} [{f'*k{i - 1}, ' * 9}]\n" for i in range(1, 30)), ["100,000"]),
+        ("#" * 2**20 + "\n", ["1,048,577", "1,048,576"]),
     ],
     ids=["lists", "mappings", "closed", "chain", "laughs", "long"],
 )  # fmt: skip
-def test_bombs_are_answered_with_a_sentence(write: Write, text: str, expected: str) -> None:
-    assert expected in refusal(write(text))
-    assert expected in refusal(write(GOOD), f"model={text}")
+def test_bombs_are_answered_with_a_sentence(write: Write, text: str, expected: list[str]) -> None:
+    assert tells(refusal(write(text)), *expected)
+    assert tells(refusal(write(GOOD), f"model={text}"), *expected)
 
 
 def test_aliases_and_merges_are_read(write: Write) -> None:
@@ -373,7 +371,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_scalars_are_read_as_yaml_1_2_says(write: Write, scalar: str, value: object) -> None:
     message = refusal(write(GOOD), f"surprise=[{scalar}]", f"model=[{scalar}]")
-    assert tells(message, "model: ", f"(got {json.dumps([value])})")
+    assert tells(message, "model: ", json.dumps([value]))
 
 
 def test_schema_describes_every_key() -> None:

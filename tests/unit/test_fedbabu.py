@@ -6,17 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from federations import (
     CLASSES,
     IMAGE,
     Federation,
-    answers_as_alone,
     clients,
     federation,
-    held_out_elsewhere,
-    made_by,
     sgd,
     task,
 )
@@ -24,7 +20,6 @@ from torch import Tensor
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.fedbabu import FEDBABU, FedBABUSettings
-from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
 
@@ -85,30 +80,3 @@ def test_rounds_are_sgd_on_the_body_and_personal_is_sgd_on_all(tmp_path: Path) -
     half = FEDBABU.client(s, task())
     assert (half.personalization_steps("personal", 6), half.personalization_steps("global", 6)) == (4, 0)
     assert not half.stateful
-
-
-def test_all_goes_down_and_the_body_comes_back(tmp_path: Path) -> None:
-    f = run(tmp_path, made())
-    d = SMALL.layout.size
-    for attempt in f.loop.journal.counted():
-        assert (attempt.payload_down, attempt.payload_up) == (8 * 2 * d, 8 * 2 * (BODY + 2))
-
-
-def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
-    found, other = (
-        made_by(run(tmp_path / str(i), made(), data=data))
-        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
-    )
-    assert found.keys() == other.keys()
-    assert all(torch.equal(found[name], other[name]) for name in found)
-
-
-def test_a_group_answers_as_its_clients_do_alone() -> None:
-    opening, _, ask = FEDBABU.messages
-    theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
-    answers_as_alone(FEDBABU.client(made(), task()), clients((9, 4, 6)), opening(theta), ask(theta))
-
-
-def test_a_model_of_one_layer_has_no_body() -> None:
-    with pytest.raises(ExperimentError, match=r"^model\.name: "):
-        FEDBABU.check_model(made(), MLP(IMAGE, [], CLASSES))

@@ -192,9 +192,9 @@ def test_owners_features_and_tokens_reach_the_client(
     [
         ("features", lambda pool: replace(pool, inputs=np.float64(pool.inputs)), "float64 .*float32"),
         ("features", lambda pool: replace(pool, inputs=pool.inputs[:, :1]), r"\[1\]; .*\[2\]"),
-        ("features", lambda pool: replace(pool, inputs=pool.inputs * np.float32(np.inf)), "feature is inf.* finite"),
-        ("features", lambda pool: replace(pool, labels=pool.labels + 1), "labels are 1 to 3; .*0 to 2"),
-        ("tokens", lambda pool: replace(pool, inputs=pool.inputs + np.uint8(1)), "token is 3; .*0 to 2"),
+        ("features", lambda pool: replace(pool, inputs=pool.inputs * np.float32(np.inf)), "feature.*inf"),
+        ("features", lambda pool: replace(pool, labels=pool.labels + 1), "label.* 1 to 3.*0 to 2"),
+        ("tokens", lambda pool: replace(pool, inputs=pool.inputs + np.uint8(1)), "token.* 3.*0 to 2"),
     ],
 )  # fmt: skip
 def test_examples_that_are_not_what_their_source_says_are_refused(
@@ -211,9 +211,9 @@ def test_examples_that_are_not_what_their_source_says_are_refused(
     ("kind", "damage", "words"),
     [
         ("features", lambda t: t.update(test_x=t["test_x"].double()), "test examples in .*float64 .*float32"),
-        ("features", lambda t: t["test_x"].fill_(float("nan")), "test examples in .*: a feature is nan"),
+        ("features", lambda t: t["test_x"].fill_(float("nan")), "test examples in .*feature.*nan"),
         ("tokens", lambda t: t.update(test_x=t["test_x"].float()), "test examples in .*uint8"),
-        ("tokens", lambda t: t["test_x"].fill_(7), "test examples in .*: a token is 7; .*0 to 2"),
+        ("tokens", lambda t: t["test_x"].fill_(7), "test examples in .*token.* 7.*0 to 2"),
     ],
 )  # fmt: skip
 def test_a_shard_of_another_kind_is_refused(
@@ -272,7 +272,7 @@ def test_a_partition_is_made_once(folder: Path, tiny_root: Path) -> None:
 
 
 def test_nothing_is_left_of_a_partition_that_failed(tiny_root: Path) -> None:
-    with pytest.raises(ExperimentError, match="clients: of 500"):
+    with pytest.raises(ExperimentError, match=r"clients.*\b500\b"):
         make(tiny_root, scheme=ClassesScheme(clients=500, classes_per_client=2))
     assert [path for path in (tiny_root / "partitions").iterdir() if path.suffix != ".lock"] == []
 
@@ -286,9 +286,9 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (flip, ["is damaged: its sha256", "found"]),
-        (lambda path: path.write_bytes(path.read_bytes()[:-10]), ["is damaged: its sha256"]),
-        (Path.unlink, ["is missing"]),
+        (flip, ["damaged", "sha256"]),
+        (lambda path: path.write_bytes(path.read_bytes()[:-10]), ["damaged", "sha256"]),
+        (Path.unlink, ["missing"]),
     ],
 )
 def test_a_damaged_shard_is_an_error_and_can_be_mended(
@@ -375,13 +375,13 @@ def test_any_flipped_bit_of_a_manifest_is_found(folder: Path) -> None:
     for at in range(len(content)):
         changed = bytearray(content)
         changed[at] ^= 1 << at % 8
-        with pytest.raises(DataError, match="the manifest "):
+        with pytest.raises(DataError, match="manifest"):
             Manifest.from_json(bytes(changed))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00\xff"])
 def test_what_is_no_manifest_is_refused(text: str) -> None:
-    with pytest.raises(DataError, match="the manifest is damaged"):
+    with pytest.raises(DataError, match=r"manifest.*damaged"):
         Manifest.from_json(text)
 
 
@@ -398,7 +398,7 @@ def test_a_client_may_lack_labels(folder: Path) -> None:
     client = dataset.client("client-0001")
     assert client.train.y is None
     assert client.test.y is not None
-    with pytest.raises(DataError, match="client-0001 has no training labels"):
+    with pytest.raises(DataError, match=r"client-0001.*labels"):
         _ = client.present
 
 
@@ -412,11 +412,11 @@ def test_an_unlabelled_client_has_no_class_mix(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda t: t.pop("train_x"), "train examples in .*: it has 0 .*24"),
+        (lambda t: t.pop("train_x"), r"train examples in .*\b0\b.*24"),
         (lambda t: t.update(test_x=t["test_x"].float()), "test examples in .*float32"),
-        (lambda t: t.update(test_x=t["test_x"][1:].clone()), "test examples in .*: it has"),
-        (lambda t: t.update(train_y=t["train_y"] + 5), "train examples in .*labels are .*0 to 4"),
-        (lambda t: t.update(train_y=t["train_y"] - 5), "train examples in .*labels are .*0 to 4"),
+        (lambda t: t.update(test_x=t["test_x"][1:].clone()), "test examples in .*client-0001"),
+        (lambda t: t.update(train_y=t["train_y"] + 5), "train examples in .*label.*0 to 4"),
+        (lambda t: t.update(train_y=t["train_y"] - 5), "train examples in .*label.*0 to 4"),
         (lambda t: t.update(train_y=t["train_y"][1:].clone()), "train examples in .*labels"),
     ],
 )
@@ -436,5 +436,5 @@ def test_a_shard_that_is_not_safetensors_is_refused(folder: Path) -> None:
     manifest = FederatedDataset.open(folder).manifest
     entries = [replace(entry, sha256=hashlib.sha256(b"not a shard").hexdigest()) for entry in manifest.clients]
     (folder / "partition.json").write_text(replace(manifest, clients=tuple(entries)).to_json())
-    with pytest.raises(DataError, match="not a safetensors file"):
+    with pytest.raises(DataError, match="safetensors"):
         FederatedDataset.open(folder).client("client-0001")

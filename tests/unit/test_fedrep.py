@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, group, task
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, sgd, task
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.client import train
 from fedloom.algorithms.fedrep import FEDREP, FedRepSettings
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
-from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.federation.transport import Call, Lost
 from fedloom.models.mlp import MLP
@@ -38,21 +36,6 @@ def made(**changes: Any) -> FedRepSettings:
 
 def run(folder: Path, s: FedRepSettings, **keys: Any) -> Federation:
     return federation(folder, FEDREP, s, task(), clients(SIZES), **keys)
-
-
-def sgd(theta: Tensor, c: ClientData, s: LocalSGD, moved: slice, random: torch.Generator) -> Tensor:
-    """torch.optim.SGD on one part of θ, with momentum of its own."""
-    theta = theta.clone()
-    p = theta[moved].clone().requires_grad_()
-    optimizer = torch.optim.SGD([p], lr=s.lr, momentum=s.momentum)
-    assert c.train.y is not None
-    for index in batches(len(c.train), s.batch_size, s.count(len(c.train)), random):
-        optimizer.zero_grad()
-        whole = torch.cat([p, theta[BODY:]]) if moved.start == 0 else torch.cat([theta[:BODY], p])
-        F.cross_entropy(SMALL.logits(whole, c.train.x[index]), c.train.y[index]).backward()
-        optimizer.step()
-    theta[moved] = p.detach()
-    return theta
 
 
 def start_of_head(c: ClientData, where: str, round: int) -> Tensor:
@@ -80,8 +63,8 @@ def test_two_rounds_are_algorithm_1(tmp_path: Path) -> None:
             head = heads[c.id] if c.id in heads else start_of_head(c, "train", 1)
             # The batches and the start of a head have generators of their own.
             theta = torch.cat([body, head])
-            theta = sgd(theta, c, s.head, slice(BODY, len(theta)), generator(SEED, "train/head", c.id, t))
-            theta = sgd(theta, c, s.local, slice(0, BODY), generator(SEED, "train/train", c.id, t))
+            theta = sgd(SMALL, theta, c, s.head, slice(BODY, len(theta)), generator(SEED, "train/head", c.id, t))
+            theta = sgd(SMALL, theta, c, s.local, slice(0, BODY), generator(SEED, "train/train", c.id, t))
             heads[c.id] = theta[BODY:]
             bodies.append(theta[:BODY])
         body = torch.stack(bodies).mean(0)
@@ -117,17 +100,8 @@ def test_the_head_that_is_kept_is_that_of_the_head_phase() -> None:
     for i, c in enumerate(data):
         head = SMALL.init(group([c]).generator(0, "own-head"), torch.float64)[BODY:]
         theta = torch.cat([body[0], head])
-        theta = sgd(theta, c, s.head, slice(BODY, len(theta)), group([c]).generator(0, "head"))
+        theta = sgd(SMALL, theta, c, s.head, slice(BODY, len(theta)), group([c]).generator(0, "head"))
         torch.testing.assert_close(members.kept[i]["head"], theta[BODY:], rtol=0, atol=1e-12)
-
-
-def test_the_body_alone_travels(tmp_path: Path) -> None:
-    f = run(tmp_path, made())
-    f.run()
-    (attempt,) = f.loop.journal.counted()
-    assert attempt.payload_down == 8 * 3 * BODY
-    assert attempt.payload_up == 8 * 3 * (BODY + 2)
-    assert {name: tuple(t.shape) for name, t in f.state.items()} == {"theta": (BODY,)}
 
 
 class Late:
@@ -165,7 +139,7 @@ def test_a_client_without_a_head_trains_one_the_body_frozen(tmp_path: Path) -> N
     body, c = f.state["theta"], data[2]
     theta = torch.cat([body, start_of_head(c, "evaluate", 1)])
     longer = s.head.model_copy(update={"epochs": 2})
-    theta = sgd(theta, c, longer, slice(BODY, len(theta)), generator(SEED, "evaluate/personalize", c.id, 1))
+    theta = sgd(SMALL, theta, c, longer, slice(BODY, len(theta)), generator(SEED, "evaluate/personalize", c.id, 1))
     found = f.predictors[1, "c2"]["personal"].tensors()["theta"]
     assert torch.equal(found[:BODY], body)
     close(found, theta)
@@ -175,23 +149,8 @@ def test_a_client_without_a_head_trains_one_the_body_frozen(tmp_path: Path) -> N
     assert FEDREP.client(made(personalize_epochs=0), task()).personalization_steps("personal", 6) == 0
 
 
-def test_a_group_answers_as_its_clients_do_alone() -> None:
-    """One of them has a head, the others have none."""
-    random = torch.Generator().manual_seed(3)
-    opening, _, ask = FEDREP.messages
-    body = SMALL.init(random, torch.float64)[:BODY]
-    states = [None, {"head": torch.randn(SMALL.layout.size - BODY, generator=random, dtype=torch.float64)}, None]
-    half = FEDREP.client(made(), task())
-    answers_as_alone(half, clients((9, 4, 6)), opening(body), ask(body), states, atol=1e-10)
-    assert made().weighting == "uniform"
-
-
-def test_a_model_of_one_layer_has_no_body_to_share() -> None:
-    with pytest.raises(ExperimentError, match=r"^model\.name: "):
-        FEDREP.check_model(made(), MLP(IMAGE, [], CLASSES))
-
-
 def test_weights_may_be_the_official_codes(tmp_path: Path) -> None:
+    assert made().weighting == "uniform"
     f, uniform = (run(tmp_path / w, made(weighting=w), rounds=1) for w in ("examples", "uniform"))
     start = f.state["theta"]
     f.run()

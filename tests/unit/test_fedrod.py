@@ -17,8 +17,6 @@ from federations import (
     clients,
     federation,
     group,
-    held_out_elsewhere,
-    made_by,
     task,
 )
 from pydantic import ValidationError
@@ -141,12 +139,6 @@ def test_a_label_that_a_client_lacks_has_no_part_in_its_generic_loss() -> None:
     assert torch.equal((torch.randn(3).double() + amounts).softmax(0)[1], torch.tensor(0.0).double())
 
 
-def test_the_model_and_its_update_travel_alone(tmp_path: Path) -> None:
-    f = run(tmp_path, made())
-    for attempt in f.loop.journal.counted():
-        assert (attempt.payload_down, attempt.payload_up) == (8 * 2 * D, 8 * 2 * (D + 2))
-
-
 @pytest.mark.parametrize("choice", [m for m in MODELS if m.classifies], ids=lambda m: m.name)
 def test_the_first_head_is_that_of_every_model(choice: Any) -> None:
     """Its logits are a linear map of the features."""
@@ -162,17 +154,7 @@ def test_the_first_head_is_that_of_every_model(choice: Any) -> None:
     assert TwoHeads(model).layout.head == ("raised.by",)
 
 
-def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
-    found, other = (
-        made_by(run(tmp_path / str(i), made(), data=data))
-        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
-    )
-    assert found.keys() == other.keys()
-    assert all(torch.equal(found[name], other[name]) for name in found)
-
-
-def test_a_group_answers_as_its_clients_do_alone() -> None:
-    """One of them has a head, one lacks a label."""
+def test_a_group_in_which_one_lacks_a_label_answers_as_its_clients_do_alone() -> None:
     data, (opening, *_) = clients((9, 4, 6)), FEDROD.messages
     data[2] = lacking(data[2], 0)
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)

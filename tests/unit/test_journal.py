@@ -111,7 +111,7 @@ def test_a_replay_finds_each_round_and_keeps_to_the_file_it_began_with(
             assert replay.attempt(attempt.round) == attempt
         if attempt.outcome == EVALUATED:
             assert replay.evaluation(attempt.round) == attempt
-    with pytest.raises(DataError, match=f"ends with round {lines[-1].round}"):
+    with pytest.raises(DataError, match=rf"round {lines[-1].round}\b"):
         replay.attempt(lines[-1].round + 1)
 
 

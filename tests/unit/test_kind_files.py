@@ -81,7 +81,7 @@ def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
     assert tells(message, "docker", "buildx", "kind 0.33", "kubectl")
     code, message = said("sideways")
     assert code == 2
-    assert tells(message, "'sideways'", "allowed: up, test, down")
+    assert tells(message, "'sideways'", "up, test, down")
     if not (ROOT / ".kind").exists():
         code, message = said("test")
         assert code == 1

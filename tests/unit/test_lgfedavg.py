@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from federations import (
     CLASSES,
     IMAGE,
     Federation,
-    answers_as_alone,
     clients,
     federation,
-    held_out_elsewhere,
-    made_by,
     sgd,
     task,
 )
@@ -24,7 +20,6 @@ from torch import Tensor
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.lgfedavg import LGFEDAVG, LGFedAvgSettings
-from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
 
@@ -91,32 +86,3 @@ def test_rounds_are_sgd_on_both_and_the_mean_of_the_heads(tmp_path: Path) -> Non
         assert torch.equal(found[BODY:], f.state["theta"][BODY:])
     assert LGFEDAVG.client(s, task()).personalization_steps("personal", 6) == 4
     assert LGFEDAVG.client(made(personalize_epochs=0), task()).personalization_steps("personal", 6) == 0
-
-
-def test_the_head_alone_comes_back(tmp_path: Path) -> None:
-    f = run(tmp_path, made())
-    d = SMALL.layout.size
-    for attempt in f.loop.journal.counted():
-        assert (attempt.payload_down, attempt.payload_up) == (8 * 2 * d, 8 * 2 * (d - BODY + 2))
-
-
-def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
-    found, other = (
-        made_by(run(tmp_path / str(i), made(), data=data))
-        for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
-    )
-    assert found.keys() == other.keys()
-    assert all(torch.equal(found[name], other[name]) for name in found)
-
-
-def test_a_group_answers_as_its_clients_do_alone() -> None:
-    """One of them has a body, the others have none."""
-    opening, _, ask = LGFEDAVG.messages
-    theta, other = (SMALL.init(torch.Generator().manual_seed(i), torch.float64) for i in (3, 4))
-    states = [None, {"body": other[:BODY]}, None]
-    answers_as_alone(LGFEDAVG.client(made(), task()), clients((9, 4, 6)), opening(theta), ask(theta), states)
-
-
-def test_a_model_of_one_layer_has_no_head_apart() -> None:
-    with pytest.raises(ExperimentError, match=r"^model\.name: "):
-        LGFEDAVG.check_model(made(), MLP(IMAGE, [], CLASSES))

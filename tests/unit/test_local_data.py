@@ -90,7 +90,7 @@ X, Y = RNG.normal(size=(6, 3)), np.array([0, 1, 2, 0, 1, 2])
 @pytest.mark.parametrize(
     ("clients", "classes", "said"),
     [
-        ({}, None, ("empty", "dict")),
+        ({}, None, ("clients", "empty", "dict")),
         ([(X, Y)], None, ("list", "dict")),
         ({"a": X}, None, ("client a", "(x, y)", "ndarray")),
         ({"a": (X, Y[:5])}, None, ("client a: y", "[5]", "[6]")),
@@ -239,7 +239,7 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path, monkeypatc
     with refused(DataError, "measured", f"{len(good)} places", "row 0: 0.5"):
         dosed = good.drop(columns="kind").assign(dose=0.5)
         fedloom.Federated.from_frame(dosed, client="hospital", label="dose", root=tmp_path)
-    with refused(ExperimentError, "scheme", "'iid'", "mapping"):
+    with refused(ExperimentError, "scheme", "mapping", "'iid'"):
         fedloom.Federated.from_frame(good, label="kind", scheme="iid", root=tmp_path)  # type: ignore[arg-type]
     good.to_csv(tmp_path / "t.csv", index=False)
     sections: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -336,14 +336,14 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
         fedloom.Federated.from_torchvision(Pictures(turned), scheme, root=tmp_path)
     with refused(DataError, "dataset", "int"):
         fedloom.Federated.from_torchvision(3, scheme, root=tmp_path)
-    with refused(ExperimentError, "scheme", "'iid'", "mapping"):
+    with refused(ExperimentError, "scheme", "mapping", "'iid'"):
         fedloom.Federated.from_torchvision(Pictures(), "iid", root=tmp_path)  # type: ignore[arg-type]
     with refused(ExperimentError, "data.partition"):
         of(TASK, data=fedloom.Federated.from_torchvision(Pictures(), {"scheme": "odd"}, root=tmp_path))
 
 
 def test_what_is_wrong_with_the_section_is_named_when_it_is_opened(tmp_path: Path) -> None:
-    with refused(ExperimentError, "held_out_fracton", "did you mean held_out_fraction?"):
+    with refused(ExperimentError, "held_out_fracton", "held_out_fraction?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, held_out_fracton=0.2).open()
-    with refused(ExperimentError, "partition.scheme", '"dirichlt"', "did you mean dirichlet?"):
+    with refused(ExperimentError, "partition.scheme", '"dirichlt"', "dirichlet?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, partition={"scheme": "dirichlt"}).open()

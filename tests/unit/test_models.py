@@ -57,7 +57,7 @@ def test_a_layout_splits_and_joins(found: list[tuple[int, ...]]) -> None:
 
 
 def test_a_theta_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"θ has shape \(3,\), the layout needs \(4,\)"):
+    with pytest.raises(ValueError, match=r"\(3,\).*\(4,\)"):
         Layout((("w", (2, 2)),)).split(torch.zeros(3))
 
 
@@ -168,12 +168,14 @@ def test_a_float64_network_starts_from_the_same_point() -> None:
 
 def test_images_too_small_for_lenet_are_refused() -> None:
     for shape in ((1, 15, 16), (1, 28, 12)):
-        with pytest.raises(ValueError, match="at least 16x16"):
+        with pytest.raises(ValueError, match="16x16"):
             LeNet(shape, 10)
-        with pytest.raises(ExperimentError, match=r"model\.name: found 'lenet': .* at least 16x16"):
+        with pytest.raises(ExperimentError, match="16x16") as refused:
             LeNetSettings().build(shape, 10)
-    with pytest.raises(ExperimentError, match=r"model\.name: found 'lenet', which takes pixels"):
+        assert (refused.value.key, refused.value.found) == ("model.name", "lenet")
+    with pytest.raises(ExperimentError, match=r"pixels.*features") as refused:
         LeNetSettings().build((80,), 10, "features")
+    assert (refused.value.key, refused.value.found) == ("model.name", "lenet")
     assert LeNetSettings().build((1, 16, 16), 10).layout.size > 0
 
 

@@ -500,7 +500,7 @@ def test_a_damaged_card_or_shard_is_refused_by_name(tmp_path: Path) -> None:
         flipped = bytearray(whole)
         flipped[at] ^= 1 << at % 8
         path.write_bytes(flipped)
-        with pytest.raises(DataError, match=r"client\.json is damaged.*(\n.*)?"):
+        with pytest.raises(DataError, match=r"client\.json.*damaged"):
             read_card(tmp_path / "out")
     for key, value in (
         ("version", 1), ("features", ["u"]),
@@ -519,7 +519,7 @@ def test_a_damaged_card_or_shard_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "out" / "shard.safetensors").write_bytes(b"")
     clients = OwnClients.open([tmp_path / "out"])
     dataset = OwnDataset(clients, own_manifest(TABLE, clients.entries, 1, clients.measured(TABLE)))
-    with pytest.raises(DataError, match=r"shard\.safetensors is damaged"):
+    with pytest.raises(DataError, match=r"shard\.safetensors.*damaged"):
         dataset.verify()
     for file in ("client.json", "shard.safetensors"):
         (tmp_path / "out" / file).unlink()

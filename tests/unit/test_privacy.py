@@ -276,7 +276,7 @@ def test_the_summary_tells_what_is_promised_to_the_client_that_answered_most(tmp
 
 
 def test_a_clip_that_nobody_says_is_refused() -> None:
-    with pytest.raises(ExperimentError, match="clip must be given"):
+    with pytest.raises(ExperimentError, match=r"\bclip\b"):
         PEFLL.private(settings(), None, 1.0, 1e-5)
     assert PEFLL.private(settings(Z), None, 1.0, 1e-5).descriptor.privacy.clip == 0.7  # type: ignore[union-attr]
     assert PEFLL.private(settings(Z), 0.5, 1.0, 1e-5).descriptor.privacy.clip == 0.5  # type: ignore[union-attr]

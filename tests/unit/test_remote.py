@@ -134,7 +134,7 @@ def test_what_was_interrupted_goes_on_and_is_no_partition_before(folder: Path, t
 def test_another_partition_is_not_written_over(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     publish(folder, store)
-    with pytest.raises(DataError, match="holds another partition"):
+    with pytest.raises(DataError, match="partition"):
         publish(dealt(tiny_root, seed=2), store)
     FederatedDataset.open(tmp_path / "store").verify()
 
@@ -142,7 +142,7 @@ def test_another_partition_is_not_written_over(folder: Path, tiny_root: Path, tm
 def test_a_damaged_partition_is_not_published(folder: Path, tmp_path: Path) -> None:
     shard_path(folder, "client-0002").write_bytes(b"damaged")
     store = FolderStore(tmp_path / "store")
-    with pytest.raises(DataError, match=r"client-0002.*is damaged"):
+    with pytest.raises(DataError, match=r"client-0002.*damaged"):
         publish(folder, store)
     assert "partition.json" not in [entry.name for entry in store.entries()]
 
@@ -153,7 +153,7 @@ def test_a_shard_missing_or_damaged_in_the_store_is_named(published: Store) -> N
     dataset = FederatedDataset.open(published.url)
     with pytest.raises(DataError, match=f"client-0001 .*{published.url}/shards/client-0001"):
         dataset.client("client-0001")
-    with pytest.raises(DataError, match=r"client-0002\.safetensors is damaged: its sha256"):
+    with pytest.raises(DataError, match=r"client-0002\.safetensors.*damaged"):
         dataset.client("client-0002")
     with pytest.raises(DataError, match="'client-9'"):
         dataset.verify(["client-9"])
@@ -164,13 +164,14 @@ def test_a_manifest_missing_or_damaged_in_the_store_is_named(published: Store) -
     with pytest.raises(DataError, match=f"{published.url}/elsewhere/partition.json"):
         FederatedDataset.open(f"{published.url}/elsewhere")
     published.write("partition.json", b"{}")
-    with pytest.raises(DataError, match=f"{published.url}/partition.json is damaged"):
+    with pytest.raises(DataError, match=f"{published.url}/partition.json.*damaged"):
         FederatedDataset.open(published.url)
 
 
 def test_what_cannot_be_opened_at_all(environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ExperimentError, match="gs://bucket/x"):
+    with pytest.raises(ExperimentError, match=r"gs://bucket/x.*s3://BUCKET/PREFIX") as refused:
         FederatedDataset.open("gs://bucket/x")
+    assert refused.value.found == "gs://bucket/x"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(RefusedError, match="credentials"):
         FederatedDataset.open(f"s3://{environment.new_bucket()}/x")

@@ -591,6 +591,6 @@ def test_no_run_at_all(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_written(small: Path) -> None:
     run = small
     (run / "report.html").mkdir()
-    with pytest.raises(StorageError, match=r"report\.html: cannot be written"):
+    with pytest.raises(StorageError, match=r"report\.html"):
         write_report(run)
     assert not list(run.glob(".*"))

@@ -78,7 +78,7 @@ def test_a_run_without_the_packages_of_reports_is_whole(run: RunFolder, monkeypa
             said.append(text)
 
     assert write_report_if_possible(run, Listener()) is False  # so that nobody is told where it is
-    assert said[0].startswith("no report: a report needs the package jinja2")
+    assert "jinja2" in said[0]
     assert not (run.path / "report.html").exists()
 
 
@@ -89,7 +89,7 @@ def test_a_run_does_not_go_back(tmp_path: Path) -> None:
     (folder.checkpoints / "round-000400.safetensors").touch()
     assert check_folder(folder, EXPERIMENT, resume=True)
     fewer = EXPERIMENT.model_copy(update={"federation": EXPERIMENT.federation.model_copy(update={"rounds": 399})})
-    with pytest.raises(ExperimentError, match=r"federation\.rounds must be at least 400.*399"):
+    with pytest.raises(ExperimentError, match=r"federation\.rounds .*400.*399"):
         check_folder(folder, fewer, resume=True)
 
 

@@ -94,5 +94,5 @@ def test_pictures_and_lists_become_the_official_files_again() -> None:
 def test_a_picture_that_is_none() -> None:
     pytest.importorskip("PIL.Image")
     files = {"train_lables.json": b"[]", "test_lables.json": b"[]", "data_batch_1.png": b"no picture"}
-    with pytest.raises(FetchFailed, match=r"data_batch_1\.bin is damaged"):
+    with pytest.raises(FetchFailed, match=r"data_batch_1\.bin.*damaged"):
         dict(from_pictures(lambda wanted: ((n, files[n]) for n in wanted), ["data_batch_1.bin"], lambda progress: None))

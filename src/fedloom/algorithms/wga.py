@@ -224,7 +224,11 @@ class WGAClient(base.ClientAlgorithm):
         for key, client in [("user", settings.user), *(("weights", client) for client in weights)]:
             if client is not None and client not in task.roster:
                 some = " or ".join(task.roster[:1] + task.roster[-1:])
-                raise ExperimentError(f"algorithm.{key}: {client!r} is not a seen client; choose one, such as {some}")
+                raise ExperimentError(
+                    f"algorithm.{key}: {client!r} is not a seen client; choose one, such as {some}",
+                    key=f"algorithm.{key}",
+                    found=client,
+                )
 
     @conversation
     def train(self, clients: ClientGroup, opening: SharedStates) -> Conversation:

@@ -181,6 +181,9 @@ class EmbeddingSettings(Settings):
                 f"algorithm.embedding.network: {self.network!r} does not accept {kind}; choose from "
                 f"{', '.join(allowed)}",
                 hint=f"set algorithm.embedding.network: {allowed[0]}",
+                key="algorithm.embedding.network",
+                found=self.network,
+                allowed=allowed,
             )
         match self.network:
             case "linear":
@@ -196,4 +199,6 @@ class EmbeddingSettings(Settings):
                     raise ExperimentError(
                         f"algorithm.embedding.network: 'lenet': {error}; choose linear or mlp",
                         hint="algorithm.embedding.network: linear describes a client by its labels alone",
+                        key="algorithm.embedding.network",
+                        found=self.network,
                     ) from error

@@ -148,7 +148,7 @@ def remember(module: nn.Module, name: str | None = None) -> str:
         If the object is not a module, or not the one that the run trained.
     """
     if not isinstance(module, nn.Module):
-        raise ExperimentError(f"model must be an nn.Module (got a {type(module).__name__})", key="model")
+        raise ExperimentError(f"model must be an nn.Module (got {type(module).__name__})", key="model")
     check_layers(module)
     layers, weights = hashlib.sha256(repr(module).encode()), hashlib.sha256()
     buffers = dict(module.named_buffers())

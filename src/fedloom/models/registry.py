@@ -58,21 +58,30 @@ class ModelChoice(Settings):
         if kind not in self.takes:
             raise ExperimentError(
                 f"model.name: {self.name} accepts {' and '.join(self.takes)}, but the inputs are {kind}; choose from "
-                f"{_allowed(input_shape, classes, kind)}"
+                f"{_allowed(input_shape, classes, kind)}",
+                key="model.name",
+                found=self.name,
             )
         if self.classifies != (classes > 0):
             found = f"{classes} classes" if classes else "no classes"
             raise ExperimentError(
                 f"model.name: {self.name} does not fit data with {found}; choose from "
-                f"{_allowed(input_shape, classes, kind)}"
+                f"{_allowed(input_shape, classes, kind)}",
+                key="model.name",
+                found=self.name,
             )
         if self.precision == "bfloat16" and not self.classifies:
-            raise ExperimentError(f"model.precision: {self.name} has no matrix products; set float32 (got bfloat16)")
+            raise ExperimentError(
+                f"model.precision: {self.name} has no matrix products; set float32 (got bfloat16)",
+                key="model.precision",
+                found=self.precision,
+            )
         try:
             model = self.make(input_shape, classes)
         except ValueError as error:
             allowed = _allowed(input_shape, classes, kind)
-            raise ExperimentError(f"model.name: {self.name}: {error}; choose from {allowed}") from error
+            text = f"model.name: {self.name}: {error}; choose from {allowed}"
+            raise ExperimentError(text, key="model.name", found=self.name) from error
         return bfloat16(model) if self.precision == "bfloat16" else model
 
     @abstractmethod
