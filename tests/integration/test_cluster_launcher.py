@@ -618,9 +618,9 @@ def test_an_api_that_is_not_there_is_given_up(world: World, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("content", "kind", "said"),
     [
-        (None, RefusedError, "found no Kubernetes cluster"),
-        ("{", ExperimentError, "not a kubeconfig"),
-        ("a: b", ExperimentError, "not a kubeconfig"),
+        (None, RefusedError, "no Kubernetes cluster"),
+        ("{", ExperimentError, "kubeconfig"),
+        ("a: b", ExperimentError, "kubeconfig"),
     ],
 )
 def test_no_kubeconfig(

@@ -389,7 +389,7 @@ def test_a_debian_package_is_unpacked_with_fresh_lists_where_those_of_the_machin
     source = tiny_source("debian:dataset-tiny#./usr/share/tiny/{name}.gz")
     datasets.fetch_dataset(source, tmp_path / "root", on_progress=told.append)
     assert stored(tmp_path / "root") == tiny_files
-    assert "getting fresh package lists" in [p.doing for p in told]
+    assert "downloading package lists" in [p.doing for p in told]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
@@ -551,7 +551,7 @@ def test_files_of_the_users_own_are_checked_and_their_checksums_recorded(
 
     path = folder / "own" / "t10k-labels-idx1-ubyte"
     path.write_bytes(path.read_bytes()[:-1] + b"\x04")
-    with pytest.raises(DataError, match=rf"{path} is damaged: expected sha256 {expected[f'own/{path.name}']}"):
+    with pytest.raises(DataError, match=rf"{path} is damaged: .*{expected[f'own/{path.name}']}"):
         datasets.load_dataset(source, root)
     with pytest.raises(DataError, match=r"Tiny.*official"):
         datasets.fetch_dataset(source, root)

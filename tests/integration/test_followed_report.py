@@ -71,4 +71,4 @@ def test_following_that_is_interrupted_leaves_a_page_at_rest(fresh_root: Path, t
             following.send_signal(signal.SIGINT)
             ended(following, 130)
     assert 'http-equiv="refresh"' not in page(run)
-    assert "under way" in page(run)
+    assert "in progress" in page(run)

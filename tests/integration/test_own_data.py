@@ -102,7 +102,7 @@ def test_the_run_goes_on_with_the_same_clients_alone(packed: Path, experiment: P
     run_experiment(of(experiment), options(packed, tmp_path / "b"))
     assert final(tmp_path / "a") == final(tmp_path / "b")
     others = dataclasses.replace(options(packed, tmp_path / "b", trains=(0, 1)), resume=True)
-    with pytest.raises(DataError, match="begun with partition"):
+    with pytest.raises(DataError, match="started with partition"):
         run_experiment(of(experiment, "federation.rounds=5"), others)
 
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_served_or_run_is_refused(packed: Path, experiment: Path,
         (("worker", *data, "--dry-run", "--experiment", dealt), 2, ("--experiment", "data.own")),
         (("data", "pack", "x.csv", "--out", "y", "--experiment", dealt), 2, ("--experiment", "data.own")),
         (("data", "pack", "x.csv", "--out", "y", "--set", "seed=1"), 2, ("--set", "--experiment")),
-        (("data", "pack", "x.csv", "--out", "y"), 3, ("x.csv", "no such file")),
+        (("data", "pack", "x.csv", "--out", "y"), 3, ("x.csv", "does not exist")),
         (("run", experiment, "--data", tmp_path), 3, ("client.json",)),
     ):
         found, _, said = fedloom(*command)

@@ -93,7 +93,7 @@ def test_another_partition_is_refused(small_run: tuple[Path, Path], copy: Path) 
     del document["digest"]
     RunFolder(copy).write("partition.json", digests.with_compact_digest(json.dumps(document)))
     said = refused(DataError, ExitCode.DATA, small_run[0], out=copy, resume=True)
-    assert "begun with partition" in said
+    assert "started with partition" in said
 
 
 def test_only_one_process_works_on_a_run(small_run: tuple[Path, Path], copy: Path) -> None:

@@ -92,7 +92,7 @@ def test_another_partition_that_is_published_there_touches_nothing(
     del document["digest"]
     RunFolder(mine).write("partition.json", digests.with_compact_digest(json.dumps(document)))
     before = files(mine)
-    with pytest.raises(DataError, match="begun with partition"):
+    with pytest.raises(DataError, match="started with partition"):
         command(experiment("fedavg"), out=mine, publish=f"{bucket}/other", resume=True)
     assert files(mine) == before
 

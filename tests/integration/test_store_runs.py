@@ -272,7 +272,7 @@ def test_a_worker_that_is_told_to_go_is_followed_by_one_that_comes_late(
         until(lambda: rounds(run) >= 1, "the first round")
         worker.send_signal(signal.SIGTERM)
         said = ended(worker, 130)  # not 0: its work is not done
-        assert "before the run was over" in said
+        assert "before the end of the run" in said
         with started(*stateful.worker("drained", "late", port), environment=elsewhere("late")) as late:
             ended(aggregator, 0)
             ended(late, 0)

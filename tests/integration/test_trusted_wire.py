@@ -461,7 +461,7 @@ def test_another_identity_never_takes_a_workers_place_and_the_same_one_does_at_o
     thief = federation.worker(federation.member("south"), name="shared", clients=["b-1"])
     error = ended(thief)
     assert error.exit_code == ExitCode.REFUSED
-    assert tells(str(error), "south", "shared", "somebody else's")
+    assert tells(str(error), "south", "shared", "another identity")
     assert [set(worker.clients) for worker in aggregator.workers()] == [set(CLIENTS)]
     assert [event["kind"] for event in federation.events("refused")] == ["name"]
     federation.worker(federation.member("north"), name="shared", incarnation="second")
@@ -777,7 +777,7 @@ def test_a_server_whose_certificate_has_ended_does_not_start(federation: Federat
 @pytest.mark.parametrize(
     ("what", "facts"),
     [
-        ("ended", ("its certificate has ended", "this machine's clock", "UTC")),
+        ("ended", ("its certificate has expired", "this machine's clock", "UTC")),
         ("not yet", ("its certificate is not valid yet", "this machine's clock", "UTC")),
         ("authority", ("its certificate is not", "ca.crt")),
         ("host", ("its certificate is not for 127.0.0.1",)),
@@ -820,7 +820,7 @@ def test_a_server_that_is_not_believed(
 @pytest.mark.parametrize(
     ("what", "facts"),
     [
-        ("none", ("may ask for a certificate", "tls.crt")),
+        ("none", ("may require a certificate", "tls.crt")),
         ("authority", ("urn:fedloom:north", "of another CA")),
     ],
 )
@@ -847,7 +847,7 @@ def test_a_member_whose_own_certificate_is_not_valid_is_told_before_it_dials(
     at(days)
     with pytest.raises(RefusedError) as refused:
         federation.member("north", days=10)
-    assert tells(str(refused.value), "north/tls.crt", word, "clock says")
+    assert tells(str(refused.value), "north/tls.crt", word, "clock")
 
 
 def test_plaintext_and_tls_do_not_understand_each_other(federation: Federation) -> None:
@@ -871,7 +871,7 @@ def test_plaintext_and_tls_do_not_understand_each_other(federation: Federation) 
     federation.address = aggregator.start("127.0.0.1:0")
     error = ended(federation.worker(federation.member("north"), reconnect_s=60))
     assert error.exit_code == ExitCode.REFUSED
-    assert tells(str(error), federation.address, "does not speak TLS")
+    assert tells(str(error), federation.address, "does not use TLS")
 
 
 def test_an_aggregator_that_is_gone_is_gone_over_tls_too(federation: Federation) -> None:

@@ -472,7 +472,7 @@ def test_other_services_are_told_from_kubeflow(fedloom: Callable[..., Result], s
 def test_a_token_that_expires_leaves_the_run_alone(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     api.script = [("RUNNING", [])]
     api.faults = [Fault("GET /runs/.*", status=401, skip=1)]
-    assert "the run goes on: " in failed(fedloom("--kubeflow", api.host, "--wait"), RefusedError)
+    assert "the run continues: " in failed(fedloom("--kubeflow", api.host, "--wait"), RefusedError)
     assert next(iter(api.runs.values()))["state"] == "RUNNING"
 
 
@@ -488,7 +488,7 @@ def test_ctrl_c_while_waiting(api: KubeflowApi, files: tuple[Path, Path], termin
     assert process.returncode == 130, said
     (run,) = api.runs.values()
     assert run["state"] == ("CANCELING" if terminate else "RUNNING")
-    assert ("stopped the run: " if terminate else "the run goes on: ") in said
+    assert ("stopped the run: " if terminate else "the run continues: ") in said
     assert terminate or f"fedloom pipeline stop {run['run_id']}" in said
 
 

@@ -177,7 +177,7 @@ def test_a_bug_of_a_server_half_is_raised_in_process_and_told_by_the_line_of_the
     f.loop.server.train_round = broken  # type: ignore[method-assign]
     with pytest.raises(QuorumError) as error:
         f.run()
-    assert tells(str(error.value), "ValidationError", f"test_bugs.py, line {line}", "log of the aggregator")
+    assert tells(str(error.value), "ValidationError", f"test_bugs.py, line {line}", "log")
     assert [a.attempt for a in f.loop.journal.attempts if a.attempt] == [1, 2, 3]
 
 

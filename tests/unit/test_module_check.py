@@ -336,7 +336,7 @@ class Squeezes(Small):
         (Counts, ("Counts", "calls", "evaluation.batch_size")),
         (Owns, ("Owns", "numbers")),
         (Remembers, ("Remembers", "same inputs", "keep")),
-        (FirstSeen, ("FirstSeen", "training mode", "other inputs first")),
+        (FirstSeen, ("FirstSeen", "training mode", "other inputs")),
         (ByTheBatch, ("ByTheBatch", "evaluation mode", "evaluation.batch_size")),
         (Undefined, ("Undefined", "NaN")),
         (Squeezes, ("Squeezes", "[1, 2]", "[2]")),

@@ -326,7 +326,7 @@ def test_taking_up_what_is_being_replaced_takes_the_newer(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda store: store.remove([store_blob(store)]), "the published run is not whole"),
+        (lambda store: store.remove([store_blob(store)]), "the published run is incomplete"),
         (lambda store: store.write(store_blob(store), b"other"), "is damaged"),
         (lambda store: store.write("published/00000001.json", b"{"), "not a record of a published run"),
         (lambda store: store.write("published/00000001.json", b"[]"), "not a record of a published run"),

@@ -87,7 +87,7 @@ def renamed(document: dict[str, Any]) -> None:
         (TRAIN_0, of_first(lambda u: u["x"][1].__setitem__(7, 0.5)), ["image 1 has the value 0.5 at 7", "k/255"]),
         (TRAIN_0, of_first(lambda u: u["x"][1].__setitem__(7, 256 / 255)), ["image 1 has the value 1.00392", "at 7"]),
         (TRAIN_0, of_first(lambda u: u["x"][1].__setitem__(7, float("nan"))), ["image 1 has the value nan at 7"]),
-        (TRAIN_0, of_first(lambda u: u["x"][1].__setitem__(7, "dark")), ["something other than numbers", "dark"]),
+        (TRAIN_0, of_first(lambda u: u["x"][1].__setitem__(7, "dark")), ["not a number", "dark"]),
         (TRAIN_0, of_first(lambda u: u["y"].__setitem__(3, 62)), ["label 3 is 62", "61"]),
         (TRAIN_0, of_first(lambda u: u["y"].__setitem__(3, True)), ["label 3 is True"]),
         (TRAIN_0, of_first(lambda u: u.pop("y")), ["f0000_00", "the lists 'x' and 'y'"]),
