@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 
 MESSAGE_BYTES = 1 << 20
-METHOD = "/fedloom.bench.Bare/Echo"
+METHOD = "/benchmarks.Bare/Echo"
 PIPELINED, IN_TURN = b"pipelined", b"in turn"
 
 

@@ -126,7 +126,7 @@ def test_grid(made: Chain, capsys: pytest.CaptureFixture[str]) -> None:
         (["", " "], "1", "the same run as pefll-1-seed-1"),
         (["federation.rouns=1"], "1", "with federation.rouns=1; seed=1: "),
         ([""], "three", "'three'"),
-        (["", "data={dataset: mnist, partition: {scheme: iid, clients: 20}}"], "", "found the data sets"),
+        (["", "data={dataset: mnist, partition: {scheme: iid, clients: 20}}"], "", "got fashion-mnist, mnist"),
     ):
         with pytest.raises(SystemExit) as ended:
             body("grid")(made.plan.experiment, methods, seeds)

@@ -227,21 +227,29 @@ def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -
 
 
 @pytest.mark.parametrize(
-    ("where", "arguments", "expected"),
+    ("where", "arguments", "key", "facts"),
     [
-        ((), (), "storage is not set"),
-        (STORE, ("--set", "federation.rouns=3"), "federation.rouns"),
-        (STORE, ("--backend", "slurm"), "--backend must be kubernetes or local"),
-        (STORE, ("--seeds", "1-3"), "--seeds is for compare_methods"),
-        (STORE, ("--serve", "x:1"), "--serve is for unseen_clients"),
-        (STORE, ("--model", "x"), "--model is for unseen_clients"),
-        (STORE, ("--set", "runtime.device=cuda"), "cluster.gpu is not set"),
+        ((), (), None, ("storage is not set",)),
+        (STORE, ("--set", "federation.rouns=3"), None, ("federation.rouns",)),
+        (STORE, ("--backend", "slurm"), "backend", ("--backend", "kubernetes", "local", "slurm")),
+        (STORE, ("--seeds", "1-3"), "seeds", ("--seeds", "compare_methods", "personalized_federation")),
+        (STORE, ("--serve", "x:1"), "serve", ("--serve", "unseen_clients", "personalized_federation")),
+        (STORE, ("--model", "x"), "model", ("--model", "unseen_clients", "personalized_federation")),
+        (STORE, ("--set", "runtime.device=cuda"), None, ("cluster.gpu is not set",)),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_uploaded(
-    api: KubeflowApi, fedloom: Callable[..., Result], where: tuple[str, ...], arguments: tuple[str, ...], expected: str
+    api: KubeflowApi,
+    fedloom: Callable[..., Result],
+    where: tuple[str, ...],
+    arguments: tuple[str, ...],
+    key: str | None,
+    facts: tuple[str, ...],
 ) -> None:
-    assert expected in failed(fedloom("--kubeflow", api.host, *arguments, where=where), ExperimentError)
+    result = fedloom("--kubeflow", api.host, *arguments, where=where)
+    assert tells(failed(result, ExperimentError), *facts)
+    assert isinstance(result.exception, FedloomError)
+    assert key is None or result.exception.key == key
     assert api.asked == []
 
 
@@ -386,7 +394,7 @@ def recorded(error: FedloomError) -> str:
         (recorded(QuorumError("federate: few")), QuorumError, "few"),
         (f"{FAILURE_MARK}not JSON", QuorumError, "kubectl describe pods"),
         (f'{FAILURE_MARK}{{"class": "KeyError"}}', QuorumError, "kubectl describe pods"),
-        (f"{FAILURE_MARK}{'[' * 100_000}", QuorumError, "kubectl describe pods"),
+        pytest.param(f"{FAILURE_MARK}{'[' * 100_000}", QuorumError, "kubectl describe pods", id="nested"),
         (recorded(QuorumError("few")).replace('"few"', "5"), QuorumError, "kubectl describe pods"),
         ("", QuorumError, "kubectl describe pods -n kubeflow -l pipeline/runid="),
     ],
