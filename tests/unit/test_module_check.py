@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -259,6 +260,7 @@ class Inner(nn.Module):
     ids=["torch", "python", "numpy", "own", "numpy's own"],
 )
 def test_a_draw_is_refused_however_seldom_it_matters(draw: Any) -> None:
+    gc.unfreeze()  # conftest.py freezes what imports made, and frozen objects are not looked through
     states = torch.get_rng_state(), random.getstate()
     with refused("model.factory", "'drop'", "Draws", "random", "training"):
         model_of(lambda: Inner(draw))
@@ -283,6 +285,20 @@ class Owns(Small):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2 if self.numbers.random() < 1e-4 else 1)
+
+
+LATER: dict[str, np.random.Generator] = {}
+
+
+def draw_later() -> float:
+    """A draw of a generator that the first call makes."""
+    return LATER.setdefault("made", np.random.default_rng(0)).random()
+
+
+def test_a_generator_that_the_module_makes_when_it_is_called_is_found() -> None:
+    LATER.clear()
+    with refused("model.factory", "Draws", "random", "training"):
+        model_of(lambda: Inner(draw_later))
 
 
 class Remembers(Small):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fedloom.errors import ExperimentError, raised_at
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout
-from fedloom.models.module_draws import no_draws
+from fedloom.models.module_draws import NumpyGenerators, collection_paused, no_draws
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_layers import copied, hooks, named, said
 
@@ -55,7 +55,7 @@ def tried_layout(module: nn.Module, layout: Layout, x: Tensor, classes: int) -> 
         if its gradient differs from torch's gradient of the module itself.
     """
     trial = _Trial(module, layout, x, torch.arange(len(x)) % classes, classes)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), collection_paused():
         trial.check_calls(training=True)
         logits = trial.check_calls(training=False)
         kernels = any(len(shape) == 4 for _, shape in layout.entries)
@@ -76,6 +76,7 @@ class _Trial:
     x: Tensor
     y: Tensor
     classes: int
+    generators: NumpyGenerators = field(default_factory=NumpyGenerators)
 
     @property
     def what(self) -> str:
@@ -104,12 +105,12 @@ class _Trial:
 
         buffers = {name: b.clone() for name, b in function.module.named_buffers()}
         names = {name for name, _ in function.module.named_parameters()}
-        with no_draws(function.module, mode):
+        with no_draws(function.module, mode, self.generators):
             first = call(self.x)
         self._check_outputs(first, len(self.x))
         self._check_tensors_kept(function.module, names, buffers, mode)
         before = _attributes(function.module)
-        with no_draws(function.module, mode, watch=True):
+        with no_draws(function.module, mode, self.generators, watch=True):
             alone = call(self.x[1:2])
         self._check_outputs(alone, 1)
         if not torch.equal(first, call(self.x)):
@@ -176,7 +177,7 @@ class _Trial:
     def _gradients(self, function: ModuleFunction, at: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of the mean loss for all parameters; zeros for unused ones."""
         mode, module = "in training mode", function.module
-        with torch.enable_grad(), no_draws(module, mode), _at_layer(module, "in a training step"):
+        with torch.enable_grad(), no_draws(module, mode, self.generators), _at_layer(module, "in a training step"):
             losses = self._losses(function, at, function(at, self.x), self.y)
             if not losses.requires_grad:
                 raise ExperimentError(

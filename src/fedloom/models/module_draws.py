@@ -18,12 +18,12 @@ from fedloom.models.module_layers import hooks, named
 
 
 @contextmanager
-def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[None]:
+def no_draws(module: nn.Module, mode: str, known: NumpyGenerators, *, watch: bool = False) -> Iterator[None]:
     """Reject a module that uses random generators, however rarely that matters, and restore the generators.
 
     ``watch`` also detects generators other than the global ones; some layers then use another kernel.
     """
-    given, numpy = _GivenGenerators(), _numpy_generators()
+    given, numpy = _GivenGenerators(), known.present()
     before = _generators(numpy) | {given.name: given.used}
     drew: list[tuple[str, nn.Module]] = []  # the innermost first, since it returns first
     untouched: list[bool] = []
@@ -54,9 +54,36 @@ def no_draws(module: nn.Module, mode: str, *, watch: bool = False) -> Iterator[N
         )
 
 
-def _numpy_generators() -> list[np.random.Generator]:
-    """Return numpy's generators in this process, such as one in a global name of the module's file."""
-    return [value for value in gc.get_objects() if type(value) is np.random.Generator]
+class NumpyGenerators:
+    """Generators of numpy in this process, such as one in a global name of a module's file.
+
+    Looking through all objects takes a tenth of a second. While nothing is collected (:func:`collection_paused`), new
+    objects stay in the youngest generation, and only that is looked through again.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, np.random.Generator] = {}
+        self._collections: list[int] | None = None
+
+    def present(self) -> list[np.random.Generator]:
+        """Return those that there are now."""
+        collections = [generation["collections"] for generation in gc.get_stats()]
+        objects = gc.get_objects(generation=0 if collections == self._collections else None)
+        self._collections = collections
+        self._known |= {id(value): value for value in objects if type(value) is np.random.Generator}
+        return [*self._known.values()]
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Collect no garbage within the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _generators(numpy: Sequence[np.random.Generator]) -> dict[str, Any]:
