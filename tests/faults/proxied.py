@@ -43,9 +43,7 @@ def behind(place: Place, random: Random, how: str, weather: Weather = CALM, rest
         def proxied(run: Federation) -> str:
             assert run.members is not None
             folder = place.new()
-            folder.mkdir()
-            for ending in ("crt", "key"):
-                shutil.copy(run.members / f"aggregator.{ending}", folder / f"fl.{ending}")
+            shutil.copytree(run.members / "aggregator", folder / "fl")
             changes = {"shutdown_timeout 30s": "shutdown_timeout 200ms"} if kind == "nginx" else None
             proxies.append(ReverseProxy(f"{kind}, {SECTIONS[how]}", folder, run.listen, changes))
             stack.callback(proxies[0].end)
