@@ -25,7 +25,7 @@ AT_ONCE = 4
 def compare_methods(
     experiment: str,
     methods: list[str] = [""],  # noqa: B006 (Kubeflow reads the defaults and never modifies them)
-    seeds: str = "1-3",
+    seeds: list[int] = [1, 2, 3],  # noqa: B006
     overrides: list[str] = [],  # noqa: B006
     backend: str = "kubernetes",
     cluster: str = "",
@@ -37,7 +37,7 @@ def compare_methods(
     Args:
         experiment: Text of an experiment file.
         methods: Changes that each method makes: texts `key=value; key=value`; an empty text changes nothing.
-        seeds: `1,2,3` or `1-3`; empty for the experiment's own.
+        seeds: Numbers such as [1, 2, 3]; empty for the experiment's own.
         overrides: Texts `key=value` that replace values of the file, for all methods.
         backend: kubernetes (client pods) or local (processes of one pod).
         cluster: Settings of the client pods of each federation as JSON (docs/cluster.md).

@@ -114,19 +114,22 @@ def test_plan_tells_every_mistake_and_exits_with_its_code(capsys: pytest.Capture
 
 def test_grid(made: Chain, capsys: pytest.CaptureFixture[str]) -> None:
     local = "algorithm={name: local, local: {steps: 3}}; federation.rounds=0"
-    points = body("grid")(made.plan.experiment, ["", local], "1-2")
+    points = body("grid")(made.plan.experiment, ["", local], [1, 2.0])  # a list's numbers arrive as doubles
     assert [point["label"] for point in points] == [
         "pefll-1-seed-1", "pefll-1-seed-2", "local-2-seed-1", "local-2-seed-2",
     ]  # fmt: skip
     assert points[0]["data"] == points[2]["data"] != points[1]["data"]
     assert json.loads(points[3]["experiment"])["federation"]["rounds"] == 0
-    (only,) = body("grid")(made.plan.experiment, [], "")
+    (only,) = body("grid")(made.plan.experiment, [], [])
     assert only["experiment"] == made.plan.experiment
     for methods, seeds, expected in (
-        (["", " "], "1", "the same run as pefll-1-seed-1"),
-        (["federation.rouns=1"], "1", "with federation.rouns=1; seed=1: "),
-        ([""], "three", "'three'"),
-        (["", "data={dataset: mnist, partition: {scheme: iid, clients: 20}}"], "", "got fashion-mnist, mnist"),
+        (["", " "], [1], "the same run as pefll-1-seed-1"),
+        (["federation.rouns=1"], [1], "with federation.rouns=1; seed=1: "),
+        ([""], ["three"], "'three'"),
+        ([""], [1.5], "1.5"),
+        ([""], [-1], "-1"),
+        ([""], [2**53 + 2], str(2**53 + 2)),
+        (["", "data={dataset: mnist, partition: {scheme: iid, clients: 20}}"], [], "got fashion-mnist, mnist"),
     ):
         with pytest.raises(SystemExit) as ended:
             body("grid")(made.plan.experiment, methods, seeds)

@@ -130,7 +130,7 @@ def test_every_pipeline_can_be_submitted(
     assert fedloom("--kubeflow", kubeflow, *model, name="unseen_clients", where=()).exit_code == 0
     compare, unseen = (run["runtime_config"]["parameters"] for run in api.runs.values())
     assert compare["methods"] == [methods[1], methods[3]]
-    assert compare["seeds"] == "1-2"
+    assert compare["seeds"] == [1, 2]
     assert (unseen["model"], unseen["serve"], unseen["serve_secret"]) == (model[1], model[3], "members")
     assert {"backend", "cluster"}.isdisjoint(unseen)
 

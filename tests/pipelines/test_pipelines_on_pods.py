@@ -87,7 +87,7 @@ def test_a_grid_of_federations_at_once(
     path = experiment(tmp_path / "experiment", fresh_root, federation=FEDERATION)
     settings = {"image": "fedloom:1", "workers": 1, "worker": {"requests": {"cpu": "100m", "memory": "100Mi"}}}
     storage = f"s3://{s3_server.new_bucket()}/fedloom"
-    run("compare_methods", tmp_path / "out", path, storage, settings, seeds="1-2")
+    run("compare_methods", tmp_path / "out", path, storage, settings, seeds=[1, 2])
     runs = sorted((tmp_path / "out" / "runs").iterdir())
     assert [one.name for one in runs] == ["pefll-1-seed-1", "pefll-1-seed-2"]
     fedloom("run", path, "--seeds", "1-2", "--out", tmp_path / "bare")

@@ -202,6 +202,7 @@ def _arguments(
         If the file cannot be read, or an option is missing or does not apply to this pipeline.
     """
     from fedloom.errors import ExperimentError
+    from fedloom.experiment import seeds_of
     from fedloom.storage.folder import read_file
 
     try:
@@ -232,7 +233,8 @@ def _arguments(
             key="checkpoint",
         )
     of_pipeline = {"model": model, "checkpoint": checkpoint, "serve": serve, "source": source}
-    given = {"methods": methods, "seeds": seeds, **of_pipeline}
+    listed = None if seeds is None else seeds_of(seeds) if seeds else []
+    given = {"methods": methods, "seeds": listed, **of_pipeline}
     given = {key: value for key, value in given.items() if value is not None}
     return {"experiment": text, "overrides": overrides or [], **given}
 
@@ -281,7 +283,7 @@ def _checked(name: str, arguments: dict[str, Any]) -> str:
     planned = planning.plan(arguments["experiment"], arguments["overrides"])
     experiments = [planned.experiment]
     if name == "compare_methods":
-        points = planning.grid(planned.experiment, arguments.get("methods") or [""], arguments.get("seeds", "1-3"))
+        points = planning.grid(planned.experiment, arguments.get("methods") or [""], arguments.get("seeds", [1, 2, 3]))
         experiments = [point["experiment"] for point in points]
     if name != "unseen_clients" and arguments.get("backend", "kubernetes") == "kubernetes":
         settings = ClusterSettings.from_json(arguments.get("cluster", ""))

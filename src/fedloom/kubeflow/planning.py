@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fedloom import experiment as experiments
-from fedloom.errors import ExperimentError
-from fedloom.experiment import Data, Experiment, OwnData, seeds_of
+from fedloom.errors import ExperimentError, argument
+from fedloom.experiment import Data, Experiment, OwnData
 
 
 class Plan(NamedTuple):
@@ -49,7 +49,7 @@ def plan(experiment: str, overrides: Sequence[str] = ()) -> Plan:
     return Plan(_as_json(e), _data_of(e), e.data.dataset, _dealt(e).root or "")
 
 
-def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, str]]:
+def grid(experiment: str, methods: Sequence[str], seeds: Sequence[float]) -> list[dict[str, str]]:
     """Return the runs of a comparison: every method with every seed.
 
     Parameters
@@ -57,7 +57,7 @@ def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, 
     methods
         Changes of each method: ``key=value`` separated by semicolons; empty for the unchanged experiment.
     seeds
-        ``1,2,3`` or ``1-3``; empty for the experiment's.
+        Whole numbers; empty for the experiment's own.
 
     Returns
     -------
@@ -71,7 +71,7 @@ def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, 
     """
     points: dict[str, dict[str, str]] = {}
     for number, method in enumerate(methods or [""], start=1):
-        for seed in seeds_of(seeds) if seeds else [None]:
+        for seed in _whole(seeds) or [None]:
             e = _changed(experiment, method, seed)
             text = _as_json(e)
             if text in points:
@@ -85,6 +85,18 @@ def grid(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, 
     if len(found) > 1:
         raise ExperimentError(f"methods must use one data set for all runs (got {', '.join(found)})", key="methods")
     return list(points.values())
+
+
+def _whole(seeds: Sequence[float]) -> list[int]:
+    """Return seeds as integers: Kubeflow passes the numbers of a list as doubles, exact up to 2**53."""
+    wrong = [s for s in seeds if not isinstance(s, int | float) or not float(s).is_integer() or not 0 <= s <= 2**53]
+    if wrong:
+        raise ExperimentError(
+            f"{argument('seeds')} must be whole numbers from 0 to {2**53} (got {wrong[0]!r}).",
+            key="seeds",
+            found=wrong[0],
+        )
+    return [int(seed) for seed in seeds]
 
 
 def _changed(experiment: str, method: str, seed: int | None) -> Experiment:

@@ -79,7 +79,7 @@ def plan_task(experiment: str, overrides: Sequence[str]) -> Plan:
 
 
 @step
-def grid_task(experiment: str, methods: Sequence[str], seeds: str) -> list[dict[str, str]]:
+def grid_task(experiment: str, methods: Sequence[str], seeds: Sequence[float]) -> list[dict[str, str]]:
     """Return the runs of a comparison: see :func:`fedloom.kubeflow.planning.grid`."""
     from fedloom.kubeflow import planning
 
