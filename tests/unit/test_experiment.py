@@ -324,8 +324,8 @@ def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
         ("? !!timestamp 2024-01-01\n: x\n", "keys must be str"),
         ("seed: " + "9" * 5000, "limit (4300 digits)"),
         ("a: !!python/object/apply:os.system ['true']\n", "not YAML: line 1"),
-        ("name: x\nseed: 1\nname: y\n", "line 1, name: is given again at line 3"),
-        ("data:\n  root: x\n  root: y\n", "line 2, data.root: is given again at line 3"),
+        ("name: x\nseed: 1\nname: y\n", "line 1, name: is repeated at line 3"),
+        ("data:\n  root: x\n  root: y\n", "line 2, data.root: is repeated at line 3"),
         ("name: x\n---\nname: y\n", "not YAML: line 2"),
     ],
 )

@@ -231,7 +231,7 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path, monkeypatc
     with refused(DataError, "value missing", "2 places", "row 3, column age", "row 5, column age"):
         whole = good.assign(age=pandas.array([None if row in (3, 5) else 1 for row in range(len(good))], dtype="Int64"))
         fedloom.Federated.from_frame(whole, client="hospital", label="kind", root=tmp_path)
-    with refused(DataError, "dict", "DataFrame"):
+    with refused(DataError, "DataFrame", "dict"):
         fedloom.Federated.from_frame({"age": [1]}, client="age", label="kind", root=tmp_path)  # type: ignore[arg-type]
     with refused(DataError, "two columns", "'age'"):
         twice = pandas.concat([good, good[["age"]]], axis=1)
@@ -239,7 +239,7 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path, monkeypatc
     with refused(DataError, "measured", f"{len(good)} places", "row 0: 0.5"):
         dosed = good.drop(columns="kind").assign(dose=0.5)
         fedloom.Federated.from_frame(dosed, client="hospital", label="dose", root=tmp_path)
-    with refused(ExperimentError, "scheme", "'iid'", "mapping"):
+    with refused(ExperimentError, "scheme", "mapping", "'iid'"):
         fedloom.Federated.from_frame(good, label="kind", scheme="iid", root=tmp_path)  # type: ignore[arg-type]
     good.to_csv(tmp_path / "t.csv", index=False)
     sections: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -336,7 +336,7 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
         fedloom.Federated.from_torchvision(Pictures(turned), scheme, root=tmp_path)
     with refused(DataError, "dataset", "int"):
         fedloom.Federated.from_torchvision(3, scheme, root=tmp_path)
-    with refused(ExperimentError, "scheme", "'iid'", "mapping"):
+    with refused(ExperimentError, "scheme", "mapping", "'iid'"):
         fedloom.Federated.from_torchvision(Pictures(), "iid", root=tmp_path)  # type: ignore[arg-type]
     with refused(ExperimentError, "data.partition"):
         of(TASK, data=fedloom.Federated.from_torchvision(Pictures(), {"scheme": "odd"}, root=tmp_path))
@@ -345,5 +345,5 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_section_is_named_when_it_is_opened(tmp_path: Path) -> None:
     with refused(ExperimentError, "held_out_fracton", "did you mean held_out_fraction?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, held_out_fracton=0.2).open()
-    with refused(ExperimentError, "partition.scheme", '"dirichlt"', "did you mean dirichlet?"):
+    with refused(ExperimentError, "partition.scheme", "did you mean dirichlet?", '"dirichlt"'):
         fedloom.Federated.from_arrays(people(), root=tmp_path, partition={"scheme": "dirichlt"}).open()
