@@ -285,7 +285,7 @@ def test_the_preview_that_a_phone_adds_to_a_photo_is_left_out_with_a_note(tmp_pa
     Image.fromarray(pixels(8, 8, 3)).save(source / "cat" / "a.jpg", format="MPO", save_all=True, append_images=more)
     done, x = packed(source)
     assert len(x) == 17
-    assert tells(done.notes[0], "1 image", "further pictures")
+    assert tells(done.notes[0], "1 image", "further images")
 
 
 def test_a_first_grey_image_does_not_make_the_others_grey(tmp_path: Path) -> None:

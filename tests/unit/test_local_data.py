@@ -231,7 +231,7 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path, monkeypatc
     with refused(DataError, "value missing", "2 places", "row 3, column age", "row 5, column age"):
         whole = good.assign(age=pandas.array([None if row in (3, 5) else 1 for row in range(len(good))], dtype="Int64"))
         fedloom.Federated.from_frame(whole, client="hospital", label="kind", root=tmp_path)
-    with refused(DataError, "dict", "DataFrame"):
+    with refused(DataError, "DataFrame", "dict"):
         fedloom.Federated.from_frame({"age": [1]}, client="age", label="kind", root=tmp_path)  # type: ignore[arg-type]
     with refused(DataError, "two columns", "'age'"):
         twice = pandas.concat([good, good[["age"]]], axis=1)
@@ -345,5 +345,5 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_section_is_named_when_it_is_opened(tmp_path: Path) -> None:
     with refused(ExperimentError, "held_out_fracton", "held_out_fraction?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, held_out_fracton=0.2).open()
-    with refused(ExperimentError, "partition.scheme", '"dirichlt"', "dirichlet?"):
+    with refused(ExperimentError, "partition.scheme", "dirichlet?", '"dirichlt"'):
         fedloom.Federated.from_arrays(people(), root=tmp_path, partition={"scheme": "dirichlt"}).open()

@@ -290,8 +290,8 @@ def test_everything_wrong_with_images_is_named_and_counted(tmp_path: Path) -> No
     said = refusal(root, PIXELS)
     assert tells(said, "7 errors")
     for facts in (
-        ("no file", "pipe.png"),
-        ("no image", "notes.txt"),
+        ("not a file", "pipe.png"),
+        ("not an image", "notes.txt"),
         ("damaged", "cut.png"),
         ("unknown class", "cat, dog", "cow/1.png"),
         ("label missing", "2.png"),

@@ -275,7 +275,7 @@ def test_text_too_short_for_the_gap_does_not_qualify() -> None:
 def test_data_without_owners_are_refused() -> None:
     bare = Pool(np.zeros((20, 1), dtype=np.float32), np.arange(20) % CLASSES)
     how = PartitionSettings(NaturalScheme(), 1, 0.1, 0.1)
-    with pytest.raises(ExperimentError, match=r"data\.partition\.scheme: natural .* of bare; .* classes,"):
+    with pytest.raises(ExperimentError, match=r"data\.partition\.scheme: natural .* bare .* classes,"):
         assign_examples(RawDataset(bare, bare), CLASSES, how, "bare")
 
 

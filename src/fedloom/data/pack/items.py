@@ -120,7 +120,7 @@ def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, 
     try:
         check_depth(image)
         if check_frames(image):
-            notes.append("have further images; only the current one was taken")
+            notes.append("had further images; only the current one was taken")
     except UnfitImage as unfit:
         raise DataError(f"{where}: {unfit.detail}: {unfit.fault}") from None
     if image.mode in PALETTES:
@@ -134,7 +134,7 @@ def _of_pillow(image: Image, where: str) -> tuple[NDArray[np.uint8], tuple[str, 
     values = np.asarray(image, dtype=np.uint8)
     if orientation(image) != 1:
         notes.append(
-            "have an EXIF orientation, which was not applied, so they may be rotated; "
+            "had an EXIF orientation, which was not applied, and may be rotated; "
             "PIL.ImageOps.exif_transpose turns them upright"
         )
     return values, tuple(notes)

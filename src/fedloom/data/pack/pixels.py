@@ -28,7 +28,7 @@ ORIENTATION = 0x0112
 BITS_PER_SAMPLE = 258
 """TIFF tag for the bits per sample."""
 
-FURTHER = "have further images besides the first, such as previews, which were left out"
+FURTHER = "had further images besides the first, such as previews, which were left out"
 TRANSPARENT = "had transparent pixels, which now show their stored colour"
 TURNED = "turned upright according to the EXIF orientation"
 
