@@ -27,14 +27,14 @@ class FedSGDServer(base.ServerAlgorithm):
         self.state["theta"] = task.model.init(generator, task.dtype)
 
     def train_round(self, round: Round) -> base.Statistics:
-        """One round. Clients that answered count by their examples; who is lost has no weight."""
+        """Make one step with the mean gradient, weighted by examples; lost clients have no weight."""
         replies = round.sample().send(Ask(self.state["theta"]), Gradient)
         step = replies.mean(replies.g, replies.weights)
         self.state["theta"] = self.state["theta"] - self.settings.lr * step
         return {"client_steps": float(replies.present.sum()), "loss": float(replies.mean(replies.loss))}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
-        """Everybody gets the global model."""
+        """Send the global model to every client."""
         return cohort.send(Take(self.state["theta"]))
 
 
@@ -45,7 +45,7 @@ class FedSGDClient(base.ClientAlgorithm):
 
     @conversation
     def train(self, clients: ClientGroup, opening: Ask) -> Conversation:
-        """The other end of :meth:`FedSGDServer.train_round`: what is yielded is the answer."""
+        """Answer :meth:`FedSGDServer.train_round` with the gradient."""
         local = LocalTrainer(self.task.model, clients)
         g, loss = local.gradient_at(opening.theta.expand(len(clients), -1), *local.everything())
         yield Gradient(g, loss.double()[:, None])
@@ -53,7 +53,7 @@ class FedSGDClient(base.ClientAlgorithm):
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: Take) -> Predictors:
-        """What is returned are the client's predictors; FedLoom measures them."""
+        """Return the client's predictors; FedLoom evaluates them."""
         theta = opening.theta.expand(len(clients), -1)
         return predictors_of(self.task.model, personal=theta, **{"global": theta})
 
@@ -65,7 +65,7 @@ class FedSGDSettings(Settings):
 
 
 class Ask(Message):
-    """Opens training: the model at which a gradient is wanted."""
+    """Opening of training: the model at which to compute the gradient."""
 
     theta: Tensor = broadcast(Quantity.MODEL)  # [d]
 
@@ -84,7 +84,7 @@ class Take(Message):
 
 
 class FedSGD(base.Algorithm):
-    """FedSGD, the two halves together."""
+    """FedSGD, with both halves."""
 
     name = "fedsgd"
     settings = FedSGDSettings

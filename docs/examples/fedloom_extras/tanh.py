@@ -15,7 +15,7 @@ from fedloom.models.registry import ModelChoice
 
 
 class Tanh(FlatModel):
-    """It owns no parameters: ``layout`` says what the vector θ holds, in which order."""
+    """Network without parameters of its own: ``layout`` lists the contents of the vector θ in order."""
 
     def __init__(self, inputs: int, hidden: int, classes: int) -> None:
         self.layout = Layout(
