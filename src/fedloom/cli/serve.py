@@ -34,7 +34,7 @@ def serve_command(
     credentials: ServerCredentials = None,
     insecure: InsecureServer = False,
 ) -> None:
-    """Serve models to clients. They request them with `fedloom personalize --from`."""
+    """Serve models to clients. They request them with `fedloom personalize HOST:PORT`."""
     from fedloom.runs.folder import RunFolder
     from fedloom.storage import is_url
 
