@@ -69,9 +69,10 @@ def grid(experiment: str, methods: Sequence[str], seeds: Sequence[float]) -> lis
     ExperimentError
         If one of them cannot run, two are the same, or they use several data sets.
     """
+    chosen: list[int | None] = [*_whole(seeds)] or [None]
     points: dict[str, dict[str, str]] = {}
     for number, method in enumerate(methods or [""], start=1):
-        for seed in _whole(seeds) or [None]:
+        for seed in chosen:
             e = _changed(experiment, method, seed)
             text = _as_json(e)
             if text in points:
