@@ -74,7 +74,7 @@ def check_line(line: bytes, before: str) -> str:
     """
     said = said_by(line)
     if said is None:
-        raise Damaged("it has no digest: it is damaged, or was written by another version of FedLoom")
+        raise Damaged("it has no digest; another version of FedLoom may have written it")
     if short_digest(before.encode(), line[:-TAIL]) != said:
         raise Damaged("its digest does not match its content and the previous line: one of them was changed or lost")
     return said
@@ -113,7 +113,7 @@ def without_digest(name: str, content: bytes) -> bytes:
         return content
     found = _OF_OBJECT.search(content)
     if found is None:
-        raise Damaged("it has no digest: it is damaged, or was written by another version of FedLoom")
+        raise Damaged("it has no digest; another version of FedLoom may have written it")
     body = content[: found.start()]
     if short_digest(body) != found[1].decode():
         raise Damaged("its digest does not match its content")

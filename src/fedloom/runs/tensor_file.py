@@ -45,7 +45,7 @@ def decode_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raise ValueError if its digest is missing or wrong, or the file is not valid.
     """
     if content[8 : _AT.start] != _BEFORE:
-        raise ValueError("it has no digest: it is damaged, or was written by another version of FedLoom")
+        raise ValueError("it has no digest; another version of FedLoom may have written it")
     said, found = content[_AT].decode("ascii", errors="replace"), _digest(content)
     if said != found:
         raise ValueError(f"damaged: its sha256 is {found[:12]}, and must be {said[:12]}")
