@@ -138,7 +138,7 @@ def test_workers_are_there_for_a_run_whose_conclusion_failed(place: Place) -> No
         (federation.out / "clients.csv").mkdir()
         federation.start("worker-0")
         federation.aggregator.wait(6)
-        assert "clients.csv: cannot be written" in federation.aggregator.said
+        assert "clients.csv cannot be written" in federation.aggregator.said
         (federation.out / "clients.csv").rmdir()
         federation.start("aggregator")
         federation.aggregator.wait(0)
