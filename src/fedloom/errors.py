@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, Self
 
 OPTIONS: Mapping[str, str] = {
-    "from_": "--from",
     "no_report": "--no-report",
     "packed": "--data",
     "set": "--set ",

@@ -364,7 +364,7 @@ class Spread:
 
 
 class Poisoned:
-    """A client half whose answers hold a NaN for one client at one exchange of one kind of conversation."""
+    """A client algorithm whose answers hold a NaN for one client at one exchange of one kind of conversation."""
 
     def __init__(self, half: ClientAlgorithm, opening: type[Message], client: str, exchange: int) -> None:
         self.predictors, self.stateful = half.predictors, half.stateful
@@ -391,7 +391,7 @@ class Poisoned:
 
 
 class Huge:
-    """A client half whose answers in training are finite, and too large for the server: its state overflows.
+    """A client algorithm whose answers in training are finite, and too large for the server: its state overflows.
 
     All float32 numbers, of which models and their updates are made, are 3e38; those in float64, which count and
     measure, are 0.

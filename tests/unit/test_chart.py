@@ -707,7 +707,7 @@ REFUSED = {
         },
         ["workers.token.existingSecret: ", "auth.identities"],
     ),
-    "ingress without a host": ({"ingress": {"enabled": True}}, "ingress.host: found none"),
+    "ingress without a host": ({"ingress": {"enabled": True}}, "ingress.host: "),
 }
 
 
