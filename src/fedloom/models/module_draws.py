@@ -67,8 +67,6 @@ class NumpyGenerators:
 
     def present(self) -> list[np.random.Generator]:
         """Return those that there are now."""
-        if self._collections is None:
-            gc.unfreeze()  # a run that this process has made before froze what there was then
         collections = [generation["collections"] for generation in gc.get_stats()]
         objects = gc.get_objects(generation=0 if collections == self._collections else None)
         self._collections = collections
