@@ -19,7 +19,7 @@ from federations import (
     made_by,
     task,
 )
-from fedloom.settings import Settings
+from fedloom.core.settings import Settings
 
 from fedloom.algorithms.base import Algorithm
 from fedloom.algorithms.fedbabu import FEDBABU

@@ -81,7 +81,7 @@ class Client(ClientAlgorithm):
     def personalize(self, group: Any, opening: Personal) -> Any:
         remembered = group.load_state("rounds", torch.zeros(len(group), 1, dtype=torch.int64))
         thetas = remembered.double().expand(-1, self.task.model.layout.size)
-        with pytest.raises(RuntimeError, match="kept"):
+        with pytest.raises(RuntimeError, match="states"):
             group.save_state()
         return predictors_of(self.task.model, personal=thetas)
 
