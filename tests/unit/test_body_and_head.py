@@ -19,7 +19,6 @@ from federations import (
     made_by,
     task,
 )
-from fedloom.core.settings import Settings
 
 from fedloom.algorithms.base import Algorithm
 from fedloom.algorithms.fedbabu import FEDBABU
@@ -27,6 +26,7 @@ from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrep import FEDREP
 from fedloom.algorithms.fedrod import FEDROD
 from fedloom.algorithms.lgfedavg import LGFEDAVG
+from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData
 from fedloom.errors import ExperimentError
 from fedloom.models.mlp import MLP
