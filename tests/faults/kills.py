@@ -221,6 +221,8 @@ def federation(place: Place, random: Random, published: bool = False, secure: bo
             if run.over():
                 break
             if random.random() < 0.3:
+                if run.processes[name].process.poll() is not None:
+                    continue  # a worker that was told of the end before the aggregator's
                 pid = run.processes[name].pid
                 os.kill(pid, signal.SIGSTOP)
                 time.sleep(random.uniform(0.01, 0.3))

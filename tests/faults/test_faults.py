@@ -109,7 +109,7 @@ def test_ctrl_c(place: Place, experiment: Path, run: Running) -> None:
     workforce = children(run.pid)
     os.kill(run.pid, signal.SIGINT)
     run.wait(130)
-    assert "go on with --resume" in run.said
+    assert tells(run.said, "error: ", "of 40", "--resume")
     gone(workforce)
     out = place.folder / "run-1"
     with place.start(*order(place, experiment, out), "--resume") as again:
@@ -126,7 +126,7 @@ def test_a_worker_that_is_stopped_loses_its_clients_by_the_deadline(place: Place
         wait_until(lambda: losses(federation.out), "a client is lost")
         os.kill(federation.processes["worker-1"].pid, signal.SIGCONT)
         federation.finish()
-    assert all("deadline" in reason for _, _, reason in losses(federation.out))
+    assert all(tells(reason, "no answer", "1.0 s") for _, _, reason in losses(federation.out))
     place.check(federation.out, experiment, nobody_lost=False)
 
 

@@ -28,7 +28,7 @@ from fedloom.transport.frames import Refusal
 
 CLIENTS = ("a-1", "a-2", "b-1")
 ENDED, PASSED = "TLS termination", "TLS passthrough"
-PLAIN = {"443 ssl": "443", "ssl_certificate     fl.crt;": "", "ssl_certificate_key fl.key;": ""}
+PLAIN = {"443 ssl": "443", "ssl_certificate     fl/tls.crt;": "", "ssl_certificate_key fl/tls.key;": ""}
 """Changes of nginx's file by which it speaks plaintext."""
 
 
@@ -40,7 +40,7 @@ class Way:
         ca = folder / "ca"
         make_ca(ca)
         made = make_certificate("fl", folder, ca, hosts=["127.0.0.1"])
-        own = (folder / "proxy" / "fl.crt", folder / "proxy" / "fl.key")
+        own = (folder / "proxy" / "fl" / "tls.crt", folder / "proxy" / "fl" / "tls.key")
         own[0].parent.mkdir(parents=True)
         for source, target in zip((made.certificate, made.key), own, strict=True):
             shutil.copyfile(source, target)
