@@ -174,7 +174,7 @@ def test_only_a_full_disk_is_to_be_made_room_on(tmp_path: Path, number: int, adv
     with pytest.raises(StorageError) as raised, storing(tmp_path / "a"):
         raise OSError(number, os.strerror(number))
     assert tells(str(raised.value), tmp_path / "a", os.strerror(number).lower(), advice)
-    assert ("resume" in str(raised.value)) is (advice == "room")
+    assert ("resume" in str(raised.value)) is (advice == "space")
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
