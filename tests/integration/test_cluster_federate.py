@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from facts import failing, tells
+from facts import failing, refusing, tells
 from fake_cluster import FakeCluster
 from forked import Popen
 from run_processes import ENVIRONMENT, WAIT_S, alive, children, scores, until
@@ -202,12 +202,12 @@ def test_a_launcher_may_reach_the_store_elsewhere_than_pods_do(place: Place, s3_
     port = s3_server.endpoint.rpartition(":")[2]
     for_pods = f"http://localhost:{port}"
     place.program(f'test $1 = worker && exec sleep 60; test "$FEDLOOM_S3_ENDPOINT" = {for_pods} || exit 2; exit 0')
-    with pytest.raises(DataError, match=r"there is no summary\.json"):  # so it reached the store, and the end
+    with refusing(DataError, "ended", "summary.json"):  # so it reached the store, and the end
         place.federate(s3_endpoint=for_pods)
-    with pytest.raises(DataError, match=r"there is no summary\.json"):
+    with refusing(DataError, "ended", "summary.json"):
         place.federate(s3_endpoint=for_pods, run_id="other")
     place.program('test $1 = worker && exec sleep 60; test "$FEDLOOM_S3_ENDPOINT" = http://127.0.0.1:9 || exit 2')
-    with pytest.raises(DataError, match=r"there is no summary\.json"):  # a place that the launcher cannot reach at all
+    with refusing(DataError, "ended", "summary.json"):  # a place that the launcher cannot reach at all
         place.federate(s3_endpoint="http://127.0.0.1:9", run_id="third")
 
 
@@ -274,7 +274,7 @@ def test_a_run_without_a_report_says_how_to_make_one(place: Place) -> None:
 
 def test_an_end_without_a_result_is_no_success(place: Place) -> None:
     place.program("test $1 = worker && exec sleep 60; exit 0")
-    with pytest.raises(DataError, match=r"there is no summary\.json"):
+    with refusing(DataError, "ended", "summary.json"):
         place.federate()
     until(place.nothing_left, "the end of all objects")
 
@@ -398,7 +398,7 @@ def test_submit_waits_and_fetches(place: Place, settings_file: Path) -> None:
     submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
     submit += ["--partition", place.partition, "--run-id", "mine", "--out", place.folder / "out"]
     place.program("test $1 = worker && exec sleep 60; exit 0")
-    assert "there is no summary.json" in command(*submit, code=3)
+    assert tells(command(*submit, code=3), "ended", "summary.json")
     run = open_store(place.storage).under(f"runs/{place.experiment().name}-{identity('mine', 'federate')}")
     run.write("summary.json", b"{}")
     command(*submit)
@@ -478,8 +478,8 @@ def test_a_local_run_that_is_asked_to_stop_takes_its_process_along(here: Place) 
 
 
 def test_a_local_run_whose_launcher_is_killed_ends_too(here: Place) -> None:
-    code = "import sys; from pathlib import Path; from fedloom.cluster import local; "
-    code += "local.run(*map(Path, sys.argv[1:]), say=print)"
+    code = "import sys; from pathlib import Path; from fedloom.cluster.local import run_locally; "
+    code += "run_locally(*map(Path, sys.argv[1:]), say=print)"
     arguments = [here.file, here.partition, here.folder / "out"]
     with Popen([sys.executable, "-c", code, *map(str, arguments)], env=ENVIRONMENT) as launcher:
         until(lambda: children(launcher.pid), "a run")

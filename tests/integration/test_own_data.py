@@ -118,7 +118,7 @@ def test_clients_of_their_own_are_measured_and_get_models(packed: Path, experime
     assert (list(made.saved), made.lost) == ([f"speaker-{i}" for i in range(5)], {})
     with pytest.raises(ExperimentError) as caught:
         trained.evaluate(tmp_path / "a")
-    assert tells(str(caught.value), "data of their own", "packed")
+    assert tells(str(caught.value), "clients", "own data", "packed")
     for without in (
         lambda: python.load(tmp_path / "a").models(),
         lambda: python.run(experiment, out=tmp_path / "b", report=False, progress=False),
@@ -216,11 +216,11 @@ def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(exper
         ("data.own.kind=sound", ("data.own.kind", "pixels, features, tokens", '"sound"')),
         ("data.own.kind=pixels", ("data.own.input_shape", "[9]", "[channels, height, width]")),
         ("data.own.input_shape=[0]", ("data.own.input_shape", "[0]", "at least 1")),
-        ("data.own.classes=[]", ("data.own.classes", "at least one")),
+        ("data.own.classes=[]", ("data.own.classes", "empty", "at least one")),
         ("data.own.classes=[a, b, a]", ("data.own.classes", "'a'", "twice")),
         ("data.own.classes=[1, 2]", ("data.own.classes", "text", "1")),
         ("data.own.clases=[a]", ("data.own.clases", "unknown key", "classes")),
-        ("data.own.features=[a]", ("data.own.features", "9 different names")),
+        ("data.own.features=[a]", ("data.own.features", 9, "different", "'a'")),
         ("data.own.normalization=guessed", ("data.own.normalization", "measured", '"guessed"')),
         ("data.own.normalization={mean: [1], std: [1]}", ("data.own.normalization", 1, 9)),
         ("data.own.normalization={mean: [.nan], std: [1]}", ("data.own.normalization", "finite")),

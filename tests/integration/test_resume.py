@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint(small_run: tuple[Path, Path], copy: Path) -> None:
         with pytest.raises(DataError, match="not a checkpoint"):
             Checkpoints(copy / "checkpoints").load("last")
     said = fedloom("run", small_run[0], "--out", copy, "--resume", code=3)
-    assert f"{last}: not a checkpoint" in said
+    assert tells(said, last, "not a checkpoint", "--checkpoint", 3, "--resume")
     last.unlink()
     fedloom("run", small_run[0], "--out", copy, "--resume")
     assert final(copy) == final(small_run[1])
@@ -216,7 +216,7 @@ def test_a_finished_run_that_is_started_again_says_which_round_is_durable(copy: 
 
     class Asks(RunObserver):
         def notice(self, message: str) -> None:
-            if message.startswith("finished before"):
+            if tells(message, "finished", "round", e.federation.rounds):
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
                     told.append(answer.read().decode())
 

@@ -168,13 +168,13 @@ def test_a_folder_lists_no_half_written_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "advice"),
-    [(errno.ENOSPC, "room"), (errno.EDQUOT, "room"), (errno.ENOENT, "path"), (errno.EACCES, "permissions")],
+    [(errno.ENOSPC, "space"), (errno.EDQUOT, "space"), (errno.ENOENT, "path"), (errno.EACCES, "permissions")],
 )
 def test_only_a_full_disk_is_to_be_made_room_on(tmp_path: Path, number: int, advice: str) -> None:
     with pytest.raises(StorageError) as raised, storing(tmp_path / "a"):
         raise OSError(number, os.strerror(number))
     assert tells(str(raised.value), tmp_path / "a", os.strerror(number).lower(), advice)
-    assert ("resume" in str(raised.value)) is (advice == "room")
+    assert ("resume" in str(raised.value)) is (advice == "space")
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:

@@ -73,15 +73,15 @@ class Own(Settings):
         if (fault := shape_fault(self.kind, shape)) is not None:
             raise ValueError(fault)
         if not self.classes:
-            raise ValueError("classes is empty; give at least one name")
+            raise ValueError("classes: the list is empty; give at least one name")
         if (twice := named_twice(self.classes)) is not None:
             raise ValueError(f"classes: {twice!r} occurs twice; give each class a unique name")
         if self.kind == "tokens" and len(self.classes) > 256:
-            raise ValueError(f"classes has {len(self.classes)} names; tokens are single bytes, so give at most 256")
+            raise ValueError(f"classes: {len(self.classes)} names; tokens are single bytes, so give at most 256")
         if self.features is not None and self.kind != "features":
-            raise ValueError(f"features can only be named with kind: features (got {self.kind})")
+            raise ValueError(f"features: names are only for kind features (got {self.kind})")
         if self.features is not None and len(set(map(composed, self.features))) != shape[0]:
-            raise ValueError(f"features must be {shape[0]} different names (got {list(self.features)})")
+            raise ValueError(f"features: must be {shape[0]} different names (got {list(self.features)})")
         if isinstance(self.normalization, Given):
             given = Normalization(self.normalization.mean, self.normalization.std)
             if (fault := inputs_fault(self.kind, shape, given)) is not None:
