@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from facts import tells
+from facts import mentions, tells
 from safetensors.torch import load_file
 
 import fedloom
@@ -174,8 +174,10 @@ def test_a_finished_run_is_loaded_and_compared(run: fedloom.Run, vowels: dict[st
     assert "FedAvg" in repr(comparison)
     assert len(comparison.pairs)
     assert len(fedloom.compare(run).table) >= 1
-    with refused(ExperimentError, "runs", "none"):
+    with pytest.raises(ExperimentError) as none:
         fedloom.compare([])
+    assert none.value.key == "runs"
+    assert mentions(str(none.value), "one run", "sweep", "folder")
     with refused(DataError, str(tmp_path / "nowhere")):
         fedloom.load(tmp_path / "nowhere")
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
+from facts import mentions, tells
 from federations import CLASSES, IMAGE, client, clients, group
 from hypothesis import given
 from hypothesis import strategies as st
@@ -426,8 +427,8 @@ def test_who_starts_where_its_loss_is_not_finite_is_told_so() -> None:
     members = group(clients((6, 6)))
     train(SMALL, members, theta, s)
     assert list(members.lost) == [1]
-    assert "local step 1 of 5; " in members.lost[1]
-    assert members.lost[1].endswith("smaller steps earlier")
+    assert tells(members.lost[1], "local step 1 of 5", "algorithm.local.lr", "0.05")
+    assert mentions(members.lost[1], "smaller steps earlier", "not finite", "start")
 
 
 def test_what_a_client_keeps_is_a_row_of_its_group() -> None:

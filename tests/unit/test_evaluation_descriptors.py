@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from facts import refusing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -110,7 +111,7 @@ def test_absent_clients_are_in_no_vector() -> None:
 
 
 def test_unequal_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 descriptors, 2 class mixes"):
+    with refusing(ValueError, "descriptors, class mixes", "3, 2, 3"):
         descriptor_correlation(torch.zeros(3, 2), torch.zeros(2, 2), torch.ones(3, dtype=torch.bool))
 
 

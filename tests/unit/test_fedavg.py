@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from facts import refusing
 from federations import client, clients, federation, group, task
 from torch import Tensor
 
@@ -130,7 +131,7 @@ def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> N
             next(FEDAVG.client(made(personalize_steps=steps), task()).open(group([c]), opening))
         (named,) = end.value.value
         assert set(named) == names
-    with pytest.raises(DataError, match=r"client c7 .*labels"):
+    with refusing(DataError, "client c7", "personal", "label"):
         predictor_of("c7", named, "personal")
 
 

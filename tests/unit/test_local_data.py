@@ -244,10 +244,13 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path, monkeypatc
     good.to_csv(tmp_path / "t.csv", index=False)
     sections: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         ({"dataset": "table"}, ("data.source", "missing")),
-        ({"dataset": "table", "source": {"path": str(tmp_path / "no.csv")}}, ("data.source.path", "not there")),
+        (
+            {"dataset": "table", "source": {"path": str(tmp_path / "no.csv")}},
+            ("data.source.path", str(tmp_path / "no.csv"), "exist"),
+        ),
         ({"dataset": "folder", "source": {"path": str(tmp_path / "t.csv")}}, ("data.source.path", "folder")),
         ({"dataset": "table", "source": {"path": str(tmp_path / "t.csv"), "colour": 1}}, ("data.source.colour",)),
-        ({"dataset": "mnist", "source": {"path": "x"}}, ("data.source", "mnist", "table")),
+        ({"dataset": "mnist", "source": {"path": "x"}}, ("data.source", "table", "mnist")),
     ]
     for section, said in sections:
         with refused(ExperimentError, *said):

@@ -197,7 +197,7 @@ def frozen() -> nn.Module:
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.3)), ("'1'", "Dropout", "0.3")),
         (Grows, ("Grows", "run time", "late")),
         (Counts, ("Counts", "calls", "constants")),
-        (Noise, ("Noise", "same inputs", "random")),
+        (Noise, ("Noise", "different outputs", "random", "torch")),
         (frozen, ("'0'", "weight", "frozen")),
         (lambda: nn.Linear(3, 5), ("[3, 2]", "[3, 5]")),
         (lambda: nn.Linear(4, 2), ("[3, 3]", "RuntimeError")),
@@ -249,7 +249,7 @@ def test_a_module_of_another_process_is_said_and_can_be_given_again(tmp_path: Pa
     with refused("model.factory", "memory:Linear", "another process"):
         fedloom.load(tmp_path / "run").models("ann")
     assert fedloom.load(tmp_path / "run", model=net).models("ann")(torch.zeros(1, 3)).shape == (1, 2)
-    with refused("runtime.workers", "2", "memory"):
+    with refused("runtime.workers", "0", "memory", "2"):
         fedloom.run(TASK, data=data, model=net, runtime__workers=2, out=tmp_path / "other", progress=False)
     with refused("parallel is 2", "memory"):
         fedloom.sweep(TASK, data=data, model=net, seeds="1-2", parallel=2, out=tmp_path / "sweep", progress=False)

@@ -147,7 +147,7 @@ def test_steps_that_the_experiment_does_not_name_are_refused(tmp_path: Path) -> 
         opening(Catching())
     for steps, answered in ((3, True), (4, False)):
         key = ConversationKey(run.round, 0, steps, after_steps_purpose(steps))
-        (answer,) = run.transport.exchange(Call(key, 0, (0,), (client,), sent[0], run._rules.shapes))
+        (answer,) = run.transport.exchange(Call(key, 0, (0,), (client,), sent[0], run._config.shapes))
         assert isinstance(answer, Lost) != answered
         if isinstance(answer, Lost):
             assert "'evaluate/4'" in answer.reason
@@ -171,8 +171,8 @@ def test_every_method_has_steps_or_says_who_does(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (["evaluation.own_steps=[]"], ["[]", "1"]),
-        (["evaluation.own_steps=[0, -1]"], ["-1", "0"]),
+        (["evaluation.own_steps=[]"], ["1", "[]"]),
+        (["evaluation.own_steps=[0, -1]"], ["0", "-1"]),
         (["evaluation.own_steps=[5, 1]"], ["[5, 1]"]),
         (["evaluation.own_steps=[1, 1]"], ["[1, 1]"]),
         (["evaluation.own_steps=[1]", "data.held_out_fraction=0"], ["held_out_fraction", "0"]),

@@ -24,7 +24,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from facts import tells
+from facts import refusing, tells
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
@@ -477,7 +477,7 @@ def test_a_client_that_falls_silent_costs_those_of_its_tile_nothing_but_time(tmp
         ({"x": torch.full((5, 9), float("nan"))}, "x .* nan"),
         ({"x": torch.zeros(1, 1).expand(10_000_000, 9)}, "10,000,000 examples; .*1,000,000"),
         ({"x": torch.zeros(0, 9)}, "x has 0 examples"),
-        ({"x": "abc"}, "x: .*<U3"),
+        ({"x": "abc"}, r"\bx\b.*<U3"),
         ({"y": torch.full((5,), 11)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: 11"),
         ({"y": torch.zeros(4)}, r"y .*\[4\]"),
         ({"y": torch.full((5,), 0.7)}, r"y: 5 .*\n.*0 to 10.* y\[0\]: '0.69"),
@@ -519,12 +519,12 @@ def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: str) ->
 @pytest.mark.parametrize(
     ("features", "other", "said"),
     [
-        (9, "umlaut", "the run lacks the class 'umlaut'"),
-        (2, "hid", "input_shape is [2]; the run was trained with [9]"),
+        (9, "umlaut", ["class", "'umlaut'", "hid, hId"]),
+        (2, "hid", ["input_shape", "[2]", "[9]"]),
     ],
 )
 def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(
-    run: Path, tmp_path: Path, features: int, other: str, said: str
+    run: Path, tmp_path: Path, features: int, other: str, said: list[str]
 ) -> None:
     rows = [",".join([*(str(i + j) for j in range(features)), ("had", other)[i % 2]]) for i in range(24)]
     header = ",".join([*(f"f{j}" for j in range(features)), "label"])
@@ -532,7 +532,7 @@ def test_a_folder_of_more_classes_or_another_shape_is_a_sentence(
     pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
     with served(run) as at:
         for where in (at, str(run)):
-            with pytest.raises(DataError, match=re.escape(said)):
+            with refusing(DataError, tmp_path / "eve", *said):
                 fedloom.personalize(where, data=tmp_path / "eve")
         assert fedloom.personalize(at, *examples(1)).card.round == 1
 
@@ -587,10 +587,10 @@ def test_a_method_without_models_for_newcomers_says_so_and_training_goes_on(
         assert loop.round == 1
         assert not evaluation.present[~evaluation.seen].any()
         for _ in range(2):
-            with pytest.raises(DataError, match="known-only has no model for a client that it does not know"):
+            with refusing(DataError, at.address, "known-only", "no model", "unknown client", "was not trained with"):
                 fedloom.personalize(at.address, x, y, timeout_s=WAIT_S)
     for refused in (lambda: served(run).__enter__(), lambda: fedloom.personalize(str(run), x, y)):
-        with pytest.raises(ExperimentError, match="known-only has no model for a client that it does not know"):
+        with refusing(ExperimentError, "known-only", "no model", "unknown client", "was not trained with"):
             refused()
 
 

@@ -160,7 +160,7 @@ def test_a_run_without_end_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "facts"),
     [
-        (["status", "{t}/absent"], 3, ("absent", "folder of a run")),
+        (["status", "{t}/absent"], 3, ("{t}/absent", "folder", "exist", "fedloom run")),
         (["status", "{t}"], 3, ("no experiment.yaml",)),
         (["clients", "{t}"], 3, ("no experiment.yaml",)),
         (["status", "localhost:99999"], 2, ("HOST:PORT", "99999")),
