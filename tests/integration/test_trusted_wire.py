@@ -520,7 +520,7 @@ def test_who_is_revoked_is_out_within_seconds_and_the_others_go_on(federation: F
     federation.table.write_text(text.replace('"b-*"', '"*"'))
     error = ended(first)
     assert error.exit_code == ExitCode.REFUSED
-    assert tells(str(error), "urn:fedloom:north", "no identity")
+    assert tells(str(error), "no identity", "urn:fedloom:north")
     federation.worker(federation.member("second"), name="second")
     calls.append(step_call(CLIENTS, 1))
     answers_are_right(aggregator, calls)

@@ -190,8 +190,8 @@ class Access:
             shown = [str(certificate)] if certificate is not None else []
             shown += [f"token {token.id} of {token.name}"] if token is not None else []
             whose = " and ".join(sorted(each.name for each in found))
-            belongs = f"belong to {whose}, but must belong to one identity" if found else "has no identity"
-            raise Denied(f"{' and '.join(shown)}: {belongs}")
+            what = " and ".join(shown)
+            raise Denied(f"{what} must belong to one identity, not to {whose}" if found else f"no identity for {what}")
         return Admitted(found[0], certificate, token)
 
     def _identities(self, names: frozenset[str], token: Token | None) -> list[Identity]:
