@@ -267,7 +267,7 @@ def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path, monkeypatc
             of(TASK, data={**section, "partition": {"scheme": "iid", "clients": 2}})
         assert "--" not in str(told.value)
     monkeypatch.chdir(tmp_path)
-    with refused(ExperimentError, "data.source.path", tmp_path / "no.csv", "not there"):
+    with refused(ExperimentError, "data.source.path", tmp_path / "no.csv", "exist"):
         of(TASK, data={"dataset": "table", "source": {"path": "no.csv"}, "partition": {"scheme": "natural"}})
 
 
