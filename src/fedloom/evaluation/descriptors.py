@@ -113,8 +113,8 @@ def descriptor_correlation(
     present = torch.ones(n, dtype=torch.bool) if present is None else present
     if not len(pi) == len(unseen) == len(present) == n:
         raise ValueError(
-            f"descriptors, class mixes and marks must have equal lengths (got {n}, {len(pi)}, {len(unseen)} and "
-            f"{len(present)})"
+            "descriptors, class mixes, and marks of unseen and of present clients must have equal lengths "
+            f"(got {n}, {len(pi)}, {len(unseen)} and {len(present)})"
         )
     those = present.nonzero().squeeze(1)
     targets = (present & unseen).nonzero().squeeze(1)
