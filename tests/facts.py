@@ -12,7 +12,7 @@ from fedloom.errors import FedloomError
 
 
 def tells(text: str, *facts: object) -> bool:
-    """Whether a message names these facts in this order."""
+    """Return True if a message names these facts in this order."""
     at = 0
     for fact in map(str, facts):
         found = text.find(fact, at)
@@ -23,7 +23,7 @@ def tells(text: str, *facts: object) -> bool:
 
 
 def mentions(text: str, *facts: object) -> bool:
-    """Whether a message names these facts, in any order."""
+    """Return True if a message names these facts, in any order."""
     return all(str(fact) in text for fact in facts)
 
 

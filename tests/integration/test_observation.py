@@ -48,7 +48,7 @@ class Watcher:
             self.error = error
 
     def until(self, **values: object) -> list[Activity]:
-        """What is told up to a state that has these values."""
+        """Return what a watcher receives, up to a status that has these values."""
         told = []
         while True:
             told.append(self.told.get(timeout=10))

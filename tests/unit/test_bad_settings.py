@@ -22,7 +22,7 @@ federation: {rounds: 2, clients_per_round: 2}
 
 
 def refusal(tmp_path: Path, algorithm: str, key: str) -> str:
-    """What is said of an experiment with this ``algorithm``, in which nothing but a key of it is wrong."""
+    """Return the text of the error after its key, for an ``algorithm`` with one wrong key."""
     (tmp_path / "bad.yaml").write_text(GOOD.replace("{name: fedavg}", algorithm))
     with pytest.raises(ExperimentError) as error:
         load(tmp_path / "bad.yaml")

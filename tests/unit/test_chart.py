@@ -190,7 +190,7 @@ def test_the_aggregator_is_one_and_is_probed_where_probes_can(scenario: str) -> 
 
 
 def serving_settings(container: dict[str, Any]) -> dict[str, str]:
-    """What `fedloom serve` is told by ``--set``."""
+    """Return the settings that `fedloom serve` receives by ``--set``."""
     given = [word.removeprefix("--set=") for word in container["args"] if word.startswith("--set=")]
     return dict(one.partition("=")[::2] for one in given)
 

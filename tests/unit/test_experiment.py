@@ -44,7 +44,7 @@ def write(tmp_path: Path) -> Write:
 
 
 def refusal(path: Path, *overrides: str, key: str | None = None) -> str:
-    """What is said of an experiment that cannot run; with a key, nothing else is wrong."""
+    """Return the message for an experiment that cannot run; with ``key``, that key alone is wrong."""
     with pytest.raises(ExperimentError) as caught:
         load(path, overrides)
     assert caught.value.exit_code is ExitCode.EXPERIMENT

@@ -1,4 +1,4 @@
-"""What a new client's own steps are worth: ``evaluation.own_steps``, and research/own_steps.py."""
+"""Value of a new client's local steps: ``evaluation.own_steps``, and research/own_steps.py."""
 
 from __future__ import annotations
 

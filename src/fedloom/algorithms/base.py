@@ -422,6 +422,11 @@ class Algorithm(ABC):
         ----------
         clip
             C, or None for that of the settings.
+
+        Raises
+        ------
+        NotImplementedError
+            If a method sets ``answers_privately`` without overriding this.
         """
         raise NotImplementedError(f"{self.name} adds no noise to what a new client discloses")
 
