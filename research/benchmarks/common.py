@@ -13,7 +13,10 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedloom.data.manifest import Manifest
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -34,7 +37,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": git("rev-parse", "--short", "HEAD")
-        + ("+" if git("status", "--porcelain", "src", "benchmarks") else ""),
+        + ("+" if git("status", "--porcelain", "src", "research") else ""),
     }
 
 
@@ -43,6 +46,29 @@ def describe(about: dict[str, Any]) -> str:
     return (
         f"{about['processor']}, {about['cores']} cores, load {about['load']:.1f} at the start, "
         f"Python {about['python']}, torch {about['torch']}, commit {about['commit']}"
+    )
+
+
+def made_up_manifest(dataset: str, clients: Iterable[str], classes: int, per_class: int) -> Manifest:
+    """Return a manifest of seen clients without data, with so many images of each class in each split."""
+    from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
+
+    n = classes * per_class
+    counts = dict.fromkeys(("train", "validation", "test"), (per_class,) * classes)
+    return Manifest(
+        version=VERSION,
+        dataset=dataset,
+        classes=classes,
+        class_names=tuple(f"class {c}" for c in range(classes)),
+        input_shape=(1, 28, 28),
+        kind="pixels",
+        scheme={"scheme": "none"},
+        seed=1,
+        held_out_fraction=0.0,
+        validation_fraction=0.0,
+        normalization=Normalization((0.5,), (0.5,)),
+        source_sha256={},
+        clients=tuple(ClientEntry(name, True, n, n, n, counts, "0" * 64) for name in clients),
     )
 
 

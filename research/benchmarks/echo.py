@@ -3,7 +3,7 @@
     python research/benchmarks/echo.py METHOD HOST:PORT NAME CLIENTS      (started by the benchmarks)
 
 ``echo``: a client returns the model that it receives, so that a round costs what FedLoom costs: sampling, batching,
-encoding, wire, validation, stacking. ``instant-pefll``: PeFLL's unchanged server half, with clients that have a
+encoding, wire, validation, stacking. ``instant-pefll``: PeFLL's unchanged server algorithm, with clients that have a
 descriptor ready and only receive the model that the hypernetwork makes of it.
 """
 
@@ -121,7 +121,7 @@ class Echo(Algorithm):
     messages = (Model, Update)
 
     def server(self, settings: Any, task: Any, generator: torch.Generator) -> EchoServer:
-        """Return the server half."""
+        """Return the server algorithm."""
         return EchoServer(torch.randn(1, 1, generator=generator))
 
 
@@ -134,7 +134,7 @@ class InstantPeFLL(Algorithm):
     messages = (*PEFLL.messages, Metrics)
 
     def server(self, settings: Any, task: Any, generator: torch.Generator) -> PeFLLServer:
-        """Return PeFLL's server half."""
+        """Return PeFLL's server algorithm."""
         settings = PeFLLSettings(descriptor=DescriptorSettings(size=DESCRIPTOR_SIZE))
         return PeFLLServer(settings, Task(LENET, CLASSES, (1, 28, 28), 100), generator)
 

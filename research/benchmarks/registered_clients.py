@@ -4,7 +4,7 @@
 
 Two worker processes announce all clients; the manifest is synthetic (its clients have no shards). Measured are
 joining, the parts of a round that could grow with the number of clients, a round of 20 clients that answer at once with
-85,822 parameters (``echo.py``), and PeFLL's Algorithm 1 with the real server half (its hypernetwork makes each model)
+85,822 parameters (``echo.py``), and PeFLL's Algorithm 1 with the real server algorithm (its hypernetwork makes models)
 and clients that answer at once with a fixed descriptor: personalized models per second, latency, memory. Each number of
 clients has its own process, so that its memory is its own; ratios are to the smallest number in the same run.
 """
@@ -29,11 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from aggregator_overhead import Rounds, judge
-from common import MIB, describe, machine, percentile, resident_bytes, table, write_json
+from common import MIB, describe, machine, made_up_manifest, percentile, resident_bytes, table, write_json
 from echo import CLASSES, ECHO, INSTANT_PEFLL, federation, names
 
-from fedloom.data.federated import ClientEntry, Manifest, Normalization
-from fedloom.data.manifest import VERSION
+from fedloom.data.federated import Manifest
 from fedloom.evaluation.measure import shapes as measured_shapes
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.messages import Metrics, answer_shapes
@@ -41,27 +40,6 @@ from fedloom.runs.journal import Attempt
 from fedloom.transport.aggregator import Aggregator
 
 D = 85_822
-
-
-def made_up_manifest(clients: int) -> Manifest:
-    """Return a manifest of clients without data."""
-    counts = dict.fromkeys(("train", "validation", "test"), (10,) * CLASSES)
-    entries = tuple(ClientEntry(name, True, 100, 100, 100, counts, "0" * 64) for name in names(clients))
-    return Manifest(
-        version=VERSION,
-        dataset="made-up",
-        classes=CLASSES,
-        class_names=tuple(str(c) for c in range(CLASSES)),
-        input_shape=(1, 28, 28),
-        kind="pixels",
-        scheme={"scheme": "none"},
-        seed=1,
-        held_out_fraction=0.0,
-        validation_fraction=0.0,
-        normalization=Normalization((0.5,), (0.5,)),
-        source_sha256={},
-        clients=entries,
-    )
 
 
 def timed(work: Callable[[], Any], repetitions: int = 1) -> float:
@@ -78,7 +56,7 @@ def measure(clients: int, seconds: float) -> dict[str, float]:
     """Return all figures for one number of clients, measured in this process."""
     torch.set_num_threads(1)
     figures: dict[str, float] = {"rss_imports": resident_bytes(os.getpid())}
-    manifest = made_up_manifest(clients)
+    manifest = made_up_manifest("made-up", names(clients), CLASSES, 10)
     figures["manifest_write_s"] = timed(manifest.to_json)
     text = manifest.to_json()
     figures["manifest_bytes"] = len(text)

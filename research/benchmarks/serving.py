@@ -34,13 +34,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import grpc
 import torch
 import yaml
-from common import cpu_s, describe, machine, percentile, table, write_json
+from common import cpu_s, describe, machine, made_up_manifest, percentile, table, write_json
 
 import fedloom
 from fedloom import experiment as experiments
 from fedloom.algorithms.pefll import Descriptor, PeFLLServer, PersonalizedModel
 from fedloom.data.folders import data_root
-from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.runner import assemble
 from fedloom.runs.checkpoint import Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
@@ -74,23 +73,8 @@ EXPERIMENT: dict[str, Any] = {
 
 
 def make_run(folder: Path) -> tuple[PeFLLServer, int]:
-    """Create a run's folder with an untrained checkpoint; return its server half and the descriptors' length."""
-    counts = dict.fromkeys(("train", "validation", "test"), (6,) * CLASSES)
-    manifest = Manifest(
-        version=VERSION,
-        dataset="fashion-mnist",
-        classes=CLASSES,
-        class_names=tuple(f"class {c}" for c in range(CLASSES)),
-        input_shape=(1, 28, 28),
-        kind="pixels",
-        scheme={"scheme": "none"},
-        seed=1,
-        held_out_fraction=0.0,
-        validation_fraction=0.0,
-        normalization=Normalization((0.5,), (0.5,)),
-        source_sha256={},
-        clients=tuple(ClientEntry(f"c{i}", True, 60, 60, 60, counts, "0" * 64) for i in range(CLIENTS)),
-    )
+    """Create a run's folder with an untrained checkpoint; return its server algorithm and the descriptors' length."""
+    manifest = made_up_manifest("fashion-mnist", (f"c{i}" for i in range(CLIENTS)), CLASSES, 6)
     e = experiments.loads(yaml.safe_dump(EXPERIMENT))
     parts = assemble.make_parts(e, manifest)
     run = RunFolder(folder)

@@ -366,6 +366,17 @@ def test_what_cannot_change_as_it_goes_on_is_refused(federation: Federation) -> 
     assert tells(said, "data.own", "--data")
 
 
+def two_members_end_the_run(federation: Federation, aggregator: Any, crowd: Silent) -> None:
+    """Let two members that answer join beside a crowd; with them the run ends within a minute, and they with it."""
+    assert crowd.has_joined.wait(WAIT_S)
+    began = time.monotonic()
+    workers = [federation.worker(i, name=f"honest-{i}") for i in range(2)]
+    ended(aggregator, 0)
+    assert time.monotonic() - began < 60
+    for worker in workers:
+        ended(worker, 0)
+
+
 @pytest.mark.parametrize("observes", [False, True], ids=["ghosts that train", "ghosts that observe"])
 def test_a_member_whose_clients_stay_silent_ends_no_run_and_stops_it_for_no_longer_than_said(
     federation: Federation, tmp_path: Path, *, observes: bool
@@ -378,13 +389,7 @@ def test_a_member_whose_clients_stay_silent_ends_no_run_and_stops_it_for_no_long
     told = wire.Announced(train=10, validation=2, test=3, labelled=True, observer=observes)
     until(lambda: (federation.run / "logs" / "aggregator.jsonl").exists(), "the run's folder")
     with contextlib.closing(Silent(federation.address, ghosts, [told] * len(ghosts))) as crowd:
-        assert crowd.has_joined.wait(WAIT_S)
-        began = time.monotonic()
-        workers = [federation.worker(i, name=f"honest-{i}") for i in range(2)]
-        ended(aggregator, 0)
-        assert time.monotonic() - began < 60
-    for worker in workers:
-        ended(worker, 0)
+        two_members_end_the_run(federation, aggregator, crowd)
     assert "ghost-299" in federation.told("joined")
     history = list(RunFolder(federation.run).objects("metrics.jsonl"))
     assert [line["round"] for line in history] == [0, 4, 8, 12]
@@ -411,13 +416,7 @@ def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_
     told = wire.Announced(train=10, validation=2, test=3, labelled=True)
     until(lambda: (federation.run / "logs" / "aggregator.jsonl").exists(), "the run's folder")
     with contextlib.closing(Silent(federation.address, ghosts, [told] * len(ghosts), refuses=refuses)) as crowd:
-        assert crowd.has_joined.wait(WAIT_S)
-        began = time.monotonic()
-        workers = [federation.worker(i, name=f"honest-{i}") for i in range(2)]
-        ended(aggregator, 0)
-        assert time.monotonic() - began < 60
-    for worker in workers:
-        ended(worker, 0)
+        two_members_end_the_run(federation, aggregator, crowd)
     assert "ghost-299" in federation.told("joined")
 
 
