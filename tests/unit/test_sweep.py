@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from facts import mentions
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedloom.errors import ExperimentError
@@ -86,6 +86,9 @@ def test_what_is_refused(seeds: str | None, grid: list[str], said: list[str], tm
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.lists))
+@example("?0")
+@example("0?")
+@example("a,b")
 def test_any_value_survives_a_grid(value: object) -> None:
     key, values = grid_values(f"name={as_yaml(value)}")
     assert key == "name"

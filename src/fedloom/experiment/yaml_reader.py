@@ -153,6 +153,6 @@ def as_yaml_document(value: Any) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"))
-    return str(text).removesuffix("\n...\n").strip()
+    """Return a value as YAML on one line, quoted so that it may stand in a list."""
+    text = str(yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=float("inf")))
+    return text.strip().removeprefix("[").removesuffix("]")
