@@ -128,7 +128,7 @@ def measured_too(folder: Path) -> dict[str, float]:
     parts = assemble.make_parts(e, dataset.manifest)
     v = Checkpoints(folder / "checkpoints").load("last").state["v"]
     noise = torch.randn(parts.settings.draws, v.shape[-1], generator=torch.Generator().manual_seed(0), dtype=v.dtype)
-    predictor = Ensemble(parts.task.model, MeanField(v).sample(parts.settings.noise * noise))
+    predictor = Ensemble(parts.setup.model, MeanField(v).sample(parts.settings.noise * noise))
     right = total = 0
     for entry in dataset.manifest.clients:
         split = dataset.client(entry.id).validation

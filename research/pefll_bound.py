@@ -38,7 +38,7 @@ def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
     shift, scale, _ = server.state["standard"].tolist()
     eta_v = server.embedding.layout.split(server.state["eta_v"])
     found = Networks(
-        server.embedding, server.hypernetwork, parts.task.model, eta_v, server.eta_h, lambda v: (v - shift) / scale
+        server.embedding, server.hypernetwork, parts.setup.model, eta_v, server.eta_h, lambda v: (v - shift) / scale
     )
     return found, dataset
 

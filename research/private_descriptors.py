@@ -69,7 +69,7 @@ def accuracies(
             assert data.y is not None
             right = named["personal"].log_probabilities(data.x).argmax(1) == data.y
             found[c.id] = 100 * float(right.double().mean())
-        return nothing_measured(len(predictors), len(loop.predictors), parts.task.classes)
+        return nothing_measured(len(predictors), len(loop.predictors), parts.setup.classes)
 
     experiment = parts.experiment.model_copy(update={"seed": seed})
     loop.transport = assemble.in_process(dataclasses.replace(parts, experiment=experiment), dataset, loop.folder, keep)

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from common import describe, machine, spread, table, write_json
 
-from fedloom.algorithms.base import Task, find_algorithm
+from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.client_side import ClientConfig, ClientSide
@@ -127,10 +127,10 @@ def visit(case: Case, steps: int) -> float:
     )
     client = ClientData("client-0000", split, split, split, CLASSES)
     model = MLP(IMAGE, [100], CLASSES) if case.model is MLP else LeNet(IMAGE, CLASSES)
-    task = Task(model, CLASSES, IMAGE, 1, roster=(client.id,))
+    setup = Setup(model, CLASSES, IMAGE, 1, roster=(client.id,))
     algorithm = find_algorithm(case.method)
     chosen = algorithm.settings.model_validate(case.with_steps(steps))
-    server, half = algorithm.server(chosen, task, torch.Generator().manual_seed(0)), algorithm.client(chosen, task)
+    server, half = algorithm.server(chosen, setup, torch.Generator().manual_seed(0)), algorithm.client(chosen, setup)
     with tempfile.TemporaryDirectory() as states, ThreadPoolExecutor(1) as helper:
         held = ClientSide(
             half,

@@ -29,8 +29,8 @@ from fedloom.algorithms.base import (
     Conversation,
     Round,
     ServerAlgorithm,
+    Setup,
     Statistics,
-    Task,
     conversation,
 )
 from fedloom.algorithms.pefll import (
@@ -120,7 +120,7 @@ class Echo(Algorithm):
     client = EchoClient
     messages = (Model, Update)
 
-    def server(self, settings: Any, task: Any, generator: torch.Generator) -> EchoServer:
+    def server(self, settings: Any, setup: Any, generator: torch.Generator) -> EchoServer:
         """Return the server algorithm."""
         return EchoServer(torch.randn(1, 1, generator=generator))
 
@@ -133,10 +133,10 @@ class InstantPeFLL(Algorithm):
     client = InstantClient
     messages = (*PEFLL.messages, Metrics)
 
-    def server(self, settings: Any, task: Any, generator: torch.Generator) -> PeFLLServer:
+    def server(self, settings: Any, setup: Any, generator: torch.Generator) -> PeFLLServer:
         """Return PeFLL's server algorithm."""
         settings = PeFLLSettings(descriptor=DescriptorSettings(size=DESCRIPTOR_SIZE))
-        return PeFLLServer(settings, Task(LENET, CLASSES, (1, 28, 28), 100), generator)
+        return PeFLLServer(settings, Setup(LENET, CLASSES, (1, 28, 28), 100), generator)
 
 
 ECHO, INSTANT_PEFLL = Echo(), InstantPeFLL()

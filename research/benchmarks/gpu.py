@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from common import describe, machine, table
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientGroup, Task, find_algorithm
+from fedloom.algorithms.base import Algorithm, ClientGroup, Setup, find_algorithm
 from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
@@ -174,9 +174,9 @@ def one_round(
     """Return the server's state after a round with all clients."""
     model = MLP(IMAGE, [16], CLASSES)
     there = {client.id: client for client in clients(model, count, torch.float32, torch.device("cpu"))}
-    task = Task(model, CLASSES, IMAGE, count, roster=tuple(there))
+    setup = Setup(model, CLASSES, IMAGE, count, roster=tuple(there))
     chosen = algorithm.settings.model_validate(settings)
-    server, half = algorithm.server(chosen, task, torch.Generator().manual_seed(0)), algorithm.client(chosen, task)
+    server, half = algorithm.server(chosen, setup, torch.Generator().manual_seed(0)), algorithm.client(chosen, setup)
     with tempfile.TemporaryDirectory() as states, ThreadPoolExecutor(1) as helper:
         held = ClientSide(
             half,

@@ -16,8 +16,8 @@ from fedloom.algorithms.base import (
     Conversation,
     Round,
     ServerAlgorithm,
+    Setup,
     Statistics,
-    Task,
     conversation,
 )
 from fedloom.core.settings import Settings
@@ -45,9 +45,9 @@ class Show(Message):
 class Server(ServerAlgorithm):
     """Two conversations in a round, of two exchanges and one; a part of its update waits for the next round."""
 
-    def __init__(self, settings: Settings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        self.state["theta"] = task.model.init(generator, task.dtype)
+    def __init__(self, settings: Settings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        self.state["theta"] = setup.model.init(generator, setup.dtype)
         self.state["late"] = torch.zeros_like(self.state["theta"])
         self.state["rounds"] = torch.zeros((), dtype=torch.int64)
         self._pending: Callable[[], None] | None = None
@@ -64,7 +64,7 @@ class Server(ServerAlgorithm):
         first = round.sample()
         one = first.send(Begin(theta), Moved, meanwhile=self.settle)
         two = first.send(GoOn(one.change[:, :1] * 0.5), Moved)
-        second = round.sample(2, purpose="second", always=(self.task.roster[0],))
+        second = round.sample(2, purpose="second", always=(self.setup.roster[0],))
         three = second.send(Begin(theta + two.mean(two.change)), Moved)
         noise = torch.randn(theta.shape, generator=round.generator("noise"), dtype=theta.dtype)
         late, push = self.state["late"], three.mean(three.change)
@@ -106,7 +106,7 @@ class Client(ClientAlgorithm):
         """The shared vector and what the client remembers."""
         theta = opening.theta.expand(len(clients), -1)
         remembered = clients.load_state("memory", torch.zeros_like(theta))
-        return predictors_of(self.task.model, personal=theta + remembered)
+        return predictors_of(self.setup.model, personal=theta + remembered)
 
 
 class Probe(Algorithm):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from run_processes import WAIT_S, ended, experiment, started, until
 
-from fedloom.algorithms.base import Task, find_algorithm
+from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.federation.randomness import generator
 from fedloom.models.lenet import LeNet
 
@@ -22,8 +22,8 @@ def test_the_state_has_one_size(tmp_path: Path) -> None:
     model = LeNet((1, 28, 28), 10)
     sizes = []
     for clients in (100, 1000):
-        task = Task(model, 10, (1, 28, 28), clients)
-        state = pefll.server(settings, task, generator(1, "init")).state
+        setup = Setup(model, 10, (1, 28, 28), clients)
+        state = pefll.server(settings, setup, generator(1, "init")).state
         sizes.append({name: tuple(tensor.shape) for name, tensor in state.items()})
     assert sizes[0] == sizes[1]
 

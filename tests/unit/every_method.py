@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from federations import CLASSES, IMAGE, Federation, clients, federation
 
-from fedloom.algorithms.base import Task, available, find_algorithm
+from fedloom.algorithms.base import Setup, available, find_algorithm
 from fedloom.data.federated import ClientData
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
@@ -70,7 +70,7 @@ def made(
     data = clients(SIZES) if data is None else data
     method = find_algorithm(name.split()[0])
     roster = tuple(c.id for c in data if c.id not in unseen)
-    problem = Task(model, CLASSES, IMAGE, len(data), torch.float64, roster=roster)
+    problem = Setup(model, CLASSES, IMAGE, len(data), torch.float64, roster=roster)
     s = method.settings.model_validate(METHODS[name] | settings)
     return federation(folder, method, s, problem, data, rounds=int(method.trains), unseen=unseen, evaluation_cohort=2)
 

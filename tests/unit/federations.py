@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Task
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Setup
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
@@ -146,10 +146,10 @@ def answers_as_alone(
     return together
 
 
-def task(model: FlatModel | None = None, n: int = 3) -> Task:
+def setup(model: FlatModel | None = None, n: int = 3) -> Setup:
     """A float64 problem, by default with a small MLP on 1x16x16 images."""
     model = MLP(IMAGE, [5], CLASSES) if model is None else model
-    return Task(model, CLASSES, IMAGE, n, torch.float64)
+    return Setup(model, CLASSES, IMAGE, n, torch.float64)
 
 
 class Silent:
@@ -229,7 +229,7 @@ def federation(
     folder: Path,
     algorithm: Algorithm,
     settings: Settings,
-    problem: Task,
+    problem: Setup,
     data: Sequence[ClientData],
     *,
     rounds: int = 1,

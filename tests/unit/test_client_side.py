@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from facts import tells
-from federations import clients, group, task
+from federations import clients, group, setup
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
@@ -46,11 +46,11 @@ HALF = PeFLLClient(
             "descriptor": {"size": 4, "batch_size": 3},
         }
     ),
-    task(),
+    setup(),
 )
 RANDOM = torch.Generator().manual_seed(0)
 ETA_V = HALF.embedding.init(RANDOM, torch.float64)
-THETA = torch.randn(4, HALF.task.model.layout.size, generator=RANDOM, dtype=torch.float64) / 10
+THETA = torch.randn(4, HALF.setup.model.layout.size, generator=RANDOM, dtype=torch.float64) / 10
 D_V = torch.randn(4, 4, generator=RANDOM, dtype=torch.float64)
 TALK = [PeFLLTrainRequest(ETA_V), PersonalizedModel(THETA), DescriptorUpdate(D_V)]
 
@@ -242,10 +242,10 @@ def test_of_a_group_the_one_with_whom_a_method_cannot_train_is_lost_alone(at_onc
     """By the method, and not by what is read: it is known in the round, as where labels are not told beforehand."""
     one = dataclasses.replace(DATA[1], train=Split(DATA[1].train.x, torch.zeros_like(DATA[1].train.y)))
     by_id = {c.id: c for c in (DATA[0], one, DATA[2])}
-    half = PFEDGP.client(PFedGPSettings(gibbs_steps=1, chains=2), task())
+    half = PFEDGP.client(PFedGPSettings(gibbs_steps=1, chains=2), setup())
     config = ClientConfig(0, clients_at_once=at_once)
     side = ClientSide(half, vocabulary(PFEDGP), by_id.__getitem__, lambda *_: opening, config)
-    opening = SharedModel(torch.zeros(task().model.layout.body_size).double())
+    opening = SharedModel(torch.zeros(setup().model.layout.body_size).double())
     answers = dict(side.answer(KEY, 0, range(3), list(by_id), opening))
     assert [isinstance(answers[row], Update) for row in range(3)] == [True, False, True]
     assert isinstance(lost := answers[1], Lost)

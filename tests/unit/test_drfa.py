@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import answers_as_alone, clients, federation, task
+from federations import answers_as_alone, clients, federation, setup
 from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.afl import AFL, AFLSettings, project_onto_simplex
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.drfa import DRFA, DRFASettings, DRFATrainRequest, LossRequest
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
@@ -27,8 +27,8 @@ SEED = 7  # of the federations
 LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05}
 
 
-def problem(n: int = 3) -> Task:
-    return dataclasses.replace(task(), roster=tuple(f"c{i}" for i in range(n)))
+def problem(n: int = 3) -> Setup:
+    return dataclasses.replace(setup(), roster=tuple(f"c{i}" for i in range(n)))
 
 
 def drfa(**changes: Any) -> DRFASettings:
@@ -88,12 +88,12 @@ def test_with_weights_that_stay_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, 
     assert torch.equal(mine.state["weights"], torch.full((3,), 1 / 3, dtype=torch.float64))
 
 
-def loss_at(p: Task, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
+def loss_at(p: Setup, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
     assert c.train.y is not None
     return F.cross_entropy(p.model.logits(theta, c.train.x[index]), c.train.y[index])
 
 
-def visit(p: Task, theta: Tensor, c: ClientData, round: int, steps: int) -> list[Tensor]:
+def visit(p: Setup, theta: Tensor, c: ClientData, round: int, steps: int) -> list[Tensor]:
     """w after 0, 1, ... steps."""
     path = [theta]
     for index in batches(len(c.train), 3, steps, generator(SEED, "train/train", c.id, round)):

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from facts import refusing
-from federations import client, clients, federation, group, task
+from federations import client, clients, federation, group, setup
 from torch import Tensor
 
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, PersonalizeRequest
 from fedloom.data.federated import ClientData, Split
@@ -30,7 +30,7 @@ def made(**changes: Any) -> FedAvgSettings:
     )
 
 
-def visit(s: FedAvgSettings, problem: Task, theta: Tensor, c: ClientData, round: int) -> Tensor:
+def visit(s: FedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, round: int) -> Tensor:
     """torch.optim.SGD on the batches of the client's generator for this round."""
     p = theta.clone().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
@@ -48,7 +48,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def test_with_one_client_it_is_sgd(tmp_path: Path) -> None:
-    s, problem, data = made(), task(n=1), clients((10,))
+    s, problem, data = made(), setup(n=1), clients((10,))
     run = federation(tmp_path, FEDAVG, s, problem, data, rounds=3)
     theta = run.state["theta"]
     for t in (1, 2, 3):
@@ -60,7 +60,7 @@ def test_with_one_client_it_is_sgd(tmp_path: Path) -> None:
 def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_pooled_data(tmp_path: Path) -> None:
     """FedSGD: with n_i weights, one step each from the same θ is one step on the union of the data."""
     s = made(local={"steps": 1, "batch_size": 100, "momentum": 0.0})
-    problem, data = task(), clients(SIZES)
+    problem, data = setup(), clients(SIZES)
     run = federation(tmp_path, FEDAVG, s, problem, data)
     theta = run.state["theta"].requires_grad_()
     x = torch.cat([c.train.x for c in data])
@@ -77,7 +77,7 @@ def test_the_average_is_weighted_over_those_who_answered(
     tmp_path: Path, weighting: str, server_lr: float, lost: int | None
 ) -> None:
     s = made(weighting=weighting, server_lr=server_lr, local={"epochs": 2, "steps": None})
-    problem, data = task(), clients(SIZES)
+    problem, data = setup(), clients(SIZES)
     run = federation(tmp_path, FEDAVG, s, problem, data, lost=None if lost is None else {0: lost})
     theta = run.state["theta"]
     here = [c for i, c in enumerate(data) if i != lost]
@@ -92,7 +92,7 @@ def test_the_average_is_weighted_over_those_who_answered(
 
 def test_without_steps_the_personal_model_is_the_global_one(tmp_path: Path) -> None:
     data = clients(SIZES)
-    run = federation(tmp_path, FEDAVG, made(), task(), data, unseen=["c2"])
+    run = federation(tmp_path, FEDAVG, made(), setup(), data, unseen=["c2"])
     evaluation = run.run()
     theta = run.state["theta"]
     for c in data:
@@ -105,7 +105,7 @@ def test_without_steps_the_personal_model_is_the_global_one(tmp_path: Path) -> N
 
 
 def test_fine_tuning_is_local_sgd_from_the_global_model(tmp_path: Path) -> None:
-    s, problem, data = made(personalize_steps=4, local={"epochs": 2, "steps": None}), task(), clients(SIZES)
+    s, problem, data = made(personalize_steps=4, local={"epochs": 2, "steps": None}), setup(), clients(SIZES)
     run = federation(tmp_path, FEDAVG, s, problem, data, unseen=["c2"])
     run.run()
     theta = run.state["theta"]
@@ -125,10 +125,10 @@ def test_fine_tuning_is_local_sgd_from_the_global_model(tmp_path: Path) -> None:
 def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> None:
     c = client("c7", 4)
     c = ClientData(c.id, Split(c.train.x, None), c.validation, c.test, c.classes)
-    opening = PersonalizeRequest(torch.zeros(task().model.layout.size).double())
+    opening = PersonalizeRequest(torch.zeros(setup().model.layout.size).double())
     for steps, names in ((0, {"personal", "global"}), (1, {"global"})):
         with pytest.raises(StopIteration) as end:
-            next(FEDAVG.client(made(personalize_steps=steps), task()).open(group([c]), opening))
+            next(FEDAVG.client(made(personalize_steps=steps), setup()).open(group([c]), opening))
         (named,) = end.value.value
         assert set(named) == names
     with refusing(DataError, "client c7", "personal", "label"):
@@ -138,7 +138,7 @@ def test_a_client_without_labels_gets_the_global_model_but_no_fine_tuning() -> N
 def test_a_model_that_is_not_finite_is_not_taken_over(tmp_path: Path) -> None:
     """Finite updates, a step that is not: the attempt fails, θ stays."""
     data = clients((4, 4))
-    run = federation(tmp_path, FEDAVG, made(server_lr=1e308, local={"steps": 1, "lr": 100.0}), task(n=2), data)
+    run = federation(tmp_path, FEDAVG, made(server_lr=1e308, local={"steps": 1, "lr": 100.0}), setup(n=2), data)
     theta = run.state["theta"]
     with pytest.raises(QuorumError, match="not finite"):
         run.run()
@@ -146,7 +146,7 @@ def test_a_model_that_is_not_finite_is_not_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_clients_traffic_is_the_model_both_ways(tmp_path: Path) -> None:
-    problem = task()
+    problem = setup()
     run = federation(tmp_path, FEDAVG, made(), problem, clients(SIZES))
     run.run()
     (attempt,) = run.loop.journal.counted()

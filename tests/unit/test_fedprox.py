@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import answers_as_alone, client, clients, federation, group, task
+from federations import answers_as_alone, client, clients, federation, group, setup
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.fedprox import FEDPROX, FedProxSettings, work
@@ -29,7 +29,7 @@ def made(**changes: Any) -> FedProxSettings:
     return FedProxSettings.model_validate({"local": LOCAL | changes.pop("local", {}), **changes})
 
 
-def visit(s: FedProxSettings, problem: Task, theta: Tensor, c: ClientData, round: int, steps: int) -> Tensor:
+def visit(s: FedProxSettings, problem: Setup, theta: Tensor, c: ClientData, round: int, steps: int) -> Tensor:
     """torch.optim.SGD on f_i(w) + μ/2 ‖w - w_t‖², the term in the loss."""
     p = theta.clone().requires_grad_()
     optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
@@ -46,7 +46,7 @@ def test_without_its_term_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
     data = clients(SIZES)
     average = FedAvgSettings.model_validate({"local": LOCAL, "personalize_steps": 2})
     prox, avg = (
-        federation(tmp_path / method.name, method, s, task(), data, rounds=2, unseen=["c2"])
+        federation(tmp_path / method.name, method, s, setup(), data, rounds=2, unseen=["c2"])
         for method, s in ((FEDPROX, made(mu=0.0, personalize_steps=2)), (FEDAVG, average))
     )
     prox.run()
@@ -60,7 +60,7 @@ def test_without_its_term_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_a_visit_is_sgd_with_the_term_in_the_loss(tmp_path: Path, weighting: str) -> None:
     """The term is about where the round started, in the second round too."""
-    s, problem, data = made(mu=2.0, weighting=weighting), task(), clients(SIZES)
+    s, problem, data = made(mu=2.0, weighting=weighting), setup(), clients(SIZES)
     run = federation(tmp_path, FEDPROX, s, problem, data, rounds=2)
     theta = run.state["theta"]
     weights = torch.tensor([float(n) if weighting == "examples" else 1.0 for n in SIZES]).double()
@@ -93,7 +93,7 @@ def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
 
 
 def test_stragglers_do_a_part_of_the_work_and_are_counted(tmp_path: Path) -> None:
-    s, problem, data = made(mu=0.5, stragglers=1.0, weighting="uniform"), task(), clients((9, 12, 1))
+    s, problem, data = made(mu=0.5, stragglers=1.0, weighting="uniform"), setup(), clients((9, 12, 1))
     full = [s.local.count(len(c.train)) for c in data]
     assert full == [9, 12, 3]
     run = federation(tmp_path, FEDPROX, s, problem, data)
@@ -126,6 +126,6 @@ def test_how_many_are_late_and_how_late() -> None:
 
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
-    half = FEDPROX.client(made(mu=1.0, stragglers=0.5), task())
-    opening = FEDPROX.messages[0](task().model.init(torch.Generator().manual_seed(3), torch.float64))
+    half = FEDPROX.client(made(mu=1.0, stragglers=0.5), setup())
+    opening = FEDPROX.messages[0](setup().model.init(torch.Generator().manual_seed(3), torch.float64))
     answers_as_alone(half, clients((9, 4, 12, 1)), opening, atol=1e-10)

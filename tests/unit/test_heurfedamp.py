@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import clients, federation, group, held_out_elsewhere, task
+from federations import clients, federation, group, held_out_elsewhere, setup
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.heurfedamp import HEURFEDAMP, Centre, HeurFedAMPServer, HeurFedAMPSettings, attention
@@ -26,8 +26,8 @@ SEED = 7  # of the federations
 LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0}
 
 
-def problem(n: int = 3) -> Task:
-    return dataclasses.replace(task(), roster=tuple(f"c{i}" for i in range(n)))
+def problem(n: int = 3) -> Setup:
+    return dataclasses.replace(setup(), roster=tuple(f"c{i}" for i in range(n)))
 
 
 def made(**changes: Any) -> HeurFedAMPSettings:
@@ -62,7 +62,7 @@ def test_weights_are_the_papers() -> None:
     assert attention(torch.zeros(3, 2), 1, 0.5, 1.0).tolist() == [0.25, 0.5, 0.25]
 
 
-def visit(s: HeurFedAMPSettings, p: Task, u: Tensor, c: ClientData, round: int) -> Tensor:
+def visit(s: HeurFedAMPSettings, p: Setup, u: Tensor, c: ClientData, round: int) -> Tensor:
     w = u.clone()
     assert c.train.y is not None
     for index in batches(len(c.train), 3, 3, generator(SEED, "train/train", c.id, round)):
@@ -151,7 +151,7 @@ def test_who_was_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) -
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     data, half = clients((9, 4, 12, 1)), HEURFEDAMP.client(made(), problem(4))
-    theta = torch.randn(4, task().model.layout.size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    theta = torch.randn(4, setup().model.layout.size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     together = next(half.open(group(data), Centre(theta))).tensors()
     alone = [next(half.open(group([c]), Centre(theta[i : i + 1]))).tensors() for i, c in enumerate(data)]
     for name, value in together.items():

@@ -12,7 +12,7 @@ from every_method import METHODS, PLAIN, SIZES, made
 from federations import CLASSES, IMAGE, clients, group
 from torch import Tensor
 
-from fedloom.algorithms.base import Task, find_algorithm
+from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.client import NothingToTrainOn
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
@@ -35,7 +35,7 @@ UNTRAINED = {"fedrod"}
 
 
 def with_a_shared_model() -> list[str]:
-    problem = Task(PLAIN, CLASSES, IMAGE, 3, torch.float64, roster=("c0", "c1"))
+    problem = Setup(PLAIN, CLASSES, IMAGE, 3, torch.float64, roster=("c0", "c1"))
     found = []
     for name, settings in METHODS.items():
         method = find_algorithm(name.split()[0])
@@ -87,7 +87,7 @@ def test_it_is_measured_under_global(tmp_path: Path, name: str, what: str) -> No
 
 def test_beside_others_in_a_group_it_is_named_so_that_they_are_served_one_by_one() -> None:
     data, method = clients(SIZES), find_algorithm("fedavg")
-    half = method.client(method.settings.model_validate(METHODS["fedavg"]), Task(PLAIN, CLASSES, IMAGE, 3))
+    half = method.client(method.settings.model_validate(METHODS["fedavg"]), Setup(PLAIN, CLASSES, IMAGE, 3))
     theta = PLAIN.init(torch.Generator().manual_seed(1), torch.float64)
     with pytest.raises(NothingToTrainOn, match="c2"):
         next(half.open(group([data[0], lacking(data[2], "examples")]), method.messages[2](theta)))

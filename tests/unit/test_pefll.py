@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, client, clients, federation, group, task
+from federations import CLASSES, IMAGE, Federation, client, clients, federation, group, setup
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.optimizers import AdamAscent
 from fedloom.algorithms.pefll import (
@@ -95,7 +95,7 @@ def parameters(state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
 
 def objective(
     s: PeFLLSettings,
-    problem: Task,
+    problem: Setup,
     eta_v: Tensor,
     eta_h: dict[str, Tensor],
     data: list[ClientData],
@@ -129,7 +129,7 @@ def expect(after: dict[str, Tensor], eta_v: Tensor, eta_h: dict[str, Tensor], to
 
 
 def gradient_step(
-    s: PeFLLSettings, problem: Task, before: dict[str, Tensor], data: list[ClientData], **standard: Any
+    s: PeFLLSettings, problem: Setup, before: dict[str, Tensor], data: list[ClientData], **standard: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One step of rate β on the objective."""
     eta_v, eta_h = parameters(before)
@@ -173,7 +173,7 @@ def gradient_step(
 def test_a_round_is_a_gradient_step_of_the_objective(
     tmp_path: Path, changes: dict[str, Any], model: Any, sizes: tuple[int, ...]
 ) -> None:
-    s, problem, data = literal(**changes), task(model), clients(sizes)
+    s, problem, data = literal(**changes), setup(model), clients(sizes)
     run = federation(tmp_path, PEFLL, s, problem, data)
     before = run.state
     run.run()
@@ -181,7 +181,7 @@ def test_a_round_is_a_gradient_step_of_the_objective(
 
 
 def test_standardization_is_part_of_the_function_and_frozen(tmp_path: Path) -> None:
-    s, problem, data = literal(descriptor={"standardize": "first"}), task(), clients(SIZES)
+    s, problem, data = literal(descriptor={"standardize": "first"}), setup(), clients(SIZES)
     first = federation(tmp_path / "1", PEFLL, s, problem, data, rounds=1)
     second = federation(tmp_path / "2", PEFLL, s, problem, data, rounds=2)
     start = first.state
@@ -198,7 +198,7 @@ def test_standardization_is_part_of_the_function_and_frozen(tmp_path: Path) -> N
 
 
 def test_unseen_clients_do_not_train(tmp_path: Path) -> None:
-    s, problem, data = literal(), task(), clients(SIZES)
+    s, problem, data = literal(), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, unseen=["c1"])
     before = run.state
     evaluation = run.run()
@@ -210,7 +210,7 @@ def test_unseen_clients_do_not_train(tmp_path: Path) -> None:
 
 
 def mean_gradient(
-    s: PeFLLSettings, problem: Task, eta_v: Tensor, eta_h: dict[str, Tensor], data: list[ClientData]
+    s: PeFLLSettings, problem: Setup, eta_v: Tensor, eta_h: dict[str, Tensor], data: list[ClientData]
 ) -> list[Tensor]:
     """-mean (Δη_v, Δη_h): β times the gradient of (1/n) Σ f_i, without the server's own terms."""
     value = objective(s, problem, eta_v, eta_h, data, regularized=False)
@@ -222,7 +222,7 @@ def mean_gradient(
 def test_adam_is_torchs(tmp_path: Path, clip: float | None, decay: str) -> None:
     """AdamW, or Adam with its own weight decay."""
     server = {"rule": "adam", "lr": 1e-2, "clip": clip, "decay": decay}
-    s, problem, data = literal(server=server), task(), clients(SIZES)
+    s, problem, data = literal(server=server), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, rounds=3)
     eta_v, eta_h = parameters(run.state)
     both = [eta_v, *eta_h.values()]
@@ -271,7 +271,7 @@ def test_l2_is_inside_adam_alone() -> None:
 
 
 def test_clipping_is_of_the_joint_norm(tmp_path: Path) -> None:
-    s, problem, data = literal(server={"clip": 1e-3}), task(), clients(SIZES)
+    s, problem, data = literal(server={"clip": 1e-3}), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data)
     eta_v, eta_h = parameters(run.state)
     both = [eta_v, *eta_h.values()]
@@ -289,7 +289,7 @@ def test_clipping_is_of_the_joint_norm(tmp_path: Path) -> None:
 
 
 def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
-    server = PeFLLServer(literal(), task(), torch.Generator().manual_seed(0))
+    server = PeFLLServer(literal(), setup(), torch.Generator().manual_seed(0))
     before = {name: tensor.clone() for name, tensor in server.state.items()}
     bad = {name: torch.zeros_like(p) for name, p in server.eta_h.items()}
     bad["fc2.bias"][3] = torch.inf
@@ -301,9 +301,9 @@ def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", ["paper", "adam"])
 def test_a_state_taken_over_is_the_state(rule: str, tmp_path: Path) -> None:
     s = literal(server={"rule": rule}, descriptor={"standardize": "first"})
-    run = federation(tmp_path, PEFLL, s, task(), clients(SIZES), rounds=2)
+    run = federation(tmp_path, PEFLL, s, setup(), clients(SIZES), rounds=2)
     run.run()
-    other = PeFLLServer(s, task(), torch.Generator().manual_seed(99))
+    other = PeFLLServer(s, setup(), torch.Generator().manual_seed(99))
     assert {name: tensor.shape for name, tensor in other.state.items()} == {n: t.shape for n, t in run.state.items()}
     other.state = run.state
     assert torch.equal(other.eta_h["fc1.weight"], run.state["eta_h.fc1.weight"])
@@ -311,7 +311,7 @@ def test_a_state_taken_over_is_the_state(rule: str, tmp_path: Path) -> None:
 
 def test_a_server_that_is_resumed_has_its_layers_in_their_order(tmp_path: Path) -> None:
     """A file of tensors has an order of its own, and gradients and moments go by position."""
-    s, problem, data = literal(server={"rule": "adam"}), task(), clients(SIZES)
+    s, problem, data = literal(server={"rule": "adam"}), setup(), clients(SIZES)
     first = federation(tmp_path, PEFLL, s, problem, data)
     first.run()
     again = federation(tmp_path, PEFLL, s, problem, data)
@@ -327,7 +327,7 @@ def test_a_server_that_is_resumed_has_its_layers_in_their_order(tmp_path: Path) 
 @pytest.mark.parametrize("exchange", [0, 1])
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_client_lost_before_it_trained_does_not_count(tmp_path: Path, exchange: int, row: int) -> None:
-    s, problem, data = literal(), task(), clients(SIZES)
+    s, problem, data = literal(), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, lost={exchange: row})
     before = run.state
     run.run()
@@ -337,7 +337,7 @@ def test_a_client_lost_before_it_trained_does_not_count(tmp_path: Path, exchange
 
 
 def test_a_client_lost_at_the_last_exchange_counts_for_the_hypernetwork_alone(tmp_path: Path) -> None:
-    s, problem, data = literal(), task(), clients(SIZES)
+    s, problem, data = literal(), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, lost={2: 1})
     before = run.state
     run.run()
@@ -350,7 +350,7 @@ def test_a_client_lost_at_the_last_exchange_counts_for_the_hypernetwork_alone(tm
 
 @pytest.mark.parametrize("cohort", [1, 3])
 def test_a_client_whose_data_are_broken_is_lost_and_the_others_go_on(tmp_path: Path, cohort: int) -> None:
-    s, problem, data = literal(), task(), clients(SIZES)
+    s, problem, data = literal(), setup(), clients(SIZES)
     data[1].train.x[0, 0, 0, 0] = torch.nan
     run = federation(tmp_path, PEFLL, s, problem, data, evaluation_cohort=cohort)
     before = run.state
@@ -367,7 +367,7 @@ def test_a_client_whose_data_are_broken_is_lost_and_the_others_go_on(tmp_path: P
 
 
 def test_prediction_is_algorithm_1(tmp_path: Path) -> None:
-    s, problem, data = literal(descriptor={"evaluate": "all", "standardize": "first"}), task(), clients(SIZES)
+    s, problem, data = literal(descriptor={"evaluate": "all", "standardize": "first"}), setup(), clients(SIZES)
     run = federation(tmp_path, PEFLL, s, problem, data, unseen=["c2"])
     run.run()
     state = run.state
@@ -385,7 +385,7 @@ def test_prediction_is_algorithm_1(tmp_path: Path) -> None:
 
 def test_a_client_may_go_on_from_the_model_that_it_is_handed(tmp_path: Path) -> None:
     """By torch's SGD on its own batches; training and the state are as without."""
-    data, problem, steps = clients(SIZES), task(), 5
+    data, problem, steps = clients(SIZES), setup(), 5
     local = {"steps": 1, "batch_size": 3, "lr": 0.1, "momentum": 0.9}
     runs = {
         k: federation(tmp_path / str(k), PEFLL, literal(local=local, personalize_steps=k), problem, data, unseen=["c2"])
@@ -414,16 +414,16 @@ def test_a_client_may_go_on_from_the_model_that_it_is_handed(tmp_path: Path) -> 
 
 def test_evaluation_leaves_no_trace_in_training(tmp_path: Path) -> None:
     s = literal(local={"steps": 3, "batch_size": 2, "momentum": 0.9}, descriptor={"batch_size": 2})
-    often = federation(tmp_path / "often", PEFLL, s, task(), clients(SIZES), rounds=2)
+    often = federation(tmp_path / "often", PEFLL, s, setup(), clients(SIZES), rounds=2)
     often.run()
-    never = federation(tmp_path / "never", PEFLL, s, task(), clients(SIZES), rounds=2)
+    never = federation(tmp_path / "never", PEFLL, s, setup(), clients(SIZES), rounds=2)
     for _ in range(2):
         never.loop._train_round()
     assert all(torch.equal(tensor, never.state[name]) for name, tensor in often.state.items())
 
 
 def open_with(s: PeFLLSettings, opening: type, c: ClientData, round: int = 1) -> Any:
-    half = PeFLLClient(s, task())
+    half = PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     return half.open(group([c], round=round), opening(eta_v))
 
@@ -443,10 +443,10 @@ def test_the_batch_of_a_descriptor_is_drawn_anew_each_round_and_only_then() -> N
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     s = literal(local={"steps": 4, "batch_size": 3, "momentum": 0.9}, descriptor={"batch_size": 5})
-    data, half = clients(SIZES), PeFLLClient(s, task())
+    data, half = clients(SIZES), PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     random = torch.Generator().manual_seed(6)
-    theta = torch.randn(3, half.task.model.layout.size, generator=random, dtype=torch.float64) / 10
+    theta = torch.randn(3, half.setup.model.layout.size, generator=random, dtype=torch.float64) / 10
     d_v = torch.randn(3, LENGTH, generator=random, dtype=torch.float64)
 
     def talk(rows: list[int]) -> list[dict[str, Tensor]]:
@@ -479,7 +479,7 @@ def test_an_unlabelled_client_is_described_by_the_unlabelled_variant_alone() -> 
     conversation = open_with(literal(embedding={"labels": False}), DescriptorRequest, c)
     next(conversation)
     with pytest.raises(StopIteration) as end:
-        conversation.send(PersonalizedModel(torch.zeros(1, task().model.layout.size).double()))
+        conversation.send(PersonalizedModel(torch.zeros(1, setup().model.layout.size).double()))
     assert end.value.value[0]["personal"].probabilities(c.test.x).shape == (2, CLASSES)
 
 
@@ -487,7 +487,7 @@ def test_an_unlabelled_client_cannot_train() -> None:
     conversation = open_with(literal(embedding={"labels": False}), PeFLLTrainRequest, without_labels(client("c7", 4)))
     next(conversation)
     with pytest.raises(DataError, match=r"client c7: .*labels"):
-        conversation.send(PersonalizedModel(torch.zeros(1, task().model.layout.size).double()))
+        conversation.send(PersonalizedModel(torch.zeros(1, setup().model.layout.size).double()))
 
 
 @pytest.mark.parametrize("opening", [PeFLLTrainRequest, DescriptorRequest])
@@ -500,7 +500,7 @@ def test_a_client_without_training_examples_says_so(opening: type) -> None:
 
 def test_a_message_that_opens_nothing_is_named() -> None:
     with pytest.raises(TypeError, match=r"PersonalizedModel .*DescriptorRequest, PeFLLTrainRequest"):
-        PeFLLClient(literal(), task()).open(group(clients((3,))), PersonalizedModel(torch.zeros(1, 1)))
+        PeFLLClient(literal(), setup()).open(group(clients((3,))), PersonalizedModel(torch.zeros(1, 1)))
 
 
 def test_a_client_half_derived_from_another_keeps_its_conversations() -> None:
@@ -508,8 +508,8 @@ def test_a_client_half_derived_from_another_keeps_its_conversations() -> None:
         pass
 
     c = client("c0", 4)
-    opening = PeFLLTrainRequest(Other(literal(), task()).embedding.init(torch.Generator(), torch.float64))
-    assert isinstance(next(Other(literal(), task()).open(group([c]), opening)), Descriptor)
+    opening = PeFLLTrainRequest(Other(literal(), setup()).embedding.init(torch.Generator(), torch.float64))
+    assert isinstance(next(Other(literal(), setup()).open(group([c]), opening)), Descriptor)
 
 
 def test_settings_that_contradict_themselves_are_refused() -> None:
@@ -521,7 +521,7 @@ def test_settings_that_contradict_themselves_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 15, 28), (3, 8, 8)])
 def test_a_lenet_embedding_of_inputs_too_small_is_refused(shape: tuple[int, ...]) -> None:
-    problem = Task(MLP(shape, [], CLASSES), CLASSES, shape, 3, torch.float64)
+    problem = Setup(MLP(shape, [], CLASSES), CLASSES, shape, 3, torch.float64)
     with pytest.raises(ExperimentError, match="16x16") as refused:
         PeFLLServer(literal(), problem, torch.Generator())
     assert (refused.value.key, refused.value.found) == ("algorithm.embedding.network", "lenet")
@@ -535,7 +535,7 @@ def test_a_lenet_embedding_of_inputs_too_small_is_refused(shape: tuple[int, ...]
 def test_an_embedding_network_takes_its_kinds_of_input(kind: Any, shape: tuple[int, ...], allowed: str) -> None:
     """On the allowed ones a client trains and passes back; the others are refused with what is allowed."""
     model = LSTM(CLASSES, hidden=5) if kind == "tokens" else MLP(shape, [5], CLASSES)
-    problem = Task(model, CLASSES, shape, 3, torch.float64, kind)
+    problem = Setup(model, CLASSES, shape, 3, torch.float64, kind)
     random = torch.Generator().manual_seed(1)
     for network in ("lenet", "linear", "mlp", "lstm"):
         s = literal(embedding={"network": network})
@@ -583,7 +583,7 @@ def test_defaults_are_the_papers() -> None:
 
 def test_a_clients_traffic_is_that_of_the_paper(tmp_path: Path) -> None:
     """2 (|θ| + |η_v| + |v|) numbers per client and round (A.3), and two more up: steps and loss."""
-    s, problem, data = literal(), task(), clients(SIZES)
+    s, problem, data = literal(), setup(), clients(SIZES)
     run: Federation = federation(tmp_path, PEFLL, s, problem, data)
     run.run()
     size = problem.model.layout.size + run.state["eta_v"].numel() + LENGTH

@@ -14,12 +14,12 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, client, clients, federation, task
+from federations import CLASSES, client, clients, federation, setup
 from pydantic import ValidationError
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from fedloom.algorithms.base import ClientGroup, Round, Task
+from fedloom.algorithms.base import ClientGroup, Round, Setup
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.mean_field import (
     MeanField,
@@ -158,7 +158,7 @@ def test_the_reparameterized_gradient_is_unbiased() -> None:
     alike = [ClientData(f"c{i}", Split(x, y), nothing, nothing, 3) for i in range(g)]
     s = made(samples=samples, optimizer="gd", zeta=0.0, lr_personal=lr, lr_global=1e-6)
     q, w = MeanField(v.expand(g, 2, 6)), MeanField(v.expand(g, 2, 6))
-    PFedBayesClient(s, task(Linear())).visit(ClientGroup(alike, keyed("train")), range(g), q, w, 1, "train")
+    PFedBayesClient(s, setup(Linear())).visit(ClientGroup(alike, keyed("train")), range(g), q, w, 1, "train")
     before = MeanField(v)
     found = (before.v - q.v) / lr
     spread = found.std(0) / math.sqrt(g)  # standard error of the mean over all samples
@@ -189,7 +189,7 @@ class Reference:
 
 def visit(
     s: PFedBayesSettings,
-    problem: Task,
+    problem: Setup,
     start: Tensor,
     v: Tensor,
     c: ClientData,
@@ -237,7 +237,7 @@ GD = {"optimizer": "gd", "lr_personal": 1e-3, "lr_global": 2e-3, "zeta": 1.5}
 )
 @pytest.mark.parametrize("beta", [1.0, 0.6])
 def test_rounds_are_algorithm_1(tmp_path: Path, options: dict[str, Any], beta: float) -> None:
-    s, problem, data = made(beta=beta, **options), task(), clients(SIZES)
+    s, problem, data = made(beta=beta, **options), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data, rounds=2)
     v = run.state["v"]
     assert torch.equal(v[1], torch.full_like(v[1], -2.5))
@@ -258,7 +258,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path, options: dict[str, Any], beta: f
 
 
 def test_the_server_can_match_moments(tmp_path: Path) -> None:
-    s, problem, data = made(aggregation="moments", beta=0.5), task(), clients(SIZES)
+    s, problem, data = made(aggregation="moments", beta=0.5), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data)
     v = run.state["v"]
     uploads = torch.stack([visit(s, problem, v, v, c, 1)[1] for c in data])
@@ -271,7 +271,7 @@ def test_the_server_can_match_moments(tmp_path: Path) -> None:
 
 def test_moments_kept_are_those_of_a_hand_written_loop() -> None:
     """Two visits of one step by Adam as its paper writes it, in float64, for a client that missed a round."""
-    s, problem, c = made(moments="kept", steps=1), task(), clients(SIZES)[1]
+    s, problem, c = made(moments="kept", steps=1), setup(), clients(SIZES)[1]
     half, v, n = PFedBayesClient(s, problem), some(problem.model.layout.size, seed=4) * 0.1, len(c.train)
     first, second = torch.zeros_like(v), torch.zeros_like(v)
     start = some(problem.model.layout.size, seed=9) * 0.1  # not v, where gradients would be nothing but rounding
@@ -295,7 +295,7 @@ def test_moments_kept_are_those_of_a_hand_written_loop() -> None:
 
 
 def test_moments_kept_change_nothing_in_a_first_visit(tmp_path: Path) -> None:
-    problem, data = task(), clients(SIZES)
+    problem, data = setup(), clients(SIZES)
     fresh, kept = (
         federation(tmp_path / how, PFEDBAYES, made(moments=how), problem, data, rounds=2) for how in ("fresh", "kept")
     )
@@ -314,7 +314,7 @@ def test_moments_kept_change_nothing_in_a_first_visit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("aggregation", ["parameters", "moments"])
 def test_all_train_and_some_are_averaged(tmp_path: Path, aggregation: str) -> None:
     """Algorithm 1 with S < N: every client's q goes on, and the average is that of the S drawn."""
-    problem, data = task(), clients(SIZES)
+    problem, data = setup(), clients(SIZES)
     s = made(averaged=2, aggregation=aggregation)
     run = federation(tmp_path / "2", PFEDBAYES, s, problem, data)
     v = run.state["v"]
@@ -352,7 +352,7 @@ class RoundOf:
 
 
 def test_who_is_averaged_is_drawn_anew_from_those_who_answered() -> None:
-    server = PFedBayesServer(made(averaged=2), task(), generator(SEED, "init"))
+    server = PFedBayesServer(made(averaged=2), setup(), generator(SEED, "init"))
     present = torch.tensor([True, True, False, True, True])
     answered: Replies[Any] = Replies(None, present, torch.full((5,), 9))
     drawn = []
@@ -365,7 +365,7 @@ def test_who_is_averaged_is_drawn_anew_from_those_who_answered() -> None:
 
 def test_a_client_whose_state_is_from_before_moments_were_kept_has_none() -> None:
     """The settings of an open federation may change as it goes on."""
-    s, problem, c = made(moments="kept"), task(), client("c0", 5)
+    s, problem, c = made(moments="kept"), setup(), client("c0", 5)
     v = some(problem.model.layout.size, seed=4) * 0.1
     groups = [ClientGroup([c], keyed("train"), [state]) for state in ({"v": v}, None)]
     for group in groups:
@@ -380,7 +380,7 @@ def test_gradient_descent_has_no_moments_to_keep() -> None:
 
 def test_a_client_never_seen_gets_its_own_distribution_from_the_global_one(tmp_path: Path) -> None:
     """Steps on (27) with the prior held still."""
-    s, problem, data = made(), task(), clients(SIZES)
+    s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data, unseen=["c2"])
     run.run()
     v, c = run.state["v"], data[2]
@@ -399,24 +399,25 @@ def test_a_client_never_seen_gets_its_own_distribution_from_the_global_one(tmp_p
 
 
 def test_without_steps_a_new_client_predicts_with_the_global_distribution() -> None:
-    half, v = PFedBayesClient(made(personalize_steps=0), task()), gaussian(torch.zeros(task().model.layout.size), -2.5)
+    theta = torch.zeros(setup().model.layout.size)
+    half, v = PFedBayesClient(made(personalize_steps=0), setup()), gaussian(theta, -2.5)
     group = ClientGroup([client("c0", 5)], keyed("evaluate"), may_keep=False)
     (named,) = predictors(half, group, Prior(v.double()))
     assert torch.equal(named["personal"].tensors()["mu"], v[0].double())
 
 
 def test_without_noise_every_drawn_network_is_the_mean_network() -> None:
-    v = some(task().model.layout.size, seed=3).float().double()  # as it travels
+    v = some(setup().model.layout.size, seed=3).float().double()  # as it travels
     group = ClientGroup([client("c0", 5)], keyed("evaluate"), may_keep=False)
 
     def drawn(noise: float) -> Tensor:
-        half = PFedBayesClient(made(noise=noise, personalize_steps=0), task())
+        half = PFedBayesClient(made(noise=noise, personalize_steps=0), setup())
         (named,) = predictors(half, group, Prior(v))
         predictor = named["personal"]
         assert isinstance(predictor, Ensemble)
         return torch.stack([torch.cat([leaf.flatten() for leaf in network.values()]) for network in predictor.networks])
 
-    mean = torch.cat([leaf.flatten() for leaf in task().model.layout.leaves(v[0]).values()])
+    mean = torch.cat([leaf.flatten() for leaf in setup().model.layout.leaves(v[0]).values()])
     assert bool((drawn(0.0) == mean).all())
     assert torch.allclose(drawn(0.5) - mean, 0.5 * (drawn(1.0) - mean), rtol=1e-12, atol=1e-12)
 
@@ -427,7 +428,7 @@ def test_without_noise_every_drawn_network_is_the_mean_network() -> None:
 )
 def test_a_group_is_its_clients_one_by_one(options: dict[str, Any], atol: float) -> None:
     """The vectorized driver against the one for CPUs, sizes and batches unequal, one client without a state."""
-    s, problem, data = made(batch_size=5, **options), task(), clients(SIZES)
+    s, problem, data = made(batch_size=5, **options), setup(), clients(SIZES)
     half, v = PFedBayesClient(s, problem), some(problem.model.layout.size, seed=4) * 0.1
     v[1] -= 2
     d = problem.model.layout.size
@@ -462,7 +463,7 @@ def test_a_group_is_its_clients_one_by_one(options: dict[str, Any], atol: float)
 
 def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
     one, other = (
-        federation(tmp_path / name, PFEDBAYES, made(), task(), clients(SIZES), rounds=2) for name in ("one", "other")
+        federation(tmp_path / name, PFEDBAYES, made(), setup(), clients(SIZES), rounds=2) for name in ("one", "other")
     )
     first, second = one.run(), other.run()
     assert torch.equal(one.state["v"], other.state["v"])
@@ -471,7 +472,7 @@ def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_client_lost_counts_for_nothing(tmp_path: Path) -> None:
-    s, problem, data = made(), task(), clients(SIZES)
+    s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDBAYES, s, problem, data, lost={0: 1})
     v = run.state["v"]
     expected = torch.stack([visit(s, problem, v, v, c, 1)[1] for i, c in enumerate(data) if i != 1]).mean(0)
@@ -483,7 +484,7 @@ def test_a_client_lost_counts_for_nothing(tmp_path: Path) -> None:
 
 
 def test_prediction_is_the_mean_over_the_draws() -> None:
-    model, v = task().model, some(task().model.layout.size, seed=8)
+    model, v = setup().model, some(setup().model.layout.size, seed=8)
     noise = torch.randn(5, v.shape[1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x = client("c0", 7).train.x
     each = torch.stack([model.logits(v[0] + F.softplus(v[1]) * g, x).softmax(1) for g in noise])
@@ -491,15 +492,15 @@ def test_prediction_is_the_mean_over_the_draws() -> None:
     close(predictor.probabilities(x), each.mean(0))
     close(predictor.draws_log_probabilities(x).exp(), each)
     close(predictor.probabilities(x).sum(1), torch.ones(7).double())
-    half = PFedBayesClient(made(draws=0), task())
+    half = PFedBayesClient(made(draws=0), setup())
     (named,) = predictors(half, ClientGroup([client("c0", 5)], keyed("evaluate"), may_keep=False), Prior(v))
     close(named["global"].probabilities(x), model.logits(v[0], x).softmax(1))
 
 
 def test_an_evaluation_measures_disagreement_of_the_draws(tmp_path: Path) -> None:
-    evaluation = federation(tmp_path / "a", PFEDBAYES, made(rho=0.0), task(), clients(SIZES), rounds=0).run()
+    evaluation = federation(tmp_path / "a", PFEDBAYES, made(rho=0.0), setup(), clients(SIZES), rounds=0).run()
     assert (evaluation.uncertainty[..., 2] > 0.01).all()
-    alone = federation(tmp_path / "b", PFEDBAYES, made(rho=0.0, draws=0), task(), clients(SIZES), rounds=0).run()
+    alone = federation(tmp_path / "b", PFEDBAYES, made(rho=0.0, draws=0), setup(), clients(SIZES), rounds=0).run()
     assert (alone.uncertainty[..., 2] == 0).all()
     assert (alone.uncertainty[..., 0] == 2).all()  # test examples
 
@@ -538,27 +539,27 @@ def test_the_bound_is_where_the_divergence_is(zeta: float, refused: bool) -> Non
 
 def test_a_prior_that_became_too_narrow_is_refused() -> None:
     s = PFedBayesSettings(batch_size=3)
-    v = gaussian(torch.zeros(task().model.layout.size).double(), -3.0)
+    v = gaussian(torch.zeros(setup().model.layout.size).double(), -3.0)
     with pytest.raises(ExperimentError, match=r"lr_personal: 0\.01\b.*0\.00472"):
-        next(PFedBayesClient(s, task()).open(ClientGroup([client("c0", 5)], keyed("train")), GlobalGaussian(v)))
+        next(PFedBayesClient(s, setup()).open(ClientGroup([client("c0", 5)], keyed("train")), GlobalGaussian(v)))
 
 
 def test_divergence_is_named_with_its_step() -> None:
     s = made(optimizer="gd", lr_personal=1e-3, zeta=1.0, lr_global=1e-3, steps=60)
     data = client("c0", 5)
     data = dataclasses.replace(data, train=Split(data.train.x * 1e4, data.train.y))
-    v = gaussian(task().model.init(generator(0, "init"), torch.float64), -2.5)
+    v = gaussian(setup().model.init(generator(0, "init"), torch.float64), -2.5)
     members = ClientGroup([data, client("c1", 5)], keyed("train"))
-    next(PFedBayesClient(s, task()).open(members, GlobalGaussian(v)))
+    next(PFedBayesClient(s, setup()).open(members, GlobalGaussian(v)))
     assert list(members.lost) == [0]  # the other of its group goes on
     assert re.search(r"step \d+ of 60\b.*lr_personal .*\b0\.001\b.*objective: mean.*optimizer: adam", members.lost[0])
     alone = ClientGroup([data], keyed("train"))
-    next(PFedBayesClient(s, task()).open(alone, GlobalGaussian(v)))
+    next(PFedBayesClient(s, setup()).open(alone, GlobalGaussian(v)))
     assert alone.lost == members.lost
 
 
 def test_a_clients_traffic_is_a_gaussian_both_ways(tmp_path: Path) -> None:
-    problem = task()
+    problem = setup()
     run = federation(tmp_path, PFEDBAYES, made(), problem, clients(SIZES))
     run.run()
     (attempt,) = run.loop.journal.counted()

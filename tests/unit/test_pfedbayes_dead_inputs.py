@@ -15,7 +15,7 @@ import torch
 from federations import CLASSES, IMAGE, clients, federation
 from torch import Tensor
 
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.mean_field import MeanField, add_posterior_gradient, gaussian, prior_gradient
 from fedloom.algorithms.pfedbayes import PFEDBAYES, PFedBayesSettings
 from fedloom.data.federated import ClientData, Split
@@ -62,7 +62,7 @@ def dead_weights(model: MLP) -> Tensor:
 )
 def test_weights_of_a_dead_input_stay_where_they_began(tmp_path: Path, n: int, options: dict[str, Any]) -> None:
     model = MLP(IMAGE, [HIDDEN], CLASSES)
-    problem = Task(model, CLASSES, IMAGE, n, torch.float32)
+    problem = Setup(model, CLASSES, IMAGE, n, torch.float32)
     s = PFedBayesSettings.model_validate(
         {"steps": 100, "batch_size": 4, "optimizer": "adam", "lr_personal": 0.003, "lr_global": 0.003, "zeta": 1.0}
         | {"personalize_steps": 100, "draws": 2}

@@ -14,7 +14,7 @@ from federations import CLASSES, IMAGE, Federation, clients, federation, group, 
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup, Task
+from fedloom.algorithms.base import ClientGroup, Setup
 from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.pfedhn import PFEDHN, PFedHNSettings, PFedHNTrainRequest, TrialModel
 from fedloom.data.federated import ClientData
@@ -40,8 +40,8 @@ def made(**changes: Any) -> PFedHNSettings:
     return PFedHNSettings.model_validate(base | changes)
 
 
-def problem(same: bool = True) -> Task:
-    return Task(MODEL, CLASSES, IMAGE, 3, torch.float64, roster=("c0", "c1"), same_clients=same)
+def problem(same: bool = True) -> Setup:
+    return Setup(MODEL, CLASSES, IMAGE, 3, torch.float64, roster=("c0", "c1"), same_clients=same)
 
 
 def run(folder: Path, s: PFedHNSettings, **keys: Any) -> Federation:

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from facts import tells
-from federations import answers_as_alone, clients, federation, group, task
+from federations import answers_as_alone, clients, federation, group, setup
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.pfedme import PFEDME, PFedMeSettings
 from fedloom.data.federated import ClientData, Split
@@ -94,7 +94,7 @@ def test_the_more_it_is_tied_the_less_theta_moves() -> None:
 # --- Algorithm 1 ------------------------------------------------------------------------------------------------------
 
 
-def visit(s: PFedMeSettings, problem: Task, w: Tensor, c: ClientData, round: int) -> tuple[Tensor, list[float]]:
+def visit(s: PFedMeSettings, problem: Setup, w: Tensor, c: ClientData, round: int) -> tuple[Tensor, list[float]]:
     """Lines 4-8, with the proximal term differentiated with the loss; θ goes on from batch to batch."""
     theta, losses = w.clone(), []
     assert c.train.y is not None
@@ -113,7 +113,7 @@ def visit(s: PFedMeSettings, problem: Task, w: Tensor, c: ClientData, round: int
 @pytest.mark.parametrize("beta", [1.0, 2.0, 0.3])
 def test_rounds_are_algorithm_1(tmp_path: Path, beta: float, weighting: str) -> None:
     """w ← (1 - β) w + β mean w_i, β being server_lr; every w_i starts at w in each round."""
-    s, problem, data = made(server_lr=beta, weighting=weighting), task(), clients(SIZES)
+    s, problem, data = made(server_lr=beta, weighting=weighting), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDME, s, problem, data, rounds=2)
     w = run.state["theta"]
     weights = torch.tensor([float(n) if weighting == "examples" else 1.0 for n in SIZES]).double()
@@ -131,7 +131,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path, beta: float, weighting: str) -> 
 
 
 def test_personal_is_theta_and_not_w_i(tmp_path: Path) -> None:
-    s, problem, data = made(), task(), clients(SIZES)
+    s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDME, s, problem, data, unseen=["c2"])
     run.run()
     w = run.state["theta"]
@@ -167,8 +167,8 @@ def test_steps_that_overshoot_on_the_term_are_refused() -> None:
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     opening, _, ask = PFEDME.messages
-    theta = task().model.init(torch.Generator().manual_seed(3), torch.float64)
-    half = PFEDME.client(made(), task())
+    theta = setup().model.init(torch.Generator().manual_seed(3), torch.float64)
+    half = PFEDME.client(made(), setup())
     answers_as_alone(half, clients((9, 4, 12, 1)), opening(theta), ask(theta), atol=1e-10)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, answers_as_alone, clients, federation, held_out_elsewhere, task
+from federations import CLASSES, IMAGE, answers_as_alone, clients, federation, held_out_elsewhere, setup
 from pydantic import ValidationError
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.neuron_matching import gains, match, pool
 from fedloom.algorithms.pfnm import PFNM, PFNMSettings, network, neurons, wide
 from fedloom.errors import ExperimentError
@@ -27,8 +27,8 @@ SIZES = (4, 9, 6)
 LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0}
 
 
-def problem(n: int = 3) -> Task:
-    return dataclasses.replace(task(), roster=tuple(f"c{i}" for i in range(n)))
+def problem(n: int = 3) -> Setup:
+    return dataclasses.replace(setup(), roster=tuple(f"c{i}" for i in range(n)))
 
 
 def made(**changes: Any) -> PFNMSettings:

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from facts import tells
-from federations import answers_as_alone, clients, federation, group, task
+from federations import answers_as_alone, clients, federation, group, setup
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.qfedavg import Q_FEDAVG, QFedAvgSettings
@@ -31,12 +31,12 @@ def made(**changes: Any) -> QFedAvgSettings:
     return QFedAvgSettings.model_validate({"local": LOCAL | changes.pop("local", {}), **changes})
 
 
-def loss_of(problem: Task, theta: Tensor, c: ClientData) -> float:
+def loss_of(problem: Setup, theta: Tensor, c: ClientData) -> float:
     assert c.train.y is not None
     return float(F.cross_entropy(problem.model.logits(theta, c.train.x), c.train.y))
 
 
-def visit(s: QFedAvgSettings, problem: Task, theta: Tensor, c: ClientData, round: int) -> Tensor:
+def visit(s: QFedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, round: int) -> Tensor:
     w = theta.clone()
     assert c.train.y is not None
     for index in batches(len(c.train), 3, 3, generator(SEED, "train/train", c.id, round)):
@@ -52,7 +52,7 @@ def test_with_q_0_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, lost: dict[int
     local = LOCAL | {"momentum": 0.9, "lambda_theta": 0.01}
     average = FedAvgSettings.model_validate({"local": local, "weighting": "uniform", "personalize_steps": 2})
     fair, avg = (
-        federation(tmp_path / method.name, method, s, task(), clients(SIZES), rounds=3, lost=lost)
+        federation(tmp_path / method.name, method, s, setup(), clients(SIZES), rounds=3, lost=lost)
         for method, s in ((Q_FEDAVG, made(q=0, local=local, personalize_steps=2)), (FEDAVG, average))
     )
     fair.run()
@@ -66,7 +66,7 @@ def test_with_q_0_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, lost: dict[int
 @pytest.mark.parametrize("q", [0.2, 1.0, 5.0])
 def test_rounds_are_algorithm_2(tmp_path: Path, q: float) -> None:
     """F_k is that of the model received, over all train data, before training."""
-    s, problem, data = made(q=q), task(), clients(SIZES)
+    s, problem, data = made(q=q), setup(), clients(SIZES)
     run = federation(tmp_path, Q_FEDAVG, s, problem, data, rounds=2)
     w = run.state["theta"]
     big_l = 1 / s.local.lr
@@ -93,7 +93,7 @@ def test_on_a_quadratic_the_worse_client_counts_more_the_larger_q_is() -> None:
     before = 0.0
     for q in (0.0, 0.2, 1.0, 3.0):
         s = made(q=q, local={"steps": 1, "lr": 0.1})
-        half = Q_FEDAVG.client(s, Task(Quadratic(1), 0, (1,), 2, torch.float64))
+        half = Q_FEDAVG.client(s, Setup(Quadratic(1), 0, (1,), 2, torch.float64))
         answer = next(half.open(group(data), Q_FEDAVG.messages[0](theta))).tensors()
         ratio = float(-answer["delta_theta"][1, 0] / answer["delta_theta"][0, 0])
         assert ratio == pytest.approx(3 * 9**q, rel=1e-8)
@@ -108,7 +108,7 @@ def test_equal_losses_move_along_fedavg() -> None:
     """All F alike, one step: the step is FedAvg's over 1 + q lr mean |g|²/F."""
     data, theta = [at(2.0, "c0"), at(-2.0, "c1"), at(2.0, "c2")], torch.zeros(1, dtype=torch.float64)
     s = made(q=2.0, local={"steps": 1, "lr": 0.1})
-    problem = Task(Quadratic(1), 0, (1,), 3, torch.float64)
+    problem = Setup(Quadratic(1), 0, (1,), 3, torch.float64)
     answer = next(Q_FEDAVG.client(s, problem).open(group(data), Q_FEDAVG.messages[0](theta)))
     server = Q_FEDAVG.server(s, problem, generator(0, "init"))
 
@@ -125,15 +125,15 @@ def test_equal_losses_move_along_fedavg() -> None:
 
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
-    opening = Q_FEDAVG.messages[0](task().model.init(torch.Generator().manual_seed(3), torch.float64))
-    answers_as_alone(Q_FEDAVG.client(made(), task()), clients((9, 4, 12, 1)), opening)
+    opening = Q_FEDAVG.messages[0](setup().model.init(torch.Generator().manual_seed(3), torch.float64))
+    answers_as_alone(Q_FEDAVG.client(made(), setup()), clients((9, 4, 12, 1)), opening)
 
 
 def test_a_power_beyond_what_numbers_can_be_is_said() -> None:
     """Too large, it loses the client; too small, of all clients, the round."""
     data, theta = [at(1.0, "c0"), at(-3.0, "c1")], torch.zeros(1, dtype=torch.float64)
     s, members = made(q=2000.0, local={"steps": 1, "lr": 0.1}), group(data)
-    half = Q_FEDAVG.client(s, Task(Quadratic(1), 0, (1,), 2, torch.float64))
+    half = Q_FEDAVG.client(s, Setup(Quadratic(1), 0, (1,), 2, torch.float64))
     answer = next(half.open(members, Q_FEDAVG.messages[0](theta)))
     assert members.lost.keys() == {1}
     assert tells(members.lost[1], "4.5", "algorithm.q", "2000")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from facts import tells
-from federations import clients, federation, task, variant
+from federations import clients, federation, setup, variant
 from pydantic import ValidationError
 from scipy.stats import trim_mean
 from torch import Tensor
@@ -36,7 +36,7 @@ def made(method: str, **keys: Any) -> Any:
 
 def trained(folder: Path, method: str, rounds: int = 2, **keys: Any) -> dict[str, Tensor]:
     run = federation(
-        folder, find_algorithm(method), made(method, **keys), task(n=len(SIZES)), clients(SIZES), rounds=rounds
+        folder, find_algorithm(method), made(method, **keys), setup(n=len(SIZES)), clients(SIZES), rounds=rounds
     )
     run.run()
     return run.state
@@ -101,7 +101,7 @@ def test_a_bound_and_a_trimmed_mean_make_another_model(tmp_path: Path, method: s
     plain, robust = trained(tmp_path / "plain", method), trained(tmp_path / "robust", method, **keys)
     assert not torch.equal(plain["theta"], robust["theta"])
     if "max_norm" in keys:
-        start = federation(tmp_path / "start", find_algorithm(method), made(method), task(n=5), clients(SIZES)).state[
+        start = federation(tmp_path / "start", find_algorithm(method), made(method), setup(n=5), clients(SIZES)).state[
             "theta"
         ]
         moved = 3 if method == "fedavgm" else 2  # its momentum of 0.9: twice the first step, once the second
@@ -112,7 +112,7 @@ def poisoned(method: str, by: float) -> base.Algorithm:
     """The method with a client c2 that trains nothing, and says that everything changed by so much."""
     algorithm = find_algorithm(method)
 
-    def client(settings: Any, problem: base.Task) -> base.ClientAlgorithm:
+    def client(settings: Any, problem: base.Setup) -> base.ClientAlgorithm:
         honest = algorithm.client(settings, problem)
 
         class Liar(type(honest)):  # type: ignore[misc]
@@ -135,7 +135,7 @@ def test_a_poisoned_member_moves_the_model_by_no_more_than_the_bound(
     tmp_path: Path, by: float, weighting: str, lr: float
 ) -> None:
     s = made("fedavg", max_norm=0.25, weighting=weighting, server_lr=lr)
-    run = federation(tmp_path, poisoned("fedavg", by), s, task(n=5), clients(SIZES))
+    run = federation(tmp_path, poisoned("fedavg", by), s, setup(n=5), clients(SIZES))
     start = run.state["theta"]
     run.run()
     assert 0 < float((run.state["theta"] - start).norm()) <= lr * 0.25 * (1 + 1e-9)
@@ -143,7 +143,7 @@ def test_a_poisoned_member_moves_the_model_by_no_more_than_the_bound(
     assert attempt.statistics["bounded"] >= 1
     assert 0 < attempt.statistics["update_norm"] < 10  # the median, which is an honest one
     naked = federation(
-        tmp_path / "naked", poisoned("fedavg", by), made("fedavg", weighting=weighting), task(n=5), clients(SIZES)
+        tmp_path / "naked", poisoned("fedavg", by), made("fedavg", weighting=weighting), setup(n=5), clients(SIZES)
     )
     naked.run()
     assert float((naked.state["theta"] - start).abs().max()) > 1e5
@@ -153,11 +153,11 @@ def test_a_poisoned_member_moves_the_model_by_no_more_than_the_bound(
 def test_a_trimmed_mean_stays_between_what_honest_members_say(tmp_path: Path, trim: float, by: float) -> None:
     """One liar among five, and a fifth left out at each end: every coordinate lies between two honest ones'."""
     said: list[Tensor] = []
-    run = federation(tmp_path, poisoned("fedavg", by), made("fedavg", trim=trim), task(n=5), clients(SIZES))
+    run = federation(tmp_path, poisoned("fedavg", by), made("fedavg", trim=trim), setup(n=5), clients(SIZES))
     start = run.state["theta"]
     for i in (0, 1, 3, 4):  # what each honest member says: the model after a round in which nobody else answered
         alone = federation(
-            tmp_path / f"alone-{i}", find_algorithm("fedavg"), made("fedavg"), task(n=1), [clients(SIZES)[i]]
+            tmp_path / f"alone-{i}", find_algorithm("fedavg"), made("fedavg"), setup(n=1), [clients(SIZES)[i]]
         )
         alone.run()
         said.append(alone.state["theta"] - start)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import Federation, answers_as_alone, clients, federation, held_out_elsewhere, task
+from federations import Federation, answers_as_alone, clients, federation, held_out_elsewhere, setup
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, Task
+from fedloom.algorithms.base import Algorithm, Setup
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.scaffold import SCAFFOLD, ScaffoldSettings
@@ -26,7 +26,7 @@ from fedloom.models.quadratic import Quadratic
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
 LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05}
-MODEL = task().model
+MODEL = setup().model
 
 
 def made(**changes: Any) -> ScaffoldSettings:
@@ -40,7 +40,7 @@ def average(**changes: Any) -> FedAvgSettings:
 
 def run(folder: Path, method: Algorithm, s: Settings, data: list[ClientData], **keys: Any) -> Federation:
     roster = tuple(c.id for c in data if c.id not in keys.get("unseen", ()))
-    f = federation(folder, method, s, dataclasses.replace(keys.pop("problem", task()), roster=roster), data, **keys)
+    f = federation(folder, method, s, dataclasses.replace(keys.pop("problem", setup()), roster=roster), data, **keys)
     f.run()
     return f
 
@@ -77,7 +77,7 @@ def test_one_client_alone_is_never_corrected(tmp_path: Path) -> None:
 
 def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     s, data, n = made(server_lr=0.7), clients(SIZES), 3
-    start = federation(tmp_path / "start", SCAFFOLD, s, task(), data).state
+    start = federation(tmp_path / "start", SCAFFOLD, s, setup(), data).state
     theta, c, own = start["theta"], start["c"], {x.id: start["c"] for x in data}
     f = run(tmp_path / "run", SCAFFOLD, s, data, rounds=3, cohort=2)
     for t, attempt in enumerate(f.loop.journal.counted(), start=1):
@@ -110,7 +110,7 @@ def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_ste
     centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)
     splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
     data = [ClientData(f"c{i}", split, split, split, 0) for i, split in enumerate(splits)]
-    problem, local = Task(Quadratic(2, (1.0, 0.5)), 0, (2,), 3, torch.float64), {"batch_size": 1, "lr": 0.1}
+    problem, local = Setup(Quadratic(2, (1.0, 0.5)), 0, (2,), 3, torch.float64), {"batch_size": 1, "lr": 0.1}
     mine = run(tmp_path / "s", SCAFFOLD, made(local=local), data, rounds=80, problem=problem)
     other = run(tmp_path / "a", FEDAVG, average(local=local), data, rounds=80, problem=problem)
     close(mine.state["theta"], centres.mean(0), atol=1e-3)
@@ -144,5 +144,5 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
     random = torch.Generator().manual_seed(3)
     w = MODEL.init(random, torch.float64)
     c, own = (torch.randn(len(w), generator=random, dtype=torch.float64) for _ in range(2))
-    half, opening = SCAFFOLD.client(made(), task()), SCAFFOLD.messages[0](w, c)
+    half, opening = SCAFFOLD.client(made(), setup()), SCAFFOLD.messages[0](w, c)
     answers_as_alone(half, clients((9, 4, 1)), opening, states=[None, {"c": own}, None])

@@ -549,7 +549,7 @@ def server(*given):
 
     def personalize(cohort):
         for client in cohort.clients:
-            if client not in half.task.roster:
+            if client not in half.setup.roster:
                 raise DataError(f"{client} was not trained with")
         return shared(cohort)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
-from federations import Federation, clients, federation, task
+from federations import Federation, clients, federation, setup
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, conversation
@@ -80,10 +80,10 @@ class Client(ClientAlgorithm):
     @conversation
     def personalize(self, group: Any, opening: Personal) -> Any:
         remembered = group.load_state("rounds", torch.zeros(len(group), 1, dtype=torch.int64))
-        thetas = remembered.double().expand(-1, self.task.model.layout.size)
+        thetas = remembered.double().expand(-1, self.setup.model.layout.size)
         with pytest.raises(RuntimeError, match="states"):
             group.save_state()
-        return predictors_of(self.task.model, personal=thetas)
+        return predictors_of(self.setup.model, personal=thetas)
 
 
 class Remembers(Algorithm):
@@ -100,7 +100,7 @@ def bits(*rounds: int) -> int:
 
 
 def made(folder: Path, **kwargs: Any) -> Federation:
-    return federation(folder, REMEMBERS, Settings(), task(), clients([4, 5, 6]), **kwargs)
+    return federation(folder, REMEMBERS, Settings(), setup(), clients([4, 5, 6]), **kwargs)
 
 
 def remembered(f: Federation, round: int, client: str) -> int:

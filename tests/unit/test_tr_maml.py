@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from federations import clients, federation, held_out_elsewhere, task
+from federations import clients, federation, held_out_elsewhere, setup
 from pydantic import ValidationError
 
 from fedloom.algorithms.afl import project_onto_simplex
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings
 from fedloom.algorithms.tr_maml import TR_MAML, TRMAMLSettings
 from fedloom.data.federated import ClientData, Split
@@ -22,8 +22,8 @@ SIZES = (4, 9, 6)
 LOCAL: dict[str, Any] = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.9}
 
 
-def problem() -> Task:
-    return dataclasses.replace(task(), roster=("c0", "c1", "c2"))
+def problem() -> Setup:
+    return dataclasses.replace(setup(), roster=("c0", "c1", "c2"))
 
 
 @pytest.mark.parametrize("hessian", ["none", "exact"])
@@ -54,7 +54,7 @@ def test_on_quadratics_a_round_is_as_on_paper(tmp_path: Path) -> None:
     centres, alpha, lr, rate = (1.0, -3.0, 0.5), 0.2, 0.1, 0.3
     keys = {"inner_lr": alpha, "hessian": "exact", "weights_lr": rate}
     s = TRMAMLSettings.model_validate(keys | {"local": {"steps": 1, "lr": lr, "momentum": 0.0}})
-    p = Task(Quadratic(1), 3, (1,), 3, torch.float64, roster=("c0", "c1", "c2"))
+    p = Setup(Quadratic(1), 3, (1,), 3, torch.float64, roster=("c0", "c1", "c2"))
     run = federation(tmp_path, TR_MAML, s, p, [at(c, f"c{i}") for i, c in enumerate(centres)], rounds=3)
     w, weights, c = (
         torch.zeros(1).double(),

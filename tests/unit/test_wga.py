@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, task
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, setup
 from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms import collaboration
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.client import Batch, LocalTrainer, batches
 from fedloom.algorithms.collaboration import next_bias, weighted_gradient
 from fedloom.algorithms.wga import (
@@ -42,8 +42,8 @@ def made(**keys: Any) -> WGASettings:
     return WGASettings.model_validate({"batch_size": 4, "lr": 0.05} | keys)
 
 
-def problem(**keys: Any) -> Task:
-    return dataclasses.replace(task(), roster=("c0", "c1", "c2"), **keys)
+def problem(**keys: Any) -> Setup:
+    return dataclasses.replace(setup(), roster=("c0", "c1", "c2"), **keys)
 
 
 def run(folder: Path, s: WGASettings, data: list[ClientData] | None = None, **keys: Any) -> Federation:
@@ -57,7 +57,7 @@ def drawn(c: ClientData, s: WGASettings, round: int, steps: int = 1) -> list[Ten
     return list(batches(len(c.train), s.batch_size, steps, random))
 
 
-def at(p: Task, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
+def at(p: Setup, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
     assert c.train.y is not None
     theta = theta.detach().clone().requires_grad_()
     loss = F.cross_entropy(p.model.logits(theta, c.train.x[index]), c.train.y[index])

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import LocalTrainer
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
@@ -22,9 +22,9 @@ from fedloom.models.predictors import Predictors, predictors_of
 class FedSGDServer(base.ServerAlgorithm):
     """θ ← θ - η Σ (n_i / n) g_i."""
 
-    def __init__(self, settings: FedSGDSettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        self.state["theta"] = task.model.init(generator, task.dtype)
+    def __init__(self, settings: FedSGDSettings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        self.state["theta"] = setup.model.init(generator, setup.dtype)
 
     def train_round(self, round: Round) -> base.Statistics:
         """Make one step with the mean gradient, weighted by examples; lost clients have no weight."""
@@ -46,7 +46,7 @@ class FedSGDClient(base.ClientAlgorithm):
     @conversation
     def train(self, clients: ClientGroup, opening: Ask) -> Conversation:
         """Answer :meth:`FedSGDServer.train_round` with the gradient."""
-        local = LocalTrainer(self.task.model, clients)
+        local = LocalTrainer(self.setup.model, clients)
         g, loss = local.gradient_at(opening.theta.expand(len(clients), -1), *local.everything())
         yield Gradient(g, loss.double()[:, None])
         return None
@@ -55,7 +55,7 @@ class FedSGDClient(base.ClientAlgorithm):
     def personalize(self, clients: ClientGroup, opening: Take) -> Predictors:
         """Return the client's predictors; FedLoom evaluates them."""
         theta = opening.theta.expand(len(clients), -1)
-        return predictors_of(self.task.model, personal=theta, **{"global": theta})
+        return predictors_of(self.setup.model, personal=theta, **{"global": theta})
 
 
 class FedSGDSettings(Settings):

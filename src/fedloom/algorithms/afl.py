@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import Cohort, Round, Task
+from fedloom.algorithms.base import Cohort, Round, Setup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgServer, PersonalizeRequest, SharedModel
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
@@ -25,8 +25,8 @@ from fedloom.messages import Replies
 class ClientWeights:
     """Weights λ ``[n]`` float64, one per client of the roster, initially 1/n."""
 
-    def __init__(self, task: Task) -> None:
-        self.row = {client: i for i, client in enumerate(task.roster)}
+    def __init__(self, setup: Setup) -> None:
+        self.row = {client: i for i, client in enumerate(setup.roster)}
         self.start = torch.full((len(self.row),), 1 / max(1, len(self.row)), dtype=torch.float64)
 
     def of(self, clients: Sequence[str], weights: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ def concentration(weights: Tensor) -> base.Statistics:
 class WeightedServer(FedAvgServer):
     """Server that moves w by the mean of n λ_i Δw_i, and λ along the reported losses."""
 
-    def __init__(self, method: FedAvg, settings: Any, task: Task, generator: torch.Generator) -> None:
-        super().__init__(method, settings, task, generator)
-        self.weights = ClientWeights(task)
+    def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(method, settings, setup, generator)
+        self.weights = ClientWeights(setup)
         self.state["weights"] = self.weights.start
 
     def train_round(self, round: Round) -> base.Statistics:
@@ -79,8 +79,8 @@ class WeightedServer(FedAvgServer):
 class AFLServer(WeightedServer):
     """Server of AFL, which also keeps the average of w."""
 
-    def __init__(self, method: FedAvg, settings: Any, task: Task, generator: torch.Generator) -> None:
-        super().__init__(method, settings, task, generator)
+    def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(method, settings, setup, generator)
         self.state["average"] = self.state["theta"]
 
     def train_round(self, round: Round) -> base.Statistics:
@@ -115,9 +115,9 @@ class AgnosticFL(FedAvg):
     settings = AFLSettings
     predictors = {"personal": "AFL + fine-tuning", "global": "AFL"}
 
-    def server(self, settings: Any, task: Task, generator: torch.Generator) -> AFLServer:
+    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> AFLServer:
         """Return the server, which keeps a weight of each client."""
-        return AFLServer(self, settings, task, generator)
+        return AFLServer(self, settings, setup, generator)
 
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason: each client has a weight."""

@@ -32,7 +32,7 @@ Statistics: TypeAlias = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Task:
+class Setup:
     """Facts about the problem known to both halves; the aggregator learns them from the manifest, never from data."""
 
     model: FlatModel  # of the clients, as a function of a flat θ
@@ -115,11 +115,11 @@ class ServerAlgorithm(ABC):
     speed must check its update first.
     """
 
-    def __init__(self, settings: Any, task: Task) -> None:
+    def __init__(self, settings: Any, setup: Setup) -> None:
         self.settings = settings
-        self.task = task
+        self.setup = setup
         self.state: dict[str, Tensor] = {}  # CPU tensors by name
-        self.sizes = {"d": task.model.layout.size}  # values of the names in message shapes
+        self.sizes = {"d": setup.model.layout.size}  # values of the names in message shapes
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load the state from a checkpoint, whose entries may be in another order."""
@@ -279,9 +279,9 @@ class ClientAlgorithm:
     stateful: bool = False
     """True if clients keep a state between rounds (:meth:`ClientGroup.save_state`)."""
 
-    def __init__(self, settings: Any, task: Task) -> None:
+    def __init__(self, settings: Any, setup: Setup) -> None:
         self.settings = settings
-        self.task = task
+        self.setup = setup
 
     @classmethod
     @cache
@@ -371,11 +371,11 @@ class Algorithm(ABC):
         """Message classes of all conversations, both directions; a class attribute will do."""
 
     @abstractmethod
-    def server(self, settings: Any, task: Task, generator: torch.Generator) -> ServerAlgorithm:
+    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> ServerAlgorithm:
         """Return the server algorithm; the generator initializes its state."""
 
     @abstractmethod
-    def client(self, settings: Any, task: Task) -> ClientAlgorithm:
+    def client(self, settings: Any, setup: Setup) -> ClientAlgorithm:
         """Return the client algorithm."""
 
     def titles(self, settings: Any) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Batch, LocalTrainer, Parameters, laid_out, mean_loss, train
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -50,9 +50,9 @@ def composed_loss(losses: Tensor, gamma: float) -> Tensor:
 class ComFedLServer(base.ServerAlgorithm):
     """Server of ComFedL: w̄ ← the uniform mean of w_τ^i over the clients that answered."""
 
-    def __init__(self, settings: ComFedLSettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        self.state["theta"] = task.model.init(generator, task.dtype)
+    def __init__(self, settings: ComFedLSettings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        self.state["theta"] = setup.model.init(generator, setup.dtype)
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bounds of local training, and of the step at which it may leave the finite range."""
@@ -127,16 +127,16 @@ class ComFedLClient(base.ClientAlgorithm):
         theta = opening.theta.expand(len(clients), -1)
         shift, held = torch.zeros(1, dtype=torch.float64, device=theta.device), None
         if self.settings.scale != "literal":
-            there = loss_at_shared_model(self.task.model, theta, clients, self.settings)
+            there = loss_at_shared_model(self.setup.model, theta, clients, self.settings)
             told: LossShift = yield LossAtSharedModel(there)
             shift, held = told.shift, there if self.settings.holds else None
-        yield compositional_sgd(self.task.model, theta, clients, self.settings, shift, held)
+        yield compositional_sgd(self.setup.model, theta, clients, self.settings, shift, held)
         return None
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the shared model, and ``personal``, adapted from it by ``adapt_steps`` steps of SGD."""
-        model, shared = self.task.model, opening.theta.expand(len(clients), -1)
+        model, shared = self.setup.model, opening.theta.expand(len(clients), -1)
 
         def adapted() -> dict[str, Tensor]:
             theta, s = shared, self.settings.adaptation

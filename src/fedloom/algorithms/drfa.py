@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.afl import ClientWeights, concentration
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -53,11 +53,11 @@ class BatchLoss(Message):
 class DRFAServer(base.ServerAlgorithm):
     """Server of DRFA, which keeps w and λ."""
 
-    def __init__(self, settings: DRFASettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        self.weights = ClientWeights(task)
-        self.sizes["s"] = task.model.layout.size
-        self.state = {"theta": task.model.init(generator, task.dtype), "weights": self.weights.start}
+    def __init__(self, settings: DRFASettings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        self.weights = ClientWeights(setup)
+        self.sizes["s"] = setup.model.layout.size
+        self.state = {"theta": setup.model.init(generator, setup.dtype), "weights": self.weights.start}
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bounds of local training."""
@@ -91,7 +91,7 @@ class DRFAClient(base.ClientAlgorithm):
     def train(self, clients: ClientGroup, opening: DRFATrainRequest) -> Conversation:
         """Perform lines 4-10."""
         s, start, moment = self.settings.local, opening.theta.expand(len(clients), -1), int(opening.moment)
-        local = LocalTrainer(self.task.model, clients, mask_absent=s.mask_absent)
+        local = LocalTrainer(self.setup.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(start)
         leaves, losses, noted = list(w.values()), [], start
         step, counts = local.sgd(leaves, s), [s.steps] * len(clients)
@@ -108,7 +108,7 @@ class DRFAClient(base.ClientAlgorithm):
     def measure(self, clients: ClientGroup, opening: LossRequest) -> Conversation:
         """Perform line 14."""
         s = self.settings.local
-        local = LocalTrainer(self.task.model, clients, mask_absent=s.mask_absent)
+        local = LocalTrainer(self.setup.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(opening.theta.expand(len(clients), -1))
         batch = next(local.batches(s.batch_size, [1] * len(clients), "loss"))
         yield BatchLoss(local.measured(w, batch).double()[:, None])
@@ -117,7 +117,7 @@ class DRFAClient(base.ClientAlgorithm):
     @conversation
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the shared model, and ``personal``, the shared model after fine-tuning."""
-        model, start = self.task.model, opening.theta.expand(len(clients), -1)
+        model, start = self.setup.model, opening.theta.expand(len(clients), -1)
         sgd, steps = self.settings.local, self.settings.personalize_steps
         return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.averaging import Averaging, mean_update, norms_of
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import NothingToTrainOn, Trained, train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.model_needs import check_needs
@@ -108,13 +108,13 @@ class FedAvg(base.Algorithm):
         bounds: Mapping[str, float] = s.local.update_bounds(examples)
         return bounds
 
-    def server(self, settings: Any, task: Task, generator: torch.Generator) -> base.ServerAlgorithm:
+    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> base.ServerAlgorithm:
         """Return the server algorithm; override it if rounds differ, or if more than the model is kept."""
-        return FedAvgServer(self, settings, task, generator)
+        return FedAvgServer(self, settings, setup, generator)
 
-    def client(self, settings: Any, task: Task) -> base.ClientAlgorithm:
+    def client(self, settings: Any, setup: Setup) -> base.ClientAlgorithm:
         """Return the client algorithm."""
-        return FedAvgClient(self, settings, task)
+        return FedAvgClient(self, settings, setup)
 
     @property
     def messages(self) -> tuple[type[Message], ...]:
@@ -135,19 +135,19 @@ class FedAvg(base.Algorithm):
             check_needs(self.name, ("head",), model)
         super().check_model(settings, model)
 
-    def part(self, task: Task) -> slice:
+    def part(self, setup: Setup) -> slice:
         """Return the slice of θ that is shared."""
-        size = task.model.layout.body_size
+        size = setup.model.layout.body_size
         return {"all": slice(None), "body": slice(size), "head": slice(size, None)}[self.shared]
 
 
 class FedAvgServer(base.ServerAlgorithm):
     """Server that keeps the shared model, or its shared part, and moves it by the result of ``aggregate``."""
 
-    def __init__(self, method: FedAvg, settings: Any, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
+    def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
         self.method = method
-        theta, part = task.model.init(generator, task.dtype), method.part(task)
+        theta, part = setup.model.init(generator, setup.dtype), method.part(setup)
         self.sizes["s"] = len(theta[part])
         self.state["theta"] = theta if method.sends_all else theta[part].clone()
         self._part = part if method.sends_all else slice(None)  # of the kept tensor
@@ -176,16 +176,16 @@ class FedAvgServer(base.ServerAlgorithm):
 class FedAvgClient(base.ClientAlgorithm):
     """Client that trains and personalizes the shared model as its method says."""
 
-    def __init__(self, method: FedAvg, settings: Any, task: Task) -> None:
-        super().__init__(settings, task)
+    def __init__(self, method: FedAvg, settings: Any, setup: Setup) -> None:
+        super().__init__(settings, setup)
         self.method, self.predictors, self.stateful = method, tuple(method.predictors), method.stateful
-        self._part = method.part(task) if method.sends_all else slice(None)  # of the sent tensor
+        self._part = method.part(setup) if method.sends_all else slice(None)  # of the sent tensor
 
     @conversation
     def train(self, clients: ClientGroup, opening: SharedModel) -> Conversation:
         """Train in a round."""
         start = opening.theta.expand(len(clients), -1)
-        trained = self.method.train(self.task.model, clients, start, self.settings)
+        trained = self.method.train(self.setup.model, clients, start, self.settings)
         answer = {"delta_theta": trained.theta - start[:, self._part], "steps": trained.steps, "loss": trained.loss}
         yield self.method.update(**{**answer, **trained.also})
         return None
@@ -193,7 +193,7 @@ class FedAvgClient(base.ClientAlgorithm):
     @conversation
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return the method's predictors."""
-        model, start = self.task.model, opening.theta.expand(len(clients), -1)
+        model, start = self.setup.model, opening.theta.expand(len(clients), -1)
 
         def make() -> Mapping[str, Tensor] | Predictors:
             return self.method.personalize(model, clients, start, self.settings)

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms.averaging import mean_update
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgServer, FedAvgSettings
 from fedloom.messages import Replies
 
@@ -23,8 +23,8 @@ from fedloom.messages import Replies
 class OptimizingServer(FedAvgServer):
     """Server that keeps w and the optimizer's state: m, and v for adaptive steps."""
 
-    def __init__(self, method: FedAvg, settings: Any, task: Task, generator: torch.Generator) -> None:
-        super().__init__(method, settings, task, generator)
+    def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(method, settings, setup, generator)
         w = self.state["theta"]
         self.state["m"] = torch.zeros_like(w)
         if isinstance(settings, AdaptiveSettings):
@@ -87,9 +87,9 @@ class FedYogiSettings(AdaptiveSettings):
 class FedOpt(FedAvg):
     """FedAvg with an optimizing server."""
 
-    def server(self, settings: Any, task: Task, generator: torch.Generator) -> OptimizingServer:
+    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> OptimizingServer:
         """Return the server with an optimizer."""
-        return OptimizingServer(self, settings, task, generator)
+        return OptimizingServer(self, settings, setup, generator)
 
 
 class FedAdam(FedOpt):

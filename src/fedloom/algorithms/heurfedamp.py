@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, proximal, train
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
@@ -41,11 +41,11 @@ def attention(models: Tensor, i: int, self_weight: float, sigma: float) -> Tenso
 class HeurFedAMPServer(base.ServerAlgorithm):
     """Server that keeps every client's last model; a client never counted has the initial one, ignored by others."""
 
-    def __init__(self, settings: HeurFedAMPSettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        self.sizes["s"] = task.model.layout.size
-        self.row = {client: i for i, client in enumerate(task.roster)}
-        theta = task.model.init(generator, task.dtype)
+    def __init__(self, settings: HeurFedAMPSettings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        self.sizes["s"] = setup.model.layout.size
+        self.row = {client: i for i, client in enumerate(setup.roster)}
+        theta = setup.model.init(generator, setup.dtype)
         self.state = {"models": theta.repeat(len(self.row), 1), "counted": torch.zeros(len(self.row), dtype=torch.long)}
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
@@ -80,7 +80,7 @@ class HeurFedAMPServer(base.ServerAlgorithm):
         """Send each client its model; a client never counted gets the mean of those counted and trains (ours)."""
         models, counted = self.state["models"], self.state["counted"].bool()
         mean = models[counted].mean(0) if counted.any() else models[0]
-        places = [self.row.get(client, -1) if self.task.same_clients else -1 for client in cohort.clients]
+        places = [self.row.get(client, -1) if self.setup.same_clients else -1 for client in cohort.clients]
         own = [i >= 0 and bool(counted[i]) for i in places]
         theta = torch.stack([models[i] if mine else mean for i, mine in zip(places, own, strict=True)])
         return cohort.send(ClientModel(theta, torch.tensor([[float(not mine)] for mine in own]).double()))
@@ -93,7 +93,7 @@ class HeurFedAMPClient(base.ClientAlgorithm):
     def train(self, clients: ClientGroup, opening: Centre) -> Conversation:
         """Minimize f_i(w) + λ/2 ‖w - u_i‖² from u_i (line 4)."""
         s = self.settings
-        trained = train(self.task.model, clients, opening.theta, s.local, correct=s.pull)
+        trained = train(self.setup.model, clients, opening.theta, s.local, correct=s.pull)
         yield Update(trained.theta - opening.theta, trained.steps, trained.loss)
         return None
 
@@ -104,8 +104,8 @@ class HeurFedAMPClient(base.ClientAlgorithm):
         if new := opening.new[:, 0].nonzero().flatten().tolist():
             how = {"members": new, "correct": s.pull, "purpose": "personalize"}
             theta = theta.clone()
-            theta[new] = train(self.task.model, clients, theta[new], s.local, **how).theta
-        return predictors_of(self.task.model, personal=theta)
+            theta[new] = train(self.setup.model, clients, theta[new], s.local, **how).theta
+        return predictors_of(self.setup.model, personal=theta)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return the steps of a client without a model."""

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Round, Statistics, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Round, Setup, Statistics, conversation
 from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
@@ -25,9 +25,9 @@ from fedloom.models.predictors import Predictors, predictors_of
 class LocalServer(base.ServerAlgorithm):
     """Server that only requests local training."""
 
-    def __init__(self, settings: LocalSettings, task: Task, generator: torch.Generator) -> None:
+    def __init__(self, settings: LocalSettings, setup: Setup, generator: torch.Generator) -> None:
         del generator  # clients draw their own starts
-        super().__init__(settings, task)
+        super().__init__(settings, setup)
 
     def train_round(self, round: Round) -> Statistics:
         """Refuse: the method has no rounds.
@@ -52,8 +52,8 @@ class LocalClient(base.ClientAlgorithm):
     @conversation
     def personalize(self, clients: ClientGroup, opening: LocalTrainRequest) -> Predictors:
         """Train the client's predictor."""
-        model, members = self.task.model, range(len(clients))
-        start = torch.stack([model.init(clients.generator(i, "init"), self.task.dtype) for i in members])
+        model, members = self.setup.model, range(len(clients))
+        start = torch.stack([model.init(clients.generator(i, "init"), self.setup.dtype) for i in members])
         theta = start.to(clients.clients[0].train.x.device)
         if self.settings.local.steps != 0:  # 0: untrained (``evaluation.own_steps``)
             theta = train(model, clients, theta, self.settings.local).theta

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import batches, examples, train
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -40,13 +40,13 @@ class PeFLLServer(base.ServerAlgorithm):
 
     settings: PeFLLSettings
 
-    def __init__(self, settings: PeFLLSettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        size, d, h = settings.descriptor_size(task.clients), task.model.layout.size, settings.hypernetwork
-        self.embedding = settings.embedding_network(task)
+    def __init__(self, settings: PeFLLSettings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        size, d, h = settings.descriptor_size(setup.clients), setup.model.layout.size, settings.hypernetwork
+        self.embedding = settings.embedding_network(setup)
         self.hypernetwork = Hypernetwork(size, d, h.size, output_relu=h.output_relu)
-        eta_v = self.embedding.init(generator, task.dtype)
-        eta_h = self.hypernetwork.layout.split(self.hypernetwork.init(generator, task.dtype))
+        eta_v = self.embedding.init(generator, setup.dtype)
+        eta_h = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
         self.optimizer_v = settings.optimizer(settings.lambda_v)
         self.optimizer_h = settings.optimizer(settings.lambda_h)
         self.sizes |= {"l": size, "s": d, "eta_v": len(eta_v)}
@@ -54,7 +54,7 @@ class PeFLLServer(base.ServerAlgorithm):
             "eta_v": eta_v,
             **prefixed("eta_h", eta_h),
             # The descriptor's shift and scale, and a flag (0/1) that they are set.
-            "standard": torch.tensor([0.0, 1.0, 0.0], dtype=task.dtype),
+            "standard": torch.tensor([0.0, 1.0, 0.0], dtype=setup.dtype),
             **prefixed("step_v", self.optimizer_v.start([eta_v])),
             **prefixed("step_h", self.optimizer_h.start(list(eta_h.values()))),
         }
@@ -148,16 +148,16 @@ class PeFLLClient(base.ClientAlgorithm):
 
     settings: PeFLLSettings
 
-    def __init__(self, settings: PeFLLSettings, task: Task) -> None:
-        super().__init__(settings, task)
-        self.embedding = settings.embedding_network(task)
+    def __init__(self, settings: PeFLLSettings, setup: Setup) -> None:
+        super().__init__(settings, setup)
+        self.embedding = settings.embedding_network(setup)
 
     @conversation
     def train(self, clients: ClientGroup, opening: PeFLLTrainRequest) -> Conversation:
         """Perform Algorithm 2, lines 5-15."""
         v, pullback = self._describe(clients, opening.eta_v, self.settings.descriptor.train, "descriptor")  # lines 5-6
         model: PersonalizedModel = yield Descriptor(v)  # lines 7-9
-        trained = train(self.task.model, clients, model.theta, self.settings.local)  # line 10
+        trained = train(self.setup.model, clients, model.theta, self.settings.local)  # line 10
         update = Update(trained.theta - model.theta, trained.steps, trained.loss)
         feedback: DescriptorUpdate = yield update  # lines 11-13
         yield EmbeddingUpdate(pullback(feedback.d_v))  # lines 14-15
@@ -172,8 +172,8 @@ class PeFLLClient(base.ClientAlgorithm):
         theta, steps = model.theta, self.settings.personalize_steps
         if steps:  # not in the paper: further local steps
             sgd = self.settings.local.with_steps(steps=steps)
-            theta = train(self.task.model, clients, theta, sgd, purpose="fine-tune").theta
-        return predictors_of(self.task.model, personal=theta)
+            theta = train(self.setup.model, clients, theta, sgd, purpose="fine-tune").theta
+        return predictors_of(self.setup.model, personal=theta)
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return ``personalize_steps``."""
@@ -327,10 +327,10 @@ class PeFLLSettings(Settings):
         """Return l for n clients."""
         return self.descriptor.size if self.descriptor.size is not None else 1 + clients // 4
 
-    def embedding_network(self, task: Task) -> EmbeddingNetwork:
+    def embedding_network(self, setup: Setup) -> EmbeddingNetwork:
         """Return φ for the inputs of a problem."""
-        size = self.descriptor_size(task.clients)
-        return self.embedding.network_for(task.kind, task.input_shape, task.classes, size)
+        size = self.descriptor_size(setup.clients)
+        return self.embedding.network_for(setup.kind, setup.input_shape, setup.classes, size)
 
     def optimizer(self, decay: float) -> AdamAscent | ShrinkAndAdd:
         """Return the optimizer of lines 17 and 18 for one of the two networks."""

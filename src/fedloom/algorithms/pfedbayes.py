@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Batch, LocalTrainer, NothingToTrainOn
 from fedloom.algorithms.mean_field import (
     MU,
@@ -40,9 +40,9 @@ from fedloom.models.predictors import Ensemble, Predictors
 class PFedBayesServer(base.ServerAlgorithm):
     """Server that sets v ← (1 - β) v + β · average of the localized global distributions."""
 
-    def __init__(self, settings: PFedBayesSettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        self.state["v"] = gaussian(task.model.init(generator, task.dtype), settings.rho)
+    def __init__(self, settings: PFedBayesSettings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        self.state["v"] = gaussian(setup.model.init(generator, setup.dtype), settings.rho)
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bound of the number of steps, the same for all clients."""
@@ -151,7 +151,7 @@ class PFedBayesClient(base.ClientAlgorithm):
         ExperimentError
             If gradient descent exceeds its stability bound under this prior.
         """
-        s, local = self.settings, LocalTrainer(self.task.model, clients, members=members)
+        s, local = self.settings, LocalTrainer(self.setup.model, clients, members=members)
         noises = [clients.generator(i, f"{purpose}-noise") for i in members]
         moments = AdamMoments.none(q.v) if moments is None else moments
         descend_q, descend_w = self._steps(local, q, w, moments)
@@ -188,15 +188,15 @@ class PFedBayesClient(base.ClientAlgorithm):
 
     def _track(self, local: LocalTrainer, batch: Batch, theta: Tensor, fields: Sequence[MeanField]) -> None:
         """Move the running statistics in the means of these Gaussians; only a single client can have some."""
-        if self.task.model.needs_whole_batches:
-            layout = self.task.model.layout
+        if self.setup.model.needs_whole_batches:
+            layout = self.setup.model.layout
             local.track(layout.split(theta[0]), batch, *(layout.split(of.mu[0]) for of in fields))
 
     def _predictor(self, v: Tensor, generator: torch.Generator) -> Ensemble:
         """Return the mean prediction of S networks drawn from N(μ, σ²), or for S = 0 that of the mean network."""
         noise = self.settings.noise * torch.randn(self.settings.draws, v.shape[-1], generator=generator, dtype=v.dtype)
         thetas = MeanField(v).sample(noise.to(v.device)) if len(noise) else v[None, MU]
-        return Ensemble(self.task.model, thetas, mu=v[MU], rho=v[RHO])
+        return Ensemble(self.setup.model, thetas, mu=v[MU], rho=v[RHO])
 
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return ``personalize_steps`` for ``personal``."""

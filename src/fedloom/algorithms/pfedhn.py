@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import train
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
@@ -34,13 +34,13 @@ class PFedHNServer(base.ServerAlgorithm):
 
     settings: PFedHNSettings
 
-    def __init__(self, settings: PFedHNSettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        size = settings.embedding_size or 1 + task.clients // 4
+    def __init__(self, settings: PFedHNSettings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        size = settings.embedding_size or 1 + setup.clients // 4
         self.hypernetwork = Hypernetwork(size, self.sizes["d"], settings.hypernetwork, output_relu=False)
-        weights = self.hypernetwork.layout.split(self.hypernetwork.init(generator, task.dtype))
-        self.row = {client: i for i, client in enumerate(task.roster)}
-        table = torch.randn(len(self.row) + 1, size, generator=generator, dtype=torch.float64).to(task.dtype)
+        weights = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
+        self.row = {client: i for i, client in enumerate(setup.roster)}
+        table = torch.randn(len(self.row) + 1, size, generator=generator, dtype=torch.float64).to(setup.dtype)
         self.optimizer = settings.optimizer(settings.server_lr)
         self.descent = settings.optimizer(settings.embedding_lr or settings.server_lr)
         self.sizes["s"] = self.sizes["d"]
@@ -75,7 +75,7 @@ class PFedHNServer(base.ServerAlgorithm):
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Make the models of known clients, and search for the embeddings of the others."""
-        places = [self.row.get(client) if self.task.same_clients else None for client in cohort.clients]
+        places = [self.row.get(client) if self.setup.same_clients else None for client in cohort.clients]
         new = torch.tensor([place is None for place in places])[:, None]
         e = self.state["embeddings"][[len(self.row) if place is None else place for place in places]]
         momentum, h = torch.zeros_like(e), under("h", self.state)
@@ -117,13 +117,13 @@ class PFedHNClient(base.ClientAlgorithm):
     @conversation
     def personalize(self, clients: ClientGroup, opening: GeneratedModel) -> Predictors:
         """Return the received model as ``personal``."""
-        return predictors_of(self.task.model, personal=opening.theta)
+        return predictors_of(self.setup.model, personal=opening.theta)
 
     def _update(self, clients: ClientGroup, theta: Tensor, members: list[int], purpose: str) -> Update:
         delta, numbers = torch.zeros_like(theta), torch.zeros(len(clients), 1, dtype=torch.float64)
         steps, loss = numbers, numbers.clone()
         if members:
-            s, model = self.settings.local, self.task.model
+            s, model = self.settings.local, self.setup.model
             trained = train(model, clients, theta[members], s, members=members, purpose=purpose)
             delta[members] = trained.theta - theta[members]
             steps[members], loss[members] = trained.steps, trained.loss

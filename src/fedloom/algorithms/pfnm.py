@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import train
 from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
@@ -29,39 +29,39 @@ from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Predictors
 
 
-def width(task: Task) -> int:
+def width(setup: Setup) -> int:
     """Return L, the number of hidden units of a client's network."""
-    return task.model.layout.entries[0][1][0]
+    return setup.model.layout.entries[0][1][0]
 
 
-def neurons(task: Task, models: Tensor) -> tuple[Tensor, Tensor]:
+def neurons(setup: Setup, models: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights in, bias and weights out of each hidden unit, and output biases: ``[n, L, K], [n, C]``."""
-    first, bias, last, out = torch.split(models, task.model.layout.sizes, dim=1)
-    n, units = len(models), width(task)
+    first, bias, last, out = torch.split(models, setup.model.layout.sizes, dim=1)
+    n, units = len(models), width(setup)
     parts = [first.view(n, units, -1), bias.view(n, units, 1), last.view(n, -1, units).transpose(1, 2)]
     return torch.cat(parts, dim=2).double(), out.double()
 
 
-def network(units: Tensor, out: Tensor, task: Task) -> Tensor:
+def network(units: Tensor, out: Tensor, setup: Setup) -> Tensor:
     """Return θ of one network of any width, the inverse of :func:`neurons`."""
     classes = len(out)
     parts = units[:, : -classes - 1], units[:, -classes - 1], units[:, -classes:].T, out
-    return torch.cat([part.reshape(-1) for part in parts]).to(task.dtype)
+    return torch.cat([part.reshape(-1) for part in parts]).to(setup.dtype)
 
 
-def wide(task: Task, theta: Tensor) -> FlatModel:
+def wide(setup: Setup, theta: Tensor) -> FlatModel:
     """Return the model with the number of hidden units of θ ``[..., d]``."""
-    (inputs, classes), model = (task.model.layout.entries[0][1][1], task.classes), task.model
+    (inputs, classes), model = (setup.model.layout.entries[0][1][1], setup.classes), setup.model
     units = (theta.shape[-1] - classes) // (inputs + 1 + classes)
     assert isinstance(model, MLP)
-    return type(model)(task.input_shape, [units], classes)
+    return type(model)(setup.input_shape, [units], classes)
 
 
 class PFNMServer(base.ServerAlgorithm):
     """Server that keeps every client's last network, the atoms of its neurons, and its number of examples per class."""
 
-    def __init__(self, settings: PFNMSettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
+    def __init__(self, settings: PFNMSettings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
         try:
             from scipy.optimize import linear_sum_assignment
         except ImportError as error:
@@ -69,14 +69,14 @@ class PFNMServer(base.ServerAlgorithm):
                 "pfnm needs the package scipy, which is not installed", hint="pip install 'fedloom[pfnm]'"
             ) from error
         self._assign = lambda gain: torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
-        self.sizes |= {"s": task.model.layout.size, "C": task.classes}
-        self.row = {client: i for i, client in enumerate(task.roster)}
-        start, n = task.model.init(generator, task.dtype), len(self.row)
+        self.sizes |= {"s": setup.model.layout.size, "C": setup.classes}
+        self.row = {client: i for i, client in enumerate(setup.roster)}
+        start, n = setup.model.init(generator, setup.dtype), len(self.row)
         self.state = {
             "start": start,
-            "models": torch.zeros(n, len(start), dtype=task.dtype),
-            "atoms": torch.full((n, width(task)), -1),  # -1 for a client that no round has counted
-            "classes": torch.zeros(n, task.classes, dtype=torch.float64),
+            "models": torch.zeros(n, len(start), dtype=setup.dtype),
+            "atoms": torch.full((n, width(setup)), -1),  # -1 for a client that no round has counted
+            "classes": torch.zeros(n, setup.classes, dtype=torch.float64),
         }
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
@@ -92,9 +92,9 @@ class PFNMServer(base.ServerAlgorithm):
         starts = []
         for i, client in zip(where, cohort.clients, strict=True):
             if merged is not None and known[i]:  # line 3
-                starts.append(network(merged[0][self.state["atoms"][i]], merged[1], self.task))
+                starts.append(network(merged[0][self.state["atoms"][i]], merged[1], self.setup))
             else:
-                starts.append(self.task.model.init(round.generator(f"start/{client}"), self.task.dtype))
+                starts.append(self.setup.model.init(round.generator(f"start/{client}"), self.setup.dtype))
         theta = torch.stack(starts)
         updates = cohort.send(Subnetwork(theta), CountedUpdate)  # line 4
         here = torch.tensor(where)[updates.present]
@@ -106,7 +106,7 @@ class PFNMServer(base.ServerAlgorithm):
             raise FloatingPointError("a client's network is not finite and cannot be matched")
         s = self.settings
         atoms[known] = match(  # line 5
-            neurons(self.task, models[known])[0], self._precisions(classes[known]), atoms[known], self._assign,
+            neurons(self.setup, models[known])[0], self._precisions(classes[known]), atoms[known], self._assign,
             prior=s.sigma0**-2, gamma=s.gamma, cap=s.cap, sweeps=s.sweeps, generator=round.generator("sweeps"),
             centre=self._centre(),
         )  # fmt: skip
@@ -116,18 +116,18 @@ class PFNMServer(base.ServerAlgorithm):
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the global network, or an untrained one of the clients' width before the first round."""
         merged = self._merged()
-        return cohort.send(PersonalizeRequest(self.state["start"] if merged is None else network(*merged, self.task)))
+        return cohort.send(PersonalizeRequest(self.state["start"] if merged is None else network(*merged, self.setup)))
 
     def _centre(self) -> Tensor:
         """Return μ0 of a neuron's numbers ``[K]``: 0 except for its bias."""
-        incoming = self.task.model.layout.entries[0][1][1]
-        centre = torch.zeros(incoming + 1 + self.task.classes, dtype=torch.float64)
+        incoming = self.setup.model.layout.entries[0][1][1]
+        centre = torch.zeros(incoming + 1 + self.setup.classes, dtype=torch.float64)
         centre[incoming] = self.settings.bias_mean
         return centre
 
     def _precisions(self, classes: Tensor) -> Tensor:
         """Return the precisions of a neuron's numbers by network ``[J, K]``, from example counts ``[J, C]``."""
-        incoming = self.task.model.layout.entries[0][1][1] + 1
+        incoming = self.setup.model.layout.entries[0][1][1] + 1
         shares = torch.ones_like(classes)
         if self.settings.output == "classes":
             shares = classes / classes.sum(0).clamp(min=1)
@@ -139,7 +139,7 @@ class PFNMServer(base.ServerAlgorithm):
         known, prior = self.state["atoms"][:, 0] >= 0, self.settings.sigma0**-2
         if not known.any():
             return None
-        (v, out), p = neurons(self.task, self.state["models"][known]), self._precisions(self.state["classes"][known])
+        (v, out), p = neurons(self.setup, self.state["models"][known]), self._precisions(self.state["classes"][known])
         total, precision, _ = pool(v, p, self.state["atoms"][known], prior, self._centre())
         p_out, mean = p[:, -out.shape[1] :], self.settings.bias_mean
         return total / precision, (prior * mean + (p_out * out).sum(0)) / (prior + p_out.sum(0))
@@ -153,16 +153,16 @@ class PFNMClient(base.ClientAlgorithm):
     @conversation
     def train(self, clients: ClientGroup, opening: Subnetwork) -> Conversation:
         """Perform line 4."""
-        trained = train(self.task.model, clients, opening.theta, self.settings.local)
+        trained = train(self.setup.model, clients, opening.theta, self.settings.local)
         labels = [client.train.y for client in clients.clients]
-        counts = [torch.bincount(y, minlength=self.task.classes).double() for y in labels if y is not None]
+        counts = [torch.bincount(y, minlength=self.setup.classes).double() for y in labels if y is not None]
         yield CountedUpdate(trained.theta - opening.theta, trained.steps, trained.loss, torch.stack(counts))
         return None
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return ``global``, the global network, and ``personal``, that network after fine-tuning."""
-        model, start = wide(self.task, opening.theta), opening.theta.expand(len(clients), -1)
+        model, start = wide(self.setup, opening.theta), opening.theta.expand(len(clients), -1)
         sgd, steps = self.settings.local, self.settings.personalize_steps
         return or_shared_alone(model, clients, start, lambda: fine_tune(model, clients, start, sgd, steps))
 

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import PlainSGD
@@ -28,9 +28,9 @@ from fedloom.models.predictors import Predictors
 class ScaffoldServer(base.ServerAlgorithm):
     """Server that keeps w, and c, the mean of the c_i of all seen clients; c_i is zero for clients never drawn."""
 
-    def __init__(self, settings: Any, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        theta = task.model.init(generator, task.dtype)
+    def __init__(self, settings: Any, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        theta = setup.model.init(generator, setup.dtype)
         self.state |= {"theta": theta, "c": torch.zeros_like(theta)}
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
@@ -41,7 +41,7 @@ class ScaffoldServer(base.ServerAlgorithm):
         """Perform lines 2 and 8-9; lost clients are in neither mean."""
         theta, c = self.state["theta"], self.state["c"]
         updates = round.sample().send(ModelAndControl(theta, c), ControlledUpdate)  # line 2
-        share = int(updates.present.sum()) / len(self.task.roster)
+        share = int(updates.present.sum()) / len(self.setup.roster)
         self.state["theta"] = theta + self.settings.server_lr * updates.mean(updates.delta_theta)  # line 8
         self.state["c"] = c + share * updates.mean(updates.delta_c)  # line 9
         return base.statistics_of(updates)
@@ -63,7 +63,7 @@ class ScaffoldClient(base.ClientAlgorithm):
         c_i = clients.load_state("c", torch.zeros_like(w))
         s = self.settings.local.sgd
         control = Correction(controlled, {"c": c, "c_i": c_i})
-        trained = train(self.task.model, clients, w, s, correct=control)  # lines 3-5
+        trained = train(self.setup.model, clients, w, s, correct=control)  # lines 3-5
         mean_step = (w - trained.theta) / (trained.steps.to(w) * s.lr)
         new = c_i - c + mean_step  # line 6
         clients.save_state(c=new)
@@ -73,7 +73,7 @@ class ScaffoldClient(base.ClientAlgorithm):
     @conversation
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return the shared model, fine-tuned as in FedAvg."""
-        model, w = self.task.model, opening.theta.expand(len(clients), -1)
+        model, w = self.setup.model, opening.theta.expand(len(clients), -1)
         sgd, steps = self.settings.local.sgd, self.settings.personalize_steps
         return or_shared_alone(
             model,

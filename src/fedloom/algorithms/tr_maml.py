@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fedloom.algorithms import base
 from fedloom.algorithms.afl import WeightedServer
-from fedloom.algorithms.base import Task
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import MetaLearning, PerFedAvg
 
@@ -37,9 +37,9 @@ class TRMAML(PerFedAvg):
     settings = TRMAMLSettings
     predictors = {"personal": "TR-MAML", "global": "TR-MAML, shared model"}
 
-    def server(self, settings: Any, task: Task, generator: torch.Generator) -> WeightedServer:
+    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> WeightedServer:
         """Return the server, which keeps a weight of each client."""
-        return WeightedServer(self, settings, task, generator)
+        return WeightedServer(self, settings, setup, generator)
 
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason: each client has a weight."""

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base, collaboration
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Task, conversation
+from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Batch, LocalTrainer, train
 from fedloom.algorithms.collaboration import CollaborationConstants, next_bias, weighted_gradient
 from fedloom.algorithms.fedavg import or_shared_alone
@@ -40,13 +40,13 @@ class WGAServer(base.ServerAlgorithm):
 
     settings: WGASettings
 
-    def __init__(self, settings: WGASettings, task: Task, generator: torch.Generator) -> None:
-        super().__init__(settings, task)
-        self.roster = {client: i for i, client in enumerate(task.roster)}
-        one = (settings.user,) if settings.user is not None else task.roster[:1]
-        self.always, users = (one, one) if settings.users == "one" else ((), task.roster)
+    def __init__(self, settings: WGASettings, setup: Setup, generator: torch.Generator) -> None:
+        super().__init__(settings, setup)
+        self.roster = {client: i for i, client in enumerate(setup.roster)}
+        one = (settings.user,) if settings.user is not None else setup.roster[:1]
+        self.always, users = (one, one) if settings.users == "one" else ((), setup.roster)
         self.row = {client: i for i, client in enumerate(users)}
-        theta, counts = task.model.init(generator, task.dtype).repeat(len(users), 1), torch.zeros(len(users)).long()
+        theta, counts = setup.model.init(generator, setup.dtype).repeat(len(users), 1), torch.zeros(len(users)).long()
         self.state = {"theta": theta}
         if settings.rule == "bc":
             self.state["bias"] = torch.zeros_like(theta)
@@ -58,8 +58,8 @@ class WGAServer(base.ServerAlgorithm):
             self.state |= {"second": torch.zeros_like(theta), "steps": counts.clone()}
         if settings.weights == "inverse_variance":
             # For each client of the roster: the sum of the estimates, and their number.
-            self.state["variances"] = torch.zeros(len(task.roster), 2, dtype=torch.float64)
-        self.sizes["block"] = settings.block_of(task.roster)
+            self.state["variances"] = torch.zeros(len(setup.roster), 2, dtype=torch.float64)
+        self.sizes["block"] = settings.block_of(setup.roster)
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform ``steps_per_round`` iterations of Algorithm 1 for every user in the cohort."""
@@ -116,7 +116,7 @@ class WGAServer(base.ServerAlgorithm):
         """Send each user its own state; other clients get the mean of all states and make their own steps from it."""
         theta = self.state["theta"]
         mean = theta.mean(0)
-        mine = [self.row.get(client) if self.task.same_clients else None for client in cohort.clients]
+        mine = [self.row.get(client) if self.setup.same_clients else None for client in cohort.clients]
         states = torch.stack([mean if i is None else theta[i] for i in mine])
         steps = torch.tensor([[0.0 if i is not None else self.settings.personalize_steps] for i in mine])
         cohort.record("user", torch.tensor([[float(i is not None)] for i in mine], dtype=torch.float64))
@@ -218,12 +218,12 @@ class WGAClient(base.ClientAlgorithm):
     predictors = ("personal", "global")
     settings: WGASettings
 
-    def __init__(self, settings: WGASettings, task: Task) -> None:
-        super().__init__(settings, task)
+    def __init__(self, settings: WGASettings, setup: Setup) -> None:
+        super().__init__(settings, setup)
         weights = settings.weights if isinstance(settings.weights, dict) else {}
         for key, client in [("user", settings.user), *(("weights", client) for client in weights)]:
-            if client is not None and client not in task.roster:
-                some = " or ".join(task.roster[:1] + task.roster[-1:])
+            if client is not None and client not in setup.roster:
+                some = " or ".join(setup.roster[:1] + setup.roster[-1:])
                 raise ExperimentError(
                     f"algorithm.{key}: {client!r} is not a seen client; choose one, such as {some}",
                     key=f"algorithm.{key}",
@@ -233,7 +233,7 @@ class WGAClient(base.ClientAlgorithm):
     @conversation
     def train(self, clients: ClientGroup, opening: SharedStates) -> Conversation:
         """Perform Algorithm 1: sample, compute, share, as often as the server asks."""
-        s, model, roster, g = self.settings, self.task.model, self.task.roster, len(clients)
+        s, model, roster, g = self.settings, self.setup.model, self.setup.roster, len(clients)
         local = LocalTrainer(model, clients)
         draws = local.batches(s.batch_size, [s.steps_per_round * s.local_steps] * g, "train")
         message: SharedStates | TrueGradients = opening
@@ -262,7 +262,7 @@ class WGAClient(base.ClientAlgorithm):
     @conversation
     def personalize(self, clients: ClientGroup, opening: UserModel) -> Predictors:
         """Return ``personal``, the client's own state or the mean after its own steps, and ``global``, the mean."""
-        s, model, mean = self.settings, self.task.model, opening.mean.expand(len(clients), -1)
+        s, model, mean = self.settings, self.setup.model, opening.mean.expand(len(clients), -1)
 
         def stepped() -> dict[str, Tensor]:
             personal = opening.theta.clone()

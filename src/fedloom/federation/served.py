@@ -108,7 +108,7 @@ def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, che
     else:
         raise ExperimentError(f"{algorithm.name} has no model for unknown clients: it sends them nothing")
     shapes = answer_shapes(algorithm.messages, server.sizes)
-    return ServedRound(about, checkpoint.round, checkpoint.digest, server, shapes, server.task.dtype, opening, answer)
+    return ServedRound(about, checkpoint.round, checkpoint.digest, server, shapes, server.setup.dtype, opening, answer)
 
 
 class _Opened(Exception):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import fedloom
-from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Task, find_algorithm
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Setup, find_algorithm
 from fedloom.core.words import pluralize
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import Own, OwnClients, own_manifest
@@ -53,7 +53,7 @@ class RunContext:
     experiment: Experiment
     manifest: Manifest
     algorithm: Algorithm
-    task: Task
+    setup: Setup
 
     @property
     def settings(self) -> Any:
@@ -62,16 +62,16 @@ class RunContext:
 
     def server_algorithm(self) -> ServerAlgorithm:
         """Return a new server algorithm; its initial state depends on the seed alone."""
-        return self.algorithm.server(self.settings, self.task, generator(self.experiment.seed, "init"))
+        return self.algorithm.server(self.settings, self.setup, generator(self.experiment.seed, "init"))
 
     def client_algorithm(self) -> ClientAlgorithm:
         """Return a new client algorithm."""
-        return self.algorithm.client(self.settings, self.task)
+        return self.algorithm.client(self.settings, self.setup)
 
     def after_steps(self) -> dict[int, ClientAlgorithm]:
         """Return a client algorithm for each number of extra local steps in ``evaluation.own_steps``."""
         steps = self.experiment.evaluation.own_steps or ()
-        return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.task) for k in steps}
+        return {k: self.algorithm.client(self.algorithm.after_steps(self.settings, k), self.setup) for k in steps}
 
 
 def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest | None = None) -> RunContext:
@@ -84,7 +84,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     trained_on = manifest if trained_on is None else trained_on
     model = experiment.model.build(manifest.input_shape, manifest.classes, manifest.kind)
     brought = isinstance(experiment.data, OwnData)
-    task = Task(
+    setup = Setup(
         model=model,
         classes=manifest.classes,
         input_shape=manifest.input_shape,
@@ -94,7 +94,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         roster=() if brought else trained_on.roster,
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
     )
-    parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), task)
+    parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup)
     parts.algorithm.check_model(parts.settings, model)
     parts.client_algorithm()  # raises on unsupported settings before anything is written
     return parts
@@ -105,8 +105,8 @@ def for_newcomers(parts: RunContext, clients: int | None = None) -> RunContext:
 
     ``clients`` is the number of clients of the run, if the manifest does not state it.
     """
-    known = parts.task.clients if clients is None else clients
-    return dataclasses.replace(parts, task=dataclasses.replace(parts.task, clients=known, same_clients=False))
+    known = parts.setup.clients if clients is None else clients
+    return dataclasses.replace(parts, setup=dataclasses.replace(parts.setup, clients=known, same_clients=False))
 
 
 def make_partition(experiment: Experiment) -> FederatedDataset:

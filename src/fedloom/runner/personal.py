@@ -137,7 +137,7 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
 
     def keep(predictors: Predictors, group: ClientGroup) -> Message:
         made.extend(predictors)
-        return nothing_measured(1, len(loop.predictors), parts.task.classes)
+        return nothing_measured(1, len(loop.predictors), parts.setup.classes)
 
     with torch_threads(parts.experiment.runtime.threads):
         found = Checkpoints(folder.checkpoints).load(check_checkpoint(which))

@@ -220,7 +220,7 @@ class PersonalizationClient:
         self._tell = tell
         self._opening: Message | None = None
         self._threads = parts.experiment.runtime.threads
-        self._nothing = nothing_measured(1, len(parts.client_algorithm().predictors), parts.task.classes)
+        self._nothing = nothing_measured(1, len(parts.client_algorithm().predictors), parts.setup.classes)
         self._made: dict[str, Predictor] | None = None
         self._side = ClientSide(
             parts.client_algorithm(),

@@ -56,7 +56,7 @@ def about(parts: RunContext) -> About:
         "input_shape": manifest.input_shape,
         "class_names": manifest.class_names,
         "normalization": vars(manifest.normalization),
-        "clients": parts.task.clients,
+        "clients": parts.setup.clients,
     }
     e = parts.experiment
     return About(e.name, parts.algorithm.name, parts.algorithm.version, e.shared_json(), json.dumps(problem))

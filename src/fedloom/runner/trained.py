@@ -75,7 +75,7 @@ def found_of(
         named = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         everyone = pluralize(len(evaluation.clients), "client")
         raise QuorumError(f"{len(missing)} of {everyone} could not be measured: {named}")
-    if not parts.task.same_clients:  # this run never saw them, whatever their partition says
+    if not parts.setup.same_clients:  # this run never saw them, whatever their partition says
         evaluation = dataclasses.replace(evaluation, seen=torch.zeros_like(evaluation.seen))
     statistics = {
         "name": parts.experiment.name,
@@ -85,7 +85,7 @@ def found_of(
         "partition": dataset.manifest.fingerprint,
         **(
             {}
-            if parts.task.same_clients or partition is None
+            if parts.setup.same_clients or partition is None
             else {"overlap": overlap_with(run, parts.experiment, dataset)}
         ),
         **groups(evaluation, label_mask=parts.experiment.evaluation.label_mask),
@@ -147,7 +147,7 @@ def restore(
     check_fits(loaded, found.server.state, parts.algorithm.name, parts.algorithm.version)
     found.server.load(loaded.state)
     found.round = loaded.round
-    if parts.task.same_clients:  # clients of another partition are different clients, even under the same id
+    if parts.setup.same_clients:  # clients of another partition are different clients, even under the same id
         found.journal = Journal.read(folder, found.round)
     return parts, found, dataset
 
