@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
-from federations import Federation, clients, federation, task, variant
+from federations import Federation, clients, federation, setup, variant
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Conversation
@@ -26,7 +26,7 @@ from fedloom.federation.transport import Traffic
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Metrics
 
-D = task().model.layout.size
+D = setup().model.layout.size
 LIAR = "c1"
 Lie = Callable[[Message], Message]
 
@@ -55,7 +55,7 @@ def lying(algorithm: Algorithm, lie: Lie, *who: str) -> Algorithm:
 
 def fedavg(folder: Path, lie: Lie, *who: str, **kwargs: Any) -> Federation:
     settings = FedAvgSettings(local=LocalSGD(steps=2, batch_size=2, clip=5.0))
-    return federation(folder, lying(FEDAVG, lie, *who), settings, task(), clients([4, 5, 6]), **kwargs)
+    return federation(folder, lying(FEDAVG, lie, *who), settings, setup(), clients([4, 5, 6]), **kwargs)
 
 
 def changed(**fields: float) -> Lie:
@@ -121,7 +121,7 @@ def test_the_right_message_in_another_exchange_is_the_wrong_one(tmp_path: Path) 
         one = torch.ones(1, 1, dtype=torch.float64)
         return Update(torch.zeros(1, D).double(), one, one)
 
-    f = federation(tmp_path, lying(PEFLL, lie), settings, task(), clients([4, 5, 6]), rounds=1)
+    f = federation(tmp_path, lying(PEFLL, lie), settings, setup(), clients([4, 5, 6]), rounds=1)
     f.run()
     (loss,) = f.loop.journal.attempts[0].conversations[0].lost
     assert (loss.client, loss.exchange) == (LIAR, 0)
@@ -331,7 +331,7 @@ def test_training_that_diverges_to_finite_values_is_told_with_the_bound_and_the_
 def test_a_state_that_is_not_finite_is_told_with_the_keys_to_lower(tmp_path: Path) -> None:
     settings = FedAvgSettings(local=LocalSGD(steps=2, batch_size=2), server_lr=1e305, max_norm=1e9)
     algorithm = lying(FEDAVG, changed(delta_theta=1e11))
-    f = federation(tmp_path, algorithm, settings, task(), clients([4, 5, 6]), rounds=1)
+    f = federation(tmp_path, algorithm, settings, setup(), clients([4, 5, 6]), rounds=1)
     with pytest.raises(QuorumError) as error:
         f.run()
     assert tells(str(error.value), "theta", "algorithm.server_lr (now 1e+305)", "algorithm.max_norm (now 1e+09)")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from federations import clients, federation, task
+from federations import clients, federation, setup
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.manifest import ClientEntry
@@ -84,7 +84,7 @@ def test_phases_within_phases_and_nothing_after_the_end() -> None:
 
 def test_the_loop_tells_what_it_does(tmp_path: Path) -> None:
     settings = FedAvgSettings.model_validate({"local": {"steps": 1, "batch_size": 4, "lr": 0.1}})
-    held = federation(tmp_path, FEDAVG, settings, task(n=3), clients([4, 6, 8]), rounds=3, checkpoint_every_s=0)
+    held = federation(tmp_path, FEDAVG, settings, setup(n=3), clients([4, 6, 8]), rounds=3, checkpoint_every_s=0)
     held.run()
     now: Activity = held.loop.monitor.now()
     assert (now.round, now.durable_round, now.clients.roster, now.clients.answered) == (3, 3, 3, 3)

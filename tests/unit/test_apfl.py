@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from facts import tells
-from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, task
+from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, setup
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,7 +26,7 @@ from fedloom.models.quadratic import Quadratic
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
 LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05, "momentum": 0.9, "lambda_theta": 0.01}
-MODEL = task().model
+MODEL = setup().model
 
 
 def made(**changes: Any) -> APFLSettings:
@@ -35,7 +35,7 @@ def made(**changes: Any) -> APFLSettings:
 
 def run(folder: Path, s: APFLSettings, **keys: Any) -> Federation:
     data = keys.pop("data", None) or clients(SIZES)
-    f = federation(folder, APFL, s, task(), data, **keys)
+    f = federation(folder, APFL, s, setup(), data, **keys)
     f.run()
     return f
 
@@ -59,7 +59,7 @@ def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, mix: dict[str, A
     """And with α = 0 there is nothing else."""
     mine = run(tmp_path / "apfl", made(**mix), rounds=3, cohort=2)
     s = FedAvgSettings.model_validate({"local": LOCAL})
-    average = federation(tmp_path / "avg", FEDAVG, s, task(), clients(SIZES), rounds=3, cohort=2)
+    average = federation(tmp_path / "avg", FEDAVG, s, setup(), clients(SIZES), rounds=3, cohort=2)
     average.run()
     assert torch.equal(mine.state["theta"], average.state["theta"])
     for c in ("c0", "c1", "c2"):
@@ -71,7 +71,7 @@ def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, mix: dict[str, A
 
 def test_with_nothing_of_the_shared_model_it_is_training_alone_to_the_bit(tmp_path: Path) -> None:
     data, f = clients(SIZES), run(tmp_path / "run", made(alpha=1.0, adaptive=False), rounds=2)
-    start = federation(tmp_path / "start", APFL, made(), task(), data).state["theta"]
+    start = federation(tmp_path / "start", APFL, made(), setup(), data).state["theta"]
     for c in data:
         v = start[None]
         for t in (1, 2):
@@ -83,7 +83,7 @@ def test_with_nothing_of_the_shared_model_it_is_training_alone_to_the_bit(tmp_pa
 def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     """v, w and α, with momentum and λ_θ, which are of each model's own loss."""
     s, data = made(alpha=0.6), clients(SIZES)
-    f = federation(tmp_path, APFL, s, task(), data, rounds=3, unseen=["c2"])
+    f = federation(tmp_path, APFL, s, setup(), data, rounds=3, unseen=["c2"])
     theta = f.state["theta"]
     v = {c.id: theta for c in data}
     alpha = {c.id: torch.tensor(0.6, dtype=torch.float64) for c in data}
@@ -177,5 +177,5 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
     opening, _, ask = APFL.messages
     w = MODEL.init(random, torch.float64)
     state = {"v": w + 0.1 * torch.randn(len(w), generator=random).double(), "alpha": torch.tensor([0.3]).double()}
-    half = APFL.client(made(personalize_steps=1), task())
+    half = APFL.client(made(personalize_steps=1), setup())
     answers_as_alone(half, clients((9, 4, 6)), opening(w), ask(w), [None, state, None])

@@ -17,7 +17,7 @@ from federations import (
     federation,
     held_out_elsewhere,
     made_by,
-    task,
+    setup,
 )
 
 from fedloom.algorithms.base import Algorithm
@@ -54,7 +54,7 @@ class Case:
         return self.algorithm.settings.model_validate({"local": LOCAL} | self.further)
 
     def run(self, folder: Path, data: list[ClientData]) -> Federation:
-        f = federation(folder, self.algorithm, self.settings, task(), data, rounds=2, unseen=["c2"])
+        f = federation(folder, self.algorithm, self.settings, setup(), data, rounds=2, unseen=["c2"])
         f.run()
         return f
 
@@ -97,7 +97,7 @@ def test_a_group_answers_as_its_clients_do_alone(case: Case) -> None:
     theta, own = (SMALL.init(torch.Generator().manual_seed(seed), torch.float64) for seed in (3, 4))
     states = None if case.kept is None else [None, {case.name: own[case.kept]}, None]
     opening, *_, ask = case.algorithm.messages
-    half, sent = case.algorithm.client(case.settings, task()), theta[: case.down]
+    half, sent = case.algorithm.client(case.settings, setup()), theta[: case.down]
     personalizes = "personalize_epochs" in case.further
     asked = ask(sent) if personalizes else None
     answers_as_alone(half, clients((9, 4, 6)), opening(sent), asked, states, case.atol)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from facts import tells
-from federations import Federation, clients, federation, task, variant
+from federations import Federation, clients, federation, setup, variant
 from test_local_data import TASK, people
 from torch import Tensor, nn
 
@@ -52,7 +52,7 @@ def with_client(fault: Callable[[ClientGroup], None]) -> Algorithm:
 
 
 def made(folder: Path, fault: Callable[[ClientGroup], None], **keys: Any) -> Federation:
-    f = federation(folder, with_client(fault), SETTINGS, task(), clients([4, 5, 6]), **keys)
+    f = federation(folder, with_client(fault), SETTINGS, setup(), clients([4, 5, 6]), **keys)
     f.loop.schedule = dataclasses.replace(f.loop.schedule, attempts=3)
     return f
 
@@ -186,7 +186,7 @@ def test_a_bug_is_looked_for_in_the_users_code_then_in_fedlooms() -> None:
         torch.zeros(2).view(3)
     assert place(raised.value).startswith("test_bugs.py, line")
     with pytest.raises(ValueError, match="shape") as ours:
-        task().model.layout.split(torch.zeros(1))
+        setup().model.layout.split(torch.zeros(1))
     at = raised_at(ours.value)
     assert at is not None
     assert Path(at.filename) == Path(__file__)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bounds.compositional import regularized_loss
-from federations import CLASSES, IMAGE, client, clients, federation, group, task
+from federations import CLASSES, IMAGE, client, clients, federation, group, setup
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -258,7 +258,7 @@ def test_scales_differ_by_a_constant_factor_alone(objective: str) -> None:
 def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_composed_loss(tmp_path: Path, objective: str) -> None:
     """Normalized, τ = 1: the mean of the clients' steps is exactly -η times the gradient of eq. 5."""
     s = made(**OBJECTIVES[objective], local={"steps": 1, "batch_size": 100})
-    problem, data = task(), clients(SIZES)
+    problem, data = setup(), clients(SIZES)
     run = federation(tmp_path, COMFEDL, s, problem, data)
     theta = run.state["theta"].requires_grad_()
     f = torch.stack([composed(problem.model, theta, c, slice(None), slice(None), s) for c in data])
@@ -278,7 +278,7 @@ def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_composed_loss(t
 
 def test_literal_and_largest_go_the_same_way(tmp_path: Path) -> None:
     """From the same θ, one step of everyone: the rounds differ by the factor exp(max f/γ) alone."""
-    problem, data, moved = task(), clients(SIZES), {}
+    problem, data, moved = setup(), clients(SIZES), {}
     for scale in ("literal", "largest"):
         s = made(scale=scale, factor_at="step", local={"steps": 1})
         run = federation(tmp_path / scale, COMFEDL, s, problem, data)
@@ -291,7 +291,7 @@ def test_literal_and_largest_go_the_same_way(tmp_path: Path) -> None:
 
 def test_with_a_large_gamma_it_is_uniform_fedavg(tmp_path: Path) -> None:
     """γ → ∞: r_i = 1/n (papers/002, below eq. 4), and both methods draw the same batches."""
-    problem, data = task(), clients(SIZES)
+    problem, data = setup(), clients(SIZES)
     local = {"steps": 3, "batch_size": 3, "lr": 0.05, "momentum": 0.0}
     one = federation(tmp_path / "a", COMFEDL, made(gamma=1e10), problem, data, rounds=2)
     other = federation(
@@ -312,7 +312,7 @@ def test_with_a_large_gamma_it_is_uniform_fedavg(tmp_path: Path) -> None:
 @pytest.mark.parametrize("factor_at", ["step", "round"])
 def test_the_mean_is_uniform_over_those_who_answered(tmp_path: Path, lost: int, factor_at: str) -> None:
     """Sizes do not count, and who was lost before its loss came back does not count in (5)."""
-    s, problem, data = made(factor_at=factor_at), task(), clients(SIZES)
+    s, problem, data = made(factor_at=factor_at), setup(), clients(SIZES)
     run = federation(tmp_path, COMFEDL, s, problem, data, lost={0: lost})
     theta = run.state["theta"]
     here = [c for i, c in enumerate(data) if i != lost]
@@ -462,7 +462,7 @@ def test_who_is_done_is_not_said_to_have_left_the_finite_range() -> None:
 )
 def test_the_user_is_told_who_left_the_finite_range_where(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     data = clients(SIZES)
-    run = federation(tmp_path, COMFEDL, made(**changes), task(), data)
+    run = federation(tmp_path, COMFEDL, made(**changes), setup(), data)
     theta = run.state["theta"]
     with pytest.raises(QuorumError, match=said):
         run.run()
@@ -474,7 +474,7 @@ def test_the_user_is_told_who_left_the_finite_range_where(tmp_path: Path, change
 def test_a_client_whose_loss_is_not_finite_is_not_left_out_in_silence(tmp_path: Path, scale: str) -> None:
     data = clients(SIZES)
     data[1].train.x[0] = torch.inf
-    run = federation(tmp_path, COMFEDL, made(scale=scale), task(MLP(IMAGE, [], CLASSES)), data)
+    run = federation(tmp_path, COMFEDL, made(scale=scale), setup(MLP(IMAGE, [], CLASSES)), data)
     with pytest.raises(QuorumError, match=r"c1 .*local\.lr"):
         run.run()
 
@@ -495,7 +495,7 @@ def test_a_client_whose_loss_is_not_finite_is_not_left_out_in_silence(tmp_path: 
 def test_personal_is_the_shared_model_after_its_steps_on_train_data(
     tmp_path: Path, changes: dict[str, Any], tuning: dict[str, Any] | None
 ) -> None:
-    s, problem, data = made(**changes), task(), clients(SIZES)
+    s, problem, data = made(**changes), setup(), clients(SIZES)
     run = federation(tmp_path, COMFEDL, s, problem, data, unseen=["c2"])
     run.run()
     theta = run.state["theta"]
@@ -520,7 +520,7 @@ def test_damaml_adapts_by_its_own_inner_step() -> None:
     s, c = made(**OBJECTIVES["damaml"], local={"batch_size": 100}), client("c0", 7)
     theta = starts(SMALL, 1)
     with pytest.raises(StopIteration) as end:
-        next(COMFEDL.client(s, task()).open(group([c]), PersonalizeRequest(theta[0])))
+        next(COMFEDL.client(s, setup()).open(group([c]), PersonalizeRequest(theta[0])))
     w = theta[0].clone().requires_grad_()
     close(end.value.value[0]["personal"].tensors()["theta"], after_inner_step(SMALL, w, c, slice(None), s).detach())
 
@@ -554,7 +554,7 @@ def test_defaults_are_the_papers_where_it_states_them() -> None:
 
 @pytest.mark.parametrize(("scale", "down", "up"), [("literal", 0, 5), ("largest", 1, 6), ("normalized", 1, 6)])
 def test_traffic_is_the_model_both_ways_and_a_few_scalars(tmp_path: Path, scale: str, down: int, up: int) -> None:
-    problem = task()
+    problem = setup()
     d = problem.model.layout.size
     run = federation(tmp_path, COMFEDL, made(scale=scale), problem, clients(SIZES))
     run.run()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, task
+from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, setup
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,7 +26,7 @@ SIZES = (4, 9, 6)
 SEED = 7  # of the federations
 LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05, "momentum": 0.9}
 PERSONAL = {"steps": 3, "batch_size": 2, "lr": 0.1, "momentum": 0.5}
-MODEL = task().model
+MODEL = setup().model
 
 
 def made(**changes: Any) -> DittoSettings:
@@ -36,7 +36,7 @@ def made(**changes: Any) -> DittoSettings:
 
 def run(folder: Path, s: DittoSettings, **keys: Any) -> Federation:
     data = keys.pop("data", None) or clients(SIZES)
-    f = federation(folder, DITTO, s, task(), data, **keys)
+    f = federation(folder, DITTO, s, setup(), data, **keys)
     f.run()
     return f
 
@@ -67,7 +67,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, proximity: float) -> None:
     mine = run(tmp_path / "ditto", made(proximity=proximity), rounds=3, cohort=2)
     s = FedAvgSettings.model_validate({"local": LOCAL})
-    average = federation(tmp_path / "avg", FEDAVG, s, task(), clients(SIZES), rounds=3, cohort=2)
+    average = federation(tmp_path / "avg", FEDAVG, s, setup(), clients(SIZES), rounds=3, cohort=2)
     average.run()
     assert torch.equal(mine.state["theta"], average.state["theta"])
     for c in ("c0", "c1", "c2"):
@@ -79,7 +79,7 @@ def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, proximity: float
 def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     """v starts at the w of the client's first visit and goes on from there, near the w of each round."""
     s, data = made(), clients(SIZES)
-    f = federation(tmp_path, DITTO, s, task(), data, rounds=2, unseen=["c2"])
+    f = federation(tmp_path, DITTO, s, setup(), data, rounds=2, unseen=["c2"])
     v = {c.id: f.state["theta"] for c in data}
     received = []
     send = f.loop._train_round
@@ -95,7 +95,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     close(theta_of(f, 2, c.id), visit(s, w, w, c, 2, generator(SEED, "evaluate/personal", c.id, 2)))
     steps = sum(s.local.count(n) + 3 for n in SIZES[:2])
     assert [a.statistics["client_steps"] for a in f.loop.journal.counted()] == [steps, steps]
-    half = DITTO.client(s, task())
+    half = DITTO.client(s, setup())
     assert [half.personalization_steps(name, 6) for name in ("personal", "global")] == [2, 0]
 
 
@@ -106,7 +106,7 @@ def test_without_the_term_it_is_training_alone_to_the_bit(tmp_path: Path) -> Non
     )
     assert not torch.equal(one.state["theta"], other.state["theta"])
     data = clients(SIZES)
-    start = federation(tmp_path / "start", DITTO, made(), task(), data).state["theta"]
+    start = federation(tmp_path / "start", DITTO, made(), setup(), data).state["theta"]
     for c in data:
         assert torch.equal(theta_of(one, 2, c.id), theta_of(other, 2, c.id))
         v = start[None]
@@ -176,6 +176,6 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
     opening, _, ask = DITTO.messages
     w = MODEL.init(random, torch.float64)
     v = w + torch.randn(len(w), generator=random, dtype=torch.float64)
-    half, states = DITTO.client(made(), task()), [None, {"v": v}, None]
+    half, states = DITTO.client(made(), setup()), [None, {"v": v}, None]
     found = answers_as_alone(half, clients((9, 4, 6)), opening(w), ask(w), states)
     assert torch.equal(found[1]["personal.theta"], v)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from facts import tells
-from federations import Federation, clients, federation, task
+from federations import Federation, clients, federation, setup
 from safetensors.torch import save_file
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
@@ -26,7 +26,7 @@ SETTINGS = FedAvgSettings.model_validate({"local": {"steps": 2, "batch_size": 3,
 
 def made(folder: Path, rounds: int = 3, checkpoint_every_s: float = 0.0) -> Federation:
     return federation(
-        folder, FEDAVG, SETTINGS, task(), clients((4, 9, 6)), rounds=rounds, checkpoint_every_s=checkpoint_every_s
+        folder, FEDAVG, SETTINGS, setup(), clients((4, 9, 6)), rounds=rounds, checkpoint_every_s=checkpoint_every_s
     )
 
 
@@ -210,7 +210,7 @@ def scaffold(folder: Path, rounds: int) -> Federation:
     """A run whose clients keep states, which the journal names."""
     settings = SCAFFOLD.settings.model_validate({"local": {"steps": 2, "batch_size": 3, "lr": 0.05}})
     data = clients((4, 9, 6))
-    problem = dataclasses.replace(task(), roster=tuple(client.id for client in data))
+    problem = dataclasses.replace(setup(), roster=tuple(client.id for client in data))
     return federation(folder, SCAFFOLD, settings, problem, data, rounds=rounds, checkpoint_every_s=0.0)
 
 

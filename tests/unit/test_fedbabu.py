@@ -13,8 +13,8 @@ from federations import (
     Federation,
     clients,
     federation,
+    setup,
     sgd,
-    task,
 )
 from torch import Tensor
 
@@ -43,14 +43,14 @@ def made(**changes: Any) -> FedBABUSettings:
 
 
 def run(folder: Path, s: FedBABUSettings, **keys: Any) -> Federation:
-    f = federation(folder, FEDBABU, s, task(), keys.pop("data", clients(SIZES)), rounds=2, unseen=["c2"], **keys)
+    f = federation(folder, FEDBABU, s, setup(), keys.pop("data", clients(SIZES)), rounds=2, unseen=["c2"], **keys)
     f.run()
     return f
 
 
 def test_it_is_fedavg_to_the_bit_where_the_head_gets_no_gradient(tmp_path: Path) -> None:
     s = FedAvgSettings.model_validate({"local": LOCAL})
-    problem = task(NoGradientToTheHead(IMAGE, [5], CLASSES))
+    problem = setup(NoGradientToTheHead(IMAGE, [5], CLASSES))
     avg = federation(tmp_path / "avg", FEDAVG, s, problem, clients(SIZES), rounds=2, unseen=["c2"])
     start = avg.state["theta"]
     avg.run()
@@ -65,7 +65,7 @@ def test_it_is_fedavg_to_the_bit_where_the_head_gets_no_gradient(tmp_path: Path)
 
 def test_rounds_are_sgd_on_the_body_and_personal_is_sgd_on_all(tmp_path: Path) -> None:
     s, data = made(), clients(SIZES)
-    theta = federation(tmp_path / "start", FEDBABU, s, task(), data).state["theta"]
+    theta = federation(tmp_path / "start", FEDBABU, s, setup(), data).state["theta"]
     weights = torch.tensor(SIZES[:2], dtype=torch.float64)
     for t in (1, 2):
         ends = [sgd(SMALL, theta, c, s.local, slice(BODY), generator(SEED, "train/train", c.id, t)) for c in data[:2]]
@@ -77,6 +77,6 @@ def test_rounds_are_sgd_on_the_body_and_personal_is_sgd_on_all(tmp_path: Path) -
         named = f.predictors[2, c.id]
         torch.testing.assert_close(named["personal"].tensors()["theta"], tuned, rtol=0, atol=1e-12)
         assert torch.equal(named["global"].tensors()["theta"], f.state["theta"])
-    half = FEDBABU.client(s, task())
+    half = FEDBABU.client(s, setup())
     assert (half.personalization_steps("personal", 6), half.personalization_steps("global", 6)) == (4, 0)
     assert not half.stateful

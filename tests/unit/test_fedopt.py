@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import Federation, clients, federation, held_out_elsewhere, task
+from federations import Federation, clients, federation, held_out_elsewhere, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -25,7 +25,7 @@ METHODS = {"fedadam": FEDADAM, "fedyogi": FEDYOGI, "fedavgm": FEDAVGM}
 def made(folder: Path, method: Algorithm, data: list[ClientData] | None = None, **changes: Any) -> Federation:
     keys = {name: changes.pop(name) for name in ("rounds", "cohort", "lost", "unseen") if name in changes}
     s = method.settings.model_validate({"local": LOCAL, **changes})
-    return federation(folder, method, s, task(), clients(SIZES) if data is None else data, **keys)
+    return federation(folder, method, s, setup(), clients(SIZES) if data is None else data, **keys)
 
 
 def mean_update(folder: Path, theta: Tensor, round: int, **changes: Any) -> Tensor:

@@ -13,8 +13,8 @@ from federations import (
     clients,
     federation,
     group,
+    setup,
     sgd,
-    task,
 )
 from torch import Tensor
 
@@ -37,7 +37,7 @@ def made(**changes: Any) -> FedPerSettings:
 
 def run(folder: Path, s: FedPerSettings, **keys: Any) -> Federation:
     keys = {"rounds": 2, "unseen": ["c2"]} | keys
-    f = federation(folder, FEDPER, s, task(), keys.pop("data", clients(SIZES)), **keys)
+    f = federation(folder, FEDPER, s, setup(), keys.pop("data", clients(SIZES)), **keys)
     f.run()
     return f
 
@@ -49,7 +49,7 @@ def drawn_head(client: str, where: str, round: int) -> Tensor:
 def test_rounds_are_sgd_on_both_and_the_mean_of_the_bodies(tmp_path: Path) -> None:
     """Of the seen clients; the unseen one trains a head, and the body stays as it is."""
     s, data = made(), clients(SIZES)
-    body = federation(tmp_path / "start", FEDPER, s, task(), data).state["theta"]
+    body = federation(tmp_path / "start", FEDPER, s, setup(), data).state["theta"]
     heads = {c.id: drawn_head(c.id, "train", 1) for c in data[:2]}
     weights = torch.tensor(SIZES[:2], dtype=torch.float64)
     for t in (1, 2):
@@ -69,8 +69,8 @@ def test_rounds_are_sgd_on_both_and_the_mean_of_the_bodies(tmp_path: Path) -> No
         found = f.predictors[2, c]["personal"].tensors()["theta"]
         torch.testing.assert_close(found, theta, rtol=0, atol=1e-12)
         assert torch.equal(found[:BODY], f.state["theta"])
-    assert FEDPER.client(s, task()).personalization_steps("personal", 6) == 4
-    assert FEDPER.client(made(personalize_epochs=0), task()).personalization_steps("personal", 6) == 0
+    assert FEDPER.client(s, setup()).personalization_steps("personal", 6) == 4
+    assert FEDPER.client(made(personalize_epochs=0), setup()).personalization_steps("personal", 6) == 0
 
 
 def test_with_one_head_for_all_a_round_is_fedavgs_to_the_bit() -> None:

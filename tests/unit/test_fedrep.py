@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, sgd, task
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, setup, sgd
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def made(**changes: Any) -> FedRepSettings:
 
 
 def run(folder: Path, s: FedRepSettings, **keys: Any) -> Federation:
-    return federation(folder, FEDREP, s, task(), clients(SIZES), **keys)
+    return federation(folder, FEDREP, s, setup(), clients(SIZES), **keys)
 
 
 def start_of_head(c: ClientData, where: str, round: int) -> Tensor:
@@ -143,10 +143,10 @@ def test_a_client_without_a_head_trains_one_the_body_frozen(tmp_path: Path) -> N
     found = f.predictors[1, "c2"]["personal"].tensors()["theta"]
     assert torch.equal(found[:BODY], body)
     close(found, theta)
-    half = FEDREP.client(s, task())
+    half = FEDREP.client(s, setup())
     assert half.predictors == ("personal",)
     assert half.personalization_steps("personal", 6) == longer.count(6) == 6
-    assert FEDREP.client(made(personalize_epochs=0), task()).personalization_steps("personal", 6) == 0
+    assert FEDREP.client(made(personalize_epochs=0), setup()).personalization_steps("personal", 6) == 0
 
 
 def test_weights_may_be_the_official_codes(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from federations import (
     clients,
     federation,
     group,
-    task,
+    setup,
 )
 from pydantic import ValidationError
 from torch import Tensor
@@ -50,7 +50,7 @@ def lacking(c: ClientData, label: int) -> ClientData:
 
 
 def run(folder: Path, s: FedRoDSettings, **keys: Any) -> Federation:
-    f = federation(folder, FEDROD, s, task(), keys.pop("data", clients(SIZES)), rounds=2, unseen=["c2"], **keys)
+    f = federation(folder, FEDROD, s, setup(), keys.pop("data", clients(SIZES)), rounds=2, unseen=["c2"], **keys)
     f.run()
     return f
 
@@ -85,7 +85,7 @@ def test_without_balance_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path) 
     """Whatever the personal heads do."""
     rod = run(tmp_path / "rod", made(balance=0.0))
     settings = FedAvgSettings.model_validate({"local": LOCAL})
-    avg = federation(tmp_path / "avg", FEDAVG, settings, task(), clients(SIZES), rounds=2, unseen=["c2"])
+    avg = federation(tmp_path / "avg", FEDAVG, settings, setup(), clients(SIZES), rounds=2, unseen=["c2"])
     avg.run()
     assert torch.equal(rod.state["theta"], avg.state["theta"])
     for c in ("c0", "c1", "c2"):
@@ -101,7 +101,7 @@ def test_rounds_are_both_losses_written_out(tmp_path: Path, balance: float, pers
     """With a client that lacks a label: its count is zero. ``personal`` is upon the server's θ, or the client's own."""
     s, data = made(balance=balance, personal=personal), clients(SIZES)
     data[1] = lacking(data[1], 2)
-    theta = federation(tmp_path / "start", FEDROD, s, task(), data).state["theta"]
+    theta = federation(tmp_path / "start", FEDROD, s, setup(), data).state["theta"]
     heads = {c.id: torch.zeros(D - BODY, dtype=torch.float64) for c in data[:2]}
     weights = torch.tensor([len(c.train) for c in data[:2]], dtype=torch.float64)
     for t in (1, 2):
@@ -122,14 +122,14 @@ def test_rounds_are_both_losses_written_out(tmp_path: Path, balance: float, pers
         own = F.linear(z, heads[c.id][: 5 * CLASSES].view(CLASSES, 5), heads[c.id][5 * CLASSES :])
         close(p, (SMALL.logits(base, c.test.x) + own).log_softmax(1))
     assert torch.equal(f.predictors[2, "c2"]["personal"].tensors()["theta"], f.state["theta"])
-    assert (FEDROD.client(s, task()).personalization_steps("personal", 6), s.weighting) == (0, "examples")
+    assert (FEDROD.client(s, setup()).personalization_steps("personal", 6), s.weighting) == (0, "examples")
 
 
 def test_a_label_that_a_client_lacks_has_no_part_in_its_generic_loss() -> None:
     """Its row of the generic head gets no gradient, to the bit."""
     c = lacking(client("c0", 9), 1)
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
-    half, (opening, *_) = FEDROD.client(made(), task()), FEDROD.messages
+    half, (opening, *_) = FEDROD.client(made(), setup()), FEDROD.messages
     delta = next(half.open(group([c]), opening(theta))).delta_theta[0, BODY:]
     weight, bias = delta[: 5 * CLASSES].view(CLASSES, 5), delta[5 * CLASSES :]
     moved = (weight != 0).any(1) | (bias != 0)
@@ -159,7 +159,7 @@ def test_a_group_in_which_one_lacks_a_label_answers_as_its_clients_do_alone() ->
     data[2] = lacking(data[2], 0)
     theta = SMALL.init(torch.Generator().manual_seed(3), torch.float64)
     states = [None, {"head": torch.randn(D - BODY, generator=torch.Generator().manual_seed(4)).double()}, None]
-    answers_as_alone(FEDROD.client(made(), task()), data, opening(theta), states=states)
+    answers_as_alone(FEDROD.client(made(), setup()), data, opening(theta), states=states)
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
@@ -171,4 +171,4 @@ def test_what_cannot_be_trained_is_refused() -> None:
     bare = ClientData(c.id, Split(c.train.x, None), c.validation, c.test, CLASSES)
     opening, *_ = FEDROD.messages
     with pytest.raises(DataError, match=r"c0: .*labels"):
-        next(FEDROD.client(made(), task()).open(group([bare]), opening(torch.zeros(D).double())))
+        next(FEDROD.client(made(), setup()).open(group([bare]), opening(torch.zeros(D).double())))

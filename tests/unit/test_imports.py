@@ -14,7 +14,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "fedloom"
 
-COMMON = {"core", "errors"}
+COMMON = {"core", "errors", "tasks"}
 """Rooms that every room may know."""
 
 PARTS = {
@@ -25,6 +25,7 @@ PARTS = {
 ARROWS: dict[str, set[str]] = {
     "core": set(),
     "errors": set(),
+    "tasks": set(),
     "messages": set(),
     "models": set(),
     "storage": set(),

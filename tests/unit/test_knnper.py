@@ -19,7 +19,7 @@ from federations import (
     held_out_elsewhere,
     made_by,
     manifest,
-    task,
+    setup,
 )
 from pydantic import ValidationError
 from torch import Tensor
@@ -44,7 +44,7 @@ def made(**changes: Any) -> KNNPerSettings:
 
 
 def run(folder: Path, s: KNNPerSettings, data: list[ClientData] | None = None) -> Federation:
-    f = federation(folder, KNNPER, s, task(), data or clients(SIZES), rounds=2, unseen=["c2"])
+    f = federation(folder, KNNPER, s, setup(), data or clients(SIZES), rounds=2, unseen=["c2"])
     f.run()
     return f
 
@@ -75,7 +75,7 @@ def by_hand(c: ClientData, queries: Tensor, k: int, mixing: float, scale: float)
 def test_the_shared_model_is_fedavgs_and_without_a_share_of_the_neighbours_so_is_personal(tmp_path: Path) -> None:
     knn = run(tmp_path / "knn", made(mixing=[0.0]))
     avg = federation(
-        tmp_path / "avg", FEDAVG, FedAvgSettings.model_validate({"local": LOCAL}), task(), clients(SIZES), rounds=2,
+        tmp_path / "avg", FEDAVG, FedAvgSettings.model_validate({"local": LOCAL}), setup(), clients(SIZES), rounds=2,
         unseen=["c2"],
     )  # fmt: skip
     avg.run()
@@ -84,7 +84,7 @@ def test_the_shared_model_is_fedavgs_and_without_a_share_of_the_neighbours_so_is
         expected = avg.predictors[2, c.id]["global"].log_probabilities(c.test.x)
         for predictor in knn.predictors[2, c.id].values():
             assert torch.equal(predictor.log_probabilities(c.test.x), expected)
-    assert KNNPER.client(made(), task()).personalization_steps("personal", 9) == 0
+    assert KNNPER.client(made(), setup()).personalization_steps("personal", 9) == 0
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 9, 30])

@@ -12,8 +12,8 @@ from federations import (
     Federation,
     clients,
     federation,
+    setup,
     sgd,
-    task,
 )
 from torch import Tensor
 
@@ -36,7 +36,7 @@ def made(**changes: Any) -> LGFedAvgSettings:
 
 def run(folder: Path, s: LGFedAvgSettings, **keys: Any) -> Federation:
     keys = {"rounds": 2, "unseen": ["c2"]} | keys
-    f = federation(folder, LGFEDAVG, s, task(), keys.pop("data", clients(SIZES)), **keys)
+    f = federation(folder, LGFEDAVG, s, setup(), keys.pop("data", clients(SIZES)), **keys)
     f.run()
     return f
 
@@ -47,7 +47,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_are_what_clients_trained(tmp_path: Path) -> None:
     settings = FedAvgSettings.model_validate({"local": LOCAL})
-    avg = federation(tmp_path / "avg", FEDAVG, settings, task(), clients(SIZES), unseen=["c2"])
+    avg = federation(tmp_path / "avg", FEDAVG, settings, setup(), clients(SIZES), unseen=["c2"])
     start = avg.state["theta"]
     avg.run()
     lg = run(tmp_path / "lg", made(personalize_epochs=0), rounds=1)
@@ -64,7 +64,7 @@ def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_are_what_clients
 def test_rounds_are_sgd_on_both_and_the_mean_of_the_heads(tmp_path: Path) -> None:
     """Of the seen clients; the unseen one trains a body, and the head stays as it is."""
     s, data = made(), clients(SIZES)
-    theta = federation(tmp_path / "start", LGFEDAVG, s, task(), data).state["theta"]
+    theta = federation(tmp_path / "start", LGFEDAVG, s, setup(), data).state["theta"]
     bodies, head = {c.id: theta[:BODY] for c in data}, theta[BODY:]
     weights = torch.tensor(SIZES[:2], dtype=torch.float64)
     for t in (1, 2):
@@ -84,5 +84,5 @@ def test_rounds_are_sgd_on_both_and_the_mean_of_the_heads(tmp_path: Path) -> Non
         found = f.predictors[2, c]["personal"].tensors()["theta"]
         close(found, own)
         assert torch.equal(found[BODY:], f.state["theta"][BODY:])
-    assert LGFEDAVG.client(s, task()).personalization_steps("personal", 6) == 4
-    assert LGFEDAVG.client(made(personalize_epochs=0), task()).personalization_steps("personal", 6) == 0
+    assert LGFEDAVG.client(s, setup()).personalization_steps("personal", 6) == 4
+    assert LGFEDAVG.client(made(personalize_epochs=0), setup()).personalization_steps("personal", 6) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import clients, federation, group, task
+from federations import clients, federation, group, setup
 
 from fedloom.algorithms.client import train
 from fedloom.algorithms.local import LOCAL, LocalClient, LocalSettings, LocalTrainRequest
@@ -23,7 +23,7 @@ def made(**local: Any) -> LocalSettings:
 
 
 def test_a_clients_model_is_sgd_from_its_own_start(tmp_path: Path) -> None:
-    s, problem, data = made(), task(), clients(SIZES)
+    s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, LOCAL, s, problem, data, rounds=0, unseen=["c2"])
     evaluation = run.run()
     assert evaluation.predictors == ("personal",)
@@ -41,7 +41,7 @@ def test_a_clients_model_is_sgd_from_its_own_start(tmp_path: Path) -> None:
 
 
 def test_a_client_alone_gets_the_same_model_as_beside_others(tmp_path: Path) -> None:
-    s, problem, data = made(), task(), clients(SIZES)
+    s, problem, data = made(), setup(), clients(SIZES)
     run, alone = (
         federation(tmp_path / name, LOCAL, s, problem, given, rounds=0)
         for name, given in (("all", data), ("one", data[1:2]))
@@ -53,7 +53,7 @@ def test_a_client_alone_gets_the_same_model_as_beside_others(tmp_path: Path) -> 
 
 
 def test_a_group_trains_as_its_clients_do_alone() -> None:
-    half, data = LocalClient(made(), task()), clients(SIZES)
+    half, data = LocalClient(made(), setup()), clients(SIZES)
 
     def trained(members: Any) -> list[torch.Tensor]:
         with pytest.raises(StopIteration) as end:
@@ -66,7 +66,7 @@ def test_a_group_trains_as_its_clients_do_alone() -> None:
 
 def test_it_has_no_rounds_and_no_state(tmp_path: Path) -> None:
     assert not LOCAL.trains
-    run = federation(tmp_path, LOCAL, made(), task(), clients(SIZES), rounds=1)
+    run = federation(tmp_path, LOCAL, made(), setup(), clients(SIZES), rounds=1)
     assert run.state == {}
     with pytest.raises(ExperimentError, match=r"\b1\b.*federation\.rounds to 0"):
         run.loop._train_round()

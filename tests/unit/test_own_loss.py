@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from every_method import LOCAL, METHODS, PLAIN, SIZES, run
 from facts import tells
-from federations import CLASSES, IMAGE, clients, federation, group, made_by, task
+from federations import CLASSES, IMAGE, clients, federation, group, made_by, setup
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
@@ -66,7 +66,7 @@ def test_fedavg_is_sgd_on_it(tmp_path: Path) -> None:
         tmp_path,
         find_algorithm("fedavg"),
         s := find_algorithm("fedavg").settings.model_validate({"local": LOCAL, "weighting": "uniform"}),
-        task(OWN),
+        setup(OWN),
         data,
     )
     theta = f.state["theta"]
@@ -89,7 +89,7 @@ def test_pfedbayes_takes_it_for_the_negative_log_likelihood(tmp_path: Path) -> N
     """(27) and (28) by torch.distributions and torch.optim."""
     data, settings = clients(SIZES), METHODS["pfedbayes"]
     method = find_algorithm("pfedbayes")
-    f = federation(tmp_path, method, s := method.settings.model_validate(settings), task(OWN), data)
+    f = federation(tmp_path, method, s := method.settings.model_validate(settings), setup(OWN), data)
     start = f.state["v"]
 
     def divergence(q: Tensor, w: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from facts import tells
-from federations import Silent, clients, federation, task
+from federations import Silent, clients, federation, setup
 from published_runs import aggregator, run_folder
 
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
@@ -94,7 +94,7 @@ class PauseAfter(Silent):
 def paused_run(folder: Path, *, after: int = 2) -> tuple[Any, Control, threading.Thread, list[BaseException]]:
     kept = control()
     kept.keep(RunFolder(folder))
-    held = federation(folder, FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2, control=kept)
+    held = federation(folder, FEDAVG, SETTINGS, setup(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2, control=kept)
     held.loop.observer = PauseAfter(kept, after)
     failed: list[BaseException] = []
 
@@ -114,7 +114,7 @@ def paused_run(folder: Path, *, after: int = 2) -> tuple[Any, Control, threading
 def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_changes_no_number(
     tmp_path: Path, after: int
 ) -> None:
-    alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
+    alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, setup(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
     alone.run()
     held, kept, running, failed = paused_run(tmp_path / "paused", after=after)
     now = kept.monitor.now()
@@ -132,7 +132,7 @@ def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_changes_no_n
     assert line["paused"]["seconds"] > 0
     assert kept.monitor.now().totals.seconds < sum(kept.monitor.now().totals.phases.values())
     again = federation(
-        tmp_path / "again", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2,
+        tmp_path / "again", FEDAVG, SETTINGS, setup(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2,
         repeated=RunFolder(tmp_path / "paused"),
     )  # fmt: skip
     again.run()
@@ -141,7 +141,7 @@ def test_a_pause_holds_between_rounds_with_the_last_one_durable_and_changes_no_n
 
 
 def test_a_paused_run_that_is_stopped_goes_on_paused_and_then_to_the_same_numbers(tmp_path: Path) -> None:
-    alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
+    alone = federation(tmp_path / "alone", FEDAVG, SETTINGS, setup(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2)
     alone.run()
     held, _, running, failed = paused_run(tmp_path / "paused")
     held.loop.stop.set()
@@ -150,7 +150,7 @@ def test_a_paused_run_that_is_stopped_goes_on_paused_and_then_to_the_same_number
     later = control()
     later.keep(RunFolder(tmp_path / "paused"))
     resumed = federation(
-        tmp_path / "paused", FEDAVG, SETTINGS, task(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2, control=later
+        tmp_path / "paused", FEDAVG, SETTINGS, setup(n=4), clients([4, 6, 8, 5]), rounds=4, cohort=2, control=later
     )
     resumed.loop.resume()
     running = threading.Thread(target=resumed.run, daemon=True)
@@ -168,7 +168,7 @@ def test_what_is_published_says_that_it_is_paused_and_that_it_goes_on(tmp_path: 
     kept = control()
     kept.keep(RunFolder(tmp_path))
     held = federation(
-        tmp_path, FEDAVG, SETTINGS, task(n=3), clients([4, 6, 8]), rounds=3, control=kept, checkpoint_every_s=0,
+        tmp_path, FEDAVG, SETTINGS, setup(n=3), clients([4, 6, 8]), rounds=3, control=kept, checkpoint_every_s=0,
         after=lambda round: told.append((round, read_pause(RunFolder(tmp_path)) is not None)),
     )  # fmt: skip
     held.loop.observer = PauseAfter(kept)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import answers_as_alone, clients, federation, group, held_out_elsewhere, task
+from federations import answers_as_alone, clients, federation, group, held_out_elsewhere, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -23,7 +23,7 @@ SIZES = (4, 9, 6)
 SEED = 7  # of the federations
 LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05, "momentum": 0.9}
 HESSIANS = ("none", "finite_difference", "exact")
-MODEL = task().model
+MODEL = setup().model
 
 
 def made(**changes: Any) -> PerFedAvgSettings:
@@ -58,7 +58,7 @@ def test_steps_on_a_quadratic_have_a_closed_form(hessian: str) -> None:
 def test_with_no_inner_step_it_is_fedavg_to_the_bit(tmp_path: Path, hessian: str) -> None:
     data, local = clients(SIZES), LOCAL | {"lambda_theta": 0.01, "clip": 0.5}
     mine, average = (
-        federation(tmp_path / method.name, method, s, task(), data, rounds=2, unseen=["c2"])
+        federation(tmp_path / method.name, method, s, setup(), data, rounds=2, unseen=["c2"])
         for method, s in (
             (PER_FEDAVG, made(hessian=hessian, inner_lr=0.0, local=local)),
             (FEDAVG, FedAvgSettings.model_validate({"local": local})),
@@ -121,7 +121,7 @@ def test_the_three_batches_of_a_step_are_drawn_apart() -> None:
 def test_personal_is_steps_of_the_inner_rate_on_train_data(tmp_path: Path) -> None:
     s, data = made(personalize_steps=2), clients(SIZES)
     run, other = (
-        federation(tmp_path / name, PER_FEDAVG, s, task(), those, rounds=2, unseen=["c2"])
+        federation(tmp_path / name, PER_FEDAVG, s, setup(), those, rounds=2, unseen=["c2"])
         for name, those in (("run", data), ("other", held_out_elsewhere(data)))
     )
     run.run()
@@ -140,7 +140,11 @@ def test_personal_is_steps_of_the_inner_rate_on_train_data(tmp_path: Path) -> No
         assert torch.equal(
             named["personal"].tensors()["theta"], other.predictors[2, c.id]["personal"].tensors()["theta"]
         )
-    steps = [PER_FEDAVG.client(made(**k), task()).personalization_steps("personal", 6) for k in ({}, {"inner_lr": 0.0})]
+    steps = [
+        PER_FEDAVG.client(made(**k), setup()).personalization_steps("personal", 6) for k in ({}, {"inner_lr": 0.0})
+    ]
+        PER_FEDAVG.client(made(**k), setup()).personalization_steps("personal", 6) for k in ({}, {"inner_lr": 0.0})
+    ]
     assert steps == [1, 0]
 
 
@@ -155,5 +159,5 @@ def test_a_delta_without_a_finite_difference_is_refused(hessian: str) -> None:
 @pytest.mark.parametrize("hessian", HESSIANS)
 def test_a_group_answers_as_its_clients_do_alone(hessian: str) -> None:
     atol = 1e-10 if hessian == "finite_difference" else 1e-12  # rounding, divided by 2δ
-    half = PER_FEDAVG.client(made(hessian=hessian), task())
+    half = PER_FEDAVG.client(made(hessian=hessian), setup())
     answers_as_alone(half, clients((9, 4, 12, 1)), PER_FEDAVG.messages[0](start()), atol=atol)

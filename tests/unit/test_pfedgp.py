@@ -23,7 +23,7 @@ from federations import (
     held_out_elsewhere,
     made_by,
     manifest,
-    task,
+    setup,
 )
 from pydantic import ValidationError
 from torch import Tensor
@@ -236,7 +236,7 @@ def test_nothing_to_hold_out_moves_nothing() -> None:
 
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     found = answers_as_alone(
-        PFEDGP.client(made(), task()), clients((9, 4, 6)), SharedModel(BODY), PersonalizeRequest(BODY)
+        PFEDGP.client(made(), setup()), clients((9, 4, 6)), SharedModel(BODY), PersonalizeRequest(BODY)
     )
     assert {"delta_theta", "steps", "loss", "personal.gp.1.omega"} <= found[0].keys()
     assert found[0]["delta_theta"].shape == BODY.shape
@@ -306,7 +306,7 @@ def test_what_is_saved_is_enough_to_predict_again() -> None:
 
 def test_what_is_held_out_changes_nothing_and_runs_repeat(tmp_path: Path) -> None:
     def run(folder: str, data: list[ClientData]) -> dict[str, Tensor]:
-        f = federation(tmp_path / folder, PFEDGP, made(), task(), data, rounds=2, unseen=["c2"])
+        f = federation(tmp_path / folder, PFEDGP, made(), setup(), data, rounds=2, unseen=["c2"])
         f.run()
         return made_by(f)
 
@@ -317,7 +317,7 @@ def test_what_is_held_out_changes_nothing_and_runs_repeat(tmp_path: Path) -> Non
     for name, tensor in found.items():
         assert torch.equal(other[name], tensor)
         assert torch.equal(again[name], tensor)
-    assert not torch.equal(found["theta"], federation(tmp_path / "d", PFEDGP, made(), task(), data).state["theta"])
+    assert not torch.equal(found["theta"], federation(tmp_path / "d", PFEDGP, made(), setup(), data).state["theta"])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from federations import client, federation, task
+from federations import client, federation, setup
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -53,7 +53,7 @@ def described(
     s: PeFLLSettings, data: ClientData, *, seed: int = 0, round: int = 1, secret: bytes | None = None
 ) -> Tensor:
     """The descriptor that leaves a client in training."""
-    half = PeFLLClient(s, task())
+    half = PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     group = ClientGroup([data], lambda c, use: generator(seed, f"train/{use}", c, round), secret=secret)
     answer: Any = next(half.open(group, PeFLLTrainRequest(eta_v)))
@@ -194,7 +194,7 @@ def test_the_same_secret_never_hides_two_things_with_the_same_noise() -> None:
 
 def test_training_and_evaluation_have_noise_of_their_own() -> None:
     s, data = settings(Z), client("c0", 8)
-    half = PeFLLClient(s, task())
+    half = PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     for secret in (None, b"a" * 32):
         group = ClientGroup([data], lambda c, use: generator(0, use, c, 1), secret=secret)
@@ -218,7 +218,7 @@ def test_without_noise_it_is_a_mean_that_is_summed_in_float64(tmp_path: Path) ->
     """A clip that nothing reaches and no noise: the same rounds."""
     data, states = [client(f"c{i}", 6, seed=i) for i in range(3)], []
     for name, privacy in (("off", None), ("on", {"clip": 1e9, "noise_multiplier": 0.0})):
-        held = federation(tmp_path / name, PEFLL, settings(privacy), task(), data, rounds=2)
+        held = federation(tmp_path / name, PEFLL, settings(privacy), setup(), data, rounds=2)
         held.loop.run()
         states.append(held.loop.server.state)
     for name, tensor in states[0].items():
@@ -228,7 +228,7 @@ def test_without_noise_it_is_a_mean_that_is_summed_in_float64(tmp_path: Path) ->
 def test_the_chain_rule_goes_through_the_clip() -> None:
     """η_v's part of a round, against autograd from end to end."""
     s, data = settings({"clip": 0.5, "noise_multiplier": 0.0}), client("c0", 7)
-    half = PeFLLClient(s, task())
+    half = PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     group = ClientGroup([data], lambda c, use: generator(0, use, c, 1))
     _, pullback = half._describe(group, eta_v, "all", "descriptor")

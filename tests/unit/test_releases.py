@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from federations import Federation, clients, federation, task
+from federations import Federation, clients, federation, setup
 from published_runs import aggregator, run_folder
 
 from fedloom.algorithms.base import Privacy
@@ -33,7 +33,7 @@ def made(folder: Path, *, seed: int = 7, cohort: int = 1, **more: Any) -> Federa
     tree = {"local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": how}
     settings = PeFLLSettings.model_validate(tree)
     data = clients((4, 9, 6))
-    return federation(folder, PEFLL, settings, task(), data, seed=seed, cohort=cohort, rounds=3, private=True, **more)
+    return federation(folder, PEFLL, settings, setup(), data, seed=seed, cohort=cohort, rounds=3, private=True, **more)
 
 
 def counts(folder: Path, *, repeatable: bool = False) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from facts import tells
-from federations import clients, federation, task
+from federations import clients, federation, setup
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -47,7 +47,7 @@ def run(folder: Path, *, made: int = 3, rounds: int | str = 3, lost: dict[int, i
     """The files of a run of which some rounds are made, by the real loop."""
     data = clients([4, 6, 8])
     held = federation(
-        folder, FEDAVG, SETTINGS, task(n=3), data, rounds=made, checkpoint_every_s=0, unseen=["c2"], lost=lost
+        folder, FEDAVG, SETTINGS, setup(n=3), data, rounds=made, checkpoint_every_s=0, unseen=["c2"], lost=lost
     )
     held.run()
     written = RunFolder(folder)

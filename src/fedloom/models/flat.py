@@ -11,8 +11,10 @@ from functools import cached_property
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.classification import CLASSIFICATION
 
 
 def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bool = False) -> tuple[Tensor, ...]:
@@ -143,11 +145,14 @@ class FlatNetwork(ABC):
 
 
 class FlatModel(FlatNetwork):
-    """Classifier, unless its ``loss``, with which every method trains it, differs from the cross-entropy.
+    """Model whose ``loss``, with which every method trains it, is that of its task, unless it defines its own.
 
     ``forward`` takes the named parameters, so that a training loop splits θ once, not at every step. Prediction and
     evaluation use the model itself; gradients for training use :meth:`in_training`.
     """
+
+    task: PredictionTask = CLASSIFICATION
+    """What the model predicts."""
 
     needs_labels: ClassVar[bool] = True
     """True if the loss uses labels."""
@@ -181,16 +186,16 @@ class FlatModel(FlatNetwork):
 
     @property
     def own_loss(self) -> bool:
-        """True if the model defines its own loss, other than the cross-entropy."""
+        """True if the model defines its own loss, other than its task's."""
         return type(self).loss is not FlatModel.loss
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Return the loss of each example, ``[b, *input_shape], [b] -> [b]``; by default the cross-entropy.
+        """Return the loss of each example, ``[b, *input_shape], [b, ...] -> [b]``; by default the task's.
 
         ``y`` is None for data without labels, which only a model that needs no labels accepts.
         """
         assert y is not None
-        return F.cross_entropy(self.forward(parameters, x), y, reduction="none")
+        return self.task.loss(self.forward(parameters, x), y)
 
 
 def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tensor], Tensor]) -> FlatModel:
