@@ -143,8 +143,6 @@ def test_personal_is_steps_of_the_inner_rate_on_train_data(tmp_path: Path) -> No
     steps = [
         PER_FEDAVG.client(made(**k), setup()).personalization_steps("personal", 6) for k in ({}, {"inner_lr": 0.0})
     ]
-        PER_FEDAVG.client(made(**k), setup()).personalization_steps("personal", 6) for k in ({}, {"inner_lr": 0.0})
-    ]
     assert steps == [1, 0]
 
 
