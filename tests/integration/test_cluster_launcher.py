@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -438,12 +439,16 @@ def test_a_tunnel_leads_to_the_pod_of_the_moment_or_nowhere(world: World, monkey
     api = Api()
     pods = lambda: [pod for pod in world.cluster.pods() if "-aggregator-" in pod["metadata"]["name"]]  # noqa: E731
 
+    def send(peer: socket.socket, text: bytes) -> None:
+        with suppress(OSError):  # the other side may end first
+            peer.sendall(text)
+
     def echoed(address: str, text: bytes) -> bytes:
         host, _, port = address.partition(":")
         found = b""
         with socket.create_connection((host, int(port)), timeout=10) as peer:
             try:
-                threading.Thread(target=peer.sendall, args=(text,), daemon=True).start()
+                threading.Thread(target=send, args=(peer, text), daemon=True).start()
                 while len(found) < len(text) and (data := peer.recv(1 << 16)):
                     found += data
             except OSError:

@@ -16,7 +16,7 @@ import pydantic
 import pytest
 import torch
 import yaml
-from facts import tells
+from facts import mentions, tells
 from federations import Federation, clients, federation, setup, variant
 from test_local_data import TASK, people
 from torch import Tensor, nn
@@ -115,6 +115,7 @@ def test_in_process_a_bug_of_a_client_half_is_raised_where_it_is_at_the_first_at
     with pytest.raises(AttributeError, match="generatr") as raised:
         f.run()
     assert "typo" in [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert mentions("".join(raised.value.__notes__), "c1", "round 3", "exchange 0", "SharedModel")  # whose, and when
     assert not any(record.exc_info for record in caplog.records)  # its traceback is shown once
     assert f.loop.round == 2
     assert all(torch.equal(mine, f.state[key]) for key, mine in before.items())

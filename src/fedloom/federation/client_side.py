@@ -96,6 +96,14 @@ class _Request:
         about = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation}
         return tracing.span(name, client=",".join(self.named(rows)), **about, exchange=self.exchange)
 
+    def described(self, rows: Sequence[int]) -> str:
+        """Describe the work of a group in a traceback: clients, round, exchange and message."""
+        fields = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in self.message.tensors().items())
+        return (
+            f"client {', '.join(self.named(rows))}, {self.key.purpose} in round {self.key.round}, exchange "
+            f"{self.exchange}: {type(self.message).__name__}({fields})"
+        )
+
     def select(self, rows: Sequence[int]) -> Message:
         """Return these rows, with zeros for a member that was lost (possible only in groups of several)."""
         if all(row in self.position for row in rows):
@@ -231,6 +239,7 @@ class ClientSide:
                     self._start(request, (row,))
                 return
             if self.raises_bugs and is_bug(error):
+                error.add_note(request.described(rows))
                 raise
             # Our own sentences need no traceback; their cause is logged only here (:meth:`_loaded`).
             said = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
@@ -343,7 +352,10 @@ class ClientSide:
         except (RefusedError, StorageError):  # raised by the store
             raise
         except Exception as error:
-            if not alone or (self.raises_bugs and is_bug(error)):
+            if not alone:
+                raise
+            if self.raises_bugs and is_bug(error):
+                error.add_note(request.described(opened.rows))
                 raise
             names = [client.id for client in opened.group.clients]
             _log_failure("failed", str(error), request, names, not isinstance(error, FedloomError))
