@@ -65,10 +65,10 @@ class AdaptivePersonalizedFL(FedAvg):
         counts = [s.local.count(n) for n in local.sizes]
         losses: list[Tensor] = []
         mixed: list[Tensor] = []
-        for batch in local.batches(s.local.batch_size, counts, "train"):
+        for pieces in local.steps(s.local, counts, "train"):
             both = mixture(local, alpha, v, w)
-            gradients, loss = local.gradient(w, batch)
-            slope, loss_both = local.gradient(both, batch)
+            gradients, loss = local.gradient(w, *pieces)
+            slope, loss_both = local.gradient(both, *pieces)
             with torch.no_grad():
                 if decay:
                     slope = list(torch._foreach_add(slope, list(both.values()), alpha=decay))
@@ -76,11 +76,11 @@ class AdaptivePersonalizedFL(FedAvg):
                 if s.adaptive and not losses:  # line 6: once a round, at its first batch
                     along = local.join(v) - local.join(w)
                     rise = (along * local.join(dict(zip(w, slope, strict=True)))).sum(1, keepdim=True)
-                    alpha = (alpha - s.local.lr * rise).clamp(0, 1)
+                    alpha = (alpha - s.local.rate(group.round) * rise).clamp(0, 1)
                 losses.append(loss)
                 mixed.append(loss_both)
-                step_w(gradients, batch.active)  # line 7
-                step_v(through, batch.active)  # line 8
+                step_w(gradients, pieces[0].active)  # line 7
+                step_v(through, pieces[0].active)  # line 8
         personal = local.trained(local.join(v), mixed, counts, "local.lr", s.local.lr)
         group.save_state(v=personal.theta, alpha=alpha)
         shared = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr)

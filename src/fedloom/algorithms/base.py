@@ -177,6 +177,8 @@ class ClientGroup:
     secret
         32 random bytes unknown to the aggregator: the key of noise that hides something from it. None in a simulation,
         where that noise also comes from ``generator``.
+    round
+        Number of the training round, from 1; None outside training.
     """
 
     def __init__(
@@ -187,8 +189,10 @@ class ClientGroup:
         *,
         may_keep: bool = True,
         secret: bytes | None = None,
+        round: int | None = None,
     ) -> None:
         self.clients = tuple(clients)
+        self.round = round
         self._generator = generator
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
         self._may_keep = may_keep

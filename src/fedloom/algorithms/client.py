@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.local_optimizers import clip_norm, clip_value, optimizer
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
@@ -43,7 +44,7 @@ Change: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], Mapping[
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Change of the gradients of every step, before λ_θ, clipping and momentum.
+    """Change of the gradients of every step, before λ_θ, clipping and the optimizer: as a term of the loss.
 
     ``given`` has vectors ``[g, d]`` for ``change``, which receives them as lists of leaves.
     """
@@ -189,17 +190,6 @@ class LocalTrainer:
             return list(torch._foreach_mul(values, by[0]))
         return [self.each(by, value) * value for value in values]
 
-    def clip(self, gradients: list[Tensor], largest: float) -> None:
-        """Scale each client's gradient in place so that its norm over all leaves is at most ``largest``."""
-        if self.stacked:
-            norm = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
-        else:
-            norm = torch.stack(torch._foreach_norm(gradients)).norm()[None]
-        over = norm > largest
-        if self.stacked or over.item():
-            factor = torch.where(over, largest / (norm + 1e-6), 1)
-            torch._foreach_mul_(gradients, [self.each(factor, gradient) for gradient in gradients])
-
     # Examples
 
     def batches(
@@ -223,6 +213,14 @@ class LocalTrainer:
         remaining = torch.tensor(counts, device=self._x.device)
         for t in range(length):
             yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
+
+    def steps(self, s: LocalSGD, counts: Sequence[int], purpose: str) -> Iterator[tuple[Batch, ...]]:
+        """Yield the mini-batches of each step, ``accumulate`` of them; their weights sum to 1 in all."""
+        n = s.accumulate
+        if n == 1:
+            return ((batch,) for batch in self.batches(s.batch_size, counts, purpose))
+        drawn = self.batches(s.batch_size, [n * count for count in counts], purpose, [1 / n] * len(counts))
+        return zip(*[drawn] * n, strict=True)
 
     def everything(self) -> list[Batch]:
         """Return all train data of each client, in pieces whose weights sum to 1."""
@@ -338,34 +336,28 @@ class LocalTrainer:
                     for parameters in kept or (w,):
                         parameters[name].lerp_(found, TRACKING)
 
-    def descend(self, w: list[Tensor], steps: list[Tensor], lr: float, active: Tensor | None = None) -> None:
-        """Step w_i ← w_i - lr · step_i in place, for active clients."""
-        with torch.no_grad():
-            if active is None:
-                torch._foreach_add_(w, steps, alpha=-lr)
-                return
-            if not self.stacked:
-                if active:
-                    torch._foreach_sub_(w, torch._foreach_mul(steps, lr))
-                return
-            for leaf, step in zip(w, steps, strict=True):
-                # A zero step would not do: for a client that is done, zero times an overflowed value is NaN.
-                leaf.copy_(torch.where(self.each(active, leaf), leaf - lr * step, leaf))
-
     def sgd(self, w: list[Tensor], s: LocalSGD, *, decay: bool = True) -> Callable[[list[Tensor], Tensor | None], None]:
-        """Return ``(gradients, active) -> None``, an SGD step in place: λ_θ if ``decay``, clipping, momentum from 0."""
-        momentum = [torch.zeros_like(leaf) for leaf in w] if s.momentum else []
+        """Return ``(gradients, active) -> None``, a step of active clients in place, whose optimizer begins afresh.
+
+        It adds λ_θ's gradient if ``decay``, clips, and moves w by the optimizer at the rate of the round.
+        """
+        move = optimizer(w, s, s.rate(self.group.round))
 
         def step(gradients: list[Tensor], active: Tensor | None = None) -> None:
+            if active is not None and not self.stacked and not active:
+                return
             with torch.no_grad():
                 if decay and s.lambda_theta:
                     gradients = list(torch._foreach_add(gradients, w, alpha=2 * s.lambda_theta))
                 if s.clip is not None:
-                    self.clip(gradients, s.clip)
-                if momentum:
-                    torch._foreach_mul_(momentum, s.momentum)
-                    torch._foreach_add_(momentum, gradients)
-                self.descend(w, momentum or gradients, s.lr, active)
+                    clip_norm(gradients, s.clip, stacked=self.stacked)
+                if s.clip_value is not None:
+                    clip_value(gradients, s.clip_value)
+                before = [leaf.clone() for leaf in w] if active is not None and self.stacked else []
+                move(gradients, active is not None)
+                for leaf, old in zip(w, before, strict=False):
+                    # A zero step would not do: for a client that is done, zero times an overflowed value is NaN.
+                    leaf.copy_(torch.where(self.each(active, leaf), leaf, old))  # type: ignore[arg-type]
 
         return step
 
@@ -414,7 +406,7 @@ def train(
     purpose: str = "train",
     key: str = "local.lr",
 ) -> Trained:
-    """Train one model per client by mini-batch SGD on the mean loss + λ_θ‖θ‖².
+    """Train one model per client by mini-batch steps of ``s.optimizer`` on the mean loss + λ_θ‖θ‖².
 
     A client whose training diverges is lost, and its answer names the step (:meth:`ClientGroup.fail_client`).
 
@@ -442,12 +434,13 @@ def train(
     changed = _corrected(local, correct, names, leaves)
     step, losses = local.sgd(leaves, s), []
     counts = [s.count(n) for n in local.sizes] if counts is None else counts
-    for batch in local.batches(s.batch_size, counts, purpose):
-        gradients, loss = local.gradient(w, batch, of=leaves)
+    for pieces in local.steps(s, counts, purpose):
+        gradients, loss = local.gradient(w, *pieces, of=leaves)
         losses.append(loss)
         if only != "head":
-            local.track(w, batch)
-        step(changed(gradients), batch.active)
+            for piece in pieces:
+                local.track(w, piece)
+        step(changed(gradients), pieces[0].active)
     return local.trained(local.join(w), losses, counts, key, s.lr)
 
 

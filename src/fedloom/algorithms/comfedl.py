@@ -20,7 +20,7 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Batch, LocalTrainer, Parameters, laid_out, mean_loss, train
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, or_shared_alone
-from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
 from fedloom.core.settings import Settings
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
@@ -249,7 +249,9 @@ class LocalSteps(LocalSGD):
 
     steps: int | None = Field(default=5, ge=1, description="τ, the synchronization gap; null if epochs is set")
     lr: float = Field(default=0.01, gt=0, description="η")
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum, fresh at every visit; the paper has none")
+    momentum: float | None = Field(
+        default=0.0, ge=0, lt=1, description="momentum of sgd, fresh at every visit; the paper has none"
+    )
     outer_batch_size: int | None = Field(
         default=None, ge=1, description="b₁, the size of the second batch (damaml); null is batch_size"
     )
@@ -296,6 +298,7 @@ class ComFedLSettings(Settings):
                 f"local.outer_batch_size: objective: robust has no second batch; set it to null (got "
                 f"{self.local.outer_batch_size}), or objective to damaml"
             )
+        check_one_batch(self.local, "∇g is not linear in the batch")
         return self
 
     @property
@@ -308,9 +311,11 @@ class ComFedLSettings(Settings):
         """SGD from the shared model to ``personal`` (damaml: the inner step of eq. 10); None if they are the same."""
         damaml, local = self.objective == "damaml", self.local
         steps = int(damaml) if self.adapt_steps is None else self.adapt_steps
-        own = {"lr": self.inner_lr, "momentum": 0.0, "lambda_theta": 0.0, "clip": None} if damaml else {}
-        kept = local.model_dump(exclude={"outer_batch_size"}) | own | {"steps": steps, "epochs": None}
-        return LocalSGD.model_validate(kept) if steps else None
+        if not steps:
+            return None
+        counted = local.with_steps(steps=steps)
+        kept = counted.model_dump(exclude={"outer_batch_size"})
+        return counted.plain(self.inner_lr) if damaml else LocalSGD.model_validate(kept)
 
     def factor(self, loss: Tensor, shift: Tensor) -> Tensor:
         """Return ∇g at a client's loss f ``[g]``, up to the divisor of ``scale`` (papers/002, below eq. 6; line 11).

@@ -95,8 +95,8 @@ class DRFAClient(base.ClientAlgorithm):
         w = local.parameters(start)
         leaves, losses, noted = list(w.values()), [], start
         step, counts = local.sgd(leaves, s), [s.steps] * len(clients)
-        for t, batch in enumerate(local.batches(s.batch_size, counts, "train"), start=1):
-            gradients, loss = local.gradient(w, batch)
+        for t, pieces in enumerate(local.steps(s, counts, "train"), start=1):
+            gradients, loss = local.gradient(w, *pieces)
             losses.append(loss)
             step(gradients, None)
             noted = local.join(w) if t == moment else noted

@@ -7,10 +7,10 @@ there are no rounds, and seen and unseen clients do not differ.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Round, Setup, Statistics, conversation
@@ -69,6 +69,12 @@ class LocalSettings(Settings):
     """Keys of ``algorithm`` for Local."""
 
     local: LocalSGD = Field(default=LocalSGD(epochs=200), description="training of each client")
+
+    @model_validator(mode="after")
+    def _without_rounds(self) -> Self:
+        if self.local.schedule is not None:
+            raise ValueError("local.schedule: there are no rounds to schedule lr over; leave it out")
+        return self
 
 
 class LocalTrainRequest(Message):

@@ -1,12 +1,16 @@
-"""Settings of mini-batch SGD on a client."""
+"""Settings of mini-batch training on a client."""
 
 from __future__ import annotations
 
-from typing import Self
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from fedloom.algorithms.schedules import RateSchedule
 from fedloom.core.settings import Settings
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def check_overshoot(key: str, value: float, other: str, rate: float, *, factor: float = 1) -> None:
@@ -18,13 +22,30 @@ def check_overshoot(key: str, value: float, other: str, rate: float, *, factor: 
         )
 
 
+def check_one_batch(local: PlainSGD, why: str) -> None:
+    """Raise ValueError if steps average several mini-batches, and give the reason that a method's cannot."""
+    if local.accumulate > 1:
+        raise ValueError(f"local.accumulate: must be 1, because {why} (got {local.accumulate}); raise local.batch_size")
+
+
 class PlainSGD(Settings):
     """Settings of mini-batch SGD without momentum and clipping; exactly one of ``steps`` and ``epochs`` is set."""
 
     steps: int | None = Field(default=None, ge=1, description="local SGD steps k (exactly one of steps and epochs)")
     epochs: int | None = Field(default=None, ge=1, description="passes over the train split, short batches dropped")
     batch_size: int = Field(default=32, ge=1, description="batch size b; a client with fewer examples uses them all")
+    accumulate: int = Field(
+        default=1,
+        ge=1,
+        description="mini-batches per step, whose gradients are averaged; steps count optimizer steps, and epochs are "
+        "rounded up to whole steps",
+    )
     lr: float = Field(default=0.01, gt=0, description="learning rate")
+    schedule: RateSchedule | None = Field(
+        default=None,
+        description="factor on lr by round in training, such as {name: cosine, rounds: 100}; personalization uses lr; "
+        "null: 1",
+    )
     lambda_theta: float = Field(default=0.0, ge=0, description="λ_θ of the term λ_θ‖θ‖² (papers/001, eq. 1)")
     mask_absent: bool = Field(default=False, description="set logits of labels absent from the train split to -inf")
 
@@ -40,34 +61,93 @@ class PlainSGD(Settings):
         return self
 
     def count(self, examples: int) -> int:
-        """Return the steps that a client with this many train examples makes in one visit."""
+        """Return the optimizer steps that a client with this many train examples makes in one visit."""
         if examples == 0:
             return 0
-        return self.steps or (self.epochs or 0) * (examples // min(self.batch_size, examples))
+        batches = (self.epochs or 0) * (examples // min(self.batch_size, examples))
+        return self.steps or math.ceil(batches / self.accumulate)
+
+    def rate(self, round: int | None) -> float:
+        """Return the learning rate in a training round t = 1, 2, ...; outside training (None), ``lr``."""
+        return self.lr if self.schedule is None or round is None else self.lr * self.schedule.factor(round)
 
     @property
     def sgd(self) -> LocalSGD:
         """Settings of these steps for :func:`fedloom.algorithms.client.train`."""
-        return LocalSGD.model_validate({**self.model_dump(), "momentum": 0.0})
-
-
-class LocalSGD(PlainSGD):
-    """Settings of mini-batch SGD on a client."""
-
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum, fresh at every visit")
-    clip: float | None = Field(default=None, gt=0, description="largest gradient norm; null does not clip")
-
-    def update_bounds(self, examples: int) -> dict[str, float]:
-        """Return bounds of ``steps`` and, if gradients are clipped, of ``delta_theta``.
-
-        A step moves θ by lr times the momentum, whose norm is at most clip / (1 - momentum); a margin covers rounding.
-        See :meth:`ServerAlgorithm.update_bounds`.
-        """
-        steps = self.count(examples)
-        if self.clip is None:
-            return {"steps": steps}
-        return {"steps": steps, "delta_theta": 1 + 1.1 * steps * self.lr * self.clip / (1 - self.momentum)}
+        kept = {name: getattr(self, name) for name in PlainSGD.model_fields}
+        return LocalSGD.model_validate({**kept, "momentum": 0.0})
 
     def with_steps(self, *, steps: int | None = None, epochs: int | None = None) -> Self:
         """Return these settings with another number of steps or epochs."""
         return self.model_copy(update={"steps": steps, "epochs": epochs})
+
+
+class LocalSGD(PlainSGD):
+    """Settings of mini-batch steps on a client, by SGD or another optimizer."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(
+        default="sgd", description="optimizer, as in torch.optim; its state is fresh at every visit"
+    )
+    momentum: float | None = Field(
+        default=0.9, ge=0, lt=1, description="momentum of sgd, fresh at every visit; null with adam and adamw"
+    )
+    nesterov: bool = Field(default=False, description="Nesterov's momentum, of sgd")
+    betas: tuple[Beta, Beta] | None = Field(
+        default=None, description="decay rates of Adam's moments; null: those of torch, [0.9, 0.999]"
+    )
+    eps: float | None = Field(default=None, gt=0, description="ε of adam and adamw; null: that of torch, 1e-8")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight decay, as in torch.optim: for sgd and adam a term weight_decay · θ of the gradient, after "
+        "clipping; for adamw decoupled from it",
+    )
+    clip: float | None = Field(default=None, gt=0, description="largest gradient norm; null does not clip")
+    clip_value: float | None = Field(
+        default=None, gt=0, description="largest magnitude of a gradient's entry; null does not clip"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_momentum_beside_adam(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("optimizer") in ("adam", "adamw"):
+            return {"momentum": None, **value}
+        return value
+
+    @model_validator(mode="after")
+    def _fits_the_optimizer(self) -> Self:
+        if self.optimizer == "sgd":
+            for name in ("betas", "eps"):
+                if (found := getattr(self, name)) is not None:
+                    raise ValueError(f"{name}: sgd has no {name} (got {found}); leave it out, or set optimizer: adam")
+            if self.momentum is None:
+                raise ValueError("momentum: must be a number with optimizer: sgd (got null); 0 is none")
+        elif self.momentum is not None:
+            raise ValueError(
+                f"momentum: {self.optimizer} has betas in its place (got {self.momentum:g}); leave it out, or set betas"
+            )
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov: needs optimizer: sgd with a momentum above 0")
+        if self.clip is not None and self.clip_value is not None:
+            raise ValueError("clip_value: cannot be combined with clip; leave one out")
+        if self.optimizer != "adam":
+            check_overshoot("weight_decay", self.weight_decay, "lr", self.lr)
+        return self
+
+    def update_bounds(self, examples: int) -> dict[str, float]:
+        """Return bounds of ``steps`` and, for SGD on clipped gradients, of ``delta_theta``.
+
+        A step moves θ by lr times the momentum (Nesterov's: clip + momentum · clip / (1 - momentum), which is the
+        same), whose norm is at most clip / (1 - momentum); no factor of a schedule exceeds 1; a margin covers rounding.
+        Weight decay acts after clipping, and Adam's steps do not follow the norm, so that neither leaves a bound. See
+        :meth:`ServerAlgorithm.update_bounds`.
+        """
+        steps = self.count(examples)
+        if self.clip is None or self.momentum is None or self.weight_decay:
+            return {"steps": steps}
+        return {"steps": steps, "delta_theta": 1 + 1.1 * steps * self.lr * self.clip / (1 - self.momentum)}
+
+    def plain(self, lr: float) -> LocalSGD:
+        """Return plain SGD of this many steps or epochs on the same batches, with another rate and the loss alone."""
+        kept = {name: getattr(self, name) for name in ("steps", "epochs", "batch_size", "mask_absent")}
+        return LocalSGD.model_validate({**kept, "lr": lr, "momentum": 0.0})

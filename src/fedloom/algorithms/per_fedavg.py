@@ -19,7 +19,7 @@ from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Batch, LocalTrainer, Parameters, Trained, laid_out, train
 from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
 from fedloom.core.settings import Settings
 from fedloom.models.flat import FlatModel
 
@@ -82,6 +82,11 @@ class MetaLearning(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_batch(self) -> Self:
+        check_one_batch(self.local, "the gradient of F_i is not linear in the batch of its inner step")
+        return self
+
     @property
     def step(self) -> float | None:
         """Step δ of the finite difference; None if none is used."""
@@ -92,8 +97,7 @@ class MetaLearning(Settings):
         """SGD from the shared model to ``personal``; None if they are the same."""
         if not self.personalize_steps or not self.inner_lr:
             return None
-        plain = {"lr": self.inner_lr, "momentum": 0.0, "lambda_theta": 0.0, "clip": None}
-        return self.local.with_steps(steps=self.personalize_steps).model_copy(update=plain)
+        return self.local.with_steps(steps=self.personalize_steps).plain(self.inner_lr)
 
 
 class PerFedAvgSettings(MetaLearning, Averaging):

@@ -66,9 +66,9 @@ class PFedMe(FedAvg):
                 gradients, loss = local.gradient(personal, batch)
                 losses.append(loss)
                 with torch.no_grad():
-                    local.descend(theta_i, pull(gradients, theta_i, w_i, {}), s.inner_lr)
+                    torch._foreach_add_(theta_i, pull(gradients, theta_i, w_i, {}), alpha=-s.inner_lr)
             with torch.no_grad():
-                local.descend(w_i, list(torch._foreach_sub(w_i, theta_i)), s.lr * s.proximity)  # line 4
+                torch._foreach_add_(w_i, torch._foreach_sub(w_i, theta_i), alpha=-s.lr * s.proximity)  # line 4
         return local.trained(local.join(w), losses, [s.steps * s.inner_steps] * len(group), "inner_lr", s.inner_lr)
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> dict[str, Tensor]:

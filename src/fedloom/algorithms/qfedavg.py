@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
@@ -33,7 +33,13 @@ class FairUpdate(Update):
 class MomentumFreeSGD(LocalSGD):
     """SGD settings without momentum by default, so that one step has size 1/L."""
 
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="momentum; L = 1/lr counts without")
+    momentum: float | None = Field(default=0.0, ge=0, lt=1, description="momentum; L = 1/lr counts without")
+
+    @model_validator(mode="after")
+    def _steps_of_size(self) -> Self:
+        if self.optimizer != "sgd":
+            raise ValueError(f"optimizer: must be sgd, because L is 1/lr for its steps alone (got {self.optimizer})")
+        return self
 
 
 class QFedAvgSettings(Settings):
@@ -43,7 +49,9 @@ class QFedAvgSettings(Settings):
         default=0.2, ge=0, description="exponent q; larger values give large losses more weight; 0 is FedAvg"
     )
     epsilon: float = Field(default=1e-10, gt=0, description="added to F_k, whose power q - 1 may be negative")
-    local: MomentumFreeSGD = Field(default=MomentumFreeSGD(steps=5), description="local training in a round; L is 1/lr")
+    local: MomentumFreeSGD = Field(
+        default=MomentumFreeSGD(steps=5), description="local training in a round; L is 1/lr, at the lr of the round"
+    )
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 
@@ -61,7 +69,8 @@ class QFedAvg(FedAvg):
         f = local.measured(local.parameters(theta), *local.everything()).double() + s.epsilon
         trained = train(model, group, theta, s.local)  # line 5
         change, weight = trained.theta - theta, f**s.q
-        h = s.q * f ** (s.q - 1) * change.double().square().sum(1) / s.local.lr + weight  # lines 6-7, L being 1/lr
+        lr = s.local.rate(group.round)
+        h = s.q * f ** (s.q - 1) * change.double().square().sum(1) / lr + weight  # lines 6-7, L being 1/lr
         overflown = f.isfinite() & ~(weight.to(change.dtype) * h).isfinite()
         for i in overflown.nonzero()[:, 0].tolist():
             group.fail_client(i, f"F_k^q overflows, F_k being {float(f[i]):.3g}; lower algorithm.q (now {s.q:g})")

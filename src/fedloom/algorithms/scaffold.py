@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
-from fedloom.algorithms.local_sgd import PlainSGD
+from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
@@ -64,7 +64,7 @@ class ScaffoldClient(base.ClientAlgorithm):
         s = self.settings.local.sgd
         control = Correction(controlled, {"c": c, "c_i": c_i})
         trained = train(self.setup.model, clients, w, s, correct=control)  # lines 3-5
-        mean_step = (w - trained.theta) / (trained.steps.to(w) * s.lr)
+        mean_step = (w - trained.theta) / (trained.steps.to(w) * s.rate(clients.round))
         new = c_i - c + mean_step  # line 6
         clients.save_state(c=new)
         yield ControlledUpdate(trained.theta - w, trained.steps, trained.loss, new - c_i)  # line 7
@@ -95,11 +95,26 @@ def controlled(
     return list(torch._foreach_add(gradients, torch._foreach_sub(given["c"], given["c_i"])))
 
 
+class ControlledSGD(PlainSGD):
+    """SGD settings of steps whose mean, divided by the learning rate, is the mean gradient of a visit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name in LocalSGD.model_fields and name not in cls.model_fields:
+                raise ValueError(
+                    f"{name}: control variates are mean gradients only of plain SGD without decay and clipping; leave "
+                    "it out"
+                )
+        return value
+
+
 class ScaffoldSettings(Settings):
     """Keys of ``algorithm`` for SCAFFOLD: plain steps, whose mean is the mean gradient, and means by client."""
 
     server_lr: float = Field(default=1.0, gt=0, description="η_g, factor on the average update")
-    local: PlainSGD = Field(default=PlainSGD(steps=50), description="local training in a round")
+    local: ControlledSGD = Field(default=ControlledSGD(steps=50), description="local training in a round")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global model to personal")
 
 

@@ -262,6 +262,7 @@ class ClientSide:
             [self._state(client, v) for client, v in zip(clients, versions, strict=True)] if versions else None,
             may_keep=key.purpose == TRAIN and self._algorithm.stateful,
             secret=self._config.secret,
+            round=key.round if key.purpose == TRAIN else None,
         )
         coroutine = self._algorithm_for(key.purpose).open(group, _message_to(request.select(rows), self._config.device))
         opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)

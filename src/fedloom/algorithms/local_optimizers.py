@@ -1,0 +1,97 @@
+"""Steps of local training: clipping, then SGD, Adam or AdamW, with the bits of ``torch.nn.utils`` and ``torch.optim``.
+
+The state of an optimizer is fresh at every visit of a client. Elementwise functions on lists of leaves serve one client
+(leaves ``[*shape]``) as well as a stack of g clients (``[g, *shape]``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedloom.algorithms.local_sgd import LocalSGD
+
+Step: TypeAlias = Callable[[list[Tensor], bool], None]
+"""Step in place along gradients, one for each leaf; see :func:`optimizer`."""
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Defaults of Adam, as in torch."""
+
+
+def clip_norm(gradients: list[Tensor], largest: float, *, stacked: bool) -> None:
+    """Scale each client's gradient in place so that its norm over all leaves is at most ``largest``."""
+    if stacked:
+        norm = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
+        factor = (largest / (norm + 1e-6)).clamp(max=1)
+        torch._foreach_mul_(gradients, [factor.view(-1, *[1] * (gradient.dim() - 1)) for gradient in gradients])
+        return
+    norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    factor = (largest / (norm + 1e-6)).clamp(max=1)
+    if factor != 1:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_value(gradients: list[Tensor], largest: float) -> None:
+    """Limit every entry of the gradients, in place, to -largest ... largest."""
+    torch._foreach_clamp_min_(gradients, -largest)
+    torch._foreach_clamp_max_(gradients, largest)
+
+
+def optimizer(w: list[Tensor], s: LocalSGD, lr: float) -> Step:
+    """Return ``(gradients, rounded) -> None``, the step of an optimizer on leaves, with a fresh state.
+
+    It may overwrite the gradients. With ``rounded``, SGD rounds lr · step before it subtracts it, where torch rounds
+    once: methods that name the active clients of a step always did, and their bits are kept.
+    """
+    return _sgd(w, s, lr) if s.optimizer == "sgd" else _adam(w, s, lr, decoupled=s.optimizer == "adamw")
+
+
+def _sgd(w: list[Tensor], s: LocalSGD, lr: float) -> Step:
+    """Return the step of torch.optim.SGD."""
+    momentum = [torch.zeros_like(leaf) for leaf in w] if s.momentum else []
+
+    def step(gradients: list[Tensor], rounded: bool) -> None:
+        if s.weight_decay:
+            gradients = list(torch._foreach_add(gradients, w, alpha=s.weight_decay))
+        if s.momentum:
+            torch._foreach_mul_(momentum, s.momentum)
+            torch._foreach_add_(momentum, gradients)
+            gradients = list(torch._foreach_add(gradients, momentum, alpha=s.momentum)) if s.nesterov else momentum
+        if rounded:
+            torch._foreach_sub_(w, torch._foreach_mul(gradients, lr))
+        else:
+            torch._foreach_add_(w, gradients, alpha=-lr)
+
+    return step
+
+
+def _adam(w: list[Tensor], s: LocalSGD, lr: float, *, decoupled: bool) -> Step:
+    """Return the step of torch.optim.Adam, or of torch.optim.AdamW if the decay is decoupled from the gradient.
+
+    D. Kingma, J. Ba, Adam, ICLR 2015, arXiv 1412.6980, Algorithm 1; I. Loshchilov, F. Hutter, Decoupled weight decay
+    regularization, ICLR 2019, arXiv 1711.05101, Algorithm 2.
+    """
+    (beta1, beta2), eps = s.betas or BETAS, s.eps or EPS
+    first, second = ([torch.zeros_like(leaf) for leaf in w] for _ in range(2))
+    made = 0
+
+    def step(gradients: list[Tensor], rounded: bool) -> None:
+        nonlocal made
+        made += 1
+        if s.weight_decay and decoupled:
+            torch._foreach_mul_(w, 1 - lr * s.weight_decay)
+        elif s.weight_decay:
+            gradients = list(torch._foreach_add(gradients, w, alpha=s.weight_decay))
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        scale = torch._foreach_sqrt(second)
+        torch._foreach_div_(scale, (1 - beta2**made) ** 0.5)
+        torch._foreach_add_(scale, eps)
+        torch._foreach_addcdiv_(w, first, scale, -lr / (1 - beta1**made))
+
+    return step
