@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fedloom.algorithms.schedules import RateSchedule
 from fedloom.core.settings import Settings
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 
 def check_overshoot(key: str, value: float, other: str, rate: float, *, factor: float = 1) -> None:
@@ -92,7 +93,7 @@ class LocalSGD(PlainSGD):
         default=0.9, ge=0, lt=1, description="momentum of sgd, fresh at every visit; null with adam and adamw"
     )
     nesterov: bool = Field(default=False, description="Nesterov's momentum, of sgd")
-    betas: tuple[Beta, Beta] | None = Field(
+    betas: Annotated[tuple[_Beta, ...], Field(min_length=2, max_length=2), _AS_TUPLE] | None = Field(
         default=None, description="decay rates of Adam's moments; null: those of torch, [0.9, 0.999]"
     )
     eps: float | None = Field(default=None, gt=0, description="ε of adam and adamw; null: that of torch, 1e-8")

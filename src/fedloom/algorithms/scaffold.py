@@ -101,12 +101,12 @@ class ControlledSGD(PlainSGD):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        for name in value if isinstance(value, dict) else ():
-            if name in LocalSGD.model_fields and name not in cls.model_fields:
-                raise ValueError(
-                    f"{name}: control variates are mean gradients only of plain SGD without decay and clipping; leave "
-                    "it out"
-                )
+        others = [name for name in LocalSGD.model_fields if isinstance(value, dict) and name in value]
+        if others := [name for name in others if name not in cls.model_fields]:
+            raise ValueError(
+                "control variates are mean gradients only of plain SGD without momentum, decay and clipping; leave out "
+                f"{' and '.join(others)}"
+            )
         return value
 
 
