@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedloom.algorithms.model_needs import Need, check_needs
 from fedloom.core.plugins import entries, load_plugin
+from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
 from fedloom.data.manifest import Kind
 from fedloom.errors import DataError, ExperimentError
@@ -179,6 +180,8 @@ class ClientGroup:
         where that noise also comes from ``generator``.
     round
         Number of the training round, from 1; None outside training.
+    augment
+        Augmentation of training examples; None without.
     """
 
     def __init__(
@@ -190,8 +193,10 @@ class ClientGroup:
         may_keep: bool = True,
         secret: bytes | None = None,
         round: int | None = None,
+        augment: Augmentation | None = None,
     ) -> None:
         self.clients = tuple(clients)
+        self.augment = augment
         self.round = round
         self._generator = generator
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
@@ -364,6 +369,8 @@ class Algorithm(ABC):
     """False for a method without rounds, which requires ``federation.rounds: 0``."""
     needs: ClassVar[tuple[Need, ...]] = ()
     """Requirements on the clients' model."""
+    augments: ClassVar[bool] = True
+    """False if clients do not train on mini-batches of their examples, which ``data.augment`` changes."""
     needs_classes: ClassVar[bool] = True
     """False if the model's own loss suffices, so that data need no classes."""
     answers_privately: ClassVar[bool] = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Literal, TypeAlias
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.local_optimizers import clip_norm, clip_value, optimizer
+from fedloom.algorithms.local_optimizers import LocalStep, local_step
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
@@ -193,13 +193,35 @@ class LocalTrainer:
     # Examples
 
     def batches(
-        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None = None
+        self,
+        size: int,
+        counts: Sequence[int],
+        purpose: str,
+        totals: Sequence[float] | None = None,
+        *,
+        augmented: bool = True,
     ) -> Iterator[Batch]:
         """Yield mini-batches of ``size`` for ``counts`` steps of each client, drawn by the generators of a purpose.
 
         A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive. The
-        weights of a batch sum to ``totals`` per client, by default 1, so that its loss is a mean.
+        weights of a batch sum to ``totals`` per client, by default 1, so that its loss is a mean. The run's
+        augmentation changes the examples, unless the batches are not ``augmented`` because nothing trains on them.
         """
+        drawn, augment = self._batches(size, counts, purpose, totals), self.group.augment
+        if augment is None or not augmented:
+            yield from drawn
+            return
+        generators = [self.group.generator(i, f"{purpose}/augment") for i in self.members]
+        for t, batch in enumerate(drawn):
+            x = batch.x if self.stacked else batch.x[None]
+            for rows, n, count, generator in zip(x, self.sizes, counts, generators, strict=True):
+                if t < count:
+                    rows[: min(size, n)] = augment(rows[: min(size, n)], generator)
+            yield replace(batch, x=x if self.stacked else x[0])
+
+    def _batches(
+        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None
+    ) -> Iterator[Batch]:
         generators = [self.group.generator(i, purpose) for i in self.members]
         drawn = [batches(n, size, k, g) for n, k, g in zip(self.sizes, counts, generators, strict=True)]
         each = [total / min(size, n) for total, n in zip(totals or [1] * len(counts), self.sizes, strict=True)]
@@ -336,30 +358,9 @@ class LocalTrainer:
                     for parameters in kept or (w,):
                         parameters[name].lerp_(found, TRACKING)
 
-    def sgd(self, w: list[Tensor], s: LocalSGD, *, decay: bool = True) -> Callable[[list[Tensor], Tensor | None], None]:
-        """Return ``(gradients, active) -> None``, a step of active clients in place, whose optimizer begins afresh.
-
-        It adds λ_θ's gradient if ``decay``, clips, and moves w by the optimizer at the rate of the round.
-        """
-        move = optimizer(w, s, s.rate(self.group.round))
-
-        def step(gradients: list[Tensor], active: Tensor | None = None) -> None:
-            if active is not None and not self.stacked and not active:
-                return
-            with torch.no_grad():
-                if decay and s.lambda_theta:
-                    gradients = list(torch._foreach_add(gradients, w, alpha=2 * s.lambda_theta))
-                if s.clip is not None:
-                    clip_norm(gradients, s.clip, stacked=self.stacked)
-                if s.clip_value is not None:
-                    clip_value(gradients, s.clip_value)
-                before = [leaf.clone() for leaf in w] if active is not None and self.stacked else []
-                move(gradients, active is not None)
-                for leaf, old in zip(w, before, strict=False):
-                    # A zero step would not do: for a client that is done, zero times an overflowed value is NaN.
-                    leaf.copy_(torch.where(self.each(active, leaf), leaf, old))  # type: ignore[arg-type]
-
-        return step
+    def sgd(self, w: list[Tensor], s: LocalSGD, *, decay: bool = True) -> LocalStep:
+        """Return the step of active clients, at the rate of the round (:func:`local_step`)."""
+        return local_step(w, s, s.rate(self.group.round), stacked=self.stacked, decay=decay)
 
     def trained(
         self, theta: Tensor, losses: list[Tensor], counts: Sequence[int], key: str, lr: float, also: str = ""

@@ -176,20 +176,21 @@ def loss_at_shared_model(model: FlatModel, theta: Tensor, clients: ClientGroup, 
     if s.losses_on == "all":
         batch = outer = local.everything()
     else:
-        batch, outer = ([pair] for pair in next(paired_batches(local, s, [1] * len(clients), "loss", "loss-outer")))
+        drawn = paired_batches(local, s, [1] * len(clients), "loss", "loss-outer", augmented=False)
+        batch, outer = ([pair] for pair in next(drawn))
     with torch.no_grad():
         return reported(compose_loss(local, s, local.parameters(theta), batch, outer))[:, None]
 
 
 def paired_batches(
-    local: LocalTrainer, s: ComFedLSettings, counts: Sequence[int], *purposes: str
+    local: LocalTrainer, s: ComFedLSettings, counts: Sequence[int], *purposes: str, augmented: bool = True
 ) -> Iterator[tuple[Batch, Batch]]:
     """Return the batches B and B̃ of each step (lines 8 and 10); B twice if there is no second batch."""
-    batches = local.batches(s.local.batch_size, counts, purposes[0])
+    batches = local.batches(s.local.batch_size, counts, purposes[0], augmented=augmented)
     if s.objective == "robust":
         return ((batch, batch) for batch in batches)
     outer_size = s.local.outer_batch_size or s.local.batch_size
-    return zip(batches, local.batches(outer_size, counts, purposes[1]), strict=True)
+    return zip(batches, local.batches(outer_size, counts, purposes[1], augmented=augmented), strict=True)
 
 
 def compositional_sgd(

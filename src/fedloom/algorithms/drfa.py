@@ -110,7 +110,7 @@ class DRFAClient(base.ClientAlgorithm):
         s = self.settings.local
         local = LocalTrainer(self.setup.model, clients, mask_absent=s.mask_absent)
         w = local.parameters(opening.theta.expand(len(clients), -1))
-        batch = next(local.batches(s.batch_size, [1] * len(clients), "loss"))
+        batch = next(local.batches(s.batch_size, [1] * len(clients), "loss", augmented=False))
         yield BatchLoss(local.measured(w, batch).double()[:, None])
         return None
 

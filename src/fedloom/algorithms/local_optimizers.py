@@ -15,8 +15,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fedloom.algorithms.local_sgd import LocalSGD
 
-Step: TypeAlias = Callable[[list[Tensor], bool], None]
-"""Step in place along gradients, one for each leaf; see :func:`optimizer`."""
+LocalStep: TypeAlias = Callable[[list[Tensor], Tensor | None], None]
+"""Function ``(gradients, active) -> None``; see :func:`local_step`."""
+
+_Move: TypeAlias = Callable[[list[Tensor], bool], None]
+"""Step in place along gradients, one for each leaf.
+
+If the flag is set, SGD rounds lr · step before it subtracts it, where torch rounds once: methods that name the active
+clients of a step always did, and their bits are kept.
+"""
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Defaults of Adam, as in torch."""
@@ -27,7 +34,7 @@ def clip_norm(gradients: list[Tensor], largest: float, *, stacked: bool) -> None
     if stacked:
         norm = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients]).norm(dim=0)
         factor = (largest / (norm + 1e-6)).clamp(max=1)
-        torch._foreach_mul_(gradients, [factor.view(-1, *[1] * (gradient.dim() - 1)) for gradient in gradients])
+        torch._foreach_mul_(gradients, [_per_client(factor, gradient) for gradient in gradients])
         return
     norm = torch.stack(torch._foreach_norm(gradients)).norm()
     factor = (largest / (norm + 1e-6)).clamp(max=1)
@@ -41,16 +48,39 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
     torch._foreach_clamp_max_(gradients, largest)
 
 
-def optimizer(w: list[Tensor], s: LocalSGD, lr: float) -> Step:
-    """Return ``(gradients, rounded) -> None``, the step of an optimizer on leaves, with a fresh state.
+def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay: bool) -> LocalStep:
+    """Return ``(gradients, active) -> None``, a step of active clients in place, whose optimizer begins afresh.
 
-    It may overwrite the gradients. With ``rounded``, SGD rounds lr · step before it subtracts it, where torch rounds
-    once: methods that name the active clients of a step always did, and their bits are kept.
+    It adds λ_θ's gradient if ``decay``, clips, and moves w by the optimizer at this rate; it may overwrite the
+    gradients. ``active`` is ``[g]`` bool; None for all clients.
     """
-    return _sgd(w, s, lr) if s.optimizer == "sgd" else _adam(w, s, lr, decoupled=s.optimizer == "adamw")
+    move = _sgd(w, s, lr) if s.optimizer == "sgd" else _adam(w, s, lr, decoupled=s.optimizer == "adamw")
+
+    @torch.no_grad()
+    def step(gradients: list[Tensor], active: Tensor | None) -> None:
+        if active is not None and not stacked and not active:
+            return
+        if decay and s.lambda_theta:
+            gradients = list(torch._foreach_add(gradients, w, alpha=2 * s.lambda_theta))
+        if s.clip is not None:
+            clip_norm(gradients, s.clip, stacked=stacked)
+        if s.clip_value is not None:
+            clip_value(gradients, s.clip_value)
+        before = [leaf.clone() for leaf in w] if active is not None and stacked else []
+        move(gradients, active is not None)
+        for leaf, old in zip(w, before, strict=False):
+            # A zero step would not do: for a client that is done, zero times an overflowed value is NaN.
+            leaf.copy_(torch.where(_per_client(active, leaf), leaf, old))  # type: ignore[arg-type]
+
+    return step
 
 
-def _sgd(w: list[Tensor], s: LocalSGD, lr: float) -> Step:
+def _per_client(values: Tensor, like: Tensor) -> Tensor:
+    """Reshape one value per client ``[g]`` to broadcast against a stacked leaf."""
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _sgd(w: list[Tensor], s: LocalSGD, lr: float) -> _Move:
     """Return the step of torch.optim.SGD."""
     momentum = [torch.zeros_like(leaf) for leaf in w] if s.momentum else []
 
@@ -69,7 +99,7 @@ def _sgd(w: list[Tensor], s: LocalSGD, lr: float) -> Step:
     return step
 
 
-def _adam(w: list[Tensor], s: LocalSGD, lr: float, *, decoupled: bool) -> Step:
+def _adam(w: list[Tensor], s: LocalSGD, lr: float, *, decoupled: bool) -> _Move:
     """Return the step of torch.optim.Adam, or of torch.optim.AdamW if the decay is decoupled from the gradient.
 
     D. Kingma, J. Ba, Adam, ICLR 2015, arXiv 1412.6980, Algorithm 1; I. Loshchilov, F. Hutter, Decoupled weight decay

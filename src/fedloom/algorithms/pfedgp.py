@@ -386,6 +386,7 @@ class PFedGP(FedAvg):
     settings = PFedGPSettings
     needs = ("default loss",)
     needs_classes = True
+    augments = False
     predictors = {"personal": "pFedGP"}
     shared = "body"
 

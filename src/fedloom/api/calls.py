@@ -76,7 +76,8 @@ def run(
     overrides
         Keys of the experiment, with two underscores for each dot: ``seed=2``, ``federation__rounds=10``. A mapping
         replaces the whole value. ``data`` may be a :class:`fedloom.Federated`, and ``model`` an ``nn.Module``, whose
-        weights are the initial model; the run then stays in this process.
+        weights are the initial model; the run then stays in this process. ``augment=`` takes transforms of
+        ``torchvision.transforms.v2``, which change the training images (``data.augment``).
 
     Returns
     -------
@@ -374,7 +375,16 @@ def fetch(name: str, root: str | Path | None = None) -> Path:
 
 
 def with_module(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides with an ``nn.Module`` model replaced by a name, which only this process can resolve."""
+    """Return the overrides in the form that a file holds.
+
+    An ``nn.Module`` as the model is replaced by a name, which only this process can resolve; ``augment`` by the
+    description of its transforms, ``data.augment``.
+    """
+    if "augment" in overrides:
+        from fedloom.data.augment import describe_transforms
+
+        rest = {key: value for key, value in overrides.items() if key != "augment"}
+        overrides = {**rest, "data__augment": describe_transforms(overrides["augment"])}
     if isinstance(overrides.get("model"), Mapping | str | None) or hasattr(overrides["model"], "model_dump"):
         return dict(overrides)
     from fedloom.models.module import remember

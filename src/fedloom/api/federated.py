@@ -50,6 +50,10 @@ class Federated:
                 key="section",
             )
         self.section = dict(section)
+        if "augment" in self.section:
+            from fedloom.data.augment import describe_transforms
+
+            self.section["augment"] = describe_transforms(self.section["augment"])
 
     @classmethod
     def from_arrays(

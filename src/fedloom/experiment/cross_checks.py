@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
+from fedloom.data.augment import check_augment
 from fedloom.data.datasets import Dataset
 from fedloom.data.local import tell_notes
 from fedloom.data.schemes import MeansScheme
@@ -108,6 +109,20 @@ def _check_model(c: _Combination) -> Iterator[SettingError]:
         yield _error_of(error, "model")
 
 
+def _check_augment(c: _Combination) -> Iterator[SettingError]:
+    e = c.experiment
+    if e.data.augment and not c.algorithm.augments:
+        yield _error("data.augment", f"{c.algorithm.name} trains on all examples at once, unchanged; leave it out")
+        return
+    try:
+        if isinstance(e.data, OwnData):
+            check_augment(e.data.augment, e.data.own.kind, e.data.own.input_shape)
+        elif c.source is not None:
+            check_augment(e.data.augment, c.source.kind, _input_shape(e.data, c.source))
+    except ExperimentError as error:
+        yield _error_of(error, "data.augment")
+
+
 def _check_rounds(c: _Combination) -> Iterator[SettingError]:
     e, rounds = c.experiment, c.experiment.federation.rounds
     if not c.algorithm.trains and rounds != 0:
@@ -170,5 +185,5 @@ def _check_runtime(c: _Combination) -> Iterator[SettingError]:
         yield _error("runtime.clients_at_once", f"must be 1 with model.norm: batch (got {runtime.clients_at_once})")
 
 
-DATA_CHECKS: tuple[Check, ...] = (_check_population, _check_partition)
+DATA_CHECKS: tuple[Check, ...] = (_check_population, _check_partition, _check_augment)
 CHECKS: tuple[Check, ...] = (_check_rounds, _check_cohort, _check_keys_of_own_data, _check_evaluation, _check_runtime)

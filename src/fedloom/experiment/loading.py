@@ -66,7 +66,7 @@ def of_run(text: str, source: str) -> Experiment:
     """Return the experiment that a run has recorded, without permission to call the factory that it names.
 
     The run may be someone else's. Combinations of keys were checked when it started. They are checked again only if
-    that calls no factory, or a permitted one, and opens no local data set, which may be gone.
+    that calls no factory, or a permitted one, opens no local data set, which may be gone, and needs no torchvision.
 
     Raises
     ------
@@ -79,7 +79,8 @@ def of_run(text: str, source: str) -> Experiment:
     value, origins = _mapping(text, source)
     factory, data = _factory(value), value.get("data")
     is_local = isinstance(data, dict) and data.get("dataset") in LOCAL
-    combined = not is_local and (factory is None or is_permitted(factory))
+    augments = isinstance(data, dict) and bool(data.get("augment"))
+    combined = not is_local and not augments and (factory is None or is_permitted(factory))
     return validated(value, source, origins, combined=combined)
 
 

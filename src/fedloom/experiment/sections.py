@@ -26,6 +26,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
+from fedloom.data.augment import Augment
 from fedloom.data.datasets import DATASETS, Dataset
 from fedloom.data.folders import data_root
 from fedloom.data.local import LOCAL, LocalFiles, local_source
@@ -100,6 +101,8 @@ class Data(Section):
         ),
     )
 
+    augment: Augment = ()
+
     def opened(self) -> Dataset:
         """Return the source; a local data set is read unless it has been read before.
 
@@ -137,11 +140,13 @@ class OwnData(Section):
     """Requirements on clients' own data."""
 
     own: Own = Field(description="Requirements on every client's data, in place of `dataset` and `partition`.")
+    augment: Augment = ()
 
     @model_validator(mode="before")
     @classmethod
     def _alone(cls, value: Any) -> Any:
-        other = next((key for key in Data.model_fields if isinstance(value, dict) and key in value), None)
+        others = [key for key in Data.model_fields if key not in cls.model_fields]
+        other = next((key for key in others if isinstance(value, dict) and key in value), None)
         if other is not None:
             raise ValueError(f"{other}: cannot be combined with own; give own alone, or dataset and partition")
         return value

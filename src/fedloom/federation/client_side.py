@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation
 from fedloom.core import tracing
+from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, safe_reason
@@ -64,6 +65,8 @@ class ClientConfig:
         Let a client whose state is lost start without one; otherwise it is refused.
     secret
         Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`).
+    augment
+        Augmentation of training examples.
     """
 
     seed: int
@@ -71,6 +74,7 @@ class ClientConfig:
     clients_at_once: int = 1
     start_afresh: bool = False
     secret: bytes | None = None
+    augment: Augmentation | None = None
 
 
 @dataclass(frozen=True)
@@ -263,6 +267,7 @@ class ClientSide:
             may_keep=key.purpose == TRAIN and self._algorithm.stateful,
             secret=self._config.secret,
             round=key.round if key.purpose == TRAIN else None,
+            augment=self._config.augment,
         )
         coroutine = self._algorithm_for(key.purpose).open(group, _message_to(request.select(rows), self._config.device))
         opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)

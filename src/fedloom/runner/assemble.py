@@ -16,6 +16,7 @@ import torch
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Setup, find_algorithm
 from fedloom.core.words import pluralize
+from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
 from fedloom.data.own import Own, OwnClients, own_manifest
 from fedloom.data.partition import partition_dataset
@@ -314,7 +315,12 @@ def client_side(
         return metrics(predictors, clients.clients, algorithm.predictors, batch_size=e.evaluation.batch_size)
 
     config = ClientConfig(
-        e.seed, device, e.runtime.clients_at_once, start_afresh=e.federation.lost_state == "afresh", secret=secret
+        e.seed,
+        device,
+        e.runtime.clients_at_once,
+        start_afresh=e.federation.lost_state == "afresh",
+        secret=secret,
+        augment=augmentation(e.data.augment, dataset.manifest.normalization),
     )
     return ClientSide(
         algorithm,

@@ -13,6 +13,7 @@ import torch
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Algorithm, ClientGroup, find_algorithm
+from fedloom.data.augment import augmentation
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest
 from fedloom.data.newcomer import Newcomer
@@ -227,7 +228,11 @@ class PersonalizationClient:
             vocabulary(parts.algorithm),
             data.client,
             self._conclude,
-            ClientConfig(parts.experiment.seed, secret=os.urandom(32)),
+            ClientConfig(
+                parts.experiment.seed,
+                secret=os.urandom(32),
+                augment=augmentation(parts.experiment.data.augment, data.manifest.normalization),
+            ),
         )
         self._side.raises_bugs = True
 

@@ -1,0 +1,268 @@
+"""Random changes of training images, by transforms of ``torchvision.transforms.v2``.
+
+A transform is described by its name, or by its name and arguments, as in an experiment file:
+``{"RandomCrop": {"size": 32, "padding": 4}}``. A list of transforms as an argument is described alike.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+import torch
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from torch import Tensor
+
+from fedloom.core.draws import drawing_from
+from fedloom.data.federated import normalize
+from fedloom.data.manifest import Kind, Normalization
+from fedloom.errors import ExperimentError
+
+KEY = "data.augment"
+STANDARDIZED = "ToDtype", "ConvertImageDtype", "ToTensor", "Normalize"
+"""Transforms that users put behind augmentations to do what a federation does by itself."""
+MIXING = "CutMix", "MixUp"
+TRIALS = 20
+"""Random images that a check applies the transforms to."""
+
+Transform: TypeAlias = Callable[[Tensor], Tensor]
+"""Function of one image, ``[channels, height, width]`` uint8."""
+
+
+def _one_name(value: str | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    if isinstance(value, Mapping) and len(value) != 1:
+        raise ValueError(f"must be a name, or one name with its arguments: {{NAME: {{...}}}} (got {len(value)} names)")
+    return value
+
+
+Described: TypeAlias = Annotated[str | dict[str, dict[str, JsonValue]], AfterValidator(_one_name)]
+"""Transform as an experiment file describes it."""
+
+Augment: TypeAlias = Annotated[
+    tuple[Described, ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    Field(
+        description="Random changes of training images, in order: names of torchvision.transforms.v2, or names with "
+        "arguments, such as [{RandomCrop: {size: 32, padding: 4}}, RandomHorizontalFlip] (docs/local-training.md)."
+    ),
+]
+"""Field type of ``data.augment``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Augmentation:
+    """Transforms of standardized images: each image is changed as uint8 pixels, then standardized again.
+
+    Attributes
+    ----------
+    transforms
+        Applied in order.
+    normalization
+        Normalization of the images.
+    """
+
+    transforms: Sequence[Transform]
+    normalization: Normalization
+
+    def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Change a batch ``[b, channels, height, width]``, each image by its own draws, on the CPU.
+
+        Raises
+        ------
+        ExperimentError
+            If an image changes its shape, or is no longer uint8.
+        """
+        with drawing_from(generator):
+            changed = torch.stack([applied(self.transforms, image) for image in self.pixels(x)])
+        return normalize(changed, "pixels", self.normalization).to(x)
+
+    def pixels(self, x: Tensor) -> Tensor:
+        """Return the pixels that standardize to x, exactly: uint8 on the CPU."""
+        per_channel = (1, -1, *[1] * (x.dim() - 2))
+        mean, std = (
+            torch.tensor(values).reshape(per_channel) for values in (self.normalization.mean, self.normalization.std)
+        )
+        return ((x.cpu() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def applied(transforms: Sequence[Transform], image: Tensor) -> Tensor:
+    """Return an image after transforms; raise ExperimentError if one changes its shape or type."""
+    changed = image
+    for transform in transforms:
+        changed = transform(changed)
+        if changed.dtype != torch.uint8:
+            raise ExperimentError(
+                f"{KEY}: {type(transform).__name__} makes pixels of {changed.dtype}; they must stay uint8, and are "
+                "standardized afterwards",
+                key=KEY,
+            )
+    if changed.shape != image.shape:
+        raise ExperimentError(
+            f"{KEY}: the transforms make images of shape {list(changed.shape)}; they must keep {list(image.shape)}",
+            key=KEY,
+        )
+    return changed.as_subclass(Tensor)
+
+
+def augmentation(described: Sequence[Any], normalization: Normalization) -> Augmentation | None:
+    """Return the augmentation of a run; None without transforms; raise as :func:`made`."""
+    return Augmentation(made(described), normalization) if described else None
+
+
+def check_augment(described: Sequence[Any], kind: Kind, shape: Sequence[int]) -> None:
+    """Check transforms by making them and applying them to random images of this shape.
+
+    Raises
+    ------
+    ExperimentError
+        If a transform does not exist or fails, the images change shape, the inputs are not images, or torchvision is
+        missing.
+    """
+    if not described:
+        return
+    if kind != "pixels":
+        raise ExperimentError(f"{KEY}: transforms change images, and the inputs are {kind}; leave it out", key=KEY)
+    transforms, random = made(described), torch.Generator().manual_seed(0)
+    for _ in range(TRIALS):
+        image = torch.randint(256, tuple(shape), generator=random, dtype=torch.uint8)
+        try:
+            with drawing_from(random):
+                applied(transforms, image)
+        except ExperimentError:
+            raise
+        except Exception as error:  # of torchvision's code, for an image that it cannot change
+            names = ", ".join(_name(one) for one in described)
+            raise ExperimentError(
+                f"{KEY}: {names} cannot change images of shape {list(shape)}: {_line(error)}", key=KEY
+            ) from error
+
+
+def made(described: Sequence[Any]) -> list[Transform]:
+    """Make transforms from their descriptions.
+
+    Raises
+    ------
+    ExperimentError
+        If torchvision is missing, has no such transform, or rejects an argument, or if a transform does what the
+        federation does by itself.
+    """
+    return [_made(one) for one in described]
+
+
+def _made(one: Any) -> Transform:
+    v2, name = _v2(), _name(one)
+    given = {} if isinstance(one, str) else one[name]
+    if name in STANDARDIZED:
+        raise ExperimentError(
+            f"{KEY}: leave out {name}: the transforms change uint8 pixels, which are standardized afterwards",
+            key=KEY,
+            found=name,
+        )
+    if name in MIXING:
+        raise ExperimentError(f"{KEY}: leave out {name}: a transform must change one image alone", key=KEY, found=name)
+    kind = getattr(v2, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, v2.Transform):
+        raise ExperimentError(f"{KEY}: torchvision.transforms.v2 has no transform {name!r}", key=KEY, found=name)
+    try:
+        transform: Transform = kind(**{key: _argument(key, value) for key, value in given.items()})
+    except (TypeError, ValueError) as error:
+        raise ExperimentError(f"{KEY}: {name}: {_line(error)}", key=KEY, found=name) from error
+    return transform
+
+
+def _argument(key: str, value: Any) -> Any:
+    v2 = _v2()
+    if key == "transforms":
+        return made(value)
+    kinds: Mapping[str, Any] = {"interpolation": v2.InterpolationMode, "policy": v2.AutoAugmentPolicy}
+    return kinds[key](value) if key in kinds and isinstance(value, str) else value
+
+
+def _name(one: Any) -> str:
+    return one if isinstance(one, str) else str(next(iter(one)))
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _v2() -> Any:
+    try:
+        from torchvision.transforms import v2
+    except ImportError as error:
+        raise ExperimentError(
+            f"{KEY}: torchvision is not installed in this environment.",
+            hint="pip install 'fedloom[vision]', wherever clients train",
+            key=KEY,
+        ) from error
+    return v2
+
+
+# --- transforms given as objects --------------------------------------------------------------------------------------
+
+
+def describe_transforms(given: Any) -> list[Any]:
+    """Return the description of transforms given in Python: an object of torchvision.transforms.v2, or several.
+
+    Descriptions pass unchanged, also beside objects.
+
+    Raises
+    ------
+    ExperimentError
+        If an object is of another class, or its arguments cannot be written to an experiment file.
+    """
+    several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    return [one for each in several for one in _described(each)]
+
+
+def _described(one: Any) -> Iterator[Any]:
+    if isinstance(one, str | Mapping):
+        yield one
+        return
+    v2, name = _v2(), type(one).__name__
+    if type(one) is not getattr(v2, name, None) or not isinstance(one, v2.Transform):
+        where = f"{type(one).__module__}.{type(one).__qualname__}"
+        raise ExperimentError(
+            f"augment must be made of transforms of torchvision.transforms.v2 (got {where}).",
+            hint="from torchvision.transforms import v2",
+            key=KEY,
+        )
+    if name == "Compose":
+        for inner in one.transforms:
+            yield from _described(inner)
+        return
+    if name in STANDARDIZED:
+        yield name  # refused with the rest
+        return
+    parameters = inspect.signature(type(one)).parameters.values()
+    values = {p.name: (getattr(one, p.name, p.default), p.default) for p in parameters}
+    arguments = {key: _plain(value, name) for key, (value, default) in values.items() if value is not default}
+    found = {name: arguments} if arguments else name
+    if _shown(_made(found)) != _shown(one):
+        raise ExperimentError(
+            f"augment: {name} cannot be described by its arguments; give it as {{{name!r}: {{...}}}}", key=KEY
+        )
+    yield found
+
+
+def _shown(transform: Any) -> str:
+    return repr(transform).translate(str.maketrans("()", "[]"))  # a file holds lists in place of tuples
+
+
+def _plain(value: Any, name: str) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, list | tuple):
+        if any(isinstance(inner, torch.nn.Module) for inner in value):
+            return describe_transforms(list(value))
+        return [_plain(inner, name) for inner in value]
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    raise ExperimentError(
+        f"augment: {name} has an argument of type {type(value).__name__}, which an experiment file cannot hold; use "
+        "numbers, texts and lists",
+        key=KEY,
+    )
