@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from fedloom.algorithms.base import available, find_algorithm
+from fedloom.algorithms.schedules import RateSchedule
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.experiment import json_schema
 from fedloom.experiment.validation_errors import Schema, branches, describe
@@ -43,6 +46,10 @@ def page() -> str:
         if name == "data":
             for scheme in branches(nested[0]["properties"]["partition"], schema):
                 parts += _section(_title("data.partition", scheme), scheme, schema)
+        if name == "algorithm":
+            schedules = TypeAdapter(RateSchedule).json_schema()
+            for one in branches(schedules, schedules):
+                parts += _section(_title("schedule", one), one, schedules)
     return "\n".join(parts)
 
 

@@ -6,6 +6,7 @@ A transform is described by its name, or by its name and arguments, as in an exp
 
 from __future__ import annotations
 
+import difflib
 import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -165,7 +166,9 @@ def _made(one: Any) -> Transform:
         raise ExperimentError(f"{KEY}: leave out {name}: a transform must change one image alone", key=KEY, found=name)
     kind = getattr(v2, name, None)
     if not isinstance(kind, type) or not issubclass(kind, v2.Transform):
-        raise ExperimentError(f"{KEY}: torchvision.transforms.v2 has no transform {name!r}", key=KEY, found=name)
+        known = [each for each in dir(v2) if isinstance(getattr(v2, each), type)]
+        meant = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(name, known, n=1))
+        raise ExperimentError(f"{KEY}: torchvision.transforms.v2 has no transform {name!r}{meant}", key=KEY, found=name)
     try:
         transform: Transform = kind(**{key: _argument(key, value) for key, value in given.items()})
     except (TypeError, ValueError) as error:
@@ -178,7 +181,12 @@ def _argument(key: str, value: Any) -> Any:
     if key == "transforms":
         return made(value)
     kinds: Mapping[str, Any] = {"interpolation": v2.InterpolationMode, "policy": v2.AutoAugmentPolicy}
-    return kinds[key](value) if key in kinds and isinstance(value, str) else value
+    if key not in kinds or not isinstance(value, str):
+        return value
+    allowed = [one.value for one in kinds[key]]
+    if value not in allowed:
+        raise ValueError(f"{key} must be one of {', '.join(allowed)} (got {value!r})")
+    return kinds[key](value)
 
 
 def _name(one: Any) -> str:

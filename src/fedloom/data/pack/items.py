@@ -24,6 +24,9 @@ MOST_CHANNELS = 4
 AS_THEY_ARE = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV")
 """Pillow modes whose channels are kept unchanged, as ``ToTensor`` keeps them."""
 
+READ_TWICE = 16
+"""Images that are read twice to find random transforms."""
+
 ROUNDING = 1e-3
 """Maximum deviation of a float from a multiple of 1/255, as a fraction of that step."""
 
@@ -41,6 +44,7 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
     what
         Name of the data set in errors.
     """
+    _check_repeatable(dataset, what)
     images: list[NDArray[np.uint8]] = []
     labels: list[Any] = []
     changed: Counter[str] = Counter()
@@ -63,6 +67,23 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
         raise DataError(f"{what}: has labels that are numbers and labels that are names; use one of the two for all")
     told = tuple(f"{pluralize(count, 'image')} {note}" for note, count in changed.items())
     return np.stack(images), np.array(labels), told
+
+
+def _check_repeatable(dataset: Any, what: str) -> None:
+    """Raise DataError if an image differs between two readings, by a random transform."""
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return
+    for place in range(min(READ_TWICE, len(dataset))):
+        try:
+            one, other = (np.asarray(dataset[place][0]) for _ in range(2))
+        except Exception:  # reading all items says what is wrong
+            return
+        if not np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
+            raise DataError(
+                f"{what}[{place}]: is another image at every reading, and only one would be kept.",
+                hint="leave out its random transforms, and give them as augment=, which changes training images alone",
+                key=what,
+            )
 
 
 def _items(dataset: Any, what: str) -> Iterator[Any]:
@@ -170,8 +191,8 @@ def _unscaled(values: NDArray[Any], where: str) -> NDArray[np.uint8]:
         found = values[~exact].reshape(-1)[0]
         raise DataError(
             f"{where}: has a pixel of {found:g}, which is not a multiple of 1/255 from 0 to 1; leave out the "
-            "transform, or use "
-            "ToTensor alone (whole numbers from 0 to 255 must be of an integer type)"
+            "transform, or use ToTensor alone: pixels are standardized by the federation (whole numbers from 0 to 255 "
+            "must be of an integer type)"
         )
     return whole.astype(np.uint8)
 

@@ -1,0 +1,352 @@
+"""Augmentation of training images against torchvision applied image by image."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from facts import refusing, tells
+from federations import CLASSES, IMAGE
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from test_bad_settings import GOOD
+from torch import Tensor, nn
+
+import fedloom
+from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client import LocalTrainer, train
+from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.core.draws import drawing_from
+from fedloom.data.augment import Augmentation, augmentation, check_augment, describe_transforms, made
+from fedloom.data.federated import ClientData, Normalization, Split, normalize
+from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment import load
+from fedloom.experiment.loading import of_run
+from fedloom.federation.randomness import generator
+from fedloom.models.mlp import MLP
+
+v2 = pytest.importorskip("torchvision.transforms.v2")
+
+MODEL = MLP(IMAGE, [5], CLASSES)
+SHAPE = Normalization((0.3,), (0.2,))
+CROP_AND_FLIP = [{"RandomCrop": {"size": 16, "padding": 3}}, "RandomHorizontalFlip"]
+S = LocalSGD(steps=5, batch_size=4, lr=0.1)
+
+
+def pixels(n: int, seed: int = 0, shape: tuple[int, ...] = IMAGE) -> Tensor:
+    return torch.randint(256, (n, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+
+
+def client(id: str, n: int, seed: int = 0, change: Callable[[Tensor], Tensor] = lambda x: x) -> ClientData:
+    part = Split(normalize(change(pixels(n, seed)), "pixels", SHAPE), torch.arange(n) % CLASSES)
+    return ClientData(id, part, part, part, CLASSES)
+
+
+def group(data: Sequence[ClientData], described: Sequence[Any]) -> ClientGroup:
+    keyed = lambda c, purpose: generator(0, purpose, c, 1)  # noqa: E731
+    return ClientGroup(data, keyed, augment=augmentation(described, SHAPE))
+
+
+def start(g: int) -> Tensor:
+    return torch.stack([MODEL.init(torch.Generator().manual_seed(i), torch.float32) for i in range(g)])
+
+
+@given(mean=st.floats(0, 1), std=st.floats(1e-3, 10))
+def test_pixels_are_recovered_exactly(mean: float, std: float) -> None:
+    about = Normalization((mean, 0.5), (std, 0.25))
+    x = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 2, 16, 16)
+    assert torch.equal(Augmentation([], about).pixels(normalize(x, "pixels", about)), x)
+
+
+def test_each_image_is_changed_by_its_own_draws_as_torchvision_does() -> None:
+    x, transforms = pixels(64), v2.Compose([v2.RandomCrop(16, padding=3), v2.RandomHorizontalFlip()])
+    augment = augmentation(CROP_AND_FLIP, SHAPE)
+    assert augment is not None
+    found = augment(normalize(x, "pixels", SHAPE), torch.Generator().manual_seed(3))
+    with drawing_from(torch.Generator().manual_seed(3)):
+        expected = torch.stack([transforms(image) for image in x])
+    assert torch.equal(found, normalize(expected, "pixels", SHAPE))
+    same = (found == normalize(x, "pixels", SHAPE)).flatten(1).all(1)
+    assert 0 <= int(same.sum()) < 10
+    flipped = augmentation(["RandomHorizontalFlip"], SHAPE)
+    assert flipped is not None
+    changed = (flipped(normalize(x, "pixels", SHAPE), torch.Generator()) != normalize(x, "pixels", SHAPE)).flatten(1)
+    assert 15 < int(changed.any(1).sum()) < 49  # some are, and some are not
+
+
+def test_a_change_of_every_image_trains_as_on_changed_data_to_the_bit() -> None:
+    """A flip with probability 1; and with probability 0 nothing changes."""
+    always, never = ({"RandomHorizontalFlip": {"p": p}} for p in (1.0, 0.0))
+    c, mirrored = client("c0", 11), client("c0", 11, change=lambda x: x.flip(3))
+    assert torch.equal(
+        train(MODEL, group([c], [always]), start(1), S).theta, train(MODEL, group([mirrored], []), start(1), S).theta
+    )
+    plain = train(MODEL, group([c], []), start(1), S).theta
+    assert torch.equal(train(MODEL, group([c], [never]), start(1), S).theta, plain)
+    assert not torch.equal(train(MODEL, group([c], CROP_AND_FLIP), start(1), S).theta, plain)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("length", [{"steps": 5}, {"epochs": 2, "steps": None}], ids=["steps", "epochs"])
+def test_a_stack_is_changed_as_its_clients_one_by_one(length: dict[str, Any], accumulate: int) -> None:
+    s = LocalSGD.model_validate({"batch_size": 4, "lr": 0.1, "accumulate": accumulate, **length})
+    data, theta = [client(f"c{i}", n, i) for i, n in enumerate((11, 3, 6, 1))], start(4)
+    together = train(MODEL, group(data, CROP_AND_FLIP), theta, s)
+    for i, c in enumerate(data):
+        alone = train(MODEL, group([c], CROP_AND_FLIP), theta[i : i + 1], s)
+        torch.testing.assert_close(together.theta[i], alone.theta[0], rtol=0, atol=1e-5)
+
+
+def test_no_other_generator_draws_or_is_drawn_from() -> None:
+    c = client("c0", 11)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    once = train(MODEL, group([c], CROP_AND_FLIP), start(1), S).theta
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(train(MODEL, group([c], CROP_AND_FLIP), start(1), S).theta, once)
+
+
+def test_what_is_only_measured_is_unchanged() -> None:
+    c = client("c0", 11)
+    local = LocalTrainer(MODEL, group([c], [{"RandomHorizontalFlip": {"p": 1.0}}]))
+    (piece,) = local.everything()
+    assert torch.equal(piece.x, c.train.x)
+    drawn = next(local.batches(11, [1], "loss"))
+    plain = next(local.batches(11, [1], "loss", augmented=False))
+    assert torch.equal(drawn.x, plain.x.flip(3))
+    assert drawn.y is not None
+    assert plain.y is not None
+    assert torch.equal(drawn.y, plain.y)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+def clients(shape: tuple[int, ...] = (3, 12, 12)) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    return {name: (pixels(30, i, shape).numpy(), np.arange(30) % 3) for i, name in enumerate("abc")}
+
+
+EXPERIMENT: dict[str, Any] = {
+    "name": "augmented",
+    "model": {"name": "mlp", "hidden": [6]},
+    "algorithm": {
+        "name": "fedavg",
+        "personalize_steps": 2,
+        "local": {
+            "epochs": 2, "batch_size": 4, "accumulate": 2, "lr": 0.01, "optimizer": "adamw", "weight_decay": 0.1,
+            "schedule": {"name": "cosine", "rounds": 4, "warmup_rounds": 1},
+        },
+    },
+    "federation": {"rounds": 4, "clients_per_round": 2, "checkpoint_every_s": 0},
+    "evaluation": {"every": 2},
+}  # fmt: skip
+
+
+def federated(root: Path, **keys: Any) -> fedloom.Federated:
+    return fedloom.Federated.from_arrays(clients(), root=root, held_out_fraction=0, **keys)
+
+
+def run(root: Path, out: str, *, data: fedloom.Federated | None = None, **keys: Any) -> fedloom.Run:
+    data = federated(root) if data is None else data
+    quiet = {"report": False, "progress": False, "runtime__workers": 0}
+    return fedloom.run(EXPERIMENT, out=root / out, data=data, **{**quiet, **keys})
+
+
+def final(root: Path, out: str) -> dict[str, Any]:
+    folder = root / out
+    state = load_file(sorted((folder / "checkpoints").glob("*.safetensors"))[-1])
+    summary = json.loads((folder / "summary.json").read_text())
+    return {"state": {k: v.tolist() for k, v in state.items()}, "seen": summary["seen"], "global": summary["global"]}
+
+
+@pytest.mark.timeout(300)
+def test_a_run_has_the_same_bits_for_any_number_of_workers_when_resumed_and_when_replayed(tmp_path: Path) -> None:
+    """Of random changes, an optimizer with a state, a schedule and averaged mini-batches at once."""
+    keys = {"augment": [v2.RandomCrop(12, padding=2), v2.RandomHorizontalFlip(), v2.RandomErasing()]}
+    run(tmp_path, "whole", **keys)
+    whole = final(tmp_path, "whole")
+    run(tmp_path, "workers", **keys, runtime__workers=2)
+    assert final(tmp_path, "workers") == whole
+    run(tmp_path, "part", **keys, federation__rounds=2)
+    run(tmp_path, "part", **keys, resume=True)
+    assert final(tmp_path, "part")["state"] == whole["state"]
+    run(tmp_path, "again", **keys, replay=tmp_path / "whole")
+    assert final(tmp_path, "again")["state"] == whole["state"]
+    run(tmp_path, "plain")
+    assert final(tmp_path, "plain")["state"] != whole["state"]
+
+
+def test_objects_and_keys_say_the_same(tmp_path: Path) -> None:
+    """In the data, in the call, and as the section of a file, of a module in memory too."""
+    objects = v2.Compose([v2.RandomCrop(12, padding=2), v2.RandomHorizontalFlip()])
+    as_keys = [{"RandomCrop": {"size": [12, 12], "padding": [2, 2, 2, 2]}}, "RandomHorizontalFlip"]
+    short = {"federation__rounds": 1}
+    run(tmp_path, "call", augment=objects, **short)
+    run(tmp_path, "data", data=federated(tmp_path, augment=objects), **short)
+    run(tmp_path, "keys", data__augment=as_keys, **short)
+    found = [final(tmp_path, out)["state"] for out in ("call", "data", "keys")]
+    assert found[0] == found[1] == found[2]
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+    assert run(tmp_path, "net", augment=objects, model=net, **short).summary["seen"]["clients"] == 3
+
+
+# --- descriptions -----------------------------------------------------------------------------------------------------
+
+
+def some_transforms() -> list[Any]:
+    return [
+        v2.RandomCrop(32, padding=4, fill=3, padding_mode="reflect"), v2.RandomHorizontalFlip(),
+        v2.RandomVerticalFlip(0.2), v2.RandomResizedCrop(32, scale=(0.5, 1.0)), v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+        v2.RandomRotation(15), v2.ToImage(),
+        v2.RandomAffine(10, translate=(0.1, 0.1), interpolation=v2.InterpolationMode.BILINEAR), v2.RandomErasing(),
+        v2.GaussianBlur(3), v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10), v2.RandAugment(), v2.TrivialAugmentWide(),
+        v2.AugMix(), v2.RandomApply([v2.ColorJitter(0.4), v2.RandomInvert()], p=0.3), v2.RandomGrayscale(),
+        v2.RandomChoice([v2.RandomVerticalFlip(), v2.RandomInvert()]), v2.RandomPerspective(), v2.RandomPosterize(3),
+        v2.RandomOrder([v2.RandomEqualize(), v2.RandomAutocontrast()]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", some_transforms(), ids=lambda t: type(t).__name__)
+def test_an_object_and_its_description_change_images_alike(transform: Any) -> None:
+    described = describe_transforms(transform)
+    assert json.loads(json.dumps(described)) == described
+    check_augment(described, "pixels", (3, 32, 32))
+    (again,) = made(described)
+    for seed in range(5):
+        image = pixels(1, seed, (3, 32, 32))[0]
+        with drawing_from(torch.Generator().manual_seed(seed)):
+            expected = transform(image)
+        with drawing_from(torch.Generator().manual_seed(seed)):
+            assert torch.equal(again(image), expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "facts"),
+    [
+        (lambda: v2.Lambda(lambda x: x), ("Lambda", "function")),
+        (lambda: nn.Identity(), ("Identity", "torchvision.transforms.v2")),
+        (lambda: 5, ("int",)),
+        (lambda: [v2.RandomHorizontalFlip(), lambda x: x], ("function",)),
+    ],
+)
+def test_an_object_that_no_file_can_describe_is_refused(given: Callable[[], Any], facts: tuple[str, ...]) -> None:
+    with refusing(ExperimentError, "augment", *facts):
+        describe_transforms(given())
+
+
+STANDARD = v2.Compose([v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5], [0.2])])
+
+
+@pytest.mark.parametrize(
+    ("described", "facts"),
+    [
+        (describe_transforms(STANDARD), ("ToDtype", "uint8", "standardized")),
+        (["Normalize"], ("Normalize", "standardized")),
+        ([{"RandomApply": {"transforms": ["ToDtype"]}}], ("ToDtype",)),
+        (["MixUp"], ("MixUp", "one image")),
+        ([{"CenterCrop": {"size": 8}}], ([1, 8, 8], [1, 16, 16])),
+        (["RandomFlip"], ("RandomFlip",)),
+        (["functional"], ("functional",)),
+        ([{"RandomCrop": {"sze": 16}}], ("RandomCrop", "sze")),
+        ([{"RandomCrop": {"size": 20}}], ("RandomCrop", "16")),
+        ([{"RandomRotation": {"degrees": 5, "interpolation": "cubic"}}], ("cubic", "bicubic")),
+        ([{"AutoAugment": {"policy": "mnist"}}], ("mnist", "cifar10")),
+    ],
+)
+def test_transforms_that_cannot_change_these_images_are_refused(described: Any, facts: tuple[Any, ...]) -> None:
+    with refusing(ExperimentError, "data.augment", *facts) as error:
+        check_augment(described, "pixels", IMAGE)
+    assert error.value.key == "data.augment"
+
+
+def experiment(tmp_path: Path, **changes: str) -> Path:
+    text = GOOD
+    for old, new in changes.items():
+        text = text.replace({"partition": "clients: 4}}", "method": "{name: fedavg}"}[old], new)
+    path = tmp_path / "e.yaml"
+    path.write_text(text)
+    return path
+
+
+FLIPPED = "clients: 4}, augment: [RandomHorizontalFlip]}"
+
+
+def test_a_file_is_refused_where_augmentation_would_be_ignored_or_fail(tmp_path: Path) -> None:
+    assert load(experiment(tmp_path, partition=FLIPPED)).data.augment == ("RandomHorizontalFlip",)
+    with pytest.raises(ExperimentError) as error:
+        load(experiment(tmp_path, partition=FLIPPED, method="{name: pfedgp}"))
+    assert tells(str(error.value), "data.augment: ", "pfedgp")
+    with pytest.raises(ExperimentError) as error:
+        load(experiment(tmp_path, partition="clients: 4}, augment: [{RandomCrop: {}, RandomErasing: {}}]}"))
+    assert tells(str(error.value), "data.augment", 2)
+    with refusing(ExperimentError, "data.augment", "features"):
+        check_augment(["RandomHorizontalFlip"], "features", (8,))
+    with refusing(ExperimentError, "data.augment", "tokens"):
+        check_augment(["RandomHorizontalFlip"], "tokens", (8,))
+
+
+def test_clients_with_data_of_their_own_augment_too(tmp_path: Path) -> None:
+    own = "{own: {kind: pixels, input_shape: [1, 16, 16], classes: [a, b]}, augment: [RandomHorizontalFlip]}"
+    path = tmp_path / "own.yaml"
+    path.write_text(GOOD.replace("{dataset: mnist, partition: {scheme: iid, clients: 4}}", own))
+    assert load(path).data.augment == ("RandomHorizontalFlip",)
+    path.write_text(path.read_text().replace("RandomHorizontalFlip", "Normalize"))
+    with pytest.raises(ExperimentError) as error:
+        load(path)
+    assert tells(str(error.value), "data.augment: ", "Normalize")
+
+
+def test_without_torchvision_a_run_is_refused_and_can_still_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = load(experiment(tmp_path, partition=FLIPPED)).resolved_yaml()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(ExperimentError) as error:
+        load(experiment(tmp_path, partition=FLIPPED))
+    assert tells(str(error.value), "data.augment: ", "torchvision")
+    with refusing(ExperimentError, "torchvision", "fedloom[vision]"):
+        augmentation(["RandomHorizontalFlip"], SHAPE)
+    assert of_run(recorded, "a run").data.augment == ("RandomHorizontalFlip",)
+    assert augmentation([], SHAPE) is None
+
+
+class Pictures(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Images as a user of torch keeps them, with a transform."""
+
+    def __init__(self, transform: Any) -> None:
+        self.x, self.transform = pixels(40, 0, (3, 12, 12)), transform
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, place: int) -> tuple[Tensor, int]:
+        return self.transform(self.x[place]), place % 3
+
+
+@pytest.mark.parametrize("then", [[], [v2.ToDtype(torch.float32, scale=True)], list(STANDARD.transforms[1:])])
+def test_images_that_differ_at_every_reading_are_refused(tmp_path: Path, then: list[Any]) -> None:
+    given = Pictures(v2.Compose([v2.RandomHorizontalFlip(), *then]))
+    with refusing(DataError, "dataset[", "augment="):
+        fedloom.Federated.from_torchvision(given, {"scheme": "iid", "clients": 2}, root=tmp_path)
+
+
+def test_the_same_images_with_their_transforms_apart_are_trained_on(tmp_path: Path) -> None:
+    data = fedloom.Federated.from_torchvision(
+        Pictures(v2.ToDtype(torch.float32, scale=True)),
+        {"scheme": "iid", "clients": 2},
+        root=tmp_path,
+        held_out_fraction=0,
+        augment=[v2.RandomCrop(12, padding=2), v2.RandomHorizontalFlip()],
+    )
+    found = run(tmp_path, "out", data=data, federation__rounds=1)
+    assert found.summary["seen"]["clients"] == 2
