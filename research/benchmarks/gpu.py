@@ -258,7 +258,7 @@ def bare_loop(model: FlatModel, split: Split, theta: Tensor, s: LocalSGD) -> Non
     for _ in range(s.steps or 0):
         gradients = torch.autograd.grad(F.cross_entropy(model.forward(w, x), y), leaves)
         with torch.no_grad():
-            torch._foreach_mul_(momentum, s.momentum)
+            torch._foreach_mul_(momentum, s.momentum or 0.0)
             torch._foreach_add_(momentum, gradients)
             torch._foreach_add_(leaves, momentum, alpha=-s.lr)
 

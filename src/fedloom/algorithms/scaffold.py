@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 
 from fedloom.algorithms import base
@@ -101,12 +102,15 @@ class ControlledSGD(PlainSGD):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, value: Any) -> Any:
-        others = [name for name in LocalSGD.model_fields if isinstance(value, dict) and name in value]
-        if others := [name for name in others if name not in cls.model_fields]:
-            raise ValueError(
-                "control variates are mean gradients only of plain SGD without momentum, decay and clipping; leave out "
-                f"{' and '.join(others)}"
-            )
+        given = value if isinstance(value, dict) else {}
+        why = PydanticCustomError(
+            "refused_key",
+            "control variates are mean gradients only of plain SGD, without momentum, decay and clipping; leave it out",
+        )
+        refused = [name for name in given if name in LocalSGD.model_fields and name not in cls.model_fields]
+        if refused:
+            details = [InitErrorDetails(type=why, loc=(name,), input=given[name]) for name in refused]
+            raise ValidationError.from_exception_data(cls.__name__, details)
         return value
 
 

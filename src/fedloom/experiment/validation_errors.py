@@ -90,9 +90,10 @@ def _explained(detail: ErrorDetails, schema: Schema, value: Any) -> SettingError
         tag = str(detail["ctx"]["discriminator"]).strip("'")
         loc, kind = (*loc, tag), "missing" if kind == "union_tag_not_found" else kind
         found = found.get(tag) if isinstance(found, dict) else found
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "refused_key"):
         path = (*_known(schema, loc[:-1], value), loc[-1])
-        return SettingError(path, f"unknown key{_allowed_keys(schema, path, value)}")
+        unknown = kind == "extra_forbidden"
+        return SettingError(path, f"unknown key{_allowed_keys(schema, path, value)}" if unknown else detail["msg"])
     path = _known(schema, loc, value)
     if kind in ("value_error", "assertion_error"):  # a validator's own message
         text = detail["msg"].partition(", ")[2]
