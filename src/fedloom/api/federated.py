@@ -78,7 +78,8 @@ class Federated:
         root
             Folder to store the data in; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
         settings
-            Further keys of ``data``, such as ``held_out_fraction=0.2``; ``partition={"scheme": "natural", ...}``.
+            Further keys of ``data``, such as ``held_out_fraction=0.2``; ``partition={"scheme": "natural", ...}``;
+            ``augment``, also as transforms of ``torchvision.transforms.v2``.
 
         Raises
         ------
