@@ -114,7 +114,9 @@ def test_masks_and_bfloat16_train_by_the_batch_too() -> None:
     theirs = torchs(parameters).train()(x).masked_fill(absent, -torch.inf)
     kept = y != 2
     expected = F.cross_entropy(theirs, y, reduction="none")[kept]
-    torch.testing.assert_close(masked(MODEL.in_training(), absent).loss(parameters, x, y)[kept], expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        masked(MODEL.in_training(), absent).loss(parameters, x, y)[kept], expected, rtol=1e-10, atol=1e-12
+    )
     single = {name: leaf.detach().float() for name, leaf in parameters.items()}
     rough = bfloat16(MODEL).in_training().loss(single, x.float(), y)
     exact = MODEL.in_training().loss(parameters, x, y)

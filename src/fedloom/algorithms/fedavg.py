@@ -151,8 +151,10 @@ class FedAvg(base.Algorithm):
         layout = setup.model.layout
         part = torch.arange(layout.size)[self.part(setup)]
         is_kept = layout.mask(self.kept(setup.model))[part]
-        first = setup.model.init(torch.Generator().manual_seed(0), setup.dtype)[part[is_kept]] if is_kept.any() else None
-        return Division(part, is_kept, first)
+        if not is_kept.any():
+            return Division(part, is_kept, None)
+        first = setup.model.init(torch.Generator().manual_seed(0), setup.dtype)
+        return Division(part, is_kept, first[part[is_kept]])
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,9 @@ from typing import Literal, TypeAlias
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel
 
-Need: TypeAlias = Literal["head", "linear head", "features", "default loss", "no buffers", "any vector", "normalization"]
+Need: TypeAlias = Literal[
+    "head", "linear head", "features", "default loss", "no buffers", "any vector", "normalization"
+]
 """Requirement of a method on the clients' model.
 
 ``head``: layers besides the last linear one. ``linear head``: that layer is not parametrized (no weight normalization).

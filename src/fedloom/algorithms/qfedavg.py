@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup

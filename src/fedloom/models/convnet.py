@@ -102,8 +102,8 @@ class BatchNormConvNet(ConvNet):
     """ConvNet with batch normalization (Ioffe, Szegedy, ICML 2015, arXiv 1502.03167) between convolution and ReLU.
 
     Training normalizes by the mean and variance of the batch, and moves statistics a tenth of the way to them, as torch
-    does. Prediction normalizes by these statistics. They are entries of θ, so they are sent, averaged and stored like the
-    rest of it, but not trained.
+    does. Prediction normalizes by these statistics. They are entries of θ, so they are sent, averaged and stored like
+    the rest of it, but not trained.
 
     Entries of a block are its kernel, ``gain`` (the scale less 1) and ``shift``, and the statistics ``mean`` and
     ``log_variance`` (biased, ε = 1e-5 inside the logarithm). All but the kernel start at zero. There is no bias, since

@@ -209,6 +209,9 @@ class FlatModel(FlatNetwork):
     constants: Mapping[str, Tensor] = MappingProxyType({})
     """Tensors outside θ that the outputs depend on, the same in every process: frozen parameters and fixed buffers."""
 
+    unsaved: frozenset[str] = frozenset()
+    """Constants that a saved model leaves out, as ``state_dict`` does: buffers that are not persistent."""
+
     def in_training(self) -> FlatModel:
         """Return the model in training mode: itself, unless training computes something else."""
         return self

@@ -89,6 +89,7 @@ class ModuleModel(FlatModel):
         found = layout_of(self._module, moving, self._head if separable else None, local=buffers == "local")
         self.layout = replace(found, channels_last=tried.channels_last)
         self.constants = constants_of(self._module, self.layout)
+        self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()
         self.needs_whole_batches = bool(moving or batch_layers(self._module))
         self.constrained = bool(moving)
         self.predicts_by_batch = bool(without_statistics(self._module))
@@ -136,7 +137,7 @@ class ModuleModel(FlatModel):
             self._called(function, parameters, x)
         finally:
             hook.remove()
-        return taken[0].flatten(1)[: len(x)]
+        return taken[0].flatten(1)[: len(x)] if self.predicts_by_batch else taken[0].flatten(1)
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return logits, ``[b, *input_shape] -> [b, C]``."""
@@ -145,12 +146,14 @@ class ModuleModel(FlatModel):
     def _called(self, function: ModuleFunction, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Call the module, also for a batch of one that is normalized by the batch.
 
-        In evaluation the example is then its own batch, which two copies of it are, too.
+        In evaluation the example is then its own batch, which two copies of it are, too. An exported program has no
+        such case.
         """
-        if not self.needs_whole_batches or len(x) != 1:
+        by_batch = self.needs_whole_batches if self._trains else self.predicts_by_batch
+        if not by_batch or torch.compiler.is_exporting() or len(x) != 1:
             return function(parameters, x)
         if not self._trains:
-            return function(parameters, torch.cat([x, x]))[:1] if self.predicts_by_batch else function(parameters, x)
+            return function(parameters, torch.cat([x, x]))[:1]
         try:
             return function(parameters, x)
         except ValueError as error:
@@ -197,14 +200,14 @@ def remember(module: nn.Module, name: str | None = None) -> str:
         raise ExperimentError(f"model must be an nn.Module (got {type(module).__name__})", key="model")
     check_layers(module)
     layers, weights = hashlib.sha256(repr(module).encode()), hashlib.sha256()
-    statistics = running_statistics(module)
+    statistics, buffers = running_statistics(module), dict(module.named_buffers())
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
             layers.update(f"{key} lazy".encode())
             continue
         layers.update(f"{key} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        stored = tensor.requires_grad or key in statistics  # a run stores these, and no others
-        values = weights if stored else layers
+        # A run compares frozen parameters by its own digests, which name the first that differs.
+        values = layers if key in buffers and key not in statistics else weights
         values.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     kind = f"{MEMORY}{type(module).__name__}-{layers.hexdigest()[:12]}"
     if name is None:

@@ -8,6 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fedloom.models.flat import Leaves
+
 Place: TypeAlias = tuple[dict[str, Tensor | None], str, str]
 """Place of a tensor: the dict of its layer, the key there, and its name in θ."""
 
@@ -16,15 +18,18 @@ class ModuleFunction:
     """Module as a function of its trained parameters and its moving buffers, in its current mode.
 
     It is equivalent to ``torch.func.functional_call``, but does not look up the places of the tensors at each call,
-    which would take 3 % of a LeNet step. A call in training mode moves the given buffers in place. Frozen parameters and
-    other buffers are constants. Threads must not share one, since a call sets tensors of the module.
+    which would take 3 % of a LeNet step. A call in training mode moves the given buffers in place. Frozen parameters
+    and other buffers are constants of the module, unless a plain mapping has them, as that of a saved model does.
+    Threads must not share one, since a call sets tensors of the module.
     """
 
     def __init__(self, module: nn.Module, buffers: Collection[str] = ()) -> None:
         self.module = module
         self.own_loss = hasattr(module, "loss")
-        self._buffers = places(module, "_buffers", buffers)
-        self._places = [*places(module), *self._buffers]
+        found = places(module)
+        self._buffers = [place for place in found if place[2] in buffers]
+        self._places = [place for place in found if place[2] in buffers or _is_trained(place[0][place[1]])]
+        self._constants = [place for place in found if place[2] not in buffers and not _is_trained(place[0][place[1]])]
         self._own = [held[key] for held, key, _ in self._places]
         self._device: torch.device | None = None
 
@@ -41,14 +46,18 @@ class ModuleFunction:
     def _call(self, function: Any, parameters: Mapping[str, Tensor], x: Tensor, *others: Any) -> Any:
         if x.device != self._device:
             self._move_constants(x.device)
+        given = [] if isinstance(parameters, Leaves) else [p for p in self._constants if p[2] in parameters]
+        constants = [held[key] for held, key, _ in given]
         try:
+            for held, key, name in given:
+                held[key] = parameters[name]
             for held, key, name in self._places:
                 held[key] = parameters[name]
             return function(x, *others)
         finally:
             for held, key, name in self._buffers:
                 _keep_moved(parameters[name], held[key])
-            for (held, key, _), own in zip(self._places, self._own, strict=True):
+            for (held, key, _), own in zip((*self._places, *given), (*self._own, *constants), strict=True):
                 held[key] = own
 
     def _move_constants(self, device: torch.device) -> None:
@@ -57,7 +66,7 @@ class ModuleFunction:
         for layer in self.module.modules():
             for held in (layer._buffers, layer._parameters):
                 for key, t in held.items():
-                    if t is not None and not t.requires_grad:
+                    if t is not None and not _is_trained(t):
                         held[key] = moved.setdefault(id(t), t.to(device))
         self._device = device
 
@@ -69,19 +78,19 @@ def _keep_moved(given: Tensor, now: Tensor | None) -> None:
             given.copy_(now)
 
 
-def places(module: nn.Module, kind: str = "_parameters", names: Collection[str] = ()) -> list[Place]:
-    """Return the places of all trained parameters, or those of the buffers with these names (kind ``_buffers``).
+def _is_trained(t: Tensor | None) -> bool:
+    return t is not None and t.requires_grad
 
-    A tensor shared by several layers has the name of its first place.
-    """
+
+def places(module: nn.Module) -> list[Place]:
+    """Return the places of all parameters and buffers; a tensor shared by several layers has the name of its first."""
     first: dict[int, str] = {}
     found: list[Place] = []
-    for prefix, layer in module.named_modules():
-        tensors: dict[str, Tensor | None] = getattr(layer, kind)
-        for key, t in tensors.items():
-            if t is None:
-                continue
-            name = first.setdefault(id(t), f"{prefix}.{key}" if prefix else key)
-            if t.requires_grad if kind == "_parameters" else name in names:
-                found.append((tensors, key, name))
+    for kind in ("_parameters", "_buffers"):
+        for prefix, layer in module.named_modules():
+            tensors: dict[str, Tensor | None] = getattr(layer, kind)
+            for key, t in tensors.items():
+                if t is not None:
+                    name = first.setdefault(id(t), f"{prefix}.{key}" if prefix else key)
+                    found.append((tensors, key, name))
     return found

@@ -47,12 +47,12 @@ def seeded(make: Callable[[], nn.Module], seed: int, x: Any = None) -> nn.Module
 def moving_buffers(module: nn.Module, x: Any) -> tuple[str, ...]:
     """Return the names of the floating-point buffers that a call in training mode changes.
 
-    None if the call fails, which the check of the module reports with the layer.
+    Empty if the call fails, which the check of the module reports with the layer.
     """
     tried = copied(module).train()
     before = {name: b.clone() for name, b in tried.named_buffers()}
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             tried(x)
     except Exception:  # the check names the layer
         return ()
