@@ -21,7 +21,7 @@ from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
 from fedloom.models.module_check import ROWS, tried_layout
 from fedloom.models.module_function import ModuleFunction
-from fedloom.models.module_layers import check_layers, copied, is_tied
+from fedloom.models.module_layers import check_copyable, check_layers, copied, is_tied
 from fedloom.models.module_state import (
     batch_layers,
     constants_of,
@@ -199,6 +199,7 @@ def remember(module: nn.Module, name: str | None = None) -> str:
     if not isinstance(module, nn.Module):
         raise ExperimentError(f"model must be an nn.Module (got {type(module).__name__})", key="model")
     check_layers(module)
+    check_copyable(module)
     layers, weights = hashlib.sha256(repr(module).encode()), hashlib.sha256()
     statistics, buffers = running_statistics(module), dict(module.named_buffers())
     for key, tensor in [*module.named_parameters(), *module.named_buffers()]:

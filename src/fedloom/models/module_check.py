@@ -115,7 +115,7 @@ class _Trial:
         self._check_outputs(first, len(self.x))
         self._check_tensors_kept(function.module, names, buffers, mode, moved[0])
         once, before = moved[0], _attributes(function.module)
-        by_batch = (batch_layers if training else without_statistics)(function.module)
+        by_batch = self.layout.buffers or batch_layers(self.module) if training else without_statistics(self.module)
         with no_draws(function.module, mode, self.generators, watch=True):
             alone = call(self.x if by_batch else self.x[1:2])
         self._check_outputs(alone, len(self.x) if by_batch else 1)

@@ -67,7 +67,7 @@ class ModuleFunction:
             for held in (layer._buffers, layer._parameters):
                 for key, t in held.items():
                     if t is not None and not _is_trained(t):
-                        held[key] = moved.setdefault(id(t), t.to(device))
+                        held[key] = moved.setdefault(id(t), t if t.device == device else t.to(device))
         self._device = device
 
 

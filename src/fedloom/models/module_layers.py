@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import UninitializedBuffer
 
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
@@ -86,6 +87,16 @@ def _check_tensors(where: str, layer: nn.Module) -> None:
     for key, p in layer.named_parameters(recurse=False):
         if p.requires_grad and p.dtype != torch.float32:
             raise ExperimentError(f"{where}: {key} is {p.dtype}. Convert it to torch.float32")
+
+
+def check_copyable(module: nn.Module) -> None:
+    """Reject lazy layers whose buffers torch cannot copy before they have a shape (LazyBatchNorm)."""
+    for name, layer in module.named_modules():
+        if any(isinstance(b, UninitializedBuffer) for b in layer.buffers(recurse=False)):
+            raise ExperimentError(
+                f"{named(name, layer)} has lazy buffers, and torch cannot copy them. Call the module once with a batch "
+                "of inputs, or name a factory that makes it"
+            )
 
 
 def copied(module: nn.Module) -> nn.Module:
