@@ -46,6 +46,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "fedavg": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "fedbabu": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
+    "fedbn": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
     "fedper": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
     "fedadam": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "fedavgm": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
@@ -119,6 +120,9 @@ TINY: dict[str, dict[str, Any]] = {
 
 A name with a colon is a method once more, with other settings: where these decide what the server keeps.
 """
+
+MODELS = {"fedbn": {"name": "vgg", "channels": [3], "norm": "batch"}}
+"""Models of methods that need more than body and head."""
 
 COHORT = 3
 ROUNDS = 3
@@ -246,7 +250,7 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
             "partition": {"scheme": "classes", "clients": 8, "classes_per_client": 2, "shares": [0.8, 0.2]},
             "held_out_fraction": 0.25,
         },
-        "model": {"name": "mlp", "hidden": [4]},
+        "model": MODELS.get(algorithm, {"name": "mlp", "hidden": [4]}),
         "algorithm": {"name": algorithm, **settings},
         "federation": {
             "rounds": ROUNDS if trains else 0,

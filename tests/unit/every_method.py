@@ -11,11 +11,13 @@ from federations import CLASSES, IMAGE, Federation, clients, federation
 
 from fedloom.algorithms.base import Setup, available, find_algorithm
 from fedloom.data.federated import ClientData
+from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 
 SIZES = (4, 9, 6)
 PLAIN = MLP(IMAGE, [5], CLASSES)
+NORMALIZED = BatchNormConvNet(IMAGE, [3], [], CLASSES)
 LOCAL = {"steps": 3, "batch_size": 3, "lr": 0.05}
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -23,6 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ditto": {"local": LOCAL, "personal": LOCAL},
     "fedavg": {"local": LOCAL, "personalize_steps": 2},
     "fedbabu": {"local": LOCAL, "personalize_epochs": 1},
+    "fedbn": {"local": LOCAL, "personalize_epochs": 1},
     "fedper": {"local": LOCAL, "personalize_epochs": 1},
     "fedadam": {"local": LOCAL, "personalize_steps": 2},
     "fedavgm": {"local": LOCAL, "personalize_steps": 2},
@@ -61,12 +64,13 @@ def ours() -> set[str]:
 def made(
     folder: Path,
     name: str,
-    model: FlatModel = PLAIN,
+    model: FlatModel | None = None,
     data: Sequence[ClientData] | None = None,
     unseen: Sequence[str] = (),
     **settings: Any,
 ) -> Federation:
-    """A federation that is to train for one round, by METHODS and further settings."""
+    """A federation that is to train for one round, by METHODS and further settings; on a plain model if it can."""
+    model = model or (NORMALIZED if name == "fedbn" else PLAIN)
     data = clients(SIZES) if data is None else data
     method = find_algorithm(name.split()[0])
     roster = tuple(c.id for c in data if c.id not in unseen)

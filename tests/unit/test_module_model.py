@@ -182,23 +182,22 @@ class NoLoss(Squared):
 
 def frozen() -> nn.Module:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    module[0].requires_grad_(False)
-    return module
+    return module.requires_grad_(False)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (
-            lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
-            ("'1'", "BatchNorm1d", "GroupNorm"),
+            lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.Linear(4, 2)),
+            ("'1'", "BatchNorm1d", "momentum", "0.1"),
         ),
-        (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)), ("'0'", "LazyLinear", "run time")),
+        (lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(5, 2)), ("Sequential", "lazy", "[3, 3]")),
         (lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.3)), ("'1'", "Dropout", "0.3")),
         (Grows, ("Grows", "run time", "late")),
         (Counts, ("Counts", "calls", "constants")),
         (Noise, ("Noise", "different outputs", "random", "torch")),
-        (frozen, ("'0'", "weight", "frozen")),
+        (frozen, ("Sequential", "frozen", "requires_grad")),
         (lambda: nn.Linear(3, 5), ("[3, 2]", "[3, 5]")),
         (lambda: nn.Linear(4, 2), ("[3, 3]", "RuntimeError")),
         (lambda: nn.Linear(3, 2).double(), ("float64", "float32")),

@@ -71,7 +71,9 @@ class WeightedServer(FedAvgServer):
         cohort, weights = round.sample(), self.state["weights"]
         updates = cohort.send(SharedModel(self.state["theta"]), self.method.update)
         chances = updates.mean_weights * self.weights.of(cohort.clients, weights)
-        self.state["theta"] = self.state["theta"] + self.settings.server_lr * updates.mean(updates.delta_theta, chances)
+        theta = self.state["theta"]
+        stepped = theta + self.settings.server_lr * updates.mean(updates.delta_theta, chances)
+        self.state["theta"] = self.averaged(theta, updates, stepped)
         self.state["weights"] = self.weights.ascend(weights, self.settings.weights_lr, cohort.clients, updates)
         return base.statistics_of(updates) | concentration(self.state["weights"])
 

@@ -28,7 +28,7 @@ def mixture(local: LocalTrainer, alpha: Tensor, v: Parameters, w: Parameters) ->
         for name, mine in v.items():
             share = local.each(alpha[:, 0], mine)
             found[name] = laid_out(share * mine + (1 - share) * w[name], mine).requires_grad_()
-        return found
+        return Parameters(found)
 
 
 def kept(group: ClientGroup, theta: Tensor, s: APFLSettings) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ class AdaptivePersonalizedFL(FedAvg):
 
     name = "apfl"
     settings = APFLSettings
-    needs = ("no batch norm",)
+    needs = ("no buffers",)
     predictors = {"personal": "APFL", "global": "APFL, shared model"}
     stateful = True
 
@@ -75,7 +75,7 @@ class AdaptivePersonalizedFL(FedAvg):
                 through = local.scaled(slope, alpha[:, 0])  # ∇ of f(v̄) with respect to v
                 if s.adaptive and not losses:  # line 6: once a round, at its first batch
                     along = local.join(v) - local.join(w)
-                    rise = (along * local.join(dict(zip(w, slope, strict=True)))).sum(1, keepdim=True)
+                    rise = (along * local.join_gradients(w, slope)).sum(1, keepdim=True)
                     alpha = (alpha - s.local.rate(group.round) * rise).clamp(0, 1)
                 losses.append(loss)
                 mixed.append(loss_both)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.core.settings import Settings
 from fedloom.messages import Replies
+from fedloom.models.flat import Layout
 
 COLUMNS = 1 << 16
 """Coordinates per piece of a trimmed mean."""
@@ -56,6 +57,16 @@ def mean_update(updates: Replies[Any], s: Averaging) -> Tensor:
     weights = updates.weights if s.weighting == "examples" else updates.mean_weights
     mean: Tensor = updates.mean(changes, weights)
     return mean
+
+
+def buffers_by_mean(layout: Layout, theta: Tensor, mean: Tensor, stepped: Tensor) -> Tensor:
+    """Return θ ``[d]`` after a server's step, in which buffers move by the clients' mean change alone.
+
+    A rate or a momentum could move a mean of variances out of their range.
+    """
+    if not layout.buffers:
+        return stepped
+    return torch.where(layout.mask(layout.buffers), theta + mean, stepped)
 
 
 def norms_of(updates: Replies[Any], s: Any) -> dict[str, float]:

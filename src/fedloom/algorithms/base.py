@@ -138,6 +138,13 @@ class ServerAlgorithm(ABC):
         del examples
         return {}
 
+    def answer_bounds(self, examples: int) -> Mapping[str, float]:
+        """Return :meth:`update_bounds` without those of changes of θ if it has buffers, which no step bounds."""
+        bounds = self.update_bounds(examples)
+        if not self.setup.model.layout.buffers:
+            return bounds
+        return {name: bound for name, bound in bounds.items() if not name.startswith("delta_")}
+
     @abstractmethod
     def train_round(self, round: Round) -> Statistics:
         """Perform one training round of the method."""
@@ -269,7 +276,7 @@ class ClientGroup:
         if not self._may_keep:
             raise RuntimeError("personalization cannot save states")
         for i in range(len(self)):
-            self.kept[i] = {name: rows[i].detach().clone() for name, rows in named.items()}
+            self.kept.setdefault(i, {}).update({name: rows[i].detach().clone() for name, rows in named.items()})
 
     def fail_client(self, i: int, reason: str) -> None:
         """Drop the i-th client, which answers with this reason; the rest of the group continues."""
@@ -371,6 +378,8 @@ class Algorithm(ABC):
     """Requirements on the clients' model."""
     augments: ClassVar[bool] = True
     """False if clients do not train on mini-batches of their examples, which ``data.augment`` changes."""
+    keeps_buffers: ClassVar[bool] = False
+    """True if clients can keep their own values of buffers that move in training (``model.buffers: local``)."""
     needs_classes: ClassVar[bool] = True
     """False if the model's own loss suffices, so that data need no classes."""
     answers_privately: ClassVar[bool] = False
@@ -413,6 +422,14 @@ class Algorithm(ABC):
             If it cannot; the message begins with the key to change.
         """
         check_needs(self.name, self.needs, model)
+        if model.layout.local_buffers and model.layout.buffers and not self.keeps_buffers:
+            raise ExperimentError(
+                f"model.buffers: clients of {self.name} cannot keep buffers of their own (got local); use shared, or a "
+                "method with a shared model, such as fedavg or fedbn",
+                key="model.buffers",
+                found="local",
+                allowed=["shared"],
+            )
 
     def check_client(self, settings: Any, examples: int, classes: int) -> str | None:
         """Return why a client with these train examples, of this many classes, cannot train; None if it can."""

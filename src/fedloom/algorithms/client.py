@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -25,18 +25,15 @@ from fedloom.algorithms.local_optimizers import LocalStep, local_step
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
-from fedloom.models.flat import FlatModel, masked
-
-TRACKING = 0.1
-"""Fraction by which a step moves running statistics towards the batch's: torch's batch-normalization momentum."""
+from fedloom.models.flat import FlatModel, Leaves, masked
 
 PIECE = 512
 """Examples per piece when a loss covers all of a client's data."""
 
 _is_missing = partial(operator.is_, None)
 
-Parameters: TypeAlias = dict[str, Tensor]
-"""Parameters w of g clients: named leaves, ``[*shape]`` if g is 1, else ``[g, *shape]``."""
+Parameters: TypeAlias = Leaves
+"""Parameters w of g clients: named leaves, ``[*shape]`` if g is 1, else ``[g, *shape]``, with their buffers."""
 
 Change: TypeAlias = Callable[[list[Tensor], list[Tensor], list[Tensor], Mapping[str, list[Tensor]]], list[Tensor]]
 """Elementwise function ``(gradients, w, start, given) -> gradients`` of lists of leaves."""
@@ -135,7 +132,8 @@ class LocalTrainer:
     NothingToTrainOn
         If a client has no examples, or lacks the labels that the model needs.
     ExperimentError
-        If there are several clients, whose batches are padded to one length, and the model normalizes by the batch.
+        If there are several clients, and the model predicts by the batch, or it normalizes training batches, which have
+        different lengths (:meth:`batches`). A group that begins with that is then served one by one.
     """
 
     def __init__(
@@ -144,11 +142,8 @@ class LocalTrainer:
         self.group = group
         self.members = tuple(range(len(group)) if members is None else members)
         self.stacked = len(self.members) > 1
-        if self.stacked and model.needs_whole_batches:
-            raise ExperimentError(
-                f"runtime.clients_at_once: batches of {len(self.members)} clients together are padded, and the model "
-                "normalizes by the batch; set it to 1"
-            )
+        if self.stacked and model.predicts_by_batch:
+            raise self._padded_batches()
         clients = [group.clients[i] for i in self.members]
         splits = [examples(client, labelled=model.needs_labels) for client in clients]
         self.sizes = [len(split) for split in splits]
@@ -158,6 +153,13 @@ class LocalTrainer:
         self._model, self._measured = self._masked(model.in_training()), self._masked(model)
         self._layout = model.layout
 
+    def _padded_batches(self) -> ExperimentError:
+        return ExperimentError(
+            f"runtime.clients_at_once: batches of {len(self.members)} clients together are padded to one length, and "
+            "the model normalizes by the batch; set it to 1",
+            key="runtime.clients_at_once",
+        )
+
     def _masked(self, model: FlatModel) -> FlatModel:
         """Mask the labels absent from a single client; several clients mask their own in :meth:`_loss`."""
         return model if self._absent is None or self.stacked else masked(model, self._absent[0])
@@ -165,20 +167,27 @@ class LocalTrainer:
     # Parameters
 
     def parameters(self, theta: Tensor) -> Parameters:
-        """Return θ ``[g, d]`` as separate leaves that require gradients."""
+        """Return θ ``[g, d]`` as separate leaves that require gradients, and its buffers."""
         if not self.stacked:
-            return self._layout.leaves(theta[0], requires_grad=True)
+            return self._layout.divided(self._layout.leaves(theta[0], requires_grad=True))
         parts = torch.split(theta.detach(), self._layout.sizes, dim=1)
-        return {
-            name: part.reshape(len(part), *shape).clone().requires_grad_()
-            for (name, shape), part in zip(self._layout.entries, parts, strict=True)
-        }
+        return self._layout.divided(
+            {
+                name: part.reshape(len(part), *shape).clone().requires_grad_(name not in self._layout.buffers)
+                for (name, shape), part in zip(self._layout.entries, parts, strict=True)
+            }
+        )
 
     def join(self, w: Mapping[str, Tensor]) -> Tensor:
-        """Join leaves into ``[g, d]``, the inverse of :meth:`parameters`."""
+        """Join leaves and buffers into ``[g, d]``, the inverse of :meth:`parameters`."""
         if not self.stacked:
             return self._layout.join(w).detach()[None]
         return torch.cat([w[name].reshape(len(self.members), -1) for name, _ in self._layout.entries], 1).detach()
+
+    def join_gradients(self, w: Parameters, gradients: Sequence[Tensor]) -> Tensor:
+        """Join the gradients of all leaves of w into ``[g, d]``, with zeros for its buffers."""
+        zeros = {name: torch.zeros_like(b) for name, b in w.buffers.items()}
+        return self.join(Leaves(dict(zip(w, gradients, strict=True)), zeros))
 
     def each(self, values: Tensor, like: Tensor) -> Tensor:
         """Reshape one number per client ``[g]`` to broadcast against a leaf."""
@@ -206,7 +215,14 @@ class LocalTrainer:
         A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive. The
         weights of a batch sum to ``totals`` per client, by default 1, so that its loss is a mean. The run's
         augmentation changes the examples, unless the batches are not ``augmented`` because nothing trains on them.
+
+        Raises
+        ------
+        ExperimentError
+            If the model normalizes by the batch, and the batches of several clients differ in length.
         """
+        if self.stacked and self._model.needs_whole_batches and len({min(size, n) for n in self.sizes}) > 1:
+            raise self._padded_batches()
         drawn, augment = self._batches(size, counts, purpose, totals), self.group.augment
         if augment is None or not augmented:
             yield from drawn
@@ -292,7 +308,10 @@ class LocalTrainer:
     # Losses
 
     def value(self, w: Parameters, *pieces: Batch) -> Tensor:
-        """Return f_i(w_i) over the examples of some pieces, ``[g]``, in training mode, twice differentiable."""
+        """Return f_i(w_i) over the examples of some pieces, ``[g]``, in training mode, twice differentiable.
+
+        As any call in training mode, it moves the buffers of w in place.
+        """
         parts = [self._value(self._model, w, piece) for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
@@ -305,16 +324,27 @@ class LocalTrainer:
     def _value(self, model: FlatModel, w: Parameters, p: Batch) -> Tensor:
         if not self.stacked:
             return (model.loss(w, p.x, p.y) * p.weight).sum(0, keepdim=True)
-        axes = (0, 0, None if p.y is None else 0, 0, None if self._absent is None else 0)
-        losses: Tensor = vmap(partial(self._loss, model), in_dims=axes)(w, p.x, p.y, p.weight, self._absent)
+        before = {} if p.active is None else {name: b.clone() for name, b in w.buffers.items()}
+        axes = (0, 0, 0, None if p.y is None else 0, 0, None if self._absent is None else 0)
+        loss = partial(self._loss, model)
+        losses: Tensor = vmap(loss, in_dims=axes)(dict(w), w.buffers, p.x, p.y, p.weight, self._absent)
+        for name, was in before.items():  # a client that is done keeps its buffers
+            assert p.active is not None
+            w.buffers[name] = torch.where(self.each(p.active, was), w.buffers[name], was)
         return losses
 
     @staticmethod
     def _loss(
-        model: FlatModel, w: Parameters, x: Tensor, y: Tensor | None, weight: Tensor, absent: Tensor | None
+        model: FlatModel,
+        w: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        x: Tensor,
+        y: Tensor | None,
+        weight: Tensor,
+        absent: Tensor | None,
     ) -> Tensor:
         model = model if absent is None else masked(model, absent)
-        return (model.loss(w, x, y) * weight).sum()
+        return (model.loss(Leaves(w, buffers), x, y) * weight).sum()
 
     def gradient(
         self, w: Parameters, *pieces: Batch, of: list[Tensor] | None = None, differentiable: bool = False
@@ -343,20 +373,9 @@ class LocalTrainer:
         """Return ∇f_i at θ_i as flat vectors, ``[g, d] -> [g, d]``, and f_i(θ_i) ``[g]``."""
         w = self.parameters(theta)
         gradients, loss = self.gradient(w, *pieces)
-        return self.join(dict(zip(w, gradients, strict=True))), loss
+        return self.join_gradients(w, gradients), loss
 
     # Steps
-
-    def track(self, w: Parameters, batch: Batch, *kept: Parameters) -> None:
-        """Move statistics, in place, a tenth of the way to those of w on a batch, as torch's layers do.
-
-        It moves the statistics of ``kept``, by default those of w; it does nothing if the model has none.
-        """
-        if self._model.needs_whole_batches:
-            with torch.no_grad():
-                for name, found in self._model.statistics(w, batch.x).items():
-                    for parameters in kept or (w,):
-                        parameters[name].lerp_(found, TRACKING)
 
     def sgd(self, w: list[Tensor], s: LocalSGD, *, decay: bool = True) -> LocalStep:
         """Return the step of active clients, at the rate of the round (:func:`local_step`)."""
@@ -401,7 +420,7 @@ def train(
     s: LocalSGD,
     *,
     correct: Correction | None = None,
-    only: Literal["all", "body", "head"] = "all",
+    only: Literal["all", "body", "head"] | Container[str] = "all",
     counts: Sequence[int] | None = None,
     members: Sequence[int] | None = None,
     purpose: str = "train",
@@ -418,7 +437,7 @@ def train(
     correct
         Changes the gradients at every step.
     only
-        Part to train; the rest of θ stays bitwise unchanged.
+        Part to train, or the names of its entries; the rest of θ stays bitwise unchanged. Buffers move with the body.
     counts
         Steps of each client; by default from the settings.
     members
@@ -430,18 +449,18 @@ def train(
     """
     local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=members)
     w = local.parameters(theta)
-    names = {"all": tuple(w), "body": model.layout.body, "head": model.layout.head}[only]
-    leaves = [w[name] for name in names]
+    parts: dict[object, Container[str]] = {"all": w, "body": model.layout.body, "head": model.layout.head}
+    chosen = parts[only] if isinstance(only, str) else only
+    names = [name for name in w if name in chosen]
+    leaves, start = [w[name] for name in names], {name: b.clone() for name, b in w.buffers.items() if only == "head"}
     changed = _corrected(local, correct, names, leaves)
     step, losses = local.sgd(leaves, s), []
     counts = [s.count(n) for n in local.sizes] if counts is None else counts
     for pieces in local.steps(s, counts, purpose):
         gradients, loss = local.gradient(w, *pieces, of=leaves)
         losses.append(loss)
-        if only != "head":
-            for piece in pieces:
-                local.track(w, piece)
         step(changed(gradients), pieces[0].active)
+    w.buffers |= start
     return local.trained(local.join(w), losses, counts, key, s.lr)
 
 

@@ -167,7 +167,7 @@ def compose_loss(
         return value(w, *batch)
     slope, _ = local.gradient(w, *batch, differentiable=torch.is_grad_enabled() and not s.first_order)
     moved = {name: laid_out(part - s.inner_lr * d, part) for (name, part), d in zip(w.items(), slope, strict=True)}
-    return value(moved, *outer)
+    return value(Parameters(moved, w.buffers), *outer)
 
 
 def loss_at_shared_model(model: FlatModel, theta: Tensor, clients: ClientGroup, s: ComFedLSettings) -> Tensor:
@@ -363,7 +363,6 @@ class ComFedL(base.Algorithm):
     server = ComFedLServer
     client = ComFedLClient
     messages = (SharedModel, LossAtSharedModel, LossShift, CompositionalUpdate, PersonalizeRequest)
-    needs = ("no batch norm",)
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

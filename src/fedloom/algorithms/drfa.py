@@ -157,7 +157,6 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     server = DRFAServer
     client = DRFAClient
     messages = (DRFATrainRequest, NotedUpdate, LossRequest, BatchLoss, PersonalizeRequest)
-    needs = ("no batch norm",)
     needs_classes = False
 
     def titles(self, settings: Any) -> Mapping[str, str]:

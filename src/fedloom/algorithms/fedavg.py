@@ -9,6 +9,7 @@ after 0 or more local SGD steps on its train split (fine-tuning). A method overr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -69,6 +70,7 @@ class FedAvg(base.Algorithm):
     name = "fedavg"
     settings: ClassVar[Any] = FedAvgSettings
     needs_classes = False
+    keeps_buffers = True
     predictors: ClassVar[Mapping[str, str]] = {"personal": "FedAvg + fine-tuning", "global": "FedAvg"}
     """Predictor -> name in tables, in the order in which :meth:`personalize` returns the predictors."""
     shared: ClassVar[Literal["all", "body", "head"]] = "all"
@@ -136,9 +138,65 @@ class FedAvg(base.Algorithm):
         super().check_model(settings, model)
 
     def part(self, setup: Setup) -> slice:
-        """Return the slice of θ that is shared."""
+        """Return the slice of θ that clients train together: shared, but for what they keep."""
         size = setup.model.layout.body_size
         return {"all": slice(None), "body": slice(size), "head": slice(size, None)}[self.shared]
+
+    def kept(self, model: FlatModel) -> tuple[str, ...]:
+        """Return the entries of which each client keeps its own values: moving buffers, if they are local."""
+        return model.layout.buffers if model.layout.local_buffers else ()
+
+    def division(self, setup: Setup) -> Division:
+        """Return the division of the trained part into what is shared and what each client keeps."""
+        layout = setup.model.layout
+        part = torch.arange(layout.size)[self.part(setup)]
+        is_kept = layout.mask(self.kept(setup.model))[part]
+        if not is_kept.any():
+            return Division(part, is_kept, None)
+        first = setup.model.init(torch.Generator().manual_seed(0), setup.dtype)
+        return Division(part, is_kept, first[part[is_kept]])
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Coordinates that clients train together: those that are sent, and those of which each client keeps its own.
+
+    Attributes
+    ----------
+    part
+        ``[p]`` int64, places in θ.
+    is_kept
+        ``[p]`` bool, True for coordinates that are never sent.
+    first
+        Values of these for a client without a state; None if there are none.
+    """
+
+    part: Tensor
+    is_kept: Tensor
+    first: Tensor | None
+
+    @property
+    def sent(self) -> Tensor:
+        """Places in θ of what is sent."""
+        return self.part[~self.is_kept]
+
+    def restored(self, group: ClientGroup, sent: Tensor) -> Tensor:
+        """Return what is sent ``[s]`` together with each client's own values, ``[g, p]``."""
+        if self.first is None:
+            return sent.expand(len(group), -1)
+        found = sent.new_empty(len(group), len(self.part))
+        found[:, ~self.is_kept] = sent
+        found[:, self.is_kept] = group.load_state("kept", self.first.to(sent).expand(len(group), -1))
+        return found
+
+    def keep(self, group: ClientGroup, trained: Tensor) -> None:
+        """Save each client's own values of the trained part ``[g, p]``."""
+        if self.first is not None:
+            group.save_state(kept=trained[:, self.is_kept])
+
+    def shared(self, values: Tensor) -> Tensor:
+        """Return the columns of ``[g, p]`` that are sent."""
+        return values if self.first is None else values[:, ~self.is_kept]
 
 
 class FedAvgServer(base.ServerAlgorithm):
@@ -147,10 +205,13 @@ class FedAvgServer(base.ServerAlgorithm):
     def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
         self.method = method
-        theta, part = setup.model.init(generator, setup.dtype), method.part(setup)
+        theta, division, layout = setup.model.init(generator, setup.dtype), method.division(setup), setup.model.layout
+        whole = division.first is None
+        part = method.part(setup) if whole else division.sent
         self.sizes["s"] = len(theta[part])
         self.state["theta"] = theta if method.sends_all else theta[part].clone()
         self._part = part if method.sends_all else slice(None)  # of the kept tensor
+        self._moving = layout.mask(layout.buffers)[part] if layout.buffers else None
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the method's bounds of an update."""
@@ -160,11 +221,20 @@ class FedAvgServer(base.ServerAlgorithm):
         """Return the shared part after a round."""
         return self.method.aggregate(shared, updates, self.settings)
 
+    def averaged(self, shared: Tensor, updates: Replies[Any], stepped: Tensor) -> Tensor:
+        """Return the shared part after a round, in which buffers are the clients' mean, without rate and momentum."""
+        if self._moving is None:
+            return stepped
+        s = self.settings
+        mean = mean_update(updates, s) if isinstance(s, Averaging) else updates.mean(updates.delta_theta)
+        return torch.where(self._moving, shared + mean, stepped)
+
     def train_round(self, round: Round) -> base.Statistics:
         """Let a cohort train the shared model, and aggregate the updates."""
         updates = round.sample().send(SharedModel(self.state["theta"]), self.method.update)
         theta = self.state["theta"].clone()
-        theta[self._part] = self.aggregate(theta[self._part], updates)
+        shared = theta[self._part]
+        theta[self._part] = self.averaged(shared, updates, self.aggregate(shared, updates))
         self.state["theta"] = theta
         return base.statistics_of(updates) | norms_of(updates, self.settings)
 
@@ -178,22 +248,33 @@ class FedAvgClient(base.ClientAlgorithm):
 
     def __init__(self, method: FedAvg, settings: Any, setup: Setup) -> None:
         super().__init__(settings, setup)
-        self.method, self.predictors, self.stateful = method, tuple(method.predictors), method.stateful
+        self.method, self.predictors, self._division = method, tuple(method.predictors), method.division(setup)
+        self.stateful = method.stateful or self._division.first is not None
         self._part = method.part(setup) if method.sends_all else slice(None)  # of the sent tensor
+
+    def _start(self, clients: ClientGroup, sent: Tensor) -> Tensor:
+        """Return what the method's clients start from ``[g, p]``: what was sent, with what each has kept."""
+        if not self.method.sends_all or self._division.first is None:
+            return self._division.restored(clients, sent)
+        start = sent.repeat(len(clients), 1)
+        start[:, self._part] = self._division.restored(clients, sent[self._division.sent])
+        return start
 
     @conversation
     def train(self, clients: ClientGroup, opening: SharedModel) -> Conversation:
         """Train in a round."""
-        start = opening.theta.expand(len(clients), -1)
+        start = self._start(clients, opening.theta)
         trained = self.method.train(self.setup.model, clients, start, self.settings)
-        answer = {"delta_theta": trained.theta - start[:, self._part], "steps": trained.steps, "loss": trained.loss}
-        yield self.method.update(**{**answer, **trained.also})
+        self._division.keep(clients, trained.theta)
+        change = trained.theta - start[:, self._part]
+        answer = {"delta_theta": change, "steps": trained.steps, "loss": trained.loss, **trained.also}
+        yield self.method.update(**{**answer, "delta_theta": self._division.shared(answer["delta_theta"])})
         return None
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:
         """Return the method's predictors."""
-        model, start = self.setup.model, opening.theta.expand(len(clients), -1)
+        model, start = self.setup.model, self._start(clients, opening.theta)
 
         def make() -> Mapping[str, Tensor] | Predictors:
             return self.method.personalize(model, clients, start, self.settings)

@@ -38,7 +38,7 @@ class TwoHeads(FlatModel):
         heads = tuple((f"personal.{name}", shapes[name]) for name in model.layout.head)
         classes = shapes[model.layout.head[0]][0]
         entries = (*model.layout.entries, *heads, ("raised.by", (classes,)))
-        self.layout = Layout(entries, channels_last=model.layout.channels_last)
+        self.layout = Layout(entries, channels_last=model.layout.channels_last, buffers=model.layout.buffers)
         self.model = model
 
     def in_training(self) -> FlatModel:
@@ -109,7 +109,7 @@ class FedRoD(FedAvg):
 
     name = "fedrod"
     settings = FedRoDSettings
-    needs = ("head", "linear head", "no batch norm")
+    needs = ("head", "linear head")
     needs_classes = True
     predictors = {"personal": "FedRoD", "global": "FedRoD, generic head"}
     stateful = True

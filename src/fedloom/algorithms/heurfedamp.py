@@ -69,7 +69,9 @@ class HeurFedAMPServer(base.ServerAlgorithm):
         counted = self.state["counted"].bool()
         counted[i] = True
         models = self.state["models"][counted]
-        weights = attention(models, int(counted[:i].sum()), self.settings.self_weight, self.settings.sigma)
+        layout = self.setup.model.layout
+        compared = models[:, ~layout.mask(layout.buffers)] if layout.buffers else models
+        weights = attention(compared, int(counted[:i].sum()), self.settings.self_weight, self.settings.sigma)
         total = torch.zeros_like(models[0])
         for model, weight in zip(models, weights.tolist(), strict=True):
             if weight:

@@ -86,6 +86,7 @@ class LocalTraining(base.Algorithm):
 
     name = "local"
     settings = LocalSettings
+    keeps_buffers = True
     server = LocalServer
     client = LocalClient
     messages = (LocalTrainRequest,)

@@ -8,12 +8,15 @@ from typing import Literal, TypeAlias
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel
 
-Need: TypeAlias = Literal["head", "linear head", "features", "default loss", "no batch norm"]
+Need: TypeAlias = Literal[
+    "head", "linear head", "features", "default loss", "no buffers", "any vector", "normalization"
+]
 """Requirement of a method on the clients' model.
 
 ``head``: layers besides the last linear one. ``linear head``: that layer is not parametrized (no weight normalization).
-``features``: it ends in a linear layer on features. ``default loss``: it does not define a loss. ``no batch norm``:
-it does not normalize by the batch, because the method's local steps do not track running statistics.
+``features``: it ends in a linear layer on features. ``default loss``: it does not define a loss. ``no buffers``: it has
+no buffers that move in training, because the method has no training calls that move them. ``any vector``: every θ is a
+model, because the method generates or draws θ. ``normalization``: it has normalization layers.
 """
 
 
@@ -21,7 +24,7 @@ def check_needs(name: str, needs: Sequence[Need], model: FlatModel) -> None:
     """Raise ExperimentError unless a model meets the requirements of the method with this name."""
     for need in needs:
         if (problem := _problem(need, model)) is not None:
-            key = "model.norm" if need == "no batch norm" else "model.name"
+            key = "model.norm" if need == "no buffers" and not model.constrained else "model.name"
             raise ExperimentError(f"{key}: {name} {problem}", key=key)
 
 
@@ -38,6 +41,19 @@ def _problem(need: Need, model: FlatModel) -> str | None:
         return "uses the input of the last linear layer, but the outputs of this model do not come from such a layer"
     if need == "default loss" and model.own_loss:
         return "trains with its own loss, but this model defines another; use a model without a loss"
-    if need == "no batch norm" and model.needs_whole_batches:
-        return "keeps no running statistics in its local steps, but this model normalizes by the batch; use norm: none"
+    return _problem_of_buffers(need, model)
+
+
+def _problem_of_buffers(need: Need, model: FlatModel) -> str | None:
+    buffers = model.layout.buffers
+    if need == "no buffers" and buffers:
+        instead = "use GroupNorm or LayerNorm" if model.constrained else "use norm: none"
+        return f"cannot train running statistics, and this model has some ({buffers[0]}); {instead}"
+    if need == "any vector" and model.constrained:
+        return (
+            f"generates all of θ, and running statistics are no free parameters: a variance ({buffers[-1]}) is not "
+            "negative. Use GroupNorm or LayerNorm"
+        )
+    if need == "normalization" and not model.layout.normalization:
+        return "keeps normalization layers with the clients, and this model has none"
     return None

@@ -382,6 +382,7 @@ class PeFLL(base.Algorithm):
 
     name = "pefll"
     settings = PeFLLSettings
+    needs = ("any vector",)
     server = PeFLLServer
     client = PeFLLClient
     messages = (

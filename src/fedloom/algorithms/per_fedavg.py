@@ -49,10 +49,11 @@ def hessian_product(
 
 
 def along(w: Parameters, direction: list[Tensor], by: float) -> Parameters:
-    """Return the parameters w + by · direction."""
+    """Return the parameters w + by · direction, with the buffers of w."""
     with torch.no_grad():
         moved = torch._foreach_add(list(w.values()), torch._foreach_mul(direction, by))
-        return {name: laid_out(to, leaf).requires_grad_() for (name, leaf), to in zip(w.items(), moved, strict=True)}
+        ahead = {name: laid_out(to, leaf).requires_grad_() for (name, leaf), to in zip(w.items(), moved, strict=True)}
+        return Parameters(ahead, w.buffers)
 
 
 class MetaLearning(Settings):
@@ -109,7 +110,6 @@ class PerFedAvg(FedAvg):
 
     name = "per-fedavg"
     settings: ClassVar[Any] = PerFedAvgSettings
-    needs = ("no batch norm",)
     predictors = {"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"}
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MetaLearning) -> Trained:

@@ -187,10 +187,15 @@ class PFedBayesClient(base.ClientAlgorithm):
         return by_gradient(q, lr_q), by_gradient(w, torch.full_like(n, s.lr_global))
 
     def _track(self, local: LocalTrainer, batch: Batch, theta: Tensor, fields: Sequence[MeanField]) -> None:
-        """Move the running statistics in the means of these Gaussians; only a single client can have some."""
-        if self.setup.model.needs_whole_batches:
-            layout = self.setup.model.layout
-            local.track(layout.split(theta[0]), batch, *(layout.split(of.mu[0]) for of in fields))
+        """Move the buffers in the means of these Gaussians by a call of the drawn network θ ``[g, d]``."""
+        layout = self.setup.model.layout
+        if layout.buffers:
+            moving = layout.mask(layout.buffers).to(theta.device)
+            for of in fields:
+                w = local.parameters(torch.where(moving, of.mu, theta))
+                with torch.no_grad():
+                    local.value(w, batch)
+                of.mu.copy_(torch.where(moving, local.join(w), of.mu))
 
     def _predictor(self, v: Tensor, generator: torch.Generator) -> Ensemble:
         """Return the mean prediction of S networks drawn from N(μ, σ²), or for S = 0 that of the mean network."""
@@ -354,6 +359,7 @@ class PFedBayes(base.Algorithm):
 
     name = "pfedbayes"
     settings = PFedBayesSettings
+    needs = ("any vector",)
     server = PFedBayesServer
     client = PFedBayesClient
     messages = (GlobalGaussian, LocalizedGaussian, Prior)

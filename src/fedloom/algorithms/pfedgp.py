@@ -302,7 +302,7 @@ class GPTree:
         self.model, self.settings = model, s
         x, y = labelled(client)
         leaves = model.layout.leaves(F.pad(body, (0, model.layout.size - len(body))))
-        self.parameters = {name: leaves[name] for name in model.layout.body}
+        self.parameters = {name: leaves[name] for name in (*model.layout.body, *model.layout.buffers)}
         with torch.no_grad():
             z = torch.cat([model.features(self.parameters, piece) for piece in torch.split(x, PIECE)]).cpu()
         y, u, splits = y.cpu(), unit(z), tree(z, y.cpu(), client.classes)  # lines 11-12

@@ -184,6 +184,7 @@ class PFedHN(base.Algorithm):
 
     name = "pfedhn"
     settings = PFedHNSettings
+    needs = ("any vector",)
     server = PFedHNServer
     client = PFedHNClient
     messages = (PFedHNTrainRequest, TrialModel, GeneratedModel, Update)

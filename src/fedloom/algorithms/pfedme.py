@@ -52,13 +52,13 @@ class PFedMe(FedAvg):
 
     name = "pfedme"
     settings = PFedMeSettings
-    needs = ("no batch norm",)
     predictors = {"personal": "pFedMe", "global": "pFedMe, shared model"}
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> Trained:
         """Train a client as in Algorithm 1: R steps of w_i along λ(w_i - θ_i), the gradient of its Moreau envelope."""
         local = LocalTrainer(model, group)
         w, personal = local.parameters(theta), local.parameters(theta)  # line 1
+        w.buffers = personal.buffers  # only calls of θ_i move them
         w_i, theta_i = list(w.values()), list(personal.values())
         pull, losses = proximal(s.proximity).change, []
         for batch in local.batches(s.batch_size, [s.steps] * len(group), "train"):  # line 2

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -70,11 +71,14 @@ class QFedAvg(FedAvg):
         trained = train(model, group, theta, s.local)  # line 5
         change, weight = trained.theta - theta, f**s.q
         lr = s.local.rate(group.round)
-        h = s.q * f ** (s.q - 1) * change.double().square().sum(1) / lr + weight  # lines 6-7, L being 1/lr
+        moving = model.layout.mask(model.layout.buffers).to(theta.device)
+        stepped = change.masked_fill(moving, 0) if model.layout.buffers else change
+        h = s.q * f ** (s.q - 1) * stepped.double().square().sum(1) / lr + weight  # lines 6-7, L being 1/lr
         overflown = f.isfinite() & ~(weight.to(change.dtype) * h).isfinite()
         for i in overflown.nonzero()[:, 0].tolist():
             group.fail_client(i, f"F_k^q overflows, F_k being {float(f[i]):.3g}; lower algorithm.q (now {s.q:g})")
-        answer = {"delta_theta": weight.to(change.dtype)[:, None] * change, "h": h[:, None]}
+        scaled = weight.to(change.dtype)[:, None] * change
+        answer = {"delta_theta": torch.where(moving, change, scaled), "h": h[:, None]}
         return dataclasses.replace(trained, also=answer)
 
     def aggregate(self, theta: Tensor, updates: Replies[Any], s: QFedAvgSettings) -> Tensor:

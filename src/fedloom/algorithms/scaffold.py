@@ -17,6 +17,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from torch import Tensor
 
 from fedloom.algorithms import base
+from fedloom.algorithms.averaging import buffers_by_mean
 from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
@@ -43,7 +44,10 @@ class ScaffoldServer(base.ServerAlgorithm):
         theta, c = self.state["theta"], self.state["c"]
         updates = round.sample().send(ModelAndControl(theta, c), ControlledUpdate)  # line 2
         share = int(updates.present.sum()) / len(self.setup.roster)
-        self.state["theta"] = theta + self.settings.server_lr * updates.mean(updates.delta_theta)  # line 8
+        mean = updates.mean(updates.delta_theta)
+        self.state["theta"] = buffers_by_mean(
+            self.setup.model.layout, theta, mean, theta + self.settings.server_lr * mean
+        )  # line 8
         self.state["c"] = c + share * updates.mean(updates.delta_c)  # line 9
         return base.statistics_of(updates)
 
@@ -62,10 +66,11 @@ class ScaffoldClient(base.ClientAlgorithm):
         """Perform lines 3-7."""
         w, c = (vector.expand(len(clients), -1) for vector in (opening.theta, opening.c))
         c_i = clients.load_state("c", torch.zeros_like(w))
-        s = self.settings.local.sgd
+        s, layout = self.settings.local.sgd, self.setup.model.layout
         control = Correction(controlled, {"c": c, "c_i": c_i})
         trained = train(self.setup.model, clients, w, s, correct=control)  # lines 3-5
         mean_step = (w - trained.theta) / (trained.steps.to(w) * s.rate(clients.round))
+        mean_step[:, layout.mask(layout.buffers)] = 0  # no gradient moves buffers
         new = c_i - c + mean_step  # line 6
         clients.save_state(c=new)
         yield ControlledUpdate(trained.theta - w, trained.steps, trained.loss, new - c_i)  # line 7
@@ -146,7 +151,6 @@ class Scaffold(base.Algorithm):
     server = ScaffoldServer
     client = ScaffoldClient
     messages = (ModelAndControl, ControlledUpdate, PersonalizeRequest)
-    needs = ("no batch norm",)
     needs_classes = False
 
     def titles(self, settings: Any) -> Mapping[str, str]:

@@ -468,7 +468,7 @@ class WeightedGradientAveraging(base.Algorithm):
     server = WGAServer
     client = WGAClient
     messages = (SharedStates, TrueGradients, Gradients, UserModel)
-    needs = ("no batch norm",)
+    needs = ("no buffers",)
     needs_classes = False
 
     def titles(self, settings: Any) -> Mapping[str, str]:

@@ -5,7 +5,7 @@ It comes from a server and is untrusted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,6 +26,8 @@ class Problem:
         As in :class:`~fedloom.data.manifest.Manifest`.
     clients
         Number of the run's own clients.
+    constants
+        Digests of the tensors of the model that are not sent, by name.
     """
 
     dataset: str
@@ -34,6 +36,7 @@ class Problem:
     class_names: tuple[str, ...]
     normalization: Normalization
     clients: int
+    constants: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text: str) -> Problem:

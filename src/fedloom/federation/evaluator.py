@@ -205,7 +205,7 @@ class Evaluator:
             validation, test = self._held_out[client]
             return implausible(answer, validation=validation, test=test)
         return out_of_range(
-            answer, self.server.update_bounds(self._sizes[client]), learning_rates(self.server.settings)
+            answer, self.server.answer_bounds(self._sizes[client]), learning_rates(self.server.settings)
         )
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -14,6 +16,8 @@ from fedloom.models.flat import FlatModel, Layout
 
 STATISTICS = ("mean", "log_variance")
 EPSILON = 1e-5  # as in torch.nn.BatchNorm2d
+TRACKING = 0.1
+"""Fraction by which a call in training moves statistics towards the batch's: torch's batch-normalization momentum."""
 
 
 class ConvNet(FlatModel):
@@ -94,16 +98,12 @@ class ConvNet(FlatModel):
         return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])
 
 
-def _is_statistic(name: str) -> bool:
-    return name.rpartition(".")[2] in STATISTICS
-
-
 class BatchNormConvNet(ConvNet):
     """ConvNet with batch normalization (Ioffe, Szegedy, ICML 2015, arXiv 1502.03167) between convolution and ReLU.
 
-    Training normalizes by the mean and variance of the batch. Prediction normalizes by statistics that are entries of
-    θ, so they are sent, averaged and stored like the rest of it. Local training moves them towards the batch's
-    statistics at every step (:meth:`Local.track`), as torch does; their gradient is zero.
+    Training normalizes by the mean and variance of the batch, and moves statistics a tenth of the way to them, as torch
+    does. Prediction normalizes by these statistics. They are entries of θ, so they are sent, averaged and stored like
+    the rest of it, but not trained.
 
     Entries of a block are its kernel, ``gain`` (the scale less 1) and ``shift``, and the statistics ``mean`` and
     ``log_variance`` (biased, ε = 1e-5 inside the logarithm). All but the kernel start at zero. There is no bias, since
@@ -112,43 +112,44 @@ class BatchNormConvNet(ConvNet):
 
     needs_whole_batches = True
 
+    def __init__(
+        self, input_shape: tuple[int, ...], channels: Sequence[int], hidden: Sequence[int], classes: int
+    ) -> None:
+        super().__init__(input_shape, channels, hidden, classes)
+        beside = [f"{name}.{entry}" for name in self.convolutions for entry in ("gain", "shift", *STATISTICS)]
+        statistics = [name for name in beside if name.endswith(STATISTICS)]
+        self.layout = replace(self.layout, buffers=tuple(statistics), normalization=tuple(beside))
+        self._trains = False
+
+    def in_training(self) -> FlatModel:
+        """Return the model that normalizes by the batch."""
+        view = copy.copy(self)
+        view._trains = True
+        return view
+
     def beside(self, name: str, channels: int) -> list[tuple[str, tuple[int, ...]]]:
         """Return the entries for gain, shift, mean and log-variance of each channel."""
         return [(f"{name}.{entry}", (channels,)) for entry in ("gain", "shift", *STATISTICS)]
 
     def convolved(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return the output of the blocks, normalized by the batch if the parameters have no statistics."""
+        """Return the output of the blocks; training moves the statistics in place."""
         h = x
         for name in self.convolutions:
             h = self._normalized(parameters, name, F.conv2d(h, parameters[f"{name}.weight"], padding=1))
         return h
 
-    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Return the cross-entropy of each example of a batch, normalized by the batch."""
-        trained = {name: leaf for name, leaf in parameters.items() if not _is_statistic(name)}
-        idle = torch.stack([(0 * leaf).sum() for name, leaf in parameters.items() if name not in trained]).sum()
-        return super().loss(trained, x, y) + idle
-
-    @torch.no_grad()
-    def statistics(self, parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        """Return mean and log-variance of each convolution's channels over a batch, by entry name."""
-        trained = {name: leaf for name, leaf in parameters.items() if not _is_statistic(name)}
-        h, found = x, dict[str, Tensor]()
-        for name in self.convolutions:
-            h = F.conv2d(h, trained[f"{name}.weight"], padding=1)
-            variance, mean = torch.var_mean(h, (0, 2, 3), correction=0)
-            found |= {f"{name}.mean": mean, f"{name}.log_variance": (variance + EPSILON).log()}
-            h = self._normalized(trained, name, h)
-        return found
-
     def _normalized(self, parameters: Mapping[str, Tensor], name: str, h: Tensor) -> Tensor:
         """Return the output of a block, given that of its convolution."""
-        gain, shift = parameters[f"{name}.gain"], parameters[f"{name}.shift"]
-        mean, log_variance = (parameters.get(f"{name}.{entry}") for entry in STATISTICS)
+        gain, shift, *statistics = (parameters[f"{name}.{entry}"] for entry in ("gain", "shift", *STATISTICS))
         h = h.to(gain.dtype)
-        if mean is None or log_variance is None:
+        if self._trains:
+            with torch.no_grad():
+                variance, mean = torch.var_mean(h, (0, 2, 3), correction=0)
+                for kept, found in zip(statistics, (mean, (variance + EPSILON).log()), strict=True):
+                    kept.lerp_(found, TRACKING)
             h = F.batch_norm(h, None, None, 1 + gain, shift, training=True, eps=EPSILON)
         else:
+            mean, log_variance = statistics
             scale = (1 + gain) * (-log_variance / 2).exp()
             h = h * scale[:, None, None] + (shift - mean * scale)[:, None, None]
         return F.relu(F.max_pool2d(h, 2))

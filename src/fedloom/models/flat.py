@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -26,6 +27,20 @@ def vjp(output: Tensor, inputs: Sequence[Tensor], cotangent: Tensor, *, keep: bo
     return torch.autograd.grad((output * cotangent).sum(), inputs, retain_graph=keep)
 
 
+class Leaves(dict[str, Tensor]):
+    """Trained tensors by name; ``buffers`` ride along: they are found by name, but are neither items nor counted.
+
+    A call of the model in training mode moves the buffers in place.
+    """
+
+    def __init__(self, trained: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(trained)
+        self.buffers = {} if buffers is None else buffers if isinstance(buffers, dict) else dict(buffers)
+
+    def __missing__(self, name: str) -> Tensor:
+        return self.buffers[name]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Layout of θ: ``entries`` are (name, shape) in the order in which they lie in the vector.
@@ -41,12 +56,22 @@ class Layout:
         layer of the last entry.
     channels_last
         True if the model runs with convolution kernels in channels-last memory format.
+    buffers
+        Entries that training-mode calls move and gradients do not: running statistics and other averages. In the
+        layout of a module they lie at the end of the body.
+    local_buffers
+        True if each client keeps its own values of the buffers, which are then not sent.
+    normalization
+        Entries of normalization layers, buffers included.
     """
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
     headless: bool = False
     last: str | None = None
     channels_last: bool = True
+    buffers: tuple[str, ...] = ()
+    local_buffers: bool = False
+    normalization: tuple[str, ...] = ()
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -81,8 +106,20 @@ class Layout:
         for name, part in self.split(theta.detach()).items():
             kernel = part.dim() == 4 and self.channels_last
             memory = torch.channels_last if kernel else torch.contiguous_format
-            leaves[name] = part.clone(memory_format=memory).requires_grad_(requires_grad)
+            leaves[name] = part.clone(memory_format=memory).requires_grad_(requires_grad and name not in self.buffers)
         return leaves
+
+    def divided(self, leaves: Mapping[str, Tensor]) -> Leaves:
+        """Return the named tensors of all entries as trained leaves with the buffers beside them."""
+        if not self.buffers:
+            return Leaves(leaves)
+        trained = {name: leaf for name, leaf in leaves.items() if name not in self.buffers}
+        return Leaves(trained, {name: leaves[name] for name in self.buffers})
+
+    def mask(self, names: Container[str]) -> Tensor:
+        """Return which coordinates of θ belong to some entries, ``[d]`` bool."""
+        chosen = torch.tensor([name in names for name, _ in self.entries])
+        return chosen.repeat_interleave(torch.tensor(self.sizes))
 
     @cached_property
     def head(self) -> tuple[str, ...]:
@@ -109,8 +146,8 @@ class Layout:
 
     @cached_property
     def body(self) -> tuple[str, ...]:
-        """Names of all entries outside the head."""
-        return tuple(name for name, _ in self.entries if name not in self.head)
+        """Names of all trained entries outside the head."""
+        return tuple(name for name, _ in self.entries if name not in self.head and name not in self.buffers)
 
     def join(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Concatenate named tensors into θ [d], the inverse of :meth:`split`."""
@@ -160,8 +197,20 @@ class FlatModel(FlatNetwork):
     has_features: bool = True
     """True if the model has a penultimate representation."""
 
-    needs_whole_batches: ClassVar[bool] = False
+    needs_whole_batches: bool = False
     """True if training normalizes by the batch, so that batches of several clients cannot be padded to one length."""
+
+    constrained: bool = False
+    """True if not every θ is a model, because a buffer must keep in bounds: a variance is not negative."""
+
+    predicts_by_batch: bool = False
+    """True if a prediction, too, depends on the other examples of its batch."""
+
+    constants: Mapping[str, Tensor] = MappingProxyType({})
+    """Tensors outside θ that the outputs depend on, the same in every process: frozen parameters and fixed buffers."""
+
+    unsaved: frozenset[str] = frozenset()
+    """Constants that a saved model leaves out, as ``state_dict`` does: buffers that are not persistent."""
 
     def in_training(self) -> FlatModel:
         """Return the model in training mode: itself, unless training computes something else."""
@@ -178,11 +227,6 @@ class FlatModel(FlatNetwork):
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return logits as a function of the flat vector, ``[d], [b, *input_shape] -> [b, C]``."""
         return self.forward(self.layout.split(theta), x)
-
-    def statistics(self, parameters: Mapping[str, Tensor], x: Tensor) -> dict[str, Tensor]:
-        """Return the entries of θ that are measured over a batch rather than trained, by name; by default none."""
-        del parameters, x
-        return {}
 
     @property
     def own_loss(self) -> bool:

@@ -13,14 +13,26 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fedloom.errors import ExperimentError
+from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
-from fedloom.models.flat import FlatModel, Layout
+from fedloom.models.flat import FlatModel, Leaves
 from fedloom.models.module_check import ROWS, tried_layout
 from fedloom.models.module_function import ModuleFunction
-from fedloom.models.module_layers import check_layers, copied, is_tied
+from fedloom.models.module_layers import check_copyable, check_layers, copied, is_tied
+from fedloom.models.module_state import (
+    batch_layers,
+    constants_of,
+    layout_of,
+    moving_buffers,
+    running_statistics,
+    seeded,
+    tell_of_batches,
+    theta_of,
+    without_statistics,
+)
 
 MEMORY = "memory:"
 """Prefix of the factory name of a module that exists only in this process."""
@@ -43,6 +55,8 @@ class ModuleModel(FlatModel):
         Name of the layer whose outputs are the logits; None for the last linear layer, if its outputs are.
     initial
         Starting point of training: ``module``, as ``make`` creates it, or ``drawn``, as for built-in networks.
+    buffers
+        Place of buffers that move in training: ``shared``, averaged with the parameters, or ``local``, kept by clients.
 
     Raises
     ------
@@ -58,20 +72,28 @@ class ModuleModel(FlatModel):
         kind: str,
         head: str | None = None,
         initial: Literal["module", "drawn"] = "module",
+        buffers: Literal["shared", "local"] = "shared",
     ) -> None:
         self._make = make
         self._initial = initial
-        self._module = _seeded(make, 0)
+        self._x = x = _inputs(input_shape, kind)
+        self._module = seeded(make, 0, x)
         check_layers(self._module)
         if initial == "drawn":
             _check_drawn(self._module)
-        x = _inputs(input_shape, kind)
-        tried = tried_layout(self._module, Layout(_entries(self._module, None)), x, classes)
+        moving = moving_buffers(self._module, x)
+        tried = tried_layout(self._module, layout_of(self._module, moving, None, local=False), x, classes)
         self._head = _head(self._module, x, head)
         self.has_features = self._head is not None
         separable = self._head is not None and not is_tied(self._module, self._head)
-        last = self._head if separable else None
-        self.layout = replace(tried, entries=_entries(self._module, last), headless=not separable, last=last)
+        found = layout_of(self._module, moving, self._head if separable else None, local=buffers == "local")
+        self.layout = replace(found, channels_last=tried.channels_last)
+        self.constants = constants_of(self._module, self.layout)
+        self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()
+        self.needs_whole_batches = bool(moving or batch_layers(self._module))
+        self.constrained = bool(moving)
+        self.predicts_by_batch = bool(without_statistics(self._module))
+        tell_of_batches(self._module)
         self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
         self._training = copy.copy(self)
@@ -86,11 +108,16 @@ class ModuleModel(FlatModel):
         return self._training
 
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return θ [d]: the module's initial parameters, with torch's generator seeded by this one, or drawn ones."""
-        if self._initial == "drawn":
-            return super().init(generator, dtype)
-        made = _seeded(self._make, int(torch.randint(2**62, (1,), generator=generator)))
-        return self.layout.join({name: p.detach() for name, p in made.named_parameters()}).to(dtype)
+        """Return θ [d]: the module's initial parameters, with torch's generator seeded by this one, or drawn ones.
+
+        Buffers start as the module has them in either case.
+        """
+        drawn = super().init(generator, dtype) if self._initial == "drawn" else None
+        if drawn is not None and not self.layout.buffers:
+            return drawn
+        seed = 0 if drawn is not None else int(torch.randint(2**62, (1,), generator=generator))
+        own = theta_of(seeded(self._make, seed, self._x), self.layout).to(dtype)
+        return own if drawn is None else torch.where(self.layout.mask(self.layout.buffers), own, drawn)
 
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return the input of the head, ``[b, *input_shape] -> [b, f]``; the head's own entries may be missing."""
@@ -102,17 +129,38 @@ class ModuleModel(FlatModel):
             for name, shape in self.layout.entries
             if name in self.layout.head and name not in parameters
         }
+        if head:
+            parameters = Leaves({**parameters, **head}, getattr(parameters, "buffers", None))
         layer = function.module.get_submodule(self._head)
         hook = layer.register_forward_pre_hook(lambda _, given: taken.append(given[0]))
         try:
-            function({**parameters, **head} if head else parameters, x)
+            self._called(function, parameters, x)
         finally:
             hook.remove()
-        return taken[0].flatten(1)
+        return taken[0].flatten(1)[: len(x)] if self.predicts_by_batch else taken[0].flatten(1)
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return logits, ``[b, *input_shape] -> [b, C]``."""
-        return self._own()(parameters, x)
+        return self._called(self._own(), parameters, x)
+
+    def _called(self, function: ModuleFunction, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Call the module, also for a batch of one that is normalized by the batch.
+
+        In evaluation the example is then its own batch, which two copies of it are, too. An exported program has no
+        such case.
+        """
+        by_batch = self.needs_whole_batches if self._trains else self.predicts_by_batch
+        if not by_batch or torch.compiler.is_exporting() or len(x) != 1:
+            return function(parameters, x)
+        if not self._trains:
+            return function(parameters, torch.cat([x, x]))[:1]
+        try:
+            return function(parameters, x)
+        except ValueError as error:
+            raise DataError(
+                f"the model normalizes by the batch, and a batch has one example ({error}); a client needs two train "
+                "examples or more, and batch_size must be 2 or more",
+            ) from error
 
     @property
     def own_loss(self) -> bool:
@@ -128,7 +176,8 @@ class ModuleModel(FlatModel):
     def _own(self) -> ModuleFunction:
         """Return this thread's copy of the module, in this model's mode, as a function."""
         if not hasattr(self._copies, "function"):
-            self._copies.function = ModuleFunction(copy.deepcopy(self._module).train(self._trains))
+            module = copy.deepcopy(self._module).train(self._trains)
+            self._copies.function = ModuleFunction(module, self.layout.buffers)
         found: ModuleFunction = self._copies.function
         return found
 
@@ -150,11 +199,16 @@ def remember(module: nn.Module, name: str | None = None) -> str:
     if not isinstance(module, nn.Module):
         raise ExperimentError(f"model must be an nn.Module (got {type(module).__name__})", key="model")
     check_layers(module)
+    check_copyable(module)
     layers, weights = hashlib.sha256(repr(module).encode()), hashlib.sha256()
-    buffers = dict(module.named_buffers())
-    for key, tensor in [*module.named_parameters(), *buffers.items()]:
+    statistics, buffers = running_statistics(module), dict(module.named_buffers())
+    for key, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            layers.update(f"{key} lazy".encode())
+            continue
         layers.update(f"{key} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        values = layers if key in buffers else weights  # buffers are constants, which no run stores
+        # A run compares frozen parameters by its own digests, which name the first that differs.
+        values = layers if key in buffers and key not in statistics else weights
         values.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     kind = f"{MEMORY}{type(module).__name__}-{layers.hexdigest()[:12]}"
     if name is None:
@@ -214,12 +268,6 @@ def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory
     return make
 
 
-def _seeded(make: Factory, seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        return make().train()
-
-
 def _check_drawn(module: nn.Module) -> None:
     """Reject drawing a parametrized layer: its parameters are no plain weights with a fan-in of their own."""
     for name, layer in module.named_modules():
@@ -259,13 +307,6 @@ def _head(module: nn.Module, x: Tensor, asked: str | None) -> str | None:
             "own, or untie them"
         )
     return asked
-
-
-def _entries(module: nn.Module, last: str | None) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return names and shapes of the parameters, with those of and below the layer ``last`` at the end."""
-    named = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    head = [name for name in named if last is not None and name.startswith(f"{last}.")]
-    return tuple((name, named[name]) for name in (*(name for name in named if name not in head), *head))
 
 
 def _ends_in(module: nn.Module, layer: nn.Module, x: Tensor) -> bool:

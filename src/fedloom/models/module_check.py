@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from fedloom.errors import ExperimentError, raised_at
 from fedloom.models.factories import KEY
-from fedloom.models.flat import Layout
+from fedloom.models.flat import Layout, Leaves
 from fedloom.models.module_draws import NumpyGenerators, collection_paused, no_draws
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_layers import copied, hooks, named, said
+from fedloom.models.module_state import batch_layers, theta_of, without_statistics
 
 ROWS = 3
 """Number of trial inputs."""
@@ -84,8 +85,8 @@ class _Trial:
 
     @cached_property
     def theta(self) -> Tensor:
-        """The module's parameters as θ."""
-        return self.layout.join({name: p.detach() for name, p in self.module.named_parameters()})
+        """The module's trained parameters and moving buffers as θ."""
+        return theta_of(self.module, self.layout)
 
     @cached_property
     def elsewhere(self) -> Tensor:
@@ -96,37 +97,42 @@ class _Trial:
     def check_calls(self, *, training: bool) -> Tensor:
         """Call the module in one mode, also with a single input and again with the same inputs; return its outputs."""
         mode = "in training mode" if training else "in evaluation mode"
-        function = ModuleFunction(copied(self.module).train(training))
-        parameters = replace(self.layout, channels_last=False).leaves(self.theta, requires_grad=training)
+        function = self._function(training=training)
+        plain = replace(self.layout, channels_last=False)
+        moved: list[Tensor] = []
 
         def call(x: Tensor) -> Tensor:
+            parameters = plain.divided(plain.leaves(self.theta, requires_grad=training))  # fresh buffers
             with torch.set_grad_enabled(training), _at_layer(function.module, f"for inputs {list(x.shape)} {mode}"):
-                return function(parameters, x)
+                outputs = function(parameters, x)
+            moved[:] = [plain.join(parameters).detach()]
+            return outputs
 
         buffers = {name: b.clone() for name, b in function.module.named_buffers()}
         names = {name for name, _ in function.module.named_parameters()}
         with no_draws(function.module, mode, self.generators):
             first = call(self.x)
         self._check_outputs(first, len(self.x))
-        self._check_tensors_kept(function.module, names, buffers, mode)
-        before = _attributes(function.module)
+        self._check_tensors_kept(function.module, names, buffers, mode, moved[0])
+        once, before = moved[0], _attributes(function.module)
+        by_batch = self.layout.buffers or batch_layers(self.module) if training else without_statistics(self.module)
         with no_draws(function.module, mode, self.generators, watch=True):
-            alone = call(self.x[1:2])
-        self._check_outputs(alone, 1)
-        if not torch.equal(first, call(self.x)):
+            alone = call(self.x if by_batch else self.x[1:2])
+        self._check_outputs(alone, len(self.x) if by_batch else 1)
+        if not torch.equal(first, call(self.x)) or not torch.equal(once, moved[0]):
             raise ExperimentError(
                 f"{self.what} gives different outputs for the same inputs {mode}. Draw nothing at random, and keep no "
                 "state between calls"
             )
         self._check_attributes_kept(function.module, before, mode)
-        function = ModuleFunction(copied(self.module).train(training))
+        function = self._function(training=training)
         call(self.x / 2 + 0.25 if self.x.is_floating_point() else 1 - self.x)
         if not torch.equal(first, call(self.x)):
             raise ExperimentError(
                 f"{self.what} gives different outputs {mode} after a call with other inputs: it keeps state from them, "
                 "which differs between processes. Compute it from the inputs at each call"
             )
-        if not _near(alone, first[1:2]):
+        if not by_batch and not _near(alone, first[1:2]):
             raise ExperimentError(
                 f"{self.what} gives different outputs for a single input and for the same input in a batch {mode}, so "
                 "that a prediction would depend on evaluation.batch_size. Normalize each example separately"
@@ -141,27 +147,27 @@ class _Trial:
 
     def own_gradient(self) -> dict[str, Tensor]:
         """Return torch's gradient of the module itself, away from its initial parameters."""
-        function, there = self._in_training(), self.layout.split(self.elsewhere)
-        own = dict(function.module.named_parameters())
+        function, there = self._function(training=True), self.layout.split(self.elsewhere)
+        own = {name: p for name, p in function.module.named_parameters() if p.requires_grad}
         with torch.no_grad():
             for name, p in own.items():
                 p.copy_(there[name])
-        return self._gradients(function, own)
+        return self._gradients(function, Leaves(own, {name: there[name].clone() for name in self.layout.buffers}))
 
     def runs_channels_last(self, expected: Mapping[str, Tensor], logits: Tensor) -> bool:
         """Return True if a training step and predictions are correct with channels-last kernels."""
         try:
             self.check_gradient(expected)
             with torch.no_grad():
-                predicted = ModuleFunction(copied(self.module).eval())(self.layout.leaves(self.theta), self.x)
+                predicted = self._function(training=False)(self.layout.leaves(self.theta), self.x)
         except Exception:  # use contiguous kernels, or reject the module with them
             return False
         return _near(predicted, logits)
 
     def check_gradient(self, expected: Mapping[str, Tensor]) -> None:
         """Make one training step, and compare its gradient with that of the module itself."""
-        function = self._in_training()
-        found = self._gradients(function, self.layout.leaves(self.elsewhere, requires_grad=True))
+        leaves = self.layout.divided(self.layout.leaves(self.elsewhere, requires_grad=True))
+        found = self._gradients(self._function(training=True), leaves)
         for name, there in expected.items():
             if not _near(found[name], there):
                 layer = name.rpartition(".")[0]
@@ -171,8 +177,8 @@ class _Trial:
                     "torch.utils.checkpoint. Take parameters from their layers in `forward`, without checkpoints"
                 )
 
-    def _in_training(self) -> ModuleFunction:
-        return ModuleFunction(copied(self.module).train())
+    def _function(self, *, training: bool) -> ModuleFunction:
+        return ModuleFunction(copied(self.module).train(training), self.layout.buffers)
 
     def _gradients(self, function: ModuleFunction, at: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of the mean loss for all parameters; zeros for unused ones."""
@@ -214,7 +220,13 @@ class _Trial:
             f"{self.what} must return logits, [{rows}, {self.classes}], for {rows} inputs (got {found})"
         )
 
-    def _check_tensors_kept(self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str) -> None:
+    def _check_tensors_kept(
+        self, module: nn.Module, names: set[str], buffers: Mapping[str, Tensor], mode: str, theta: Tensor
+    ) -> None:
+        """Reject new parameters, buffers that change in evaluation, and others that change than those of θ.
+
+        A whole number that counts calls in training is no reason: outputs that depended on it would be rejected.
+        """
         made = sorted({name for name, _ in module.named_parameters()} - names)
         if made:
             layer = made[0].rpartition(".")[0]
@@ -222,12 +234,18 @@ class _Trial:
                 f"{named(layer, module.get_submodule(layer))} creates its parameters at run time ({made[0]}). Use "
                 "layers that create them at construction"
             )
+        moved = self.layout.divided(self.layout.split(theta)).buffers
+        still = self.layout.divided(self.layout.split(self.theta)).buffers
         for name, b in module.named_buffers():
-            if name not in buffers or not torch.equal(buffers[name], b):
+            counts = module.training and not b.is_floating_point()
+            kept = name in buffers and torch.equal(buffers[name], b)
+            if name in moved and not module.training:
+                kept = torch.equal(moved[name], still[name])
+            if not kept and not counts:
                 layer = name.rpartition(".")[0]
                 raise ExperimentError(
                     f"{named(layer, module.get_submodule(layer))} changes its buffer {name} when called {mode}. "
-                    "Buffers must be constants: remove the layer, or use one without running state"
+                    "Buffers must be constants, or floating-point tensors that move in training alone"
                 )
 
     def _check_attributes_kept(self, module: nn.Module, before: Mapping[tuple[str, str], Any], mode: str) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer
 
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
@@ -55,13 +55,10 @@ def check_layers(module: nn.Module) -> None:
     """
     for name, layer in module.named_modules():
         where = named(name, layer)
-        if any(is_lazy(p) for p in layer.parameters(recurse=False)):
+        if isinstance(layer, _NormBase) and layer.track_running_stats and layer.momentum is None:
             raise ExperimentError(
-                f"{where} creates its parameters at run time. Use layers that create them at construction"
-            )
-        if isinstance(layer, _BatchNorm) or (isinstance(layer, _NormBase) and layer.track_running_stats):
-            raise ExperimentError(
-                f"{where} normalizes by the batch and keeps running statistics. Use GroupNorm or LayerNorm"
+                f"{where} has momentum=None: its running statistics depend on the number of batches that this process "
+                "has seen. Set a number, such as momentum=0.1"
             )
         rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
@@ -69,8 +66,10 @@ def check_layers(module: nn.Module) -> None:
                 f"{where} drops values at random (p = {rate:g}), so runs cannot be repeated. Set p to 0"
             )
         _check_tensors(where, layer)
-    if next(module.parameters(), None) is None:
-        raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters to train")
+    if not any(p.requires_grad for p in module.parameters()):
+        frozen = next(module.parameters(), None) is not None
+        why = "all are frozen; set requires_grad of those to train" if frozen else "it has none"
+        raise ExperimentError(f"{KEY}: {type(module).__name__} has no parameters to train: {why}")
 
 
 def _check_tensors(where: str, layer: nn.Module) -> None:
@@ -86,10 +85,18 @@ def _check_tensors(where: str, layer: nn.Module) -> None:
                 "of a run"
             )
     for key, p in layer.named_parameters(recurse=False):
-        if not p.requires_grad:
-            raise ExperimentError(f"{where}: {key} is frozen. Train it, or make it a buffer")
-        if p.dtype != torch.float32:
+        if p.requires_grad and p.dtype != torch.float32:
             raise ExperimentError(f"{where}: {key} is {p.dtype}. Convert it to torch.float32")
+
+
+def check_copyable(module: nn.Module) -> None:
+    """Reject lazy layers whose buffers torch cannot copy before they have a shape (LazyBatchNorm)."""
+    for name, layer in module.named_modules():
+        if any(isinstance(b, UninitializedBuffer) for b in layer.buffers(recurse=False)):
+            raise ExperimentError(
+                f"{named(name, layer)} has lazy buffers, and torch cannot copy them. Call the module once with a batch "
+                "of inputs, or name a factory that makes it"
+            )
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -80,8 +80,9 @@ class ModelPredictor:
         return {"theta": self.theta}
 
     def named(self) -> dict[str, Tensor]:
-        """Return the entries of the layout."""
-        return self.parameters
+        """Return the entries of the layout, and the model's constants that its own ``state_dict`` has."""
+        saved = {name: t for name, t in self.model.constants.items() if name not in self.model.unsaved}
+        return {**self.parameters, **{name: t.to(self.theta.device) for name, t in saved.items()}}
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return log-probabilities, ``[b, ...] -> [b, C]``."""

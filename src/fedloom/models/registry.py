@@ -246,6 +246,11 @@ class ModuleSettings(ModelChoice):
         default="module",
         description="where training starts: as the module is made, with torch seeded; or drawn as other networks are",
     )
+    buffers: Literal["shared", "local"] = Field(
+        default="shared",
+        description="buffers that move in training, such as BatchNorm's running statistics. shared: averaged like "
+        "parameters, and sent; local: each client keeps its own, which are never sent",
+    )
     takes = ("pixels", "features", "tokens")
 
     def build(self, input_shape: tuple[int, ...], classes: int, kind: Kind = "pixels") -> FlatModel:
@@ -261,7 +266,7 @@ class ModuleSettings(ModelChoice):
         make = factory_of(self.factory, input_shape, classes)
         if kind == "features":
             check_codes(make, input_shape)
-        model = ModuleModel(make, input_shape, classes, kind, self.head, self.initial)
+        model = ModuleModel(make, input_shape, classes, kind, self.head, self.initial, self.buffers)
         return bfloat16(model) if self.precision == "bfloat16" else model
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:

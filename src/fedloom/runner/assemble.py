@@ -35,6 +35,7 @@ from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
 from fedloom.federation.transport import Transport
 from fedloom.messages import Message
+from fedloom.models.module_state import digests_of
 from fedloom.models.predictors import Predictors
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.results import extra_metrics
@@ -362,12 +363,15 @@ def states_of(folder: RunFolder) -> str:
 def welcome(parts: RunContext) -> str:
     """Return the welcome message for workers: the shared part of the experiment and the partition's fingerprint.
 
-    Clients with data of their own get the normalization instead of the fingerprint; null until it is known.
+    Clients with data of their own get the normalization instead of the fingerprint; null until it is known. Digests of
+    the model's constants follow, if it has some.
     """
     about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
     if isinstance(parts.experiment.data, OwnData):
         found = parts.manifest.normalization
         about = {"normalization": vars(found) if found.mean or parts.manifest.kind == "tokens" else None}
+    if constants := digests_of(parts.setup.model.constants):
+        about["constants"] = constants
     return json.dumps({"experiment": parts.experiment.shared_json(), **about})
 
 

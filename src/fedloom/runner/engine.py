@@ -30,6 +30,7 @@ from fedloom.federation.roster import AvailableClients, Roster
 from fedloom.federation.transport import Transport
 from fedloom.runner import assemble, results
 from fedloom.runner.assemble import RunContext
+from fedloom.runner.constants import check_run_constants, write_constants
 from fedloom.runner.distributed import Serving, ServingSettings, serving
 from fedloom.runner.log_file import log_kept
 from fedloom.runner.observer import RunObserver
@@ -115,6 +116,8 @@ class Engine:
         self.parts = self._parts()
         self.stateful = self.parts.client_algorithm().stateful
         self.publication = Publication(self.folder, e, options)
+        if options.replay is not None:
+            check_run_constants(RunFolder(options.replay), self.parts.setup.model)
         self._check(self.folder)
         self.publication.connect()
         self._incarnation = uuid.uuid4().hex
@@ -141,6 +144,7 @@ class Engine:
                 check_partition(found, self.dataset)
             if self.stateful:
                 check_states(found, self.publication.url)
+            check_run_constants(found, self.parts.setup.model)
 
     @property
     def place(self) -> str:
@@ -188,6 +192,7 @@ class Engine:
         if not self.is_open or is_known(self.parts.manifest):
             folder.write("partition.json", self.parts.manifest.to_json())
         folder.write_json("environment.json", assemble.fingerprint(e))
+        write_constants(folder, self.parts.setup.model)
         if self.listens and self._protection.access is not None:
             self._audit.keep(options.audit or folder.logs / "audit.jsonl")
         self.publication.note()

@@ -214,6 +214,8 @@ class PersonalModel(nn.Module):
         return content
 
     def _program(self) -> Any:
+        with torch.no_grad():
+            self(self.example)  # a module copies its constants at its first call, which must not be traced
         return torch.export.export(self, (self.example,), dynamic_shapes=({0: torch.export.Dim("b", min=1)},))
 
     def _readme(self, name: str) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.base import Algorithm, ClientGroup, find_algorithm
+from fedloom.core.words import printable
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest
@@ -30,6 +31,7 @@ from fedloom.models.predictors import Predictor, Predictors, predictor_of
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
+from fedloom.runner.constants import check_constants
 from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.personal_model import PersonalModel, PrivacyGuarantee, card_of
 from fedloom.runner.personalization import PersonalizationRequest
@@ -72,6 +74,8 @@ class DescribedRun:
     def parts(self, manifest: Manifest) -> RunContext:
         """Return the parts of the run for new clients."""
         parts = assemble.for_newcomers(assemble.make_parts(self.experiment, manifest), self.problem.clients)
+        told = {printable(name): printable(digest) for name, digest in self.problem.constants.items()}
+        check_constants(parts.setup.model, told, "the server's model")
         return dataclasses.replace(parts, algorithm=self.algorithm)
 
 

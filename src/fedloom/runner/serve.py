@@ -13,8 +13,10 @@ from pydantic import Field
 
 from fedloom.core.settings import Settings
 from fedloom.federation.served import About, ServedRound, served_round
+from fedloom.models.module_state import digests_of
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
+from fedloom.runner.constants import check_run_constants
 from fedloom.runner.metrics import certificate_end, metrics_served, serving_families
 from fedloom.runner.trained import check_checkpoint
 from fedloom.runs.checkpoint import Checkpoints
@@ -58,6 +60,8 @@ def about(parts: RunContext) -> About:
         "normalization": vars(manifest.normalization),
         "clients": parts.setup.clients,
     }
+    if constants := digests_of(parts.setup.model.constants):
+        problem["constants"] = constants
     e = parts.experiment
     return About(e.name, parts.algorithm.name, parts.algorithm.version, e.shared_json(), json.dumps(problem))
 
@@ -100,6 +104,7 @@ class DurableRounds:
         """
         if self._parts is None:
             parts = assemble.make_parts(self._folder.experiment(), self._folder.manifest())
+            check_run_constants(self._folder, parts.setup.model)
             self._parts = assemble.for_newcomers(parts)
         return self._parts
 

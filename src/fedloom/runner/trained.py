@@ -22,6 +22,7 @@ from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
+from fedloom.runner.constants import check_run_constants
 from fedloom.runner.results import extra_metrics
 from fedloom.runs.checkpoint import check_fits
 from fedloom.runs.folder import RunFolder
@@ -142,6 +143,7 @@ def restore(
         )
     assemble.use_device("cpu", e.runtime.threads)
     parts = assemble.make_parts(e, dataset.manifest, trained_on)
+    check_run_constants(folder, parts.setup.model)
     found = assemble.evaluator(parts, assemble.in_process(parts, dataset, folder), folder)
     loaded = found.checkpoints.load(which)
     check_fits(loaded, found.server.state, parts.algorithm.name, parts.algorithm.version)

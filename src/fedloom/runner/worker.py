@@ -21,6 +21,7 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuringSession
 from fedloom.federation.roster import Member
 from fedloom.runner import assemble
+from fedloom.runner.constants import check_constants
 from fedloom.security.options import ClientOptions, Credentials
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
@@ -130,9 +131,9 @@ class Worker:
         if isinstance(self._serves, OwnDataProvider) and "normalization" in told and told["normalization"] is None:
             return self._serves.measuring(shared)
         dataset = self._serves.dataset(shared, told)
-        return assemble.client_side(
-            assemble.make_parts(shared, dataset.manifest), dataset, self._device, options.states, secret=self._secret
-        )
+        parts = assemble.make_parts(shared, dataset.manifest)
+        check_constants(parts.setup.model, _digests(told), "the aggregator's model")
+        return assemble.client_side(parts, dataset, self._device, options.states, secret=self._secret)
 
 
 def _told(text: str) -> dict[str, Any]:
@@ -148,6 +149,17 @@ def _told(text: str) -> dict[str, Any]:
     if not isinstance(told, dict) or not isinstance(told.get("experiment"), str):
         raise RefusedError("the aggregator's description of its run has no experiment")
     return told
+
+
+def _digests(told: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the digests of the model's constants that the aggregator has sent.
+
+    Raise RefusedError if they are no names with texts.
+    """
+    found = told.get("constants", {})
+    if not isinstance(found, dict) or not all(isinstance(digest, str) for digest in found.values()):
+        raise RefusedError("the aggregator's description of its run has constants that are no digests by name")
+    return {printable(name): printable(digest) for name, digest in found.items()}
 
 
 class PartitionProvider:

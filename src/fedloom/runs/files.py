@@ -19,6 +19,8 @@ from fedloom.storage.folder import PARTIAL, read_file, storing, sync, write_atom
 
 EXPERIMENT = "experiment.yaml"
 PARTITION = "partition.json"
+CONSTANTS = "constants.json"
+"""Digests of the tensors of the model that are neither stored nor sent, by name; absent if there are none."""
 METRICS = "metrics.jsonl"
 JOURNAL = "journal.jsonl"
 RELEASES = "releases.jsonl"

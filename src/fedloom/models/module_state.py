@@ -1,0 +1,133 @@
+"""Tensors of a PyTorch module: those that are trained, those that calls move, and those that stay constant."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.parameter import is_lazy
+
+from fedloom.errors import ExperimentError
+from fedloom.models.factories import KEY
+from fedloom.models.flat import Layout
+from fedloom.models.module_layers import copied, said
+
+NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+"""Normalization layers: batch and instance normalization, and those of each example."""
+
+_log = logging.getLogger("fedloom.models")
+_told: set[str] = set()
+
+
+def seeded(make: Callable[[], nn.Module], seed: int, x: Any = None) -> nn.Module:
+    """Return a new module in training mode, made with torch's generator seeded.
+
+    Lazy layers make their parameters in a call in evaluation mode on trial inputs ``x``, from the same generator.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        module = make()
+        if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
+            try:
+                with torch.no_grad():
+                    module.eval()(x)
+            except Exception as error:
+                raise ExperimentError(
+                    f"{KEY}: {type(module).__name__} has lazy layers and fails on inputs {list(x.shape)}, from which "
+                    f"they would take their shapes ({said(error)})"
+                ) from error
+        return module.train()
+
+
+def moving_buffers(module: nn.Module, x: Any) -> tuple[str, ...]:
+    """Return the names of the floating-point buffers that a call in training mode changes.
+
+    Empty if the call fails, which the check of the module reports with the layer.
+    """
+    tried = copied(module).train()
+    before = {name: b.clone() for name, b in tried.named_buffers()}
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            tried(x)
+    except Exception:  # the check names the layer
+        return ()
+    after = dict(tried.named_buffers())
+    return tuple(name for name, b in before.items() if b.is_floating_point() and _has_moved(b, after.get(name)))
+
+
+def _has_moved(before: Tensor, after: Tensor | None) -> bool:
+    return after is not None and after.shape == before.shape and not torch.equal(after, before)
+
+
+def layout_of(module: nn.Module, buffers: tuple[str, ...], last: str | None, *, local: bool) -> Layout:
+    """Return the layout of θ: the body's parameters, the moving buffers, and those of and below the layer ``last``."""
+    named = {name: tuple(p.shape) for name, p in module.named_parameters() if p.requires_grad}
+    head = [name for name in named if last is not None and name.startswith(f"{last}.")]
+    shapes = named | {name: tuple(module.get_buffer(name).shape) for name in buffers}
+    order = [*(name for name in named if name not in head), *buffers, *head]
+    norms = [name for name, layer in module.named_modules() if isinstance(layer, NORMALIZATION)]
+    return Layout(
+        tuple((name, shapes[name]) for name in order),
+        headless=last is None,
+        last=last,
+        buffers=buffers,
+        local_buffers=local,
+        normalization=tuple(name for name in order if name.rpartition(".")[0] in norms),
+    )
+
+
+def theta_of(module: nn.Module, layout: Layout) -> Tensor:
+    """Return the module's own trained parameters and moving buffers as θ [d]."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return layout.join({name: tensors[name].detach() for name, _ in layout.entries})
+
+
+def constants_of(module: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """Return all tensors of a module outside θ: frozen parameters, and buffers that do not move."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    entries = dict(layout.entries)
+    return {name: t.detach() for name, t in tensors.items() if name not in entries}
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a short digest of each tensor: of its type, shape and values."""
+    found = {}
+    for name, t in tensors.items():
+        digest = hashlib.blake2b(f"{t.dtype} {tuple(t.shape)}".encode(), digest_size=8)
+        digest.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        found[name] = digest.hexdigest()
+    return found
+
+
+def running_statistics(module: nn.Module) -> set[str]:
+    """Return the names of all buffers of layers that keep running statistics."""
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, _NormBase)]
+    return {f"{name}.{key}" if name else key for name, layer in layers for key in layer._buffers}
+
+
+def batch_layers(module: nn.Module) -> list[str]:
+    """Return the names of layers that normalize by the batch in training."""
+    return [name for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)]
+
+
+def without_statistics(module: nn.Module) -> list[str]:
+    """Return the names of layers that normalize by the batch in evaluation too, for lack of running statistics."""
+    return [name for name in batch_layers(module) if module.get_submodule(name).running_mean is None]
+
+
+def tell_of_batches(module: nn.Module) -> None:
+    """Log, once for each kind of module, that its predictions depend on the other examples of a batch."""
+    kind = type(module).__name__
+    if (layers := without_statistics(module)) and kind not in _told:
+        _told.add(kind)
+        _log.warning(
+            "%s: layer %r keeps no running statistics, so predictions depend on the batch: each client is measured in "
+            "batches of evaluation.batch_size in the order of its examples, and a served batch by itself",
+            kind,
+            layers[0],
+        )
