@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -52,12 +55,24 @@ def moving_buffers(module: nn.Module, x: Any) -> tuple[str, ...]:
     tried = copied(module).train()
     before = {name: b.clone() for name, b in tried.named_buffers()}
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        with torch.enable_grad(), _generators_kept():
             tried(x)
     except Exception:  # the check names the layer
         return ()
     after = dict(tried.named_buffers())
     return tuple(name for name, b in before.items() if b.is_floating_point() and _has_moved(b, after.get(name)))
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restore the process's global generators after the block."""
+    states = random.getstate(), np.random.get_state(legacy=True)  # noqa: NPY002  # modules may use it
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
 
 
 def _has_moved(before: Tensor, after: Tensor | None) -> bool:
