@@ -1,10 +1,11 @@
-"""Client step of LeNet as a user's module (``model: module``) relative to the built-in LeNet, in one session.
+"""Client steps of users' modules (``model: module``): LeNet relative to the built-in one, ResNet18 to a bare loop.
 
     .venv/bin/python research/benchmarks/module_model.py [--json FILE]
 
-FedLoom's trainer trains both from the same point on the same examples, in turns, with one thread. The figure is the
-ratio of CPU times of pairs of turns, whose median depends least on other work on the machine. The final models are
-compared bit for bit.
+Both sides of a comparison train from the same point on the same examples, in turns, with one thread. The figure is the
+ratio of CPU times of pairs of turns, whose median depends least on other work on the machine. The final LeNets are
+compared bit for bit. ResNet18 is torchvision's, with BatchNorm, on images 3x32x32; the bare loop is torch's module and
+``torch.optim.SGD`` on the same batches.
 """
 
 from __future__ import annotations
@@ -13,57 +14,100 @@ import argparse
 import os
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch.nn.functional as F
 from common import describe, machine, write_json
 from local_training import BareLeNet
+from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import train
+from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
+from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.module import ModuleModel
-
-STEPS = 20
 
 
 def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=60)
+    parser.add_argument("--resnet-turns", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     about = machine()
     print(describe(about))
-    models = {
+    found = {"lenet": lenet(options.turns), "resnet18": resnet18(options.resnet_turns)}
+    write_json(options.json, about, found)
+
+
+def client(shape: tuple[int, ...]) -> ClientGroup:
+    """Return a client with random images of 10 classes."""
+    random = torch.Generator().manual_seed(0)
+    x, y = torch.randn(640, *shape, generator=random), torch.randint(10, (640,), generator=random)
+    data = ClientData("client", Split(x, y), Split(x, y), Split(x, y), 10)
+    return ClientGroup([data], lambda client, purpose: torch.Generator().manual_seed(1))
+
+
+def lenet(turns: int) -> dict[str, object]:
+    """Compare the module LeNet with the built-in one."""
+    models: dict[str, FlatModel] = {
         "built in": LeNet((1, 28, 28), 10),
         "module": ModuleModel(BareLeNet, (1, 28, 28), 10, "pixels", initial="drawn"),
     }
-    random = torch.Generator().manual_seed(0)
-    x, y = torch.randn(640, 1, 28, 28, generator=random), torch.randint(10, (640,), generator=random)
-    data = ClientData("client", Split(x, y), Split(x, y), Split(x, y), 10)
-    group = ClientGroup([data], lambda client, purpose: torch.Generator().manual_seed(1))
+    group, settings = client((1, 28, 28)), LocalSGD(steps=20, lr=0.005)
     theta = models["built in"].init(torch.Generator().manual_seed(2))[None]
-    settings = LocalSGD(steps=STEPS, lr=0.005)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(options.turns + 2):
+    sides = {name: lambda model=model: train(model, group, theta, settings).theta for name, model in models.items()}
+    return compared("LeNet", sides, turns, 20, same_bits=True)
+
+
+def resnet18(turns: int) -> dict[str, object]:
+    """Compare torchvision's ResNet18 in FedLoom with a bare loop."""
+    from torchvision.models import resnet18 as make
+
+    model = ModuleModel(lambda: make(num_classes=10), (3, 32, 32), 10, "pixels")
+    group, settings, bare = client((3, 32, 32)), LocalSGD(steps=3, lr=0.005), make(num_classes=10).train()
+    theta = model.init(torch.Generator().manual_seed(2))[None]
+    data = group.clients[0].train
+
+    def loop() -> Tensor:
+        optimizer = torch.optim.SGD(bare.parameters(), lr=settings.lr, momentum=settings.momentum)
+        for index in batches(len(data), settings.batch_size, 3, torch.Generator().manual_seed(1)):
+            optimizer.zero_grad()
+            F.cross_entropy(bare(data.x[index]), data.y[index]).backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in bare.parameters()])
+
+    sides = {"bare loop": loop, "module": lambda: train(model, group, theta, settings).theta}
+    return compared("ResNet18 with BatchNorm", sides, turns, 3, same_bits=False)
+
+
+def compared(
+    what: str, sides: Mapping[str, Callable[[], Tensor]], turns: int, steps: int, *, same_bits: bool
+) -> dict[str, object]:
+    """Time both sides in turns, and print the steps a second and the median ratio of pairs."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(turns + 2):
         ends = []
-        for name, model in models.items():
+        for name, side in sides.items():
             started = time.process_time()
-            ends.append(train(model, group, theta, settings).theta)
+            ends.append(side())
             if turn > 1:  # the first turns warm the caches
                 seconds[name].append(time.process_time() - started)
-        assert torch.equal(*ends), "the bits are not those of the built-in model"
-    ratio = statistics.median(a / b for a, b in zip(seconds["built in"], seconds["module"], strict=True))
+        assert not same_bits or torch.equal(*ends), "the bits are not those of the other side"
+    other = next(iter(sides))
+    ratio = statistics.median(a / b for a, b in zip(seconds[other], seconds["module"], strict=True))
     for name, found in seconds.items():
-        print(f"{name}: {STEPS / statistics.median(found):.0f} steps a second of CPU time")
-    print(f"module: {ratio:.1%} of the built-in model's speed, the same bits")
-    write_json(options.json, about, {"seconds": seconds, "ratio": ratio})
+        print(f"{what}, {name}: {steps / statistics.median(found):.3g} steps a second of CPU time")
+    print(f"{what}, module: {ratio:.1%} of the speed of the {other}" + (", the same bits" if same_bits else ""))
+    return {"seconds": seconds, "ratio": ratio}
 
 
 if __name__ == "__main__":
