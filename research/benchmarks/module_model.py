@@ -38,7 +38,7 @@ def main() -> None:
     """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--resnet-turns", type=int, default=15)
+    parser.add_argument("--resnet-turns", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -73,20 +73,20 @@ def resnet18(turns: int) -> dict[str, object]:
     from torchvision.models import resnet18 as make
 
     model = ModuleModel(lambda: make(num_classes=10), (3, 32, 32), 10, "pixels")
-    group, settings, bare = client((3, 32, 32)), LocalSGD(steps=3, lr=0.005), make(num_classes=10).train()
+    group, settings, bare = client((3, 32, 32)), LocalSGD(steps=10, lr=0.005), make(num_classes=10).train()
     theta = model.init(torch.Generator().manual_seed(2))[None]
     data = group.clients[0].train
 
     def loop() -> Tensor:
         optimizer = torch.optim.SGD(bare.parameters(), lr=settings.lr, momentum=settings.momentum)
-        for index in batches(len(data), settings.batch_size, 3, torch.Generator().manual_seed(1)):
+        for index in batches(len(data), settings.batch_size, settings.count(len(data)), torch.Generator().manual_seed(1)):
             optimizer.zero_grad()
             F.cross_entropy(bare(data.x[index]), data.y[index]).backward()
             optimizer.step()
         return torch.cat([p.detach().flatten() for p in bare.parameters()])
 
     sides = {"bare loop": loop, "module": lambda: train(model, group, theta, settings).theta}
-    return compared("ResNet18 with BatchNorm", sides, turns, 3, same_bits=False)
+    return compared("ResNet18 with BatchNorm", sides, turns, settings.count(len(data)), same_bits=False)
 
 
 def compared(
