@@ -73,20 +73,22 @@ def resnet18(turns: int) -> dict[str, object]:
     from torchvision.models import resnet18 as make
 
     model = ModuleModel(lambda: make(num_classes=10), (3, 32, 32), 10, "pixels")
-    group, settings, bare = client((3, 32, 32)), LocalSGD(steps=10, lr=0.005), make(num_classes=10).train()
+    group, steps, bare = client((3, 32, 32)), 10, make(num_classes=10).train()
+    settings = LocalSGD(steps=steps, batch_size=32, lr=0.005, momentum=0.9)
     theta = model.init(torch.Generator().manual_seed(2))[None]
-    data = group.clients[0].train
+    x, y = group.clients[0].train.x, group.clients[0].train.y
+    assert y is not None
 
     def loop() -> Tensor:
-        optimizer = torch.optim.SGD(bare.parameters(), lr=settings.lr, momentum=settings.momentum)
-        for index in batches(len(data), settings.batch_size, settings.count(len(data)), torch.Generator().manual_seed(1)):
+        optimizer = torch.optim.SGD(bare.parameters(), lr=0.005, momentum=0.9)
+        for index in batches(len(x), 32, steps, torch.Generator().manual_seed(1)):
             optimizer.zero_grad()
-            F.cross_entropy(bare(data.x[index]), data.y[index]).backward()
+            F.cross_entropy(bare(x[index]), y[index]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         return torch.cat([p.detach().flatten() for p in bare.parameters()])
 
     sides = {"bare loop": loop, "module": lambda: train(model, group, theta, settings).theta}
-    return compared("ResNet18 with BatchNorm", sides, turns, settings.count(len(data)), same_bits=False)
+    return compared("ResNet18 with BatchNorm", sides, turns, steps, same_bits=False)
 
 
 def compared(

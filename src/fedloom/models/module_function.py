@@ -64,7 +64,8 @@ class ModuleFunction:
         """Move buffers and frozen parameters to a device; a tensor of several layers stays one tensor."""
         moved: dict[int, Tensor] = {}
         for layer in self.module.modules():
-            for held in (layer._buffers, layer._parameters):
+            kinds: tuple[dict[str, Any], ...] = (layer._buffers, layer._parameters)
+            for held in kinds:
                 for key, t in held.items():
                     if t is not None and not _is_trained(t):
                         held[key] = moved.setdefault(id(t), t if t.device == device else t.to(device))

@@ -114,7 +114,7 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     found = {}
     for name, t in tensors.items():
         digest = hashlib.blake2b(f"{t.dtype} {tuple(t.shape)}".encode(), digest_size=8)
-        digest.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(t.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         found[name] = digest.hexdigest()
     return found
 
