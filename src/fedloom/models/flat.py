@@ -191,6 +191,9 @@ class FlatModel(FlatNetwork):
     task: PredictionTask = CLASSIFICATION
     """What the model predicts."""
 
+    draws: tuple[str, ...] = ()
+    """Libraries whose global random generators training uses: ``torch``, ``numpy``, ``python``."""
+
     needs_labels: ClassVar[bool] = True
     """True if the loss uses labels."""
 
