@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
+from fedloom.core.draws import seeded as drawing_seed
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout
+from fedloom.models.module_call import call_of
+from fedloom.models.module_inputs import ModuleInputs, shapes
 from fedloom.models.module_layers import copied, said
 
 NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -24,7 +26,7 @@ _log = logging.getLogger("fedloom.models")
 _told: set[str] = set()
 
 
-def seeded(make: Callable[[], nn.Module], seed: int, x: Any = None) -> nn.Module:
+def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs | None = None) -> nn.Module:
     """Return a new module in training mode, made with torch's generator seeded.
 
     Lazy layers make their parameters in a call in evaluation mode on trial inputs ``x``, from the same generator.
@@ -35,16 +37,16 @@ def seeded(make: Callable[[], nn.Module], seed: int, x: Any = None) -> nn.Module
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             try:
                 with torch.no_grad():
-                    module.eval()(x)
+                    call_of(module, x).result(module.eval(), x)
             except Exception as error:
                 raise ExperimentError(
-                    f"{KEY}: {type(module).__name__} has lazy layers and fails on inputs {list(x.shape)}, from which "
+                    f"{KEY}: {type(module).__name__} has lazy layers and fails on inputs {shapes(x)}, from which "
                     f"they would take their shapes ({said(error)})"
                 ) from error
         return module.train()
 
 
-def moving_buffers(module: nn.Module, x: Any) -> tuple[str, ...]:
+def moving_buffers(module: nn.Module, x: ModuleInputs) -> tuple[str, ...]:
     """Return the names of the floating-point buffers that a call in training mode changes.
 
     Empty if the call fails, which the check of the module reports with the layer.
@@ -52,8 +54,8 @@ def moving_buffers(module: nn.Module, x: Any) -> tuple[str, ...]:
     tried = copied(module).train()
     before = {name: b.clone() for name, b in tried.named_buffers()}
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            tried(x)
+        with torch.enable_grad(), drawing_seed(0):
+            call_of(tried, x).result(tried, x)
     except Exception:  # the check names the layer
         return ()
     after = dict(tried.named_buffers())
