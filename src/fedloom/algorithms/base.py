@@ -420,6 +420,10 @@ class Algorithm(ABC):
         """
         return False
 
+    def differentiates_twice(self, settings: Any) -> bool:
+        """Return True if training differentiates gradients of the model's loss."""
+        return False
+
     def check_model(self, settings: Any, model: FlatModel) -> None:
         """Check that the method can use the clients' model.
 
