@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
-from fedloom.models.module_call import call_of
+from fedloom.models.module_call import call_of, tell_of_binary
 from fedloom.models.module_check import Trial, tried
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_head import head_of
@@ -125,6 +125,8 @@ class ModuleModel(FlatModel):
         self.constrained = bool(moving)
         self.predicts_by_batch = bool(without_statistics(self._module))
         tell_of_batches(self._module)
+        if self._call.binary:
+            tell_of_binary(type(self._module).__name__)
         self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
         self._training = copy.copy(self)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from fedloom.models.factories import KEY
 from fedloom.models.module_inputs import ModuleInputs
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.trial import has_binary_form
+
+_log = logging.getLogger("fedloom.models")
 
 LOGITS = "logits"
 """Field of an output that is read by default."""
@@ -145,6 +149,12 @@ def _parts(found: Any) -> dict[str | int, Any]:
 
 def _said(part: Any) -> str:
     return str(list(part.shape)) if isinstance(part, Tensor) else type(part).__name__
+
+
+@cache
+def tell_of_binary(name: str) -> None:
+    """Log once that a module's one output is taken as the logit of the second class."""
+    _log.info("%s gives one output for two classes: z becomes the logits [0, z], whose loss is that of a sigmoid", name)
 
 
 def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None) -> Call:

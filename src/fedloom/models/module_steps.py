@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
 
 from fedloom.core.draws import seeded
 from fedloom.errors import ExperimentError
-from fedloom.models.flat import FlatModel
+from fedloom.models.flat import FlatModel, Leaves
 from fedloom.models.module_check import Trial
 from fedloom.models.module_compare import near
-from fedloom.models.module_inputs import mapped
+from fedloom.models.module_inputs import ModuleInputs, mapped
 from fedloom.models.module_layers import at_layer
 
 CPU = torch.device("cpu")
@@ -41,13 +42,6 @@ class Steps(NamedTuple):
     device: torch.device = CPU
 
 
-class CallsModule(Protocol):
-    """Model that calls a module."""
-
-    def called_module(self) -> nn.Module:
-        """Return the module that this thread's calls run."""
-
-
 def check_steps(model: FlatModel, data: Trial, steps: Steps) -> None:
     """Make training steps with a model that calls a module, and reject those that fail.
 
@@ -59,21 +53,20 @@ def check_steps(model: FlatModel, data: Trial, steps: Steps) -> None:
     Raises
     ------
     ExperimentError
-        If a step fails, with its layer and the key to change, or if clients together get other gradients than alone.
+        If a step fails, with its layer and the key to change, or if clients together get other results than alone.
     """
-    stacked = steps.clients > 1
-    if stacked or steps.twice or steps.device != CPU or model.in_bfloat16:
+    if steps != Steps() or model.in_bfloat16:
         _Trial(model, data, steps).check()
 
 
 class _Trial:
-    """Model and the clients on which it is tried: two if they are vectorized."""
+    """Model and two clients on which it is tried."""
 
-    def __init__(self, model: FlatModel, data: Trial, steps: Steps) -> None:
+    def __init__(self, model: Any, data: Trial, steps: Steps) -> None:
         self.model, self.training, self.steps = model, model.in_training(), steps
         generator = torch.Generator().manual_seed(0)
         theta = model.init(generator)
-        scale = 0.5 + torch.rand(len(theta), generator=generator)
+        scale = 0.5 + torch.rand(len(theta), generator=generator)  # keeps variances positive
         self.thetas = [theta.to(steps.device), (theta * scale).to(steps.device)]
         self.inputs = [mapped(x, lambda t: t.to(steps.device)) for x in (data.x, data.others)]
         self.y = data.y.to(steps.device)
@@ -83,81 +76,87 @@ class _Trial:
         alone = [self._step(i) for i in range(2)]
         if self.steps.clients == 1:
             return
-        together = self._steps_together(self.training)
-        compared = [("a gradient", alone, together)]
-        if self.training.draws:  # together they draw other numbers
-            plain = [self._gradients(self.model, self._leaves(i), i) for i in range(2)]
-            compared = [("a gradient", plain, self._steps_together(self.model))]
-        for what, one, several in compared:
-            for name in one[0]:
-                if not all(near(several[name][i], one[i][name]) for i in range(2)):
-                    raise self._rejected(
-                        name.rpartition(".")[0],
-                        f"{what} of {name} differs when several clients are trained together",
-                    )
+        together, predicted = self._steps_together(), self._predicted_together()
+        pairs = [("its outputs differ", predicted[i], self._predicted(i)) for i in range(2)]
+        if not self.training.draws:  # together they draw other numbers
+            for name, both in together.items():
+                pairs += [(f"the gradient of {name} differs", both[i], alone[i][name]) for i in range(2)]
+        for what, several, one in pairs:
+            if not near(several, one):
+                raise ExperimentError(
+                    f"{KEY_STACKED}: {what} when several clients are trained together; set it to 1",
+                    key=KEY_STACKED,
+                    found=self.steps.clients,
+                    allowed=1,
+                )
 
-    def _leaves(self, i: int) -> dict[str, Tensor]:
-        return self.model.layout.leaves(self.thetas[i], requires_grad=True)
+    # One client
+
+    def _leaves(self, i: int) -> Leaves:
+        layout = self.model.layout
+        return layout.divided(layout.leaves(self.thetas[i], requires_grad=True))  # type: ignore[no-any-return]
 
     def _step(self, i: int) -> dict[str, Tensor]:
-        """Make a step of one client, and return its gradient."""
-        at = f"in a training step on {self.steps.device.type}" if self.steps.device != CPU else "in a training step"
-        leaves = self._leaves(i)
-        module = self.training.called_module()  # type: ignore[attr-defined]
+        """Make a step of one client and a prediction, and return the gradient."""
         hint, key = ("; set model.precision to float32", "model.precision") if self.model.in_bfloat16 else ("", None)
-        with at_layer(module, at, hint=hint, key=key):
-            found = self._gradients(self.training, leaves, i)
-        predicting = self.model.called_module()  # type: ignore[attr-defined]
-        with at_layer(predicting, "when it predicts", hint=hint, key=key), torch.no_grad():
-            self.model.forward(leaves, self.inputs[i])  # type: ignore[arg-type]
+        where = "" if self.steps.device == CPU else f" on {self.steps.device.type}"
+        with at_layer(self.training.called_module(), f"in a training step{where}", hint=hint, key=key):
+            found = self._gradients(i)
+        with at_layer(self.model.called_module(), f"in a prediction{where}", hint=hint, key=key):
+            self._predicted(i)
         if self.steps.twice:
-            hint = "; choose a first-order variant of the method, or layers with second derivatives"
-            with at_layer(module, "when its gradient is differentiated, as this method does", hint=hint):
-                self._gradients(self.training, leaves, i, twice=True)
+            hint = "; choose a variant of the method of first order, or layers with second derivatives"
+            with at_layer(self.training.called_module(), "when its gradient is differentiated", hint=hint):
+                self._gradients(i, twice=True)
         return found
 
-    def _gradients(
-        self, model: FlatModel, leaves: Mapping[str, Tensor], i: int, *, twice: bool = False
-    ) -> dict[str, Tensor]:
+    def _gradients(self, i: int, *, twice: bool = False) -> dict[str, Tensor]:
+        leaves = self._leaves(i)
         with torch.enable_grad(), seeded(0):
-            loss = model.loss(leaves, self.inputs[i], self.y).mean()  # type: ignore[arg-type]
-            return _differentiated(loss, leaves, twice=twice)
+            return _differentiated(self.training.loss(leaves, self.inputs[i], self.y).mean(), leaves, twice=twice)
 
-    def _steps_together(self, model: FlatModel) -> dict[str, Tensor]:
-        """Make a step of two clients together, as the trainer does, and return their gradients."""
-        both = [self._leaves(i) for i in range(2)]
-        leaves = {name: torch.stack([one[name].detach() for one in both]).requires_grad_() for name in both[0]}
-        first, second = self.inputs
-        x = (
-            torch.stack([first, second])  # type: ignore[list-item]
-            if isinstance(first, Tensor)
-            else {name: torch.stack([each, second[name]]) for name, each in first.items()}  # type: ignore[index]
-        )
-        losses = vmap(partial(_mean_loss, model), randomness="different" if model.draws else "error")
-        module = model.called_module()  # type: ignore[attr-defined]
-        hint = "; set runtime.clients_at_once to 1"
-        with (
-            torch.enable_grad(),
-            seeded(0),
-            at_layer(module, "for several clients together", hint=hint, key=KEY_STACKED),
-        ):
-            loss = losses(leaves, x, torch.stack([self.y, self.y])).sum()
-            found = _differentiated(loss, leaves, twice=False)
-            if self.steps.twice:
-                _differentiated(losses(leaves, x, torch.stack([self.y, self.y])).sum(), leaves, twice=True)
+    @torch.no_grad()
+    def _predicted(self, i: int) -> Tensor:
+        found: Tensor = self.model.forward(self._leaves(i), self.inputs[i])
         return found
 
-    def _rejected(self, layer: str, why: str) -> ExperimentError:
-        return ExperimentError(
-            f"runtime.clients_at_once: layer {layer!r} of the module: {why}; set it to 1",
-            key=KEY_STACKED,
-            found=self.steps.clients,
-            allowed=1,
-        )
+    # Two clients together, as the trainer stacks them
+
+    def _both(self) -> tuple[Leaves, ModuleInputs]:
+        both, (first, second) = [self._leaves(i) for i in range(2)], self.inputs
+        stacked = {name: torch.stack([one[name].detach() for one in both]).requires_grad_() for name in both[0]}
+        buffers = {name: torch.stack([one.buffers[name] for one in both]) for name in both[0].buffers}
+        if isinstance(first, Tensor) and isinstance(second, Tensor):
+            return Leaves(stacked, buffers), torch.stack([first, second])
+        assert isinstance(first, Mapping)
+        assert isinstance(second, Mapping)
+        return Leaves(stacked, buffers), {name: torch.stack([each, second[name]]) for name, each in first.items()}
+
+    def _at_layer(self, model: Any) -> AbstractContextManager[None]:
+        hint = f"; set {KEY_STACKED} to 1"
+        return at_layer(model.called_module(), "for several clients together", hint=hint, key=KEY_STACKED)
+
+    @torch.no_grad()
+    def _predicted_together(self) -> Tensor:
+        leaves, x = self._both()
+        with self._at_layer(self.model):
+            together = vmap(lambda w, b, x: self.model.forward(Leaves(w, b), x))
+            found: Tensor = together(dict(leaves), leaves.buffers, x)
+        return found
+
+    def _steps_together(self) -> dict[str, Tensor]:
+        (leaves, x), y = self._both(), torch.stack([self.y, self.y])
+        losses = vmap(partial(_mean_loss, self.training), randomness="different" if self.training.draws else "error")
+        found: dict[str, Tensor] = {}
+        with torch.enable_grad(), seeded(0), self._at_layer(self.training):
+            for twice in (True, False) if self.steps.twice else (False,):
+                buffers = {name: b.clone() for name, b in leaves.buffers.items()}
+                found = _differentiated(losses(dict(leaves), buffers, x, y).sum(), leaves, twice=twice)
+        return found
 
 
-def _mean_loss(model: FlatModel, leaves: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    return model.loss(leaves, x, y).mean()
+def _mean_loss(model: FlatModel, leaves: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return model.loss(Leaves(leaves, buffers), x, y).mean()
 
 
 def _differentiated(loss: Tensor, leaves: Mapping[str, Tensor], *, twice: bool) -> dict[str, Tensor]:
