@@ -49,6 +49,7 @@ def head_of(module: nn.Module, call: Call, x: ModuleInputs, others: ModuleInputs
         If the requested layer cannot be the head.
     """
     module = copied(module).eval()
+    _move(module)  # a factor that starts at 1 would not show
     layers = dict(module.named_modules())
     linear = [name for name, layer in layers.items() if name and isinstance(layer, nn.Linear)]
     if asked is None:
@@ -93,17 +94,21 @@ def _determining(module: nn.Module, call: Call, name: str, x: ModuleInputs, othe
     if len(given) != 1:
         return None
     features, kept = given[0]
-    with torch.no_grad():
-        for held, key, _ in places(module):
-            p = held[key]
-            assert p is not None
-            held[key] = nn.Parameter(p * 1.5 + 0.1, requires_grad=False)
+    _move(module)
     hook = module.get_submodule(name).register_forward_hook(lambda *_: kept)
     try:
         _, again = _observed(module, call, name, others)
     finally:
         hook.remove()
     return Head(name, features.dim() == 2, gives_logits=False) if torch.equal(again, outputs) else None
+
+
+def _move(module: nn.Module) -> None:
+    """Change every trained parameter of a module."""
+    for held, key, _ in places(module):
+        p = held[key]
+        assert p is not None
+        held[key] = nn.Parameter(p.detach() * 1.25 + 0.01)
 
 
 def _observed(module: nn.Module, call: Call, name: str, x: ModuleInputs) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
