@@ -23,7 +23,7 @@ from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrod import FEDROD
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import PER_FEDAVG
-from fedloom.core.draws import drawing_from, seeded
+from fedloom.core.draws import drawing_from, drawing_with
 from fedloom.models.module import ModuleModel
 from fedloom.models.module_inputs import SingleInput
 from fedloom.models.registry import ModuleSettings
@@ -385,7 +385,7 @@ def test_seeds_reach_all_generators_and_leave_them_as_they_were() -> None:
     before = draw()
     with drawing_from(torch.Generator().manual_seed(7)):
         first = draw()
-    with drawing_from(torch.Generator().manual_seed(7)), seeded(1), seeded(2, torch_alone=True):
+    with drawing_from(torch.Generator().manual_seed(7)), drawing_with(1), drawing_with(2, torch_alone=True):
         pass
     state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     with drawing_from(torch.Generator().manual_seed(7)):

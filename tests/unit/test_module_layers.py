@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.algorithms.client import LocalTrainer, train
 from fedloom.algorithms.local_sgd import LocalSGD
-from fedloom.core.draws import seeded
+from fedloom.core.draws import drawing_with
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.module import ModuleModel
 
@@ -229,7 +229,7 @@ def test_a_layer_that_draws_is_torchs_with_the_seed_of_the_batch(kind: str) -> N
         gradients, loss = local.gradient(w, batch)
         assert torch.equal(local.gradient(w, batch)[1], loss)
         assert batch.seed is not None
-        with seeded(batch.seed):
+        with drawing_with(batch.seed):
             expected = F.cross_entropy(module(batch.x), batch.y)
         torch.testing.assert_close(loss[0], expected.detach())
         slopes = torch.autograd.grad(expected, [own[name] for name in w])

@@ -24,7 +24,7 @@ from torch.func import vmap
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.local_optimizers import LocalStep, local_step
 from fedloom.algorithms.local_sgd import LocalSGD
-from fedloom.core.draws import seed_from, seeded
+from fedloom.core.draws import drawing_with, seed_from
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel, Leaves, masked
@@ -324,7 +324,7 @@ class LocalTrainer:
 
     def drawing(self, seed: int | None) -> AbstractContextManager[None]:
         """Let the model draw the numbers of a seed within the context."""
-        return _NO_DRAWS if seed is None else seeded(seed, torch_alone=self._model.draws == ("torch",))
+        return _NO_DRAWS if seed is None else drawing_with(seed, torch_alone=self._model.draws == ("torch",))
 
     # Losses
 

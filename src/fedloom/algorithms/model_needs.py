@@ -14,10 +14,10 @@ Need: TypeAlias = Literal[
 """Requirement of a method on the clients' model.
 
 ``head``: layers besides the last linear one. ``linear head``: that layer is not parametrized (no weight normalization),
-and its outputs are the logits. ``features``: it ends in a linear layer on features. ``default loss``: it does not define
-a loss. ``no buffers``: it has no buffers that move in training, because the method has no training calls that move them.
-``any vector``: every θ is a model, because the method generates or draws θ. ``normalization``: it has normalization
-layers.
+and its outputs are the logits. ``features``: it ends in a linear layer on features. ``default loss``: it does not
+define a loss. ``no buffers``: it has no buffers that move in training, because the method has no training calls that
+move them. ``any vector``: every θ is a model, because the method generates or draws θ. ``normalization``: it has
+normalization layers.
 """
 
 

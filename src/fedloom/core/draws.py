@@ -15,7 +15,7 @@ _LOCK = threading.RLock()
 
 
 def seed_from(generator: torch.Generator) -> int:
-    """Draw a seed for :func:`seeded`; the generator advances by one draw."""
+    """Draw a seed for :func:`drawing_with`; the generator advances by one draw."""
     return int(torch.randint(2**62, (), generator=generator))
 
 
@@ -30,12 +30,12 @@ def drawing_from(generator: torch.Generator, *, torch_alone: bool = False) -> It
     torch_alone
         Leave numpy's and Python's generators as they are, for code that does not use them: that takes 5 µs, not 80.
     """
-    with seeded(seed_from(generator), torch_alone=torch_alone):
+    with drawing_with(seed_from(generator), torch_alone=torch_alone):
         yield
 
 
 @contextmanager
-def seeded(seed: int, *, torch_alone: bool = False) -> Iterator[None]:
+def drawing_with(seed: int, *, torch_alone: bool = False) -> Iterator[None]:
     """Let the global generators draw from a seed, and restore their states; see :func:`drawing_from`."""
     with _LOCK:
         of_torch = [(generator, generator.get_state()) for generator in _generators_of_torch()]
@@ -57,4 +57,4 @@ def seeded(seed: int, *, torch_alone: bool = False) -> Iterator[None]:
 
 def _generators_of_torch() -> tuple[torch.Generator, ...]:
     """Return torch's global generators: that of the CPU, and those of the GPUs that this process uses."""
-    return (torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ()))
+    return (torch.default_generator, *(torch.cuda.default_generators if torch.cuda.is_initialized() else ()))  # type: ignore[no-untyped-call]

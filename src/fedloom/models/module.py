@@ -212,7 +212,8 @@ class ModuleModel(FlatModel):
     def loss(self, parameters: Mapping[str, Tensor], x: ModuleInputs, y: Tensor | None) -> Tensor:
         """Return the loss of each example, ``[b]``: the module's ``loss(logits, y)`` if it has one."""
         if not self.own_loss:
-            return super().loss(parameters, x, y)
+            assert y is not None
+            return self.task.loss(self.forward(parameters, x), y)
         return self._own().loss(parameters, self.forward(parameters, x), y)
 
     def _own(self) -> ModuleFunction:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedloom.core.draws import seeded
+from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout, Leaves
@@ -129,7 +129,7 @@ class _Trial:
         function = self._function(training=False)
         with (
             torch.no_grad(),
-            seeded(0),
+            drawing_with(0),
             at_layer(function.module, f"for inputs {shapes(self.data.x)} in evaluation mode"),
         ):
             found = function(self._contiguous(), self.data.x)
@@ -155,7 +155,7 @@ class _Trial:
             noting = draws_noted(module, self.generators, noted, watch=watch) if note else nullcontext()
             at = at_layer(module, f"for inputs {shapes(x)} {mode}")
             parameters = self._contiguous(requires_grad=training)  # fresh buffers
-            with torch.set_grad_enabled(training), seeded(seed), noting, at:
+            with torch.set_grad_enabled(training), drawing_with(seed), noting, at:
                 outputs = function(parameters, x)
             moved[:] = [self.layout.join(parameters).detach()]
             return outputs
@@ -246,7 +246,7 @@ class _Trial:
         module = function.module
         with (
             torch.enable_grad(),
-            seeded(0),
+            drawing_with(0),
             draws_noted(module, self.generators, self.noted),
             at_layer(module, "in a training step"),
         ):

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedloom.core.draws import seeded
+from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.module_call import Call
-from fedloom.models.module_function import places
 from fedloom.models.module_inputs import ModuleInputs
 from fedloom.models.module_layers import copied, is_tied
 
@@ -104,11 +103,11 @@ def _determining(module: nn.Module, call: Call, name: str, x: ModuleInputs, othe
 
 
 def _move(module: nn.Module) -> None:
-    """Change every trained parameter of a module."""
-    for held, key, _ in places(module):
-        p = held[key]
-        assert p is not None
-        held[key] = nn.Parameter(p.detach() * 1.25 + 0.01)
+    """Change every trained parameter of a module, in place, so that shared ones stay shared."""
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.requires_grad:
+                p.mul_(1.25).add_(0.01)
 
 
 def _observed(module: nn.Module, call: Call, name: str, x: ModuleInputs) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
@@ -116,7 +115,7 @@ def _observed(module: nn.Module, call: Call, name: str, x: ModuleInputs) -> tupl
     given: list[tuple[Tensor, Tensor]] = []
     hook = module.get_submodule(name).register_forward_hook(lambda _, inputs, output: given.append((inputs[0], output)))
     try:
-        with torch.no_grad(), seeded(0):
+        with torch.no_grad(), drawing_with(0):
             outputs = call.raw(module, x)
     finally:
         hook.remove()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
-from fedloom.core.draws import seeded as drawing_seed
+from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout
@@ -26,7 +26,7 @@ _log = logging.getLogger("fedloom.models")
 _told: set[str] = set()
 
 
-def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs | None = None) -> nn.Module:
+def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs) -> nn.Module:
     """Return a new module in training mode, made with torch's generator seeded.
 
     Lazy layers make their parameters in a call in evaluation mode on trial inputs ``x``, from the same generator.
@@ -54,7 +54,7 @@ def moving_buffers(module: nn.Module, x: ModuleInputs) -> tuple[str, ...]:
     tried = copied(module).train()
     before = {name: b.clone() for name, b in tried.named_buffers()}
     try:
-        with torch.enable_grad(), drawing_seed(0):
+        with torch.enable_grad(), drawing_with(0):
             call_of(tried, x).result(tried, x)
     except Exception:  # the check names the layer
         return ()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedloom.core.draws import seeded
+from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel, Leaves
 from fedloom.models.module_check import Trial
@@ -87,7 +87,7 @@ class _Trial:
                     f"{KEY_STACKED}: {what} when several clients are trained together; set it to 1",
                     key=KEY_STACKED,
                     found=self.steps.clients,
-                    allowed=1,
+                    allowed=[1],
                 )
 
     # One client
@@ -112,7 +112,7 @@ class _Trial:
 
     def _gradients(self, i: int, *, twice: bool = False) -> dict[str, Tensor]:
         leaves = self._leaves(i)
-        with torch.enable_grad(), seeded(0):
+        with torch.enable_grad(), drawing_with(0):
             return _differentiated(self.training.loss(leaves, self.inputs[i], self.y).mean(), leaves, twice=twice)
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class _Trial:
         (leaves, x), y = self._both(), torch.stack([self.y, self.y])
         losses = vmap(partial(_mean_loss, self.training), randomness="different" if self.training.draws else "error")
         found: dict[str, Tensor] = {}
-        with torch.enable_grad(), seeded(0), self._at_layer(self.training):
+        with torch.enable_grad(), drawing_with(0), self._at_layer(self.training):
             for twice in (True, False) if self.steps.twice else (False,):
                 buffers = {name: b.clone() for name, b in leaves.buffers.items()}
                 found = _differentiated(losses(dict(leaves), buffers, x, y).sum(), leaves, twice=twice)
