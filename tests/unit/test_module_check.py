@@ -249,23 +249,37 @@ class Inner(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "draw",
+    ("draw", "library"),
     [
-        lambda: torch.rand(()),
-        random.random,
-        lambda: np.random.rand(),  # noqa: NPY002
-        lambda: torch.rand((), generator=GENERATOR),
-        lambda: NUMBERS.random(),
+        (lambda: torch.rand(()), "torch"),
+        (random.random, "python"),
+        (lambda: np.random.rand(), "numpy"),  # noqa: NPY002
     ],
-    ids=["torch", "python", "numpy", "own", "numpy's own"],
+    ids=["torch", "python", "numpy"],
 )
-def test_a_draw_is_refused_however_seldom_it_matters(draw: Any) -> None:
-    gc.unfreeze()  # conftest.py freezes what imports made, and frozen objects are not looked through
+def test_draws_are_noted_in_training_and_refused_in_evaluation(draw: Any, library: str) -> None:
     states = torch.get_rng_state(), random.getstate()
-    with refused("model.factory", "'drop'", "Draws", "random", "training"):
-        model_of(lambda: Inner(draw))
+    model = model_of(lambda: Inner(draw))
+    assert model.draws == model.in_training().draws == (library,)
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
+
+    class Always(Inner):
+        def train(self, mode: bool = True) -> Always:
+            return super().train(True)
+
+    with refused("model.factory", "'drop'", "Draws", "evaluation", library, "self.training"):
+        model_of(lambda: Always(draw))
+    assert model_of(Small).draws == ()
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand((), generator=GENERATOR), lambda: NUMBERS.random()], ids=["own", "numpy's own"]
+)
+def test_a_draw_that_a_run_cannot_seed_is_refused_however_seldom_it_matters(draw: Any) -> None:
+    gc.unfreeze()  # conftest.py freezes what imports made, and frozen objects are not looked through
+    with refused("model.factory", "'drop'", "Draws", "generator", "global"):
+        model_of(lambda: Inner(draw))
 
 
 class Counts(Small):
@@ -297,7 +311,7 @@ def draw_later() -> float:
 
 def test_a_generator_that_the_module_makes_when_it_is_called_is_found() -> None:
     LATER.clear()
-    with refused("model.factory", "Draws", "random", "training"):
+    with refused("model.factory", "Draws", "random", "generator"):
         model_of(lambda: Inner(draw_later))
 
 

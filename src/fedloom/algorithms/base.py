@@ -209,6 +209,7 @@ class ClientGroup:
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
         self._may_keep = may_keep
         self._secret = secret
+        self._streams: dict[tuple[int, str], torch.Generator] = {}
         self.kept: dict[int, dict[str, Tensor]] = {}  # new state by position
         self.lost: dict[int, str] = {}  # reason by position
 
@@ -218,6 +219,12 @@ class ClientGroup:
     def generator(self, i: int, purpose: str) -> torch.Generator:
         """Return the random generator of the i-th client for a purpose."""
         return self._generator(self.clients[i].id, purpose)
+
+    def stream(self, i: int, purpose: str) -> torch.Generator:
+        """Return the generator of the i-th client for a purpose, which goes on from use to use in the conversation."""
+        if (i, purpose) not in self._streams:
+            self._streams[i, purpose] = self.generator(i, purpose)
+        return self._streams[i, purpose]
 
     def noise(self, i: int, purpose: str, about: bytes, size: int) -> Tensor:
         """Return standard normal numbers ``[size]``, float64, that hide something of the i-th client from the server.
@@ -411,6 +418,10 @@ class Algorithm(ABC):
 
         A loss is no update.
         """
+        return False
+
+    def differentiates_twice(self, settings: Any) -> bool:
+        """Return True if training differentiates gradients of the model's loss."""
         return False
 
     def check_model(self, settings: Any, model: FlatModel) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import zip_longest
 from typing import Literal, TypeAlias
 
@@ -23,6 +24,7 @@ from torch.func import vmap
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.local_optimizers import LocalStep, local_step
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.core.draws import drawing_with, seed_from
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel, Leaves, masked
@@ -31,6 +33,8 @@ PIECE = 512
 """Examples per piece when a loss covers all of a client's data."""
 
 _is_missing = partial(operator.is_, None)
+
+_NO_DRAWS = nullcontext()
 
 Parameters: TypeAlias = Leaves
 """Parameters w of g clients: named leaves, ``[*shape]`` if g is 1, else ``[g, *shape]``, with their buffers."""
@@ -83,12 +87,17 @@ def examples(client: ClientData, *, labelled: bool = False) -> Split:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Examples of g clients; all fields but ``active`` have a first axis g if g > 1."""
+    """Examples of g clients; all tensors have a first axis g if g > 1.
+
+    It is a sample of the model's draws, too: every loss and gradient of it in training mode draws the same numbers.
+    Methods that use a batch several times in a step, such as for a difference of gradients, need that.
+    """
 
     x: Tensor  # [b, ...]
     y: Tensor | None  # [b]
     weight: Tensor  # [b], weight of each example in its client's loss
     active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
+    seed: int | None = None  # of the draws; None if the model draws nothing
 
 
 # --- g clients --------------------------------------------------------------------------------------------------------
@@ -282,8 +291,9 @@ class LocalTrainer:
     def _part(self, batch: Batch, chosen: Tensor) -> Batch:
         weight = torch.where(chosen, 1 / chosen.sum(-1, keepdim=True).clamp(min=1).to(batch.weight.dtype), 0)
         if self.stacked:
-            return Batch(batch.x, batch.y, weight)
-        return Batch(batch.x[chosen], None if batch.y is None else batch.y[chosen], weight[chosen])
+            return Batch(batch.x, batch.y, weight, seed=self.seed())
+        y = None if batch.y is None else batch.y[chosen]
+        return Batch(batch.x[chosen], y, weight[chosen], seed=self.seed())
 
     def _weight(self, b: int, each: float) -> Tensor:
         # Token inputs are integers, which cannot hold 1/b.
@@ -300,10 +310,21 @@ class LocalTrainer:
 
     def _take(self, index: Tensor, weight: Tensor, active: Tensor | None = None) -> Batch:
         if self.stacked:
-            return Batch(self._x[index], None if self._y is None else self._y[index], weight, active)
+            y = None if self._y is None else self._y[index]
+            return Batch(self._x[index], y, weight, active, self.seed())
         index = index.to(self._x.device)  # same rows as by [index], in half the time on a CPU
         y = None if self._y is None else self._y.index_select(0, index)
-        return Batch(self._x.index_select(0, index), y, weight)
+        return Batch(self._x.index_select(0, index), y, weight, seed=self.seed())
+
+    def seed(self) -> int | None:
+        """Return a new seed of draws from the clients' streams; None if the model draws nothing."""
+        if not self._model.draws:
+            return None
+        return reduce(operator.xor, [seed_from(self.group.stream(i, "draws")) for i in self.members])
+
+    def drawing(self, seed: int | None) -> AbstractContextManager[None]:
+        """Let the model draw the numbers of a seed within the context."""
+        return _NO_DRAWS if seed is None else drawing_with(seed, torch_alone=self._model.draws == ("torch",))
 
     # Losses
 
@@ -312,7 +333,10 @@ class LocalTrainer:
 
         As any call in training mode, it moves the buffers of w in place.
         """
-        parts = [self._value(self._model, w, piece) for piece in pieces]
+        parts = []
+        for piece in pieces:
+            with self.drawing(piece.seed):
+                parts.append(self._value(self._model, w, piece))
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
     @torch.no_grad()
@@ -326,8 +350,9 @@ class LocalTrainer:
             return (model.loss(w, p.x, p.y) * p.weight).sum(0, keepdim=True)
         before = {} if p.active is None else {name: b.clone() for name, b in w.buffers.items()}
         axes = (0, 0, 0, None if p.y is None else 0, 0, None if self._absent is None else 0)
-        loss = partial(self._loss, model)
-        losses: Tensor = vmap(loss, in_dims=axes)(dict(w), w.buffers, p.x, p.y, p.weight, self._absent)
+        loss, randomness = partial(self._loss, model), "different" if model.draws else "error"
+        together = vmap(loss, in_dims=axes, randomness=randomness)
+        losses: Tensor = together(dict(w), w.buffers, p.x, p.y, p.weight, self._absent)
         for name, was in before.items():  # a client that is done keeps its buffers
             assert p.active is not None
             w.buffers[name] = torch.where(self.each(p.active, was), w.buffers[name], was)
@@ -358,7 +383,7 @@ class LocalTrainer:
         gradients: list[Tensor] = []
         total = None
         for piece in pieces:
-            with torch.enable_grad():
+            with torch.enable_grad(), self.drawing(piece.seed):
                 loss = self._value(self._model, w, piece)
                 total_loss = loss.sum() if self.stacked else loss
                 part = torch.autograd.grad(total_loss, leaves, create_graph=differentiable, allow_unused=True)

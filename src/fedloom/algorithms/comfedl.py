@@ -368,5 +368,9 @@ class ComFedL(base.Algorithm):
         """Return the name of each predictor in tables."""
         return {"personal": "ComFedL", "global": "ComFedL, shared model"}
 
+    def differentiates_twice(self, settings: ComFedLSettings) -> bool:
+        """Return True for DAMAML, unless to first order."""
+        return settings.objective == "damaml" and not settings.first_order
+
 
 COMFEDL = ComFedL()

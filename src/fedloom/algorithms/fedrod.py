@@ -40,6 +40,7 @@ class TwoHeads(FlatModel):
         entries = (*model.layout.entries, *heads, ("raised.by", (classes,)))
         self.layout = Layout(entries, channels_last=model.layout.channels_last, buffers=model.layout.buffers)
         self.model = model
+        self.task, self.draws = model.task, model.draws
 
     def in_training(self) -> FlatModel:
         """Return the two-headed model on top of the model in training mode."""

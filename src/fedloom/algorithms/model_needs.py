@@ -13,10 +13,11 @@ Need: TypeAlias = Literal[
 ]
 """Requirement of a method on the clients' model.
 
-``head``: layers besides the last linear one. ``linear head``: that layer is not parametrized (no weight normalization).
-``features``: it ends in a linear layer on features. ``default loss``: it does not define a loss. ``no buffers``: it has
-no buffers that move in training, because the method has no training calls that move them. ``any vector``: every θ is a
-model, because the method generates or draws θ. ``normalization``: it has normalization layers.
+``head``: layers besides the last linear one. ``linear head``: that layer is not parametrized (no weight normalization),
+and its outputs are the logits. ``features``: it ends in a linear layer on features. ``default loss``: it does not
+define a loss. ``no buffers``: it has no buffers that move in training, because the method has no training calls that
+move them. ``any vector``: every θ is a model, because the method generates or draws θ. ``normalization``: it has
+normalization layers.
 """
 
 
@@ -34,6 +35,9 @@ def _problem(need: Need, model: FlatModel) -> str | None:
         if model.layout.headless:
             return "needs a last linear layer, but the outputs of this model do not come from such a layer"
         return "needs layers before the last one, but this model has one layer"
+    if need == "linear head" and model.layout.logits_apart:
+        head = f"{model.layout.last!r} of this model, but its logits only follow from that layer's outputs"
+        return f"adds the heads of clients, and so the outputs of {head}. Return the outputs of the layer"
     if need == "linear head" and not model.layout.head_is_linear:
         head = f"{model.layout.last!r} of this model is parametrized ({', '.join(model.layout.head)})"
         return f"adds the heads of clients, and the head {head}. Make it a plain linear layer"

@@ -112,6 +112,10 @@ class PerFedAvg(FedAvg):
     settings: ClassVar[Any] = PerFedAvgSettings
     predictors = {"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"}
 
+    def differentiates_twice(self, settings: MetaLearning) -> bool:
+        """Return True with the exact Hessian."""
+        return settings.hessian == "exact"
+
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MetaLearning) -> Trained:
         """Train a client as in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
         local = LocalTrainer(model, group, mask_absent=s.local.mask_absent)

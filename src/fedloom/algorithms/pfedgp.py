@@ -255,7 +255,7 @@ def visit(model: FlatModel, group: ClientGroup, i: int, body: Tensor, s: PFedGPS
     leaves, losses, splits = [w[name] for name in model.layout.body], [], None
     step = local.sgd(leaves, sgd)
     for _ in range(s.steps):
-        with torch.enable_grad():
+        with torch.enable_grad(), local.drawing(local.seed()):
             z = model.in_training().features(w, x)
             if splits is None:
                 splits = tree(z.detach().cpu(), y.cpu(), client.classes)  # line 4

@@ -104,7 +104,10 @@ def _check_model(c: _Combination) -> Iterator[SettingError]:
         assert c.source is not None
         shape, classes, kind = _input_shape(e.data, c.source), c.source.classes, c.source.kind
     try:
-        c.algorithm.check_model(e.algorithm.settings, e.model.build(shape, classes, kind))
+        model = e.model.build(shape, classes, kind)
+        c.algorithm.check_model(e.algorithm.settings, model)
+        twice = c.algorithm.differentiates_twice(e.algorithm.settings)
+        model.check_steps(clients=e.runtime.clients_at_once, twice=twice)
     except ExperimentError as error:
         yield _error_of(error, "model")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fedloom.errors import ExperimentError
+from fedloom.models.module_call import call_of
+from fedloom.models.module_inputs import InputDescription, InputShape, descriptions, trial_inputs
 from fedloom.models.module_layers import hooks, named
 
 PROBES = (5.0, 6.0, 7.0)
@@ -22,7 +24,7 @@ LOOKUPS = frozenset(
 """Functions of torch that look values up by integers."""
 
 
-def check_codes(make: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> None:
+def check_codes(make: Callable[[], nn.Module], input_shape: InputShape, kind: str = "features") -> None:
     """Reject a module that looks up codes cut from features.
 
     Parameters
@@ -30,32 +32,42 @@ def check_codes(make: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> 
     make
         Factory of the module.
     input_shape
-        Shape of one input.
+        Shape of the input, or the descriptions of named inputs.
+    kind
+        Kind of a single input.
 
     Raises
     ------
     ExperimentError
         If there is such a lookup; the error names the layer.
     """
+    described = descriptions(input_shape, kind, outputs=2)
+    if not any(each.kind == "features" for each in described.values()):
+        return
     with torch.random.fork_rng(devices=[]):
         module = make().eval()
-        seen = [_lookups(module, input_shape, value) for value in PROBES]
+        seen = [_lookups(module, described, value) for value in PROBES]
     for (where, first), *others in zip(*seen, strict=False):
         if any(not torch.equal(first, other) for _, other in others):
             raise ExperimentError(
                 f"{named(where, module.get_submodule(where))} looks up codes that are cut from the features, but "
                 "features are standardized as measurements, so the codes would differ from the data's",
-                hint="give the network a column of 0 and 1 for each category, and multiply them by a linear layer",
+                hint="pack the codes as integers, or give the network a column of 0 and 1 for each category",
             )
 
 
-def _lookups(module: nn.Module, input_shape: tuple[int, ...], value: float) -> list[tuple[str, Tensor]]:
-    """Return the layer and the integers of each lookup, for inputs that consist of one value."""
+def _lookups(module: nn.Module, described: Mapping[str, InputDescription], value: float) -> list[tuple[str, Tensor]]:
+    """Return the layer and the integers of each lookup, for features that consist of one value."""
+    x = trial_inputs(described, 0, rows=2)
+    if isinstance(x, Tensor):
+        x = torch.full_like(x, value)
+    else:
+        x = {name: torch.full_like(t, value) if described[name].kind == "features" else t for name, t in x.items()}
     layers: list[str] = []
     mode = _Lookups(layers)
     inside = hooks(module, lambda name, layer: layers.remove(name), lambda name, layer: layers.append(name))
     with inside, mode, torch.no_grad(), suppress(Exception):  # expected: integers out of range
-        module(torch.full((2, *input_shape), value))
+        call_of(module, x).result(module, x)
     return mode.found
 
 

@@ -63,6 +63,8 @@ class Layout:
         True if each client keeps its own values of the buffers, which are then not sent.
     normalization
         Entries of normalization layers, buffers included.
+    logits_apart
+        True if the logits follow from the outputs of the head, but are not these themselves.
     """
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
@@ -72,6 +74,7 @@ class Layout:
     buffers: tuple[str, ...] = ()
     local_buffers: bool = False
     normalization: tuple[str, ...] = ()
+    logits_apart: bool = False
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -136,6 +139,8 @@ class Layout:
     @cached_property
     def head_is_linear(self) -> bool:
         """True if the head is a weight [C, f] with an optional bias [C], so that logits are linear in it."""
+        if self.logits_apart:
+            return False
         kinds = [(name.rpartition(".")[2], len(shape)) for name, shape in self.entries if name in self.head]
         return kinds in ([("weight", 2)], [("weight", 2), ("bias", 1)])
 
@@ -191,6 +196,12 @@ class FlatModel(FlatNetwork):
     task: PredictionTask = CLASSIFICATION
     """What the model predicts."""
 
+    draws: tuple[str, ...] = ()
+    """Libraries whose global random generators training uses: ``torch``, ``numpy``, ``python``."""
+
+    in_bfloat16: bool = False
+    """True if convolutions and matrix products run in bfloat16."""
+
     needs_labels: ClassVar[bool] = True
     """True if the loss uses labels."""
 
@@ -215,6 +226,24 @@ class FlatModel(FlatNetwork):
     def in_training(self) -> FlatModel:
         """Return the model in training mode: itself, unless training computes something else."""
         return self
+
+    def check_steps(self, *, clients: int = 1, twice: bool = False, device: torch.device | None = None) -> None:
+        """Check that training steps as a run makes them succeed; built-in networks are known to.
+
+        Parameters
+        ----------
+        clients
+            Clients vectorized together.
+        twice
+            True if gradients are differentiated, too.
+        device
+            Device of the run; None for the CPU.
+
+        Raises
+        ------
+        ExperimentError
+            If a step fails, or several clients together get other gradients than one by one.
+        """
 
     @abstractmethod
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:

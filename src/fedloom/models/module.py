@@ -19,8 +19,11 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
-from fedloom.models.module_check import ROWS, tried_layout
+from fedloom.models.module_call import call_of, tell_of_binary
+from fedloom.models.module_check import Trial, tried
 from fedloom.models.module_function import ModuleFunction
+from fedloom.models.module_head import head_of
+from fedloom.models.module_inputs import ROWS, InputShape, ModuleInputs, descriptions, leading, mapped, trial_inputs
 from fedloom.models.module_layers import check_copyable, check_layers, copied, is_tied
 from fedloom.models.module_state import (
     batch_layers,
@@ -33,6 +36,10 @@ from fedloom.models.module_state import (
     theta_of,
     without_statistics,
 )
+from fedloom.models.module_steps import Steps, check_steps
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.classification import CLASSIFICATION
+from fedloom.tasks.trial import trial_targets
 
 MEMORY = "memory:"
 """Prefix of the factory name of a module that exists only in this process."""
@@ -49,14 +56,23 @@ class ModuleModel(FlatModel):
     ----------
     make
         Factory of the module, which uses torch's random generator.
-    input_shape, classes, kind
-        Shape and kind of the inputs, and C.
+    input_shape
+        Shape of the input, or the descriptions of named inputs.
+    classes
+        Number of outputs K.
+    kind
+        Kind of a single input.
     head
-        Name of the layer whose outputs are the logits; None for the last linear layer, if its outputs are.
+        Name of the linear layer from whose outputs alone the module's follow; None for the last linear layer, if its
+        outputs are the module's.
     initial
         Starting point of training: ``module``, as ``make`` creates it, or ``drawn``, as for built-in networks.
     buffers
         Place of buffers that move in training: ``shared``, averaged with the parameters, or ``local``, kept by clients.
+    output
+        Name or position of the outputs in what the module returns, if that is no tensor; None for ``logits``.
+    task, target_shape
+        What is predicted, and the shape of one target.
 
     Raises
     ------
@@ -67,33 +83,50 @@ class ModuleModel(FlatModel):
     def __init__(
         self,
         make: Factory,
-        input_shape: tuple[int, ...],
+        input_shape: InputShape,
         classes: int,
         kind: str,
         head: str | None = None,
         initial: Literal["module", "drawn"] = "module",
         buffers: Literal["shared", "local"] = "shared",
+        output: str | int | None = None,
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
     ) -> None:
         self._make = make
         self._initial = initial
-        self._x = x = _inputs(input_shape, kind)
+        self.task = task
+        x, others = (trial_inputs(descriptions(input_shape, kind, classes), seed) for seed in (0, 1))
+        self._trial = Trial(x, others, trial_targets(task, ROWS, classes, target_shape), task, classes)
         self._module = seeded(make, 0, x)
         check_layers(self._module)
         if initial == "drawn":
             _check_drawn(self._module)
         moving = moving_buffers(self._module, x)
-        tried = tried_layout(self._module, layout_of(self._module, moving, None, local=False), x, classes)
-        self._head = _head(self._module, x, head)
-        self.has_features = self._head is not None
+        found = tried(
+            self._module,
+            layout_of(self._module, moving, None, local=False),
+            call_of(self._module, x, output),
+            self._trial,
+        )
+        self._call, self.draws = found.call, found.draws
+        last = head_of(self._module, self._call, x, others, head)
+        self._head = None if last is None else last.name
+        self.has_features = last is not None and last.has_features
         separable = self._head is not None and not is_tied(self._module, self._head)
-        found = layout_of(self._module, moving, self._head if separable else None, local=buffers == "local")
-        self.layout = replace(found, channels_last=tried.channels_last)
+        self.layout = replace(
+            layout_of(self._module, moving, self._head if separable else None, local=buffers == "local"),
+            channels_last=found.layout.channels_last,
+            logits_apart=last is not None and not last.gives_logits,
+        )
         self.constants = constants_of(self._module, self.layout)
         self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()
         self.needs_whole_batches = bool(moving or batch_layers(self._module))
         self.constrained = bool(moving)
         self.predicts_by_batch = bool(without_statistics(self._module))
         tell_of_batches(self._module)
+        if self._call.binary:
+            tell_of_binary(type(self._module).__name__)
         self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
         self._training = copy.copy(self)
@@ -116,10 +149,18 @@ class ModuleModel(FlatModel):
         if drawn is not None and not self.layout.buffers:
             return drawn
         seed = 0 if drawn is not None else int(torch.randint(2**62, (1,), generator=generator))
-        own = theta_of(seeded(self._make, seed, self._x), self.layout).to(dtype)
+        own = theta_of(seeded(self._make, seed, self._trial.x), self.layout).to(dtype)
         return own if drawn is None else torch.where(self.layout.mask(self.layout.buffers), own, drawn)
 
-    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def check_steps(self, *, clients: int = 1, twice: bool = False, device: torch.device | None = None) -> None:
+        """Make training steps as a run with these settings would; see :class:`~fedloom.models.flat.FlatModel`."""
+        check_steps(self, self._trial, Steps(clients, twice, device or torch.device("cpu")))
+
+    def called_module(self) -> nn.Module:
+        """Return the module that this thread's calls run."""
+        return self._own().module
+
+    def features(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Return the input of the head, ``[b, *input_shape] -> [b, f]``; the head's own entries may be missing."""
         assert self._head is not None, "has_features is False"
         function, taken = self._own(), list[Tensor]()
@@ -137,23 +178,24 @@ class ModuleModel(FlatModel):
             self._called(function, parameters, x)
         finally:
             hook.remove()
-        return taken[0].flatten(1)[: len(x)] if self.predicts_by_batch else taken[0].flatten(1)
+        found = taken[0].flatten(1)
+        return found[: len(leading(x))] if self.predicts_by_batch else found
 
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return logits, ``[b, *input_shape] -> [b, C]``."""
+    def forward(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
+        """Return outputs, ``[b, *input_shape] -> [b, *output_shape]``."""
         return self._called(self._own(), parameters, x)
 
-    def _called(self, function: ModuleFunction, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def _called(self, function: ModuleFunction, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Call the module, also for a batch of one that is normalized by the batch.
 
         In evaluation the example is then its own batch, which two copies of it are, too. An exported program has no
         such case.
         """
         by_batch = self.needs_whole_batches if self._trains else self.predicts_by_batch
-        if not by_batch or torch.compiler.is_exporting() or len(x) != 1:
+        if not by_batch or torch.compiler.is_exporting() or len(leading(x)) != 1:
             return function(parameters, x)
         if not self._trains:
-            return function(parameters, torch.cat([x, x]))[:1]
+            return function(parameters, mapped(x, lambda t: torch.cat([t, t])))[:1]
         try:
             return function(parameters, x)
         except ValueError as error:
@@ -167,17 +209,18 @@ class ModuleModel(FlatModel):
         """True if the module has a ``loss``."""
         return hasattr(self._module, "loss")
 
-    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+    def loss(self, parameters: Mapping[str, Tensor], x: ModuleInputs, y: Tensor | None) -> Tensor:
         """Return the loss of each example, ``[b]``: the module's ``loss(logits, y)`` if it has one."""
         if not self.own_loss:
-            return super().loss(parameters, x, y)
+            assert y is not None
+            return self.task.loss(self.forward(parameters, x), y)
         return self._own().loss(parameters, self.forward(parameters, x), y)
 
     def _own(self) -> ModuleFunction:
         """Return this thread's copy of the module, in this model's mode, as a function."""
         if not hasattr(self._copies, "function"):
             module = copy.deepcopy(self._module).train(self._trains)
-            self._copies.function = ModuleFunction(module, self.layout.buffers)
+            self._copies.function = ModuleFunction(module, self.layout.buffers, self._call)
         found: ModuleFunction = self._copies.function
         return found
 
@@ -220,7 +263,7 @@ def remember(module: nn.Module, name: str | None = None) -> str:
     return name
 
 
-def factory_of(name: str, input_shape: tuple[int, ...], classes: int) -> Factory:
+def factory_of(name: str, input_shape: tuple[int, ...] | Mapping[str, tuple[int, ...]], classes: int) -> Factory:
     """Return the factory of a module.
 
     Parameters
@@ -276,46 +319,3 @@ def _check_drawn(module: nn.Module) -> None:
                 f"model.initial: layer {name.partition('.parametrizations')[0]!r} is parametrized, but `drawn` only "
                 "draws plain weights. Use `initial: module`"
             )
-
-
-def _inputs(input_shape: tuple[int, ...], kind: str) -> Tensor:
-    """Return trial inputs of the kind, ``[ROWS, *input_shape]``."""
-    generator = torch.Generator().manual_seed(0)
-    if kind == "tokens":
-        return torch.randint(2, (ROWS, *input_shape), generator=generator, dtype=torch.uint8)
-    return torch.randn(ROWS, *input_shape, generator=generator)
-
-
-def _head(module: nn.Module, x: Tensor, asked: str | None) -> str | None:
-    """Return the name of the layer whose outputs are the logits; None if there is none and none was requested."""
-    module = copied(module).eval()
-    layers = dict(module.named_modules())
-    linear = [name for name, layer in layers.items() if name and isinstance(layer, nn.Linear)]
-    if asked is None:
-        return next((name for name in linear[::-1] if _ends_in(module, layers[name], x)), None)
-    if asked not in linear:
-        raise ExperimentError(
-            f"model.head: {asked!r} is not a linear layer; linear layers: {', '.join(linear) or 'none'}"
-        )
-    if not _ends_in(module, layers[asked], x):
-        raise ExperimentError(
-            f"model.head: the outputs of {asked!r} are not the logits; name the layer that outputs the logits"
-        )
-    if is_tied(module, asked):
-        raise ExperimentError(
-            f"model.head: layer {asked!r} shares a parameter with another layer. Name a layer with parameters of its "
-            "own, or untie them"
-        )
-    return asked
-
-
-def _ends_in(module: nn.Module, layer: nn.Module, x: Tensor) -> bool:
-    """Return whether a layer is called once, on rows of features, and its outputs are the module's."""
-    given: list[tuple[Tensor, Tensor]] = []
-    hook = layer.register_forward_hook(lambda _, inputs, output: given.append((inputs[0], output)))
-    try:
-        with torch.no_grad():
-            logits = module(x)
-    finally:
-        hook.remove()
-    return len(given) == 1 and given[0][0].dim() == 2 and torch.equal(given[0][1], logits)

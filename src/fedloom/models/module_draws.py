@@ -16,42 +16,67 @@ from torch.overrides import TorchFunctionMode
 from fedloom.errors import ExperimentError
 from fedloom.models.module_layers import hooks, named
 
+GLOBAL = ("torch", "numpy", "python")
+"""Libraries whose global generators a run seeds."""
+
 
 @contextmanager
-def no_draws(module: nn.Module, mode: str, known: NumpyGenerators, *, watch: bool = False) -> Iterator[None]:
-    """Reject a module that uses random generators, however rarely that matters, and restore the generators.
+def draws_noted(
+    module: nn.Module, known: NumpyGenerators, noted: set[str] | None, *, watch: bool = False
+) -> Iterator[None]:
+    """Note the libraries from whose global generators a module draws, and restore the generators.
 
-    ``watch`` also detects generators other than the global ones; some layers then use another kernel.
+    Parameters
+    ----------
+    noted
+        Set that receives them; None to reject draws.
+    watch
+        True to detect other generators, too; some layers then use another kernel.
+
+    Raises
+    ------
+    ExperimentError
+        If the module draws from a generator of its own, or at all if nothing is noted; the message names the layer.
     """
     given, numpy = _GivenGenerators(), known.present()
     before = _generators(numpy) | {given.name: given.used}
-    drew: list[tuple[str, nn.Module]] = []  # the innermost first, since it returns first
-    untouched: list[bool] = []
+    drew: dict[str, tuple[str, nn.Module]] = {}  # by generator, the innermost layer first, since it returns first
+    active: list[list[str]] = []  # generators used before each active layer
 
     def used() -> list[str]:
         now = _generators(numpy) | {given.name: given.used}
         return [name for name, state in now.items() if state != before[name]]
 
     def leave(name: str, layer: nn.Module) -> None:
-        if untouched.pop() and used():
-            drew.append((name, layer))
+        earlier = active.pop()
+        for source in used():
+            if source not in earlier:
+                drew.setdefault(source, (name, layer))
 
-    with hooks(module, leave, lambda name, layer: untouched.append(not used())):
+    with hooks(module, leave, lambda name, layer: active.append(used())):
         try:
             with given if watch else nullcontext():
                 yield
         finally:
             found = used()
-            random.setstate(before["Python"])
+            random.setstate(before["python"])
             np.random.set_state(before["numpy"])  # noqa: NPY002  # modules may use it
             torch.default_generator.set_state(torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8))
             for generator, state in zip(numpy, before["a generator of numpy"], strict=True):
                 generator.bit_generator.state = state
-    if found:
-        raise ExperimentError(
-            f"{named(*(drew or [('', module)])[0])} would give different outputs in another run, because it draws "
-            f"random numbers {mode} (by {found[0]}). Remove it, or set its probability to 0"
-        )
+    for source in found:
+        where = named(*drew.get(source, ("", module)))
+        if source not in GLOBAL:
+            raise ExperimentError(
+                f"{where} draws random numbers from {source} of its own, which a run cannot seed. Draw from the global "
+                "generator of torch, numpy or Python: leave out `generator=`, or use torch.rand"
+            )
+        if noted is None:
+            raise ExperimentError(
+                f"{where} draws random numbers in evaluation mode (by {source}), so that predictions could not be "
+                "repeated. Draw in training mode only: `if self.training`, or F.dropout(x, p, self.training)"
+            )
+        noted.add(source)
 
 
 class NumpyGenerators:
@@ -92,7 +117,7 @@ def _generators(numpy: Sequence[np.random.Generator]) -> dict[str, Any]:
     return {
         "torch": torch.default_generator.get_state().numpy().tobytes(),
         "numpy": (name, tuple(np.asarray(keys).tolist()), *rest),
-        "Python": random.getstate(),
+        "python": random.getstate(),
         "a generator of numpy": [_plain(generator.bit_generator.state) for generator in numpy],
     }
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.models.flat import Leaves
+from fedloom.models.module_call import AS_IT_IS, Call
+from fedloom.models.module_inputs import ModuleInputs, leading
 
 Place: TypeAlias = tuple[dict[str, Tensor | None], str, str]
 """Place of a tensor: the dict of its layer, the key there, and its name in θ."""
@@ -21,10 +23,20 @@ class ModuleFunction:
     which would take 3 % of a LeNet step. A call in training mode moves the given buffers in place. Frozen parameters
     and other buffers are constants of the module, unless a plain mapping has them, as that of a saved model does.
     Threads must not share one, since a call sets tensors of the module.
+
+    Parameters
+    ----------
+    module
+        The module.
+    buffers
+        Names of the buffers that move.
+    call
+        Way in which it is called.
     """
 
-    def __init__(self, module: nn.Module, buffers: Collection[str] = ()) -> None:
+    def __init__(self, module: nn.Module, buffers: Collection[str] = (), call: Call = AS_IT_IS) -> None:
         self.module = module
+        self.call = call
         self.own_loss = hasattr(module, "loss")
         found = places(module)
         self._buffers = [place for place in found if place[2] in buffers]
@@ -33,19 +45,20 @@ class ModuleFunction:
         self._own = [held[key] for held, key, _ in self._places]
         self._device: torch.device | None = None
 
-    def __call__(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    def __call__(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Return the module's outputs for ``x``."""
-        found: Tensor = self._call(self.module, parameters, x)
+        found: Tensor = self._call(self.call, parameters, leading(x).device, self.module, x)
         return found
 
-    def loss(self, parameters: Mapping[str, Tensor], logits: Tensor, y: Tensor | None) -> Tensor:
+    def loss(self, parameters: Mapping[str, Tensor], outputs: Tensor, y: Tensor | None) -> Tensor:
         """Return the module's own loss of each example, ``[b]``; it may use parameters, as a penalty does."""
-        found: Tensor = self._call(self.module.loss, parameters, logits, y)
+        own: Any = self.module.loss
+        found: Tensor = self._call(own, parameters, outputs.device, self.call.unshaped(outputs), y)
         return found
 
-    def _call(self, function: Any, parameters: Mapping[str, Tensor], x: Tensor, *others: Any) -> Any:
-        if x.device != self._device:
-            self._move_constants(x.device)
+    def _call(self, function: Any, parameters: Mapping[str, Tensor], device: torch.device, *args: Any) -> Any:
+        if device != self._device:
+            self._move_constants(device)
         given = [] if isinstance(parameters, Leaves) else [p for p in self._constants if p[2] in parameters]
         constants = [held[key] for held, key, _ in given]
         try:
@@ -53,7 +66,7 @@ class ModuleFunction:
                 held[key] = parameters[name]
             for held, key, name in self._places:
                 held[key] = parameters[name]
-            return function(x, *others)
+            return function(*args)
         finally:
             for held, key, name in self._buffers:
                 _keep_moved(parameters[name], held[key])

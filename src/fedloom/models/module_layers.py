@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedBuffer
 
-from fedloom.errors import ExperimentError
+from fedloom.errors import ExperimentError, raised_at
 from fedloom.models.factories import KEY
 
 
@@ -45,6 +45,42 @@ def hooks(
             hook.remove()
 
 
+@contextmanager
+def at_layer(module: nn.Module, doing: str, *, hint: str = "", key: str | None = None) -> Iterator[None]:
+    """Reject a module that fails, naming its innermost active layer and the line of its code.
+
+    Parameters
+    ----------
+    doing
+        End of the message's clause about the failure.
+    hint
+        End of the message.
+    key
+        Key to change, if it is not the factory.
+    """
+    at: list[tuple[str, nn.Module]] = []
+    with hooks(module, lambda *_: at.pop() and None, lambda name, layer: at.append((name, layer))):
+        try:
+            yield
+        except ExperimentError:
+            raise
+        except Exception as error:
+            name, layer = at[-1] if at else ("", module)
+            raise ExperimentError(
+                f"{named(name, layer)} fails {doing} ({said(error)}){_line(error)}{hint}", key=key
+            ) from error
+
+
+def _line(error: Exception) -> str:
+    """Return the line of the module's code that led to an error."""
+    at = raised_at(error)
+    return (
+        ""
+        if at is None or "fedloom" in Path(at.filename).parts
+        else f", at {Path(at.filename).name}, line {at.lineno}: {at.line}"
+    )
+
+
 def check_layers(module: nn.Module) -> None:
     """Reject layers that are not functions of parameters and inputs.
 
@@ -59,11 +95,6 @@ def check_layers(module: nn.Module) -> None:
             raise ExperimentError(
                 f"{where} has momentum=None: its running statistics depend on the number of batches that this process "
                 "has seen. Set a number, such as momentum=0.1"
-            )
-        rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0.0)
-        if isinstance(rate, float) and rate > 0:
-            raise ExperimentError(
-                f"{where} drops values at random (p = {rate:g}), so runs cannot be repeated. Set p to 0"
             )
         _check_tensors(where, layer)
     if not any(p.requires_grad for p in module.parameters()):

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.parameter import is_lazy
 
+from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout
+from fedloom.models.module_call import call_of
+from fedloom.models.module_inputs import ModuleInputs, shapes
 from fedloom.models.module_layers import copied, said
 
 NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -27,7 +26,7 @@ _log = logging.getLogger("fedloom.models")
 _told: set[str] = set()
 
 
-def seeded(make: Callable[[], nn.Module], seed: int, x: Any = None) -> nn.Module:
+def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs) -> nn.Module:
     """Return a new module in training mode, made with torch's generator seeded.
 
     Lazy layers make their parameters in a call in evaluation mode on trial inputs ``x``, from the same generator.
@@ -38,16 +37,16 @@ def seeded(make: Callable[[], nn.Module], seed: int, x: Any = None) -> nn.Module
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             try:
                 with torch.no_grad():
-                    module.eval()(x)
+                    call_of(module, x).result(module.eval(), x)
             except Exception as error:
                 raise ExperimentError(
-                    f"{KEY}: {type(module).__name__} has lazy layers and fails on inputs {list(x.shape)}, from which "
+                    f"{KEY}: {type(module).__name__} has lazy layers and fails on inputs {shapes(x)}, from which "
                     f"they would take their shapes ({said(error)})"
                 ) from error
         return module.train()
 
 
-def moving_buffers(module: nn.Module, x: Any) -> tuple[str, ...]:
+def moving_buffers(module: nn.Module, x: ModuleInputs) -> tuple[str, ...]:
     """Return the names of the floating-point buffers that a call in training mode changes.
 
     Empty if the call fails, which the check of the module reports with the layer.
@@ -55,24 +54,12 @@ def moving_buffers(module: nn.Module, x: Any) -> tuple[str, ...]:
     tried = copied(module).train()
     before = {name: b.clone() for name, b in tried.named_buffers()}
     try:
-        with torch.enable_grad(), _generators_kept():
-            tried(x)
+        with torch.enable_grad(), drawing_with(0):
+            call_of(tried, x).result(tried, x)
     except Exception:  # the check names the layer
         return ()
     after = dict(tried.named_buffers())
     return tuple(name for name, b in before.items() if b.is_floating_point() and _has_moved(b, after.get(name)))
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restore the process's global generators after the block."""
-    states = random.getstate(), np.random.get_state(legacy=True)  # noqa: NPY002  # modules may use it
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
 
 
 def _has_moved(before: Tensor, after: Tensor | None) -> bool:

@@ -18,20 +18,21 @@ def bfloat16(model: FlatModel) -> FlatModel:
     """
 
     def forward(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16):
+        with torch.autocast(_any(parameters).device.type, torch.bfloat16):
             logits = model.forward(parameters, x)
-        return logits.to(_dtype(parameters))
+        return logits.to(_any(parameters).dtype)
 
     def features(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16):
+        with torch.autocast(_any(parameters).device.type, torch.bfloat16):
             found = model.features(parameters, x)
-        return found.to(_dtype(parameters))
+        return found.to(_any(parameters).dtype)
 
     view = with_forward(model, forward)
+    view.in_bfloat16 = True
     view.features = features  # type: ignore[method-assign]
     view.in_training = lambda: bfloat16(model.in_training())  # type: ignore[method-assign]
     return view
 
 
-def _dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
-    return next(iter(parameters.values())).dtype
+def _any(parameters: Mapping[str, Tensor]) -> Tensor:
+    return next(iter(parameters.values()))

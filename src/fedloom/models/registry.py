@@ -20,11 +20,14 @@ from fedloom.models.lenet import LeNet
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel, factory_of
+from fedloom.models.module_inputs import InputShape, shape_of
 from fedloom.models.precision import bfloat16
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.resnet import ResNet20
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.classification import CLASSIFICATION
 
-Kind: TypeAlias = Literal["pixels", "features", "tokens"]
+Kind: TypeAlias = Literal["pixels", "features", "tokens", "integers", "named"]
 """Kind of an input, as in ``fedloom.data.manifest.Kind``; models do not import the data package."""
 
 Width: TypeAlias = Annotated[int, Field(ge=1)]
@@ -239,8 +242,13 @@ class ModuleSettings(ModelChoice):
     head: str | None = Field(
         default=None,
         min_length=1,
-        description="name of the linear layer whose outputs are the logits; null: the last linear layer, where its "
-        "outputs are the logits; else the model has no head",
+        description="name of the linear layer from whose outputs alone the logits follow; null: the last linear layer, "
+        "where its outputs are the logits; else the model has no head",
+    )
+    output: str | int | None = Field(
+        default=None,
+        description="field, key or position of the logits in what the module returns, if that is no tensor; null: "
+        "`logits`",
     )
     initial: Literal["module", "drawn"] = Field(
         default="module",
@@ -251,10 +259,28 @@ class ModuleSettings(ModelChoice):
         description="buffers that move in training, such as BatchNorm's running statistics. shared: averaged like "
         "parameters, and sent; local: each client keeps its own, which are never sent",
     )
-    takes = ("pixels", "features", "tokens")
+    takes = ("pixels", "features", "tokens", "integers", "named")
 
-    def build(self, input_shape: tuple[int, ...], classes: int, kind: Kind = "pixels") -> FlatModel:
+    def build(
+        self,
+        input_shape: InputShape,
+        classes: int,
+        kind: Kind = "pixels",
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> FlatModel:
         """Make the module, and try it on inputs.
+
+        Parameters
+        ----------
+        input_shape
+            Shape of the input, or the descriptions of named inputs; a single one has the empty name.
+        classes
+            Number of outputs K.
+        kind
+            Kind of a single input; ``named`` if there are several.
+        task, target_shape
+            What is predicted, and the shape of one target.
 
         Raises
         ------
@@ -263,11 +289,14 @@ class ModuleSettings(ModelChoice):
         """
         if not classes:
             raise ExperimentError(f"model.name: {self.name} needs classes, and the data have none; use quadratic")
-        make = factory_of(self.factory, input_shape, classes)
-        if kind == "features":
-            check_codes(make, input_shape)
-        model = ModuleModel(make, input_shape, classes, kind, self.head, self.initial, self.buffers)
-        return bfloat16(model) if self.precision == "bfloat16" else model
+        make = factory_of(self.factory, shape_of(input_shape), classes)
+        check_codes(make, input_shape, kind)
+        keys = (self.head, self.initial, self.buffers, self.output)
+        model: FlatModel = ModuleModel(make, input_shape, classes, kind, *keys, task, target_shape)
+        if self.precision == "bfloat16":
+            model = bfloat16(model)
+            model.check_steps()
+        return model
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
         """Make the module for pixels."""

@@ -98,6 +98,9 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     )
     parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup)
     parts.algorithm.check_model(parts.settings, model)
+    model.check_steps(
+        clients=experiment.runtime.clients_at_once, twice=parts.algorithm.differentiates_twice(parts.settings)
+    )
     parts.client_algorithm()  # raises on unsupported settings before anything is written
     return parts
 
@@ -311,6 +314,12 @@ def client_side(
             key="states",
         )
     e = parts.experiment
+    if device.type != "cpu":
+        parts.setup.model.check_steps(
+            clients=e.runtime.clients_at_once,
+            twice=parts.algorithm.differentiates_twice(parts.settings),
+            device=device,
+        )
 
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
         return metrics(predictors, clients.clients, algorithm.predictors, batch_size=e.evaluation.batch_size)

@@ -1,0 +1,52 @@
+"""Targets on which a model is tried before a run, and outputs that are no logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedloom.tasks.base import PredictionTask
+
+
+def trial_targets(task: PredictionTask, rows: int, outputs: int, target_shape: tuple[int, ...]) -> Tensor:
+    """Return targets that a data set of the task could have, ``[rows, *target_shape]``.
+
+    Parameters
+    ----------
+    outputs
+        K.
+    target_shape
+        Shape of one target.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (rows, *target_shape)
+    if task.name == "classification":
+        return torch.arange(rows) % outputs
+    if task.name == "regression":
+        return torch.randn(shape, generator=generator)
+    if task.name == "multilabel":
+        return torch.randint(2, shape, generator=generator).float()
+    return torch.randint(outputs, shape, generator=generator)
+
+
+def has_binary_form(task: PredictionTask, outputs: int) -> bool:
+    """Return True if one logit z may stand for the two logits [0, z], whose cross-entropy is that of a sigmoid."""
+    return outputs == 2 and task.name in ("classification", "segmentation")
+
+
+def class_axis(task: PredictionTask) -> int | None:
+    """Return the axis of a batch of outputs along which a softmax is taken; None if there is none."""
+    return {"classification": 1, "segmentation": 1, "next_token": -1}.get(task.name)
+
+
+def sums_to_one(task: PredictionTask, outputs: Tensor) -> bool:
+    """Return True if outputs are nonnegative and sum to one over the classes, as after a softmax."""
+    axis = class_axis(task)
+    if axis is None or outputs.shape[axis] < 2:
+        return False
+    return bool((outputs >= 0).all() and ((outputs.sum(axis) - 1).abs() < 1e-4).all())
+
+
+def takes_logits_of_one(task: PredictionTask) -> bool:
+    """Return True if the loss applies a sigmoid to each output."""
+    return task.name == "multilabel"

@@ -1,0 +1,508 @@
+"""How a module is called: named inputs, fields of outputs, one logit, other tasks, its head, and draws in a run."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from test_local_data import TASK, people
+from test_module_check import Small, model_of, small_group
+from test_module_model import of_clients, refused
+from torch import Tensor, nn
+
+import fedloom
+from fedloom.algorithms.client import LocalTrainer, train
+from fedloom.algorithms.fedper import FEDPER
+from fedloom.algorithms.fedrod import FEDROD
+from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.per_fedavg import PER_FEDAVG
+from fedloom.core.draws import drawing_from, drawing_with
+from fedloom.models.module import ModuleModel
+from fedloom.models.module_inputs import SingleInput
+from fedloom.models.registry import ModuleSettings
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.names import Headline
+
+# --- outputs ----------------------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["logits", "aux"])
+
+
+@dataclass
+class Output:
+    hidden: Tensor
+    logits: Tensor
+
+
+class Returns(Small):
+    """Returns what a function makes of the logits."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, x: Tensor) -> Any:
+        return self.made(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("made", "output"),
+    [
+        (lambda z: {"loss": None, "logits": z}, None),
+        (lambda z: Output(z.exp(), z), None),
+        (lambda z: Pair(z, z.exp()), None),
+        (lambda z: {"out": z, "aux": 2 * z}, "out"),
+        (lambda z: (2 * z, z), 1),
+        (lambda z: Pair(2 * z, z), 1),
+        (lambda z: [z], 0),
+    ],
+    ids=["mapping", "dataclass", "namedtuple", "named field", "position", "position of a field", "list"],
+)
+def test_a_field_of_the_output_is_trained_and_predicts(made: Any, output: str | int | None) -> None:
+    model, plain = model_of(lambda: Returns(made), output=output), model_of(Small)
+    assert model.layout.head == ()  # only one layer
+    theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
+    assert torch.equal(model.logits(theta, x), plain.logits(theta, x))
+    steps, group = LocalSGD(steps=2), small_group(6)
+    ends = [train(m, group, theta[None], steps).theta for m in (model, plain)]
+    assert torch.equal(*ends)
+    assert ModuleSettings(factory="a:b", output=output).output == output
+
+
+@pytest.mark.parametrize(
+    ("made", "output", "facts"),
+    [
+        (lambda z: (z, z), None, ("tuple", "0", "[3, 2]", "1", "model.output")),
+        (lambda z: {"out": z, "aux": 3}, None, ("dict", "out", "[3, 2]", "aux", "int", "model.output")),
+        (lambda z: {"out": z, "aux": 3}, "aux", ("dict", "out", "aux", "model.output")),
+        (lambda z: (z, z), 2, ("tuple", "0", "1", "model.output")),
+        (lambda z: "none", None, ("tensor", "str")),
+    ],
+)
+def test_outputs_without_a_known_field_are_refused_with_their_names(
+    made: Any, output: str | int | None, facts: tuple[str, ...]
+) -> None:
+    with refused("model.factory", "Returns", *facts):
+        model_of(lambda: Returns(made), output=output)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["[b, 1]", "[b]"])
+def test_one_logit_is_a_binary_classifier(flat: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z: Tensor = self.last(self.first(x).relu())
+            return z[:, 0] if flat else z
+
+    One.__name__ = f"One{flat}"  # the log names a kind once
+    with caplog.at_level(logging.INFO, "fedloom.models"):
+        model = model_of(One)
+    assert f"One{flat}" in caplog.text
+    theta, module = model.init(torch.Generator().manual_seed(1)), One()
+    module.load_state_dict(model.layout.split(theta))
+    x, y = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 1, 1])
+    z = module(x).flatten()
+    torch.testing.assert_close(model.logits(theta, x).softmax(1)[:, 1], z.sigmoid())
+    expected = F.binary_cross_entropy_with_logits(z, y.float(), reduction="none")
+    w = model.layout.leaves(theta, requires_grad=True)
+    found = model.in_training().loss(w, x, y)
+    torch.testing.assert_close(found, expected)
+    slopes = torch.autograd.grad(found.sum(), list(w.values()))
+    own = dict(module.named_parameters())
+    torch.testing.assert_close(slopes, torch.autograd.grad(expected.sum(), [own[name] for name in w]))
+    assert model.layout.head == ("last.weight", "last.bias")
+    assert model.has_features
+    FEDPER.check_model(FEDPER.settings(), model)
+    with refused("fedrod", "'last'", "outputs"):
+        FEDROD.check_model(FEDROD.settings(), model)
+    model.check_steps(clients=2)
+
+
+def test_an_own_loss_gets_the_outputs_that_the_module_gave() -> None:
+    class Hinge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(3, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(x)[:, 0]
+
+        def loss(self, z: Tensor, y: Tensor) -> Tensor:
+            return (1 - z * (2 * y - 1)).relu()
+
+    model = model_of(Hinge)
+    theta, module = model.init(torch.Generator().manual_seed(1)), Hinge()
+    module.load_state_dict(model.layout.split(theta))
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    torch.testing.assert_close(model.loss(model.layout.leaves(theta), x, y), module.loss(module(x), y))
+
+
+@pytest.mark.parametrize("layers", [[nn.Linear(3, 2), nn.Softmax(1)], [nn.Linear(3, 1), nn.Sigmoid()]])
+def test_probabilities_are_refused(layers: list[nn.Module]) -> None:
+    with refused("model.factory", "Sequential", "probabilities", type(layers[1]).__name__.lower()):
+        model_of(lambda: nn.Sequential(*layers))
+
+
+class Dense(PredictionTask):
+    """Segmentation as the task of that name has it."""
+
+    name: Literal["segmentation"] = "segmentation"
+    headline: ClassVar[Headline] = Headline("mean_iou", higher_is_better=True, percent=True)
+
+    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (outputs, *target_shape)
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, y, reduction="none").mean((1, 2))
+
+
+class Real(PredictionTask):
+    """Regression."""
+
+    name: Literal["regression"] = "regression"
+    headline: ClassVar[Headline] = Headline("rmse", higher_is_better=False, percent=False)
+
+    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return target_shape
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return (outputs - y).square().flatten(1).mean(1) if y.dim() > 1 else (outputs - y).square()
+
+
+def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs() -> None:
+    def segment(classes: int) -> nn.Module:
+        return nn.Conv2d(1, classes, 3, padding=1)
+
+    task = Dense()
+    keys: dict[str, Any] = {"task": task, "target_shape": (6, 6)}
+    model = ModuleModel(lambda: segment(3), (1, 6, 6), 3, "pixels", **keys)
+    theta, x, y = model.init(torch.Generator()), torch.randn(4, 1, 6, 6), torch.randint(3, (4, 6, 6))
+    outputs = model.logits(theta, x)
+    assert outputs.shape == (4, 3, 6, 6)
+    assert torch.equal(model.loss(model.layout.leaves(theta), x, y), task.loss(outputs, y))
+    model.check_steps(clients=2, twice=True)
+    binary = ModuleModel(lambda: segment(1), (1, 6, 6), 2, "pixels", **keys)
+    two = binary.logits(binary.init(torch.Generator()), x)
+    assert two.shape == (4, 2, 6, 6)
+    assert not two[:, 0].any()
+    with refused("segmentation", "[3, 3, 6, 6]", "[3, 2, 6, 6]"):
+        ModuleModel(lambda: segment(2), (1, 6, 6), 3, "pixels", **keys)
+    with refused("probabilities", "softmax"):
+        ModuleModel(lambda: nn.Sequential(segment(3), nn.Softmax(1)), (1, 6, 6), 3, "pixels", **keys)
+    for shape, width in (((), 1), ((2,), 2)):
+        real = ModuleModel(
+            lambda width=width: nn.Linear(3, width), (3,), width, "features", task=Real(), target_shape=shape
+        )
+        assert real.logits(real.init(torch.Generator()), torch.randn(5, 3)).shape == (5, *shape)
+    with refused("regression", "[3, 2]", "[3, 1]"):
+        ModuleModel(lambda: nn.Linear(3, 1), (3,), 2, "features", task=Real(), target_shape=(2,))
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+NAMED = {
+    "image": SingleInput("pixels", (3, 8, 8)),
+    "row": SingleInput("features", (4,)),
+    "code": SingleInput("integers", (), 5),
+}
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.code, self.last = nn.Conv2d(3, 2, 3), nn.Embedding(5, 2), nn.Linear(8, 2)
+
+    def joined(self, image: Tensor, row: Tensor, code: Tensor) -> Tensor:
+        logits: Tensor = self.last(torch.cat([self.conv(image).mean((2, 3)), row, self.code(code)], 1))
+        return logits
+
+
+class ByName(Parts):
+    def forward(self, image: Tensor, code: Tensor, row: Tensor) -> Tensor:
+        return self.joined(image, row, code)
+
+
+class ByKeywords(Parts):
+    def forward(self, **parts: Tensor) -> Tensor:
+        return self.joined(**parts)
+
+
+class AsDict(Parts):
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.joined(**batch)
+
+
+class Other(Parts):
+    def forward(self, image: Tensor, table: Tensor) -> Tensor:
+        return self.joined(image, table, table[:, 0].long())
+
+
+@pytest.mark.parametrize("make", [ByName, ByKeywords, AsDict])
+def test_named_inputs_are_passed_by_name_or_as_one_dict(make: Any) -> None:
+    model = ModuleModel(make, NAMED, 2, "named")
+    assert model.layout.head == ("last.weight", "last.bias")
+    theta, module = model.init(torch.Generator().manual_seed(1)), make()
+    module.load_state_dict(model.layout.split(theta))
+    x = {"image": torch.randn(4, 3, 8, 8), "row": torch.randn(4, 4), "code": torch.arange(4)}
+    w = model.layout.split(theta)
+    assert torch.equal(model.forward(w, x), module.joined(**x))
+    assert model.features(w, x).shape == (4, 8)
+    model.check_steps(clients=2, twice=True)
+
+
+def test_named_inputs_that_forward_does_not_take_are_refused() -> None:
+    with refused("Other.forward", "image", "table", "image, row, code"):
+        ModuleModel(Other, NAMED, 2, "named")
+
+
+def test_integers_cover_the_range_of_the_data() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.last = nn.Embedding(10, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.last(self.table(x).mean(1))
+            return logits
+
+    model = ModuleModel(Looks, {"": SingleInput("integers", (6,), 10)}, 2, "integers")
+    assert model.logits(model.init(torch.Generator()), torch.randint(10, (4, 6))).shape == (4, 2)
+    with refused("'table'", "Embedding", "IndexError"):
+        ModuleModel(Looks, {"": SingleInput("integers", (6,), 11)}, 2, "integers")
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+class Followed(nn.Module):
+    """Two layers, and a function of the logits and the inputs."""
+
+    def __init__(self, after: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(3, 4), nn.Linear(4, 2), nn.Parameter(torch.ones(()))
+        self.after = after
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.after(self, self.last(self.first(x).relu()), x)
+        return logits
+
+
+def test_a_head_may_be_followed_by_functions_without_parameters() -> None:
+    def make() -> nn.Module:
+        return Followed(lambda self, z, x: z.log_softmax(1))
+
+    assert model_of(make).layout.head == ()
+    model = model_of(make, head="last")
+    assert model.layout.head == ("last.weight", "last.bias")
+    assert model.has_features
+    assert not model.layout.head_is_linear
+    FEDPER.check_model(FEDPER.settings(), model)
+    with refused("fedrod", "'last'", "logits"):
+        FEDROD.check_model(FEDROD.settings(), model)
+    for after in (lambda self, z, x: z * self.scale, lambda self, z, x: z + x[:, :2]):
+        with refused("model.head", "'last'", "alone"):
+            model_of(lambda after=after: Followed(after), head="last")
+    with refused("model.head", "'first'", "alone"):
+        model_of(make, head="first")
+
+
+# --- steps of a run ---------------------------------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention, self.last = nn.Linear(3, 4), nn.MultiheadAttention(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)[None]
+        logits: Tensor = self.last(self.attention(h.transpose(0, 1), h, h, need_weights=False)[0][:, 0])
+        return logits
+
+
+class Flash(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, None, None, :].expand(-1, 1, 4, -1)
+        logits: Tensor = self.last(
+            F.scaled_dot_product_attention(self.last.weight[None, None].expand(len(x), 1, -1, -1), h, h)[:, 0, 0]
+        )
+        return logits
+
+
+class Rounds(Small):
+    """Mixes types under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = torch.zeros(len(x), 2)
+        logits[torch.arange(len(x))] = super().forward(x)
+        return logits
+
+
+def test_steps_that_only_some_runs_make_are_tried_before_them() -> None:
+    model = model_of(Flash)
+    model.check_steps()
+    exact, first = (PER_FEDAVG.settings(hessian=kind) for kind in ("exact", "none"))
+    assert PER_FEDAVG.differentiates_twice(exact)
+    assert not PER_FEDAVG.differentiates_twice(first)
+    with refused("model.factory", "differentiated", "first order"):
+        model.check_steps(twice=True)
+
+
+def test_a_run_of_second_order_is_refused_before_round_1(tmp_path: Path) -> None:
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
+    keys = {"data": data, "report": False, "progress": False, "out": tmp_path / "run"}
+    exact = {"name": "per-fedavg", "hessian": "exact", "local": {"steps": 1}}
+    with refused("model.factory", "differentiated"):
+        fedloom.run(TASK, model=Flash(), algorithm=exact, **keys)
+    assert not (tmp_path / "run").exists()
+    with refused("Rounds", "RuntimeError", "model.precision", "float32"):
+        fedloom.run(TASK, model=Rounds(), model__precision="bfloat16", **keys)
+
+
+# --- draws ------------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_reach_all_generators_and_leave_them_as_they_were() -> None:
+    import random
+
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.random(), float(np.random.rand())]  # noqa: NPY002
+
+    before = draw()
+    with drawing_from(torch.Generator().manual_seed(7)):
+        first = draw()
+    with drawing_from(torch.Generator().manual_seed(7)), drawing_with(1), drawing_with(2, torch_alone=True):
+        pass
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    with drawing_from(torch.Generator().manual_seed(7)):
+        assert draw() == first
+    with drawing_from(torch.Generator().manual_seed(7), torch_alone=True):
+        assert draw()[0] == first[0]
+    assert draw() != before
+    assert torch.is_tensor(state[0])
+
+
+class Mixed(Small):
+    """Draws by three libraries."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        import random
+
+        logits = super().forward(x)
+        if not self.training:
+            return logits
+        return logits * (1 + torch.rand(()) + random.random() + np.random.rand())  # noqa: NPY002
+
+
+def test_draws_of_a_client_depend_on_it_alone() -> None:
+    for make in (Mixed, lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))):
+        model, steps = model_of(make), LocalSGD(steps=3, batch_size=4)
+        theta = model.init(torch.Generator().manual_seed(1))[None]
+        group = small_group(8, 8)
+        found = []
+        for seed, order in ((0, (0, 1)), (5, (1, 0))):
+            torch.manual_seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            ends = {i: train(model, of_clients([group.clients[i]]), theta, steps).theta for i in order}
+            found.append([ends[0], ends[1]])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert model_of(Mixed).draws == ("torch", "numpy", "python")
+
+
+def test_the_halves_of_a_batch_and_two_trainings_draw_apart() -> None:
+    model = model_of(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)))
+    group = small_group(8)
+    local = LocalTrainer(model, group)
+    (batch,) = local.batches(8, [1], "train")
+    one, other, _ = local.halves(batch)
+    (again,) = LocalTrainer(model, group).batches(8, [1], "train")
+    assert len({batch.seed, one.seed, other.seed, again.seed, local.everything()[0].seed}) == 5
+    still = LocalTrainer(model_of(Small), group)
+    assert next(still.batches(8, [1], "train")).seed is None
+
+
+DROPS = """
+import random
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = self.drop(self.first(x).relu())
+        return self.last(h * (1 + random.random()) if self.training else h)
+
+def net():
+    return Net()
+"""
+
+
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "per-fedavg", "pfedbayes", "pfedgp", "fedrod"])
+def test_a_run_with_draws_has_the_same_bits_again_and_resumed(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "drops.py").write_text(DROPS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
+    local: dict[str, Any] = {
+        "pfedgp": {"steps": 1, "gibbs_steps": 1, "chains": 2},
+        "pfedbayes": {"steps": 2},
+        "per-fedavg": {"local": {"steps": 2}, "hessian": "finite_difference"},
+    }
+    keys: dict[str, Any] = {
+        "data": data,
+        "algorithm": {"name": method, **local.get(method, {"local": {"steps": 2}})},
+        "model": {"name": "module", "factory": "drops:net"},
+        "report": False,
+        "progress": False,
+    }
+    found = []
+    for i, rounds in enumerate((3, 1)):
+        torch.manual_seed(i)
+        out = tmp_path / f"run{i}"
+        run = fedloom.run(TASK, federation__rounds=rounds, out=out, **keys)
+        if rounds == 1:
+            torch.manual_seed(99)
+            run = fedloom.run(TASK, federation__rounds=3, out=out, resume=True, **keys)
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+        found.append([run.models(client)(x) for client in ("ann", "bob")])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_draws_are_the_same_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "drops.py").write_text(DROPS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
+    found = []
+    for workers in (0, 2):
+        run = fedloom.run(
+            TASK,
+            data=data,
+            model={"name": "module", "factory": "drops:net"},
+            algorithm={"name": "fedavg", "local": {"steps": 2}},
+            runtime__workers=workers,
+            out=tmp_path / f"run{workers}",
+            report=False,
+            progress=False,
+        )
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+        found.append(run.models("ann")(x))
+    assert torch.equal(*found)
