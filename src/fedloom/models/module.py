@@ -33,6 +33,8 @@ from fedloom.models.module_state import (
     theta_of,
     without_statistics,
 )
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.classification import CLASSIFICATION
 
 MEMORY = "memory:"
 """Prefix of the factory name of a module that exists only in this process."""
@@ -57,6 +59,8 @@ class ModuleModel(FlatModel):
         Starting point of training: ``module``, as ``make`` creates it, or ``drawn``, as for built-in networks.
     buffers
         Place of buffers that move in training: ``shared``, averaged with the parameters, or ``local``, kept by clients.
+    task, target_shape
+        What is predicted, and the shape of one target.
 
     Raises
     ------
@@ -73,9 +77,13 @@ class ModuleModel(FlatModel):
         head: str | None = None,
         initial: Literal["module", "drawn"] = "module",
         buffers: Literal["shared", "local"] = "shared",
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
     ) -> None:
         self._make = make
         self._initial = initial
+        self.task = task
+        del target_shape
         self._x = x = _inputs(input_shape, kind)
         self._module = seeded(make, 0, x)
         check_layers(self._module)

@@ -23,6 +23,8 @@ from fedloom.models.module import ModuleModel, factory_of
 from fedloom.models.precision import bfloat16
 from fedloom.models.quadratic import Quadratic
 from fedloom.models.resnet import ResNet20
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.classification import CLASSIFICATION
 
 Kind: TypeAlias = Literal["pixels", "features", "tokens"]
 """Kind of an input, as in ``fedloom.data.manifest.Kind``; models do not import the data package."""
@@ -47,14 +49,35 @@ class ModelChoice(Settings):
     classifies: ClassVar[bool] = True
     """True for data with classes, False for data without."""
 
-    def build(self, input_shape: tuple[int, ...], classes: int, kind: Kind = "pixels") -> FlatModel:
-        """Make the model for inputs ``[channels, height, width]``, ``[features]`` or ``[tokens]``, and C classes.
+    def build(
+        self,
+        input_shape: tuple[int, ...],
+        classes: int,
+        kind: Kind = "pixels",
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> FlatModel:
+        """Make the model for inputs ``[channels, height, width]``, ``[features]`` or ``[tokens]``, and K outputs.
+
+        Parameters
+        ----------
+        classes
+            K: classes, or the outputs of another task.
+        task, target_shape
+            What the model predicts, and the shape of one target.
 
         Raises
         ------
         ExperimentError
-            If this network does not accept such inputs.
+            If this network does not accept such inputs, or has no outputs of the task's shape.
         """
+        if task.output_shape(classes, target_shape) != (classes,) and classes:
+            shape = list(task.output_shape(classes, target_shape))
+            raise ExperimentError(
+                f"model.name: {self.name} has one row of outputs, but {task.name} needs outputs {shape}; use module",
+                key="model.name",
+                found=self.name,
+            )
         if kind not in self.takes:
             raise ExperimentError(
                 f"model.name: {self.name} accepts {' and '.join(self.takes)}, but the inputs are {kind}; choose from "
@@ -82,6 +105,7 @@ class ModelChoice(Settings):
             allowed = _allowed(input_shape, classes, kind)
             text = f"model.name: {self.name}: {error}; choose from {allowed}"
             raise ExperimentError(text, key="model.name", found=self.name) from error
+        model.task = task
         return bfloat16(model) if self.precision == "bfloat16" else model
 
     @abstractmethod
@@ -253,7 +277,14 @@ class ModuleSettings(ModelChoice):
     )
     takes = ("pixels", "features", "tokens")
 
-    def build(self, input_shape: tuple[int, ...], classes: int, kind: Kind = "pixels") -> FlatModel:
+    def build(
+        self,
+        input_shape: tuple[int, ...],
+        classes: int,
+        kind: Kind = "pixels",
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> FlatModel:
         """Make the module, and try it on inputs.
 
         Raises
@@ -266,7 +297,17 @@ class ModuleSettings(ModelChoice):
         make = factory_of(self.factory, input_shape, classes)
         if kind == "features":
             check_codes(make, input_shape)
-        model = ModuleModel(make, input_shape, classes, kind, self.head, self.initial, self.buffers)
+        model = ModuleModel(
+            make,
+            input_shape,
+            classes,
+            kind,
+            self.head,
+            self.initial,
+            self.buffers,
+            task=task,
+            target_shape=target_shape,
+        )
         return bfloat16(model) if self.precision == "bfloat16" else model
 
     def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
