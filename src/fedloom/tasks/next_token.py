@@ -101,7 +101,7 @@ class Tokens(MetricSums):
         log_p, target = predictions[counted], y[counted].long()
         loss = -log_p.gather(1, target[:, None]).squeeze(1).double()
         broken = log_p.isnan().any(1)
-        loss = loss.masked_fill(broken, LOSS_CAP).clamp(max=LOSS_CAP)
+        loss = loss.masked_fill(broken, LOSS_CAP).clamp(0, LOSS_CAP)
         right = (log_p.argmax(1) == target) & ~broken
         return torch.stack([loss.new_tensor(len(target)), loss.sum(), right.sum().double()])
 
@@ -115,6 +115,6 @@ class Tokens(MetricSums):
         tokens, loss, right = sums.tolist()
         if not whole(sums[[0, 2]]) or tokens > examples * self.length or right > tokens:
             return f"{right:g} right of {tokens:g} tokens, of {examples} sequences of {self.length}"
-        if not -1e-3 * tokens <= loss <= LOSS_CAP * tokens * (1 + 1e-6):
+        if not 0 <= loss <= LOSS_CAP * tokens * (1 + 1e-6):
             return f"a summed loss of {loss:g} of {tokens:g} tokens"
         return None

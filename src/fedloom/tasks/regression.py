@@ -87,8 +87,8 @@ class Errors(MetricSums):
 
     def of(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Return the sums of a batch, ``[b, k], [b] or [b, k] -> [1 + 4k]``."""
-        target = y.reshape(-1, self.numbers).double()
         cap = VALUE_CAP**0.5
+        target = y.reshape(-1, self.numbers).double().clamp(-cap, cap)
         error = (predictions.reshape(target.shape).double() - target).abs().nan_to_num(nan=cap).clamp(max=cap)
         sums = torch.stack([error.square(), error, target, target.square()]).sum(1)
         return torch.cat([sums.new_tensor([len(y)]), sums.flatten()])
@@ -114,8 +114,8 @@ class Errors(MetricSums):
         slack = 1 + 1e-6
         if n not in (0.0, float(examples)):
             return f"errors of {n:g} examples, of {examples} in all"
-        if min(squared.min(), absolute.min()) < 0 or (squared > VALUE_CAP * n * slack).any():
-            return f"summed squared errors of {float(squared.max()):g} of {n:g} examples"
+        if min(squared.min(), absolute.min()) < 0 or max(squared.max(), squares.max()) > VALUE_CAP * n * slack:
+            return f"summed squares of {float(max(squared.max(), squares.max())):g} of {n:g} examples"
         if (absolute.square() > n * squared * slack).any() or (total.square() > n * squares * slack + 1e-12).any():
             return "sums of errors or targets above what their squares allow"
         return None
