@@ -376,6 +376,12 @@ class Experiment(Section):
         """Parent folder of the run's own folder."""
         return expanded("runs" if self.storage is None or is_url(self.storage) else self.storage)
 
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Names of the user's own code: the factory of the model, and metrics."""
+        factory = getattr(self.model, "factory", None)
+        return (*([] if factory is None else [factory]), *(name for name in self.evaluation.metrics if ":" in name))
+
     def located(self) -> Experiment:
         """Return the experiment with absolute paths, as a run records it; relative ones start in the current folder."""
         changed: dict[str, Any] = {}

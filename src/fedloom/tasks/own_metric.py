@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ MEMORY = "memory:"
 
 LIMIT = 1e40
 """Largest absolute sum of a client, so that sums over clients stay finite."""
+
+_log = logging.getLogger("fedloom.evaluation")
 
 _IN_MEMORY: dict[str, Any] = {}
 
@@ -61,11 +64,11 @@ def remembered_metric(name: str) -> Any:
 class OwnMetric(MetricSums):
     """Metric that an experiment names as ``package:function``, or that Python gives as an object.
 
-    A function ``f(outputs, y)`` returns one number for each example, ``[b]``; the metric is their mean. An object with
-    ``sums(outputs, y) -> [m]``, which are added over batches and clients, and ``value(sums) -> number`` computes any
-    other. ``higher_is_better`` and ``percent`` may be attributes of either (True and False by default). ``outputs`` are
-    predictions as the task's loss takes them (log-probabilities, logits of labels, numbers), and numbers are in the
-    targets' own units.
+    A function ``f(outputs, y)`` returns one number for each example, ``[b]``; the metric is the mean of those that are
+    finite. An object with ``sums(outputs, y) -> [m]``, which are added over batches and clients, and
+    ``value(sums) -> number`` computes any other; so does a class whose instances have these. ``higher_is_better`` and
+    ``percent`` may be attributes of any of them (True and False by default). ``outputs`` are predictions as the task's
+    loss takes them (log-probabilities, logits of labels, numbers); numbers are in the targets' own units.
 
     Parameters
     ----------
@@ -92,9 +95,10 @@ class OwnMetric(MetricSums):
         mean: Sequence[float] = (),
         std: Sequence[float] = (),
     ) -> None:
-        self._name, self._function = name.rpartition(":")[2].rpartition(".")[2], function
+        self._name = name.rpartition(":")[2].rpartition(".")[2]
+        self._function = function = function() if isinstance(function, type) else function
         self._mean, self._std = tuple(mean), tuple(std)
-        self._sums: Callable[[Tensor, Tensor], Tensor] = getattr(function, "sums", self._mean_sums)
+        self._sums: Callable[[Tensor, Tensor], Any] = getattr(function, "sums", self._mean_sums)
         self._value: Callable[[Tensor], Any] = getattr(function, "value", lambda sums: sums[1] / sums[0])
         if hasattr(function, "sums") != hasattr(function, "value"):
             raise self._error("must have both sums(outputs, y) and value(sums), or be a function of (outputs, y)")
@@ -128,7 +132,11 @@ class OwnMetric(MetricSums):
         sums = self._sums(self._own_units(predictions), self._own_units(y))
         if not isinstance(sums, Tensor) or sums.dim() != 1 or not len(sums):
             raise self._error(f"must return sums [m] (got {_described(sums)})")
-        return sums.detach().double().nan_to_num(nan=0.0).clamp(-LIMIT, LIMIT)
+        sums = sums.detach().double()
+        if not bool((sums.abs() <= LIMIT).all()):
+            _log.warning("metric %s: sums of %d examples are not finite, and are left out", self._name, len(y))
+            return torch.zeros_like(sums)
+        return sums
 
     def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
         """Return the metric of each row of sums, NaN where it is undefined."""
@@ -144,7 +152,8 @@ class OwnMetric(MetricSums):
         if not isinstance(each, Tensor) or each.shape != (len(y),):
             raise self._error(f"must return one number for each example, [{len(y)}] (got {_described(each)})")
         each = each.double()
-        return torch.stack([each.new_tensor(len(y)), each.sum()])
+        each = each[each.isfinite()]
+        return torch.stack([each.new_tensor(len(each)), each.sum()])
 
     def _number(self, sums: Tensor) -> float:
         if not bool(sums.any()):
