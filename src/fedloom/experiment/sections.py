@@ -250,7 +250,7 @@ class Evaluation(Section):
         default=(),
         description=(
             "Metrics beside those of the task: auroc for classification, and your own as `package:function` "
-            "(docs/evaluation.md#metrics)."
+            "(docs/tasks.md#more-metrics)."
         ),
     )
     own_steps: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from fedloom.core.settings import Settings
@@ -24,6 +25,10 @@ LOSS_CAP = -math.log(torch.finfo(torch.float32).tiny)
 
 VALUE_CAP = 1e30
 """Maximum loss, or squared error, of one example where no probability bounds it."""
+
+
+Weights: TypeAlias = tuple[Annotated[float, Field(ge=0)], ...]
+"""Weights of classes or labels."""
 
 
 class Counts(NamedTuple):

@@ -19,6 +19,7 @@ from fedloom.tasks.base import (
     Counts,
     PredictionTask,
     TargetShape,
+    Weights,
     array_of,
     as_weights,
     index_fault,
@@ -33,7 +34,7 @@ class Classification(PredictionTask):
     """Classification, trained by the cross-entropy of logits."""
 
     name: Literal["classification"] = Field(default="classification", description="one of C classes")
-    class_weights: tuple[float, ...] | None = Field(
+    class_weights: Weights | None = Field(
         default=None, description="weight of each class in the loss of its examples; null: 1 each"
     )
     label_smoothing: float = Field(

@@ -16,6 +16,7 @@ from fedloom.tasks.base import (
     LOSS_CAP,
     PredictionTask,
     TargetShape,
+    Weights,
     array_of,
     as_weights,
     shape_fault,
@@ -29,7 +30,7 @@ class Multilabel(PredictionTask):
     """Multilabel classification, trained by the binary cross-entropy of logits, averaged over the labels."""
 
     name: Literal["multilabel"] = Field(default="multilabel", description="any of K labels, each 0 or 1")
-    pos_weight: tuple[float, ...] | None = Field(
+    pos_weight: Weights | None = Field(
         default=None, description="weight of each label's positive examples in the loss; null: 1 each"
     )
     headline = METRICS["auroc"]
@@ -42,8 +43,10 @@ class Multilabel(PredictionTask):
         """Return what is wrong with labels ``[n, K]``; None if they are valid."""
         array = array_of(y)
         fault = shape_fault(array, (outputs,), "biuf", "0 or 1 for each label")
-        wrong = [] if fault else array[(array != 0) & (array != 1)]
-        return fault or (f"targets must be 0 or 1 for each label; they have {wrong.flat[0]}" if len(wrong) else None)
+        wrong = (array != 0) & (array != 1)
+        if fault is None and wrong.any():
+            fault = f"targets must be 0 or 1 for each label; they have {array[wrong].flat[0]}"
+        return fault
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean binary cross-entropy over the labels, ``[b, K], [b, K] -> [b]``."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedloom.tasks.base import (
     PredictionTask,
     TargetShape,
+    Weights,
     array_of,
     as_weights,
     index_fault,
@@ -31,7 +32,7 @@ class Segmentation(PredictionTask):
     ignore_index: int = Field(
         default=IGNORED["segmentation"], description="value of pixels that are left out of the loss and of the metrics"
     )
-    class_weights: tuple[float, ...] | None = Field(
+    class_weights: Weights | None = Field(
         default=None, description="weight of each class in the loss of its pixels; null: 1 each"
     )
     headline = METRICS["mean_iou"]
