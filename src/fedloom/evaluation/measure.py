@@ -217,7 +217,8 @@ def _measure(
                     predictions = predictor.predictions(x)
                     found.counts[s, 0] += _task_losses(plan, predictions, y)
                     sums.add(predictions, y)
-            found.sums[s] += sums.total()
+            if len(split) and plan.size:
+                found.sums[s] = sums.total()
     return found
 
 
@@ -247,7 +248,7 @@ class _SplitSums:
 
     def __init__(self, plan: EvaluationPlan) -> None:
         self._parts = plan.sums
-        self._sums = [torch.zeros(part.size, dtype=torch.float64) for part in plan.sums]
+        self._sums: list[Tensor | float] = [0.0] * len(plan.sums)
         self._keeps = any(part.whole_split for part in plan.sums)
         self._batches: list[tuple[Tensor, Tensor]] = []
 
@@ -255,18 +256,18 @@ class _SplitSums:
         """Add a batch."""
         if self._keeps:
             self._batches.append((predictions, y))
-        for sums, part in zip(self._sums, self._parts, strict=True):
+        for i, part in enumerate(self._parts):
             if not part.whole_split:
-                sums += part.of(predictions, y).cpu()
+                self._sums[i] = self._sums[i] + part.of(predictions, y).cpu()
 
     def total(self) -> Tensor:
         """Return all sums, ``[K]``."""
         if self._batches:
             predictions, y = (torch.cat(tensors) for tensors in zip(*self._batches, strict=True))
-            for sums, part in zip(self._sums, self._parts, strict=True):
+            for i, part in enumerate(self._parts):
                 if part.whole_split:
-                    sums += part.of(predictions, y).cpu()
-        return torch.cat([torch.zeros(0, dtype=torch.float64), *self._sums])
+                    self._sums[i] = part.of(predictions, y).cpu()
+        return torch.cat([sums for sums in self._sums if isinstance(sums, Tensor)])
 
 
 def _task_losses(plan: EvaluationPlan, predictions: Tensor, y: Tensor) -> Tensor:

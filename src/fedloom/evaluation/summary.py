@@ -121,13 +121,10 @@ class EvaluationResult:
             True for the metrics of all their examples together, m = 1.
         """
         members, p, s = group & self.present, self.predictors.index(predictor), SPLITS.index(split)
-        of_test = int(split == "test")
-        rows = (
-            self.of(predictor, split, reading)[members],
-            self.confusion[members, p] * of_test,
-            self.calibration[members, p] * of_test,
-            self.sums[members, p, s],
-        )
+        confusion, calibration = self.confusion[members, p], self.calibration[members, p]
+        if split != "test":
+            confusion, calibration = torch.zeros_like(confusion), torch.zeros_like(calibration)
+        rows = (self.of(predictor, split, reading)[members], confusion, calibration, self.sums[members, p, s])
         if pooled:
             rows = tuple(tensor.sum(0, keepdim=True) for tensor in rows)  # type: ignore[assignment]
         counts, confusion, calibration, sums = rows

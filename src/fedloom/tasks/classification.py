@@ -85,8 +85,9 @@ class Classification(PredictionTask):
         are predicted.
         """
         correct, total, loss = (counts.counts[:, i] for i in (CORRECT, TOTAL, LOSS))
-        confusion = counts.confusion.double()
-        right, true, predicted = confusion.diagonal(dim1=1, dim2=2), confusion.sum(2), confusion.sum(1)
+        confusion = counts.confusion
+        right = confusion.diagonal(dim1=1, dim2=2).double()
+        true, predicted = confusion.sum(2).double(), confusion.sum(1).double()
         return {
             "accuracy": ratio(correct, total),
             "balanced_accuracy": mean_defined(ratio(right, true)),
@@ -117,8 +118,12 @@ class Brier(MetricSums):
     def of(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Return the sums of a batch, ``[b, C], [b] -> [2]``; a NaN prediction costs 2."""
         p = predictions.double().exp()
-        score = p.square().sum(1) - 2 * p.gather(1, y[:, None]).squeeze(1) + 1
-        return torch.stack([score.new_tensor(len(y)), score.nan_to_num(nan=2.0).clamp(0, 2).sum()])
+        right = p.gather(1, y[:, None])
+        total = float(p.square().sum() - 2 * right.sum()) + len(y)
+        if math.isnan(total):
+            score = p.square().sum(1) - 2 * right.squeeze(1) + 1
+            total = float(score.nan_to_num(nan=2.0).clamp(0, 2).sum())
+        return torch.tensor([len(y), min(max(total, 0.0), 2.0 * len(y))], dtype=torch.float64)
 
     def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
         """Return the mean score."""
