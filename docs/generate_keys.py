@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.algorithms.schedules import RateSchedule
 from fedloom.cluster.settings import ClusterSettings
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import json_schema
 from fedloom.experiment.validation_errors import Schema, branches, describe
 from fedloom.runner.disclosure import DisclosedTensor, answers, measures, moment_tensors
@@ -70,7 +71,7 @@ def leaving_page(text: str) -> str:
             "\n".join([f"**{', '.join(names)}**" + ("" if told else ": nothing"), *_leaving_table(told)])
             for told, names in sorted(methods.items(), key=lambda item: (-len(item[1]), item[1]))
         ),
-        "metrics": "\n".join(_leaving_table(measures(2, 10), letters={10: "C"}, first="P")),
+        "metrics": "\n".join(_leaving_table(measures(2, EvaluationPlan.of_classes(10)), letters={10: "C"}, first="P")),
     }
     for name, tables in made.items():
         begin = f"<!-- {name}: made by make docs -->\n"

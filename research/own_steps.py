@@ -28,11 +28,11 @@ import yaml
 from matplotlib.figure import Figure
 
 from fedloom.errors import QuorumError
-from fedloom.evaluation.measure import CORRECT, TOTAL
 from fedloom.reporting.compare_figures import COLOURS
 from fedloom.reporting.drawing import as_svg
 from fedloom.runner.trained import evaluate
 from fedloom.runs.files import EXPERIMENT
+from fedloom.tasks.base import CORRECT, TOTAL
 
 STEPS = (0, 1, 2, 5, 10, 20, 50)
 METHODS = ("local", "fedavg", "pefll")

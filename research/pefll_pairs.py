@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from fedloom.data.federated import Manifest
-from fedloom.evaluation.measure import CORRECT, SPLITS, TOTAL
+from fedloom.evaluation.plan import SPLITS
 from fedloom.runner.trained import evaluate
 from fedloom.runs.folder import RunFolder
+from fedloom.tasks.base import CORRECT, TOTAL
 
 MOST = 3
 """Class sets of at least this many seen clients are shown together."""

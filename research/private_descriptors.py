@@ -24,7 +24,7 @@ import torch
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.pefll import PEFLL
 from fedloom.data.federated import ClientData, FederatedDataset, Split
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.randomness import generator
 from fedloom.messages import Message
@@ -69,7 +69,7 @@ def accuracies(
             assert data.y is not None
             right = named["personal"].log_probabilities(data.x).argmax(1) == data.y
             found[c.id] = 100 * float(right.double().mean())
-        return nothing_measured(len(predictors), len(loop.predictors), parts.setup.classes)
+        return EvaluationPlan.of_classes(parts.setup.classes).nothing(len(predictors), len(loop.predictors))
 
     experiment = parts.experiment.model_copy(update={"seed": seed})
     loop.transport = assemble.in_process(dataclasses.replace(parts, experiment=experiment), dataset, loop.folder, keep)

@@ -29,7 +29,7 @@ from common import describe, machine, spread, table, write_json
 
 from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.data.federated import ClientData, Split
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess
@@ -136,7 +136,7 @@ def visit(case: Case, steps: int) -> float:
             half,
             vocabulary(algorithm),
             lambda _: client,
-            lambda predictors, group: nothing_measured(len(group), len(half.predictors), CLASSES),
+            lambda predictors, group: EvaluationPlan.of_classes(CLASSES).nothing(len(group), len(half.predictors)),
             ClientConfig(1),
             states=StoredStates(open_store(states)) if half.stateful else None,
         )

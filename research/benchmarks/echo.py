@@ -44,7 +44,7 @@ from fedloom.algorithms.pefll import (
 )
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, Split
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.messages import Message, Metrics, Quantity, Replies, rows
 from fedloom.models.lenet import LeNet
@@ -192,7 +192,7 @@ def _without_data(client: str) -> ClientData:
 
 
 def _nothing_measured(predictors: Predictors, clients: ClientGroup) -> Message:
-    return nothing_measured(len(predictors), 1, CLASSES)
+    return EvaluationPlan.of_classes(CLASSES).nothing(len(predictors), 1)
 
 
 def main() -> None:

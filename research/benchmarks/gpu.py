@@ -38,7 +38,7 @@ from fedloom.algorithms.base import Algorithm, ClientGroup, Setup, find_algorith
 from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.federation.inprocess import InProcess
@@ -182,7 +182,7 @@ def one_round(
             half,
             vocabulary(algorithm),
             there.__getitem__,
-            lambda predictors, group: nothing_measured(len(group), len(half.predictors), CLASSES),
+            lambda predictors, group: EvaluationPlan.of_classes(CLASSES).nothing(len(group), len(half.predictors)),
             ClientConfig(1, device, at_once),
             states=StoredStates(open_store(states)) if half.stateful else None,
         )

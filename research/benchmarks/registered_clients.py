@@ -33,7 +33,7 @@ from common import MIB, describe, machine, made_up_manifest, percentile, residen
 from echo import CLASSES, ECHO, INSTANT_PEFLL, federation, names
 
 from fedloom.data.federated import Manifest
-from fedloom.evaluation.measure import shapes as measured_shapes
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
 from fedloom.messages import Metrics, answer_shapes
 from fedloom.runs.journal import Attempt
@@ -99,7 +99,10 @@ def _latencies(aggregator: Aggregator, server: Any, roster: Any, sizes: Any, siz
     found: list[float] = []
     ends = time.perf_counter() + seconds
     number = size * 1_000_000
-    shapes = {**answer_shapes(INSTANT_PEFLL.messages, server.sizes), Metrics: measured_shapes(1, CLASSES)}
+    shapes = {
+        **answer_shapes(INSTANT_PEFLL.messages, server.sizes),
+        Metrics: EvaluationPlan.of_classes(CLASSES).shapes(1),
+    }
     while time.perf_counter() < ends or len(found) < 23:
         number += 1
         start = number * size % (len(roster) - size + 1)

@@ -34,7 +34,7 @@ from peers import worker_name
 
 import fedloom
 from fedloom.algorithms.fedavg import FEDAVG, Update
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.messages import Message
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.tokens import keep_token, make_token
@@ -87,7 +87,7 @@ class Federation:
                         loss=torch.ones(1, 1, dtype=torch.float64),
                     )
                 ),
-                "PersonalizeRequest": _template(nothing_measured(1, 2, CLASSES)),
+                "PersonalizeRequest": _template(EvaluationPlan.of_classes(CLASSES).nothing(1, 2)),
             },
         }
         (folder / "peers.json").write_text(json.dumps(told))

@@ -173,6 +173,7 @@ class Metrics(Message):
     confusion: Tensor = rows(Quantity.METRICS)  # [c, predictors, C, C] int64
     calibration: Tensor = rows(Quantity.METRICS)  # [c, predictors, bins, 3] float64
     uncertainty: Tensor = rows(Quantity.METRICS)  # [c, predictors, 3] float64
+    sums: Tensor = rows(Quantity.METRICS)  # [c, predictors, splits, K] float64
 
 
 class Replies(Generic[M]):

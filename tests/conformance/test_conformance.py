@@ -31,7 +31,7 @@ from conformance_kit import (
 )
 
 from fedloom.errors import DataError, ExitCode, InterruptedRun, QuorumError
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import groups
 from fedloom.federation.loop import Loop
 from fedloom.federation.transport import Call
@@ -381,7 +381,7 @@ def test_the_probabilities_of_the_predictors(tiny: Federation, method: str) -> N
                 assert torch.allclose(p.sum(1), torch.ones(len(p)), atol=1e-5)
                 assert all(torch.isfinite(tensor).all() for tensor in predictor.tensors().values())
             seen.append(client.id)
-        return nothing_measured(len(predictors), len(loop.predictors), loop.manifest.classes)
+        return EvaluationPlan.of_classes(loop.manifest.classes).nothing(len(predictors), len(loop.predictors))
 
     loop = tiny.loop("run", assemble.in_process(tiny.parts, tiny.dataset, RunFolder(tiny.tmp / "run"), look))
     assert loop.personalize([entry.id for entry in tiny.dataset.manifest.clients]) == {}

@@ -19,7 +19,7 @@ from transport_support import Hostile
 
 from faults import http2
 from fedloom.algorithms.base import available, find_algorithm
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message
 from fedloom.runner.worker import Worker, WorkerOptions
@@ -143,7 +143,7 @@ def wrong_class(attack: Attack) -> None:
     def lie(key: ConversationKey, answer: Message) -> Message:
         if key.purpose == "train":
             trained.append(answer)
-            return nothing_measured(1, 2, 10)
+            return EvaluationPlan.of_classes(10).nothing(1, 2)
         return trained[-1] if trained else answer
 
     answering(attack, lie)
@@ -188,7 +188,7 @@ def stale(attack: Attack) -> None:
         recorded: list[Any] = []
         while not attack.stop.is_set():
             request = peer.request()
-            zeros = nothing_measured(1, 2, 10)
+            zeros = EvaluationPlan.of_classes(10).nothing(1, 2)
             for position in range(len(request.rows)):
                 parts = peer.transfer(request, zeros, position)
                 old = recorded[-1] if recorded else parts[:1]

@@ -20,6 +20,7 @@ from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
 from fedloom.evaluation.measure import metrics
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.control import Control
@@ -253,7 +254,7 @@ def federation(
     """
     made = RunFolder(folder)
     made.make()
-    known = manifest(data, unseen)
+    known, plan = manifest(data, unseen), EvaluationPlan.of_classes(CLASSES if data[0].classes else 0)
     half = algorithm.client(settings, problem)
     by_id = {c.id: c for c in data}
     predictors: dict[tuple[int, str], dict[str, Any]] = {}
@@ -298,7 +299,7 @@ def federation(
             label_mask=False,
             seed=seed,
         ),
-        AlgorithmPair(algorithm, algorithm.server(settings, problem, generator(seed, "init")), half),
+        AlgorithmPair(algorithm, algorithm.server(settings, problem, generator(seed, "init")), half, plan),
         FixedRoster(known),
         transport,
         made,

@@ -16,7 +16,7 @@ from fedloom.core.words import as_csv
 from fedloom.data.manifest import VERSION, ClientEntry, Manifest, Normalization
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import Communication, EvaluationResult, RunCost, RunDescription, metrics_line, summary
 from fedloom.evaluation.uncertainty import averaged, calibration_counts, client_document, uncertainty_counts
 from fedloom.runs.folder import RunFolder
@@ -133,7 +133,8 @@ def write_run(
     )
     lines: list[dict[str, Any]] = []
     document = None
-    nothing = nothing_measured(n, len(predictors), len(class_names))
+    plan = EvaluationPlan.of_classes(len(class_names))
+    nothing = plan.nothing(n, len(predictors))
     uncertainty: dict[str, Any] | None = None
     draws = torch.Generator().manual_seed(seed)
     for number in rounds:
@@ -154,6 +155,8 @@ def write_run(
             confusion(partition, len(predictors), level),
             calibration,
             sums,
+            nothing.sums,
+            plan,
             {"descriptor": pi @ projection + noise * (1.2 - level)},
         )
         v = evaluation.records["descriptor"]

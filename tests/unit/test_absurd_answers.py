@@ -21,7 +21,8 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.core.words import REASON_CHARACTERS
 from fedloom.errors import QuorumError
-from fedloom.evaluation.measure import implausible, nothing_measured
+from fedloom.evaluation.measure import implausible
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.transport import Traffic
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import COUNT_LIMIT, LOSS_LIMIT, VALUE_LIMIT, Message, Metrics
@@ -58,6 +59,9 @@ def fedavg(folder: Path, lie: Lie, *who: str, **kwargs: Any) -> Federation:
     return federation(folder, lying(FEDAVG, lie, *who), settings, setup(), clients([4, 5, 6]), **kwargs)
 
 
+PLAN = EvaluationPlan.of_classes(3)
+
+
 def changed(**fields: float) -> Lie:
     return lambda answer: dataclasses.replace(
         answer, **{name: torch.full_like(getattr(answer, name), value) for name, value in fields.items()}
@@ -65,7 +69,7 @@ def changed(**fields: float) -> Lie:
 
 
 def instead(_: Message) -> Message:
-    return nothing_measured(1, 2, 3)
+    return PLAN.nothing(1, 2)
 
 
 LIES: dict[str, tuple[Lie, str]] = {
@@ -130,7 +134,7 @@ def test_the_right_message_in_another_exchange_is_the_wrong_one(tmp_path: Path) 
 
 def measured(change: Callable[[dict[str, Tensor]], None]) -> Metrics:
     """What a client with 3 examples to validate and 2 to test measured of one predictor, changed."""
-    tensors = {name: tensor.clone() for name, tensor in nothing_measured(1, 1, 3).tensors().items()}
+    tensors = {name: tensor.clone() for name, tensor in PLAN.nothing(1, 1).tensors().items()}
     tensors["counts"][0, 0, :, :, 0], tensors["counts"][0, 0, :, :, 2] = 1, 2.5
     tensors["counts"][0, 0, 0, :, 1], tensors["counts"][0, 0, 1, :, 1] = 3, 2
     tensors["confusion"][0, 0, 1, 1] = tensors["confusion"][0, 0, 2, 1] = 1
@@ -170,9 +174,9 @@ def put(field: str, *where: int, value: float) -> Callable[[dict[str, Tensor]], 
     ],
 )
 def test_what_a_client_cannot_have_measured(change: Callable[[dict[str, Tensor]], None]) -> None:
-    assert implausible(measured(lambda tensors: None), validation=3, test=2) is None
-    assert implausible(nothing_measured(1, 1, 3), validation=3, test=2) is None
-    assert implausible(measured(change), validation=3, test=2)
+    assert implausible(measured(lambda tensors: None), PLAN, validation=3, test=2) is None
+    assert implausible(PLAN.nothing(1, 1), PLAN, validation=3, test=2) is None
+    assert implausible(measured(change), PLAN, validation=3, test=2)
 
 
 def test_an_absurd_measurement_is_left_out_of_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from fedloom.algorithms.pefll import (
 from fedloom.algorithms.pfedgp import PFEDGP, PFedGPSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
-from fedloom.evaluation.measure import nothing_measured
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
@@ -70,7 +70,7 @@ class Clients(ClientSide):
 
         def conclude(predictors: Predictors, group: ClientGroup) -> Message:
             thetas = torch.stack([named["personal"].tensors()["theta"] for named in predictors])
-            rest = nothing_measured(len(thetas), 1, 1).tensors() | {"counts": thetas}
+            rest = EvaluationPlan.of_classes(1).nothing(len(thetas), 1).tensors() | {"counts": thetas}
             return Metrics(**rest)
 
         super().__init__(HALF, vocabulary(PEFLL), load, conclude, ClientConfig(0, clients_at_once=at_once))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
-from fedloom.evaluation.measure import LOSS_CAP, measure
+from fedloom.evaluation.measure import measure
 from fedloom.evaluation.uncertainty import group_uncertainty
+from fedloom.tasks.base import LOSS_CAP
 
 
 @dataclass

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fedloom.core.words import as_csv
 from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import (
     Communication,
     EvaluationResult,
@@ -35,7 +36,8 @@ from fedloom.evaluation.summary import (
     uncertainties,
     validation_pooled,
 )
-from fedloom.evaluation.uncertainty import BINS, calibration_errors, group_uncertainty
+from fedloom.evaluation.uncertainty import BINS, group_uncertainty
+from fedloom.tasks.classification import calibration_errors
 
 KEYS = {
     "clients",
@@ -63,7 +65,11 @@ def evaluation(n: int = 6, predictors: tuple[str, ...] = ("personal", "global"),
     uncertainty = torch.rand(n, len(predictors), 3, generator=generator).double()
     uncertainty[..., 0] = calibration[..., 0].sum(-1)
     present = torch.ones(n, dtype=torch.bool)
-    return EvaluationResult(round, ids, seen, present, predictors, counts, confusion, calibration, uncertainty)
+    plan = EvaluationPlan.of_classes(3)
+    sums = torch.rand(n, len(predictors), 2, plan.size, generator=generator).double()
+    return EvaluationResult(
+        round, ids, seen, present, predictors, counts, confusion, calibration, uncertainty, sums, plan
+    )
 
 
 def altered(e: EvaluationResult, **changes: Any) -> EvaluationResult:
@@ -186,6 +192,8 @@ def test_metrics_line_is_json() -> None:
         "uncertainty",
         "validation_pooled",
         "validation_loss",
+        "task",
+        "headline",
         "left_out",
         "train",
         "communication",
@@ -215,6 +223,9 @@ def test_summary_has_the_keys_of_the_design() -> None:
         "titles",
         "dataset",
         "model",
+        "task",
+        "headline",
+        "metrics",
         "seed",
         "rounds",
         "clients_per_round",

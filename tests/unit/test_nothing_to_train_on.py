@@ -16,9 +16,9 @@ from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.client import NothingToTrainOn
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
-from fedloom.evaluation.measure import TOTAL
 from fedloom.evaluation.summary import EvaluationResult, groups
 from fedloom.models.predictors import predictor_of
+from fedloom.tasks.base import TOTAL
 
 STEPS: dict[str, dict[str, Any]] = {
     "afl": {"personalize_steps": 2},

@@ -7,7 +7,7 @@ import torch
 from facts import tells
 from torch import Tensor
 
-from fedloom.evaluation.measure import nothing_measured, shapes
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.validation import fault
 from fedloom.messages import Message, Metrics, Quantity, broadcast, rows
 
@@ -21,7 +21,7 @@ class Shared(Message):
     x: Tensor = broadcast(Quantity.MODEL)
 
 
-SHAPES = {Update: {"delta": (3,), "steps": ()}, Shared: {"x": (2, 2)}, Metrics: shapes(1, 3)}
+SHAPES = {Update: {"delta": (3,), "steps": ()}, Shared: {"x": (2, 2)}, Metrics: EvaluationPlan.of_classes(3).shapes(1)}
 
 
 def check(message, dtype=torch.float32):
@@ -32,7 +32,7 @@ def test_what_is_right_has_no_fault():
     assert check(Update(torch.zeros(1, 3), torch.zeros(1, dtype=torch.float64))) is None
     assert check(Update(torch.zeros(1, 3), torch.zeros(1))) is None
     assert check(Shared(torch.zeros(2, 2))) is None
-    assert check(nothing_measured(1, 1, 3)) is None
+    assert check(EvaluationPlan.of_classes(3).nothing(1, 1)) is None
 
 
 @pytest.mark.parametrize(

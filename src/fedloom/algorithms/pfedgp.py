@@ -319,6 +319,10 @@ class GPTree:
         """Return log-probabilities, ``[b, ...] -> [b, C]``."""
         return self.predict(self.parameters, x)
 
+    def predictions(self, x: Tensor) -> Tensor:
+        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
+        return self.log_probabilities(x)
+
     def probabilities(self, x: Tensor) -> Tensor:
         """Return probabilities, ``[b, ...] -> [b, C]``; rows sum to one."""
         return self.log_probabilities(x).exp()

@@ -21,6 +21,7 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
     from fedloom.algorithms.base import available, find_algorithm
     from fedloom.data.own import OwnClients
     from fedloom.errors import ExperimentError
+    from fedloom.evaluation.plan import EvaluationPlan
     from fedloom.runner.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
 
     if not (options.data or options.observe):
@@ -38,7 +39,7 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
         classes = len(next(iter(clients.cards.values())).classes)
         for name in available():
             _show(f"\n{name}: in training and personalization", answers(find_algorithm(name)))
-        _show("\nAll methods: in evaluations, with two predictors", measures(2, classes))
+        _show("\nAll methods: in evaluations, with two predictors", measures(2, EvaluationPlan.of_classes(classes)))
         typer.echo("\nFor the sizes of models, give --experiment FILE.")
     else:
         _show(f"\n{e.algorithm.name}: in training and personalization", trained)

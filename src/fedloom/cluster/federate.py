@@ -366,9 +366,8 @@ def _owners(api: Api) -> list[Manifest]:
 
 
 def _permission(experiment: Experiment) -> dict[str, str]:
-    """Return the environment variable that lets pods call the factory that the launcher's own experiment names."""
-    factory = getattr(experiment.model, "factory", None)
-    return {} if factory is None else {FACTORIES: factory}
+    """Return the environment variable that lets pods call the code that the launcher's own experiment names."""
+    return {FACTORIES: ",".join(experiment.code)} if experiment.code else {}
 
 
 def _finished(run: Store, experiment: Experiment) -> bool:

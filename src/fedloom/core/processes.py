@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def command(*words: str) -> list[str]:
 
 
 def folder_of_factory(name: str) -> str | None:
-    """Return the folder from which this process imports a factory, if its children would not search it.
+    """Return the folder from which this process imports a factory or metric, if its children would not search it.
 
     This is the folder of the user's script or notebook, which Python adds to ``sys.path`` of this process only.
     """
@@ -54,7 +54,7 @@ def folder_of_factory(name: str) -> str | None:
 
 
 def environment(
-    base: Mapping[str, str], told: Path, factory: str | None = None, *, ends_with_parent: bool = False
+    base: Mapping[str, str], told: Path, code: Sequence[str] = (), *, ends_with_parent: bool = False
 ) -> dict[str, str]:
     """Return the environment of a child.
 
@@ -64,14 +64,16 @@ def environment(
         Its other variables.
     told
         New file for its reports.
-    factory
-        Factory of the clients' model. The child can import it even if its module lies beside the user's script.
+    code
+        Factory of the clients' model, and metrics. The child can import them even if their modules lie beside the
+        user's script.
     ends_with_parent
         The child ends when its standard input is closed, by its parent or by the parent's death.
     """
     found = {**base, TELL_PARENT: str(told), **({END_WITH_PARENT: "1"} if ends_with_parent else {})}
-    if factory is not None and (folder := folder_of_factory(factory)) is not None:
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), folder]))
+    folders = dict.fromkeys(folder for name in code if (folder := folder_of_factory(name)) is not None)
+    if folders:
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found.get("PYTHONPATH"), *folders]))
     return found
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 Inputs: TypeAlias = Tensor | Mapping[str, Tensor]
 """``[n, ...]``, or such tensors by name."""
+
+X = TypeVar("X", bound=Inputs)
 
 
 def each(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
@@ -27,9 +29,9 @@ def count(x: Inputs) -> int:
     return len(first(x))
 
 
-def take(x: Inputs, rows: Tensor | slice) -> Inputs:
+def take(x: X, rows: Tensor | slice) -> X:
     """Return some examples."""
-    return each(x, lambda tensor: tensor[rows])
+    return cast("X", each(x, lambda tensor: tensor[rows]))
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:

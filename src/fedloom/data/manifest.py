@@ -22,6 +22,7 @@ from fedloom.core import digests
 from fedloom.core.words import parsed_json
 from fedloom.data.folders import naming_owner
 from fedloom.data.reserve import Reserved
+from fedloom.data.targets import Targets
 from fedloom.errors import DataError, as_storage_error
 from fedloom.storage.folder import read_file
 
@@ -160,6 +161,16 @@ class Manifest:
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, hex; identifies this partition."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @property
+    def targets(self) -> Targets | None:
+        """Description of targets that are not classes."""
+        return None
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs K of a model: classes, labels, numbers, classes of a pixel, or tokens."""
+        return self.classes if self.targets is None else self.targets.outputs
 
     @cached_property
     def _entries(self) -> dict[str, ClientEntry]:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedloom.data.manifest import ClientEntry
-from fedloom.evaluation.measure import READINGS
+from fedloom.evaluation.plan import READINGS
 from fedloom.evaluation.summary import EvaluationResult
-from fedloom.evaluation.uncertainty import calibration_errors, calibration_rows, edges
+from fedloom.evaluation.uncertainty import calibration_rows, edges
+from fedloom.tasks.classification import calibration_errors
 
 
 def client_rows(evaluation: EvaluationResult, entries: Iterable[ClientEntry]) -> list[dict[str, str]]:

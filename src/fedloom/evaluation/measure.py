@@ -11,26 +11,15 @@ import torch
 from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
-from fedloom.evaluation.uncertainty import BINS, EnsemblePredictor, averaged, calibration_counts, uncertainty_counts
+from fedloom.data.inputs import take
+from fedloom.evaluation.plan import SPLITS, EvaluationPlan
+from fedloom.evaluation.uncertainty import EnsemblePredictor, averaged, calibration_counts, uncertainty_counts
 from fedloom.messages import Metrics
+from fedloom.tasks.base import LOSS, LOSS_CAP, VALUE_CAP
+from fedloom.tasks.sums import whole
 
 if TYPE_CHECKING:
     from fedloom.models.predictors import Predictor
-
-SPLITS = ("validation", "test")
-"""Second axis of the counts."""
-
-READINGS = ("unmasked", "masked")
-"""Third axis: over all C classes, or only those of the client's train split."""
-
-CORRECT, TOTAL, LOSS = range(3)
-"""Last axis: correct predictions, examples, summed negative log-likelihood in nats."""
-
-LOSS_CAP = -math.log(torch.finfo(torch.float32).tiny)
-"""Maximum loss of one example, in nats (87.34), given to a label of probability zero so that sums are finite."""
-
-OWN_LOSS_CAP = 1e30
-"""Maximum loss of one example of data without classes."""
 
 _SLACK = 1.001
 """Relative tolerance for rounding of sums of probabilities."""
@@ -52,14 +41,18 @@ class Measurements(NamedTuple):
         ``[P, BINS, 3]`` float64: (examples, summed confidence, correct) of the test split by confidence, unmasked.
     uncertainty
         ``[P, 3]`` float64: (examples, summed entropy, summed mutual information) of the test split, unmasked, nats.
+    sums
+        ``[P, S, K]`` float64: the sums of the plan, unmasked.
 
-    A NaN prediction enters only the counts. For data without classes (C = 0) only the loss is measured.
+    A NaN prediction enters only counts and sums. For tasks other than classification, and for data without targets
+    (C = 0), counts have only examples and losses, and confusion, calibration and uncertainty are empty or 0.
     """
 
     counts: Tensor
     confusion: Tensor
     calibration: Tensor
     uncertainty: Tensor
+    sums: Tensor
 
 
 def metrics(
@@ -68,60 +61,46 @@ def metrics(
     names: Sequence[str],
     *,
     batch_size: int,
+    plan: EvaluationPlan | None = None,
 ) -> Metrics:
     """Run :func:`measure` for several clients, and return the message that answers an evaluation."""
     pairs = zip(predictors, clients, strict=True)
-    measured = [measure(named, client, names, batch_size=batch_size) for named, client in pairs]
+    measured = [measure(named, client, names, batch_size=batch_size, plan=plan) for named, client in pairs]
     return Metrics(*(torch.stack(rows) for rows in zip(*measured, strict=True)))
 
 
-def shapes(predictors: int, classes: int) -> dict[str, tuple[int, ...]]:
-    """Return the trailing shapes of the :class:`~fedloom.messages.Metrics` fields, for P predictors and C classes."""
-    return {
-        "counts": (predictors, len(SPLITS), len(READINGS), 3),
-        "confusion": (predictors, classes, classes),
-        "calibration": (predictors, BINS, 3),
-        "uncertainty": (predictors, 3),
-    }
-
-
-def nothing_measured(clients: int, predictors: int, classes: int) -> Metrics:
-    """Return the answer of clients that received predictors but measured nothing."""
-    zeros = {
-        name: torch.zeros(clients, *shape, dtype=torch.int64 if name == "confusion" else torch.float64)
-        for name, shape in shapes(predictors, classes).items()
-    }
-    return Metrics(**zeros)
-
-
-def implausible(measured: Metrics, *, validation: int, test: int) -> str | None:
+def implausible(measured: Metrics, plan: EvaluationPlan, *, validation: int, test: int) -> str | None:
     """Return one line on why a client with this many examples cannot have measured this; None if it can.
 
     Parameters
     ----------
     measured
         Answer of one client, of the right shapes, with finite values.
+    plan
+        What it was to measure.
     validation, test
         Number of examples in its splits, from the manifest.
     """
-    counts, confusion, calibration, uncertainty = (tensor[0] for tensor in measured.tensors().values())
+    counts, confusion, calibration, uncertainty, sums = (tensor[0] for tensor in measured.tensors().values())
     sizes = torch.tensor([[validation], [test]], dtype=torch.float64)
+    by_predictor = (plan.implausible(each, (validation, test)) for each in sums)
     return (
-        _implausible_counts(counts, sizes, classes=confusion.shape[-1])
+        _implausible_counts(counts, sizes, plan)
         or _implausible_confusion(confusion, test)
         or _implausible_confidence(calibration, uncertainty, test)
+        or next((fault for fault in by_predictor if fault is not None), None)
     )
 
 
-def _implausible_counts(counts: Tensor, sizes: Tensor, *, classes: int) -> str | None:
+def _implausible_counts(counts: Tensor, sizes: Tensor, plan: EvaluationPlan) -> str | None:
     correct, total, loss = counts.unbind(-1)
-    if not _whole(correct, total) or not ((total == 0) | (total == sizes)).all():
+    if not whole(correct) or not whole(total) or not ((total == 0) | (total == sizes)).all():
         validation, test = (int(size) for size in sizes)
         return f"counts of {float(total.max()):g} examples, not 0 or all {validation} and {test} of its splits"
     if (correct > total).any():
         return f"{float(correct.max()):g} right predictions of {float(total.max()):g} examples"
-    most = (LOSS_CAP if classes else OWN_LOSS_CAP) * _SLACK
-    least = _SLACK - 1 if classes else most
+    most = (LOSS_CAP if plan.classes else VALUE_CAP) * _SLACK
+    least = _SLACK - 1 if plan.targets.outputs else most
     if (loss > most * total).any() or (loss < least * -total).any():
         return f"summed losses from {float(loss.min()):g} to {float(loss.max()):g} of {float(total.max()):g} examples"
     return None
@@ -136,7 +115,7 @@ def _implausible_confusion(confusion: Tensor, test: int) -> str | None:
 def _implausible_confidence(calibration: Tensor, uncertainty: Tensor, test: int) -> str | None:
     examples, confidence, right = calibration.unbind(-1)
     summed, *sums = uncertainty.unbind(-1)
-    if not _whole(examples, right, summed) or examples.sum(1).max() > test or summed.max() > test:
+    if not (whole(examples) and whole(right) and whole(summed)) or examples.sum(1).max() > test or summed.max() > test:
         return f"predictions with a confidence of {float(examples.sum(1).max()):g} examples, of {test} test examples"
     if (right > examples).any() or not ((confidence >= 0) & (confidence <= _SLACK * examples)).all():
         return "more right predictions, or a higher confidence, than examples"
@@ -146,15 +125,15 @@ def _implausible_confidence(calibration: Tensor, uncertainty: Tensor, test: int)
     return None
 
 
-def _whole(*counts: Tensor) -> bool:
-    """Return whether all numbers are whole and nonnegative."""
-    return all(bool(((count >= 0) & (count == count.round())).all()) for count in counts)
-
-
 def measure(
-    predictors: Mapping[str, Predictor], client: ClientData, names: Sequence[str], *, batch_size: int
+    predictors: Mapping[str, Predictor],
+    client: ClientData,
+    names: Sequence[str],
+    *,
+    batch_size: int,
+    plan: EvaluationPlan | None = None,
 ) -> Measurements:
-    """Count each predictor's correct predictions on validation and test data, and its confidence on the latter.
+    """Compute each predictor's sums on validation and test data, and its confidence on the latter.
 
     The masked reading sets the log-probability of every class absent from the client's train split to -inf and
     renormalizes; it uses the same forward pass. A reading that is not available has total 0: a split without labels or
@@ -177,6 +156,8 @@ def measure(
         P names in reporting order (``ClientAlgorithm.predictors``).
     batch_size
         Examples per forward pass.
+    plan
+        Task, and what to measure; None: the client's classes, with default settings.
 
     Raises
     ------
@@ -186,11 +167,13 @@ def measure(
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more (got {batch_size})")
     _check_missing([name for name in names if name not in predictors], predictors, client, names)
-    mask = None if client.train.y is None or len(client.train) == 0 else client.present
-    nothing = _nothing(client)
+    plan = EvaluationPlan.of_classes(client.classes) if plan is None else plan
+    unlabelled = not plan.classes or client.train.y is None or len(client.train) == 0
+    mask = None if unlabelled else client.present
+    nothing = _nothing(plan)
     found = {id(predictor): predictor for name, predictor in predictors.items() if name in names}  # two names may share
     with torch.no_grad():
-        rows = {key: _measure(predictor, client, mask, batch_size) for key, predictor in found.items()}
+        rows = {key: _measure(predictor, client, plan, mask, batch_size) for key, predictor in found.items()}
     measured = [rows[id(predictors[name])] if name in predictors else nothing for name in names]
     broken = [name for name, row in zip(names, measured, strict=True) if not all(t.isfinite().all() for t in row)]
     if broken:  # the predictor broke its contract
@@ -209,37 +192,88 @@ def _check_missing(
         _log.info("client %s has nothing to train on: %s is not evaluated", client.id, ", ".join(missing))
 
 
-def _nothing(client: ClientData) -> Measurements:
+def _nothing(plan: EvaluationPlan) -> Measurements:
     """Return the measurements of one predictor without test examples."""
-    return Measurements(*(t[0, 0] for t in nothing_measured(1, 1, client.classes).tensors().values()))
+    return Measurements(*(t[0, 0] for t in plan.nothing(1, 1).tensors().values()))
 
 
-def _measure(predictor: Predictor, client: ClientData, mask: Tensor | None, batch_size: int) -> Measurements:
+def _measure(
+    predictor: Predictor, client: ClientData, plan: EvaluationPlan, mask: Tensor | None, batch_size: int
+) -> Measurements:
     """Run :func:`measure` for one predictor, and return its rows of the result."""
-    counts, confusion, calibration, uncertainty = _nothing(client)
-    ensemble = predictor if isinstance(predictor, EnsemblePredictor) else None
+    found = _nothing(plan)
     for s, split in enumerate((client.validation, client.test)):
-        if client.classes == 0:
-            counts[s, 0] += _losses(predictor, split, batch_size)
-            continue
-        if split.y is None:
-            continue
-        for start in range(0, len(split), batch_size):
-            x, y = split.x[start : start + batch_size], split.y[start : start + batch_size]
-            draws = None if ensemble is None else ensemble.draws_log_probabilities(x)
-            log_p = (predictor.log_probabilities(x) if draws is None else averaged(draws)).double()
-            counts[s, 0] += _score(log_p, y)
-            if mask is not None:
-                absent = ~mask.to(log_p.device)
-                counts[s, 1] += _score(log_p.masked_fill(absent, -math.inf).log_softmax(1), y)
-            if split is client.test:
-                whole = ~log_p.isnan().any(1)
-                log_p, y = log_p[whole], y[whole]
-                pairs = torch.bincount(y * client.classes + log_p.argmax(1), minlength=client.classes**2)
-                confusion += pairs.view(client.classes, client.classes).cpu()
-                calibration += calibration_counts(log_p, y)
-                uncertainty += uncertainty_counts(log_p, None if draws is None else draws[:, whole])
-    return Measurements(counts, confusion, calibration, uncertainty)
+        if plan.targets.outputs == 0:
+            found.counts[s, 0] += _losses(predictor, split, batch_size)
+        elif split.y is not None:
+            sums = _SplitSums(plan)
+            for start in range(0, len(split), batch_size):
+                batch = slice(start, start + batch_size)
+                x, y = take(split.x, batch), split.y[batch]
+                if plan.classes:
+                    log_p = _measure_classes(predictor, x, y, found, s, mask)
+                    sums.add(log_p, y)
+                else:
+                    predictions = predictor.predictions(x)
+                    found.counts[s, 0] += _task_losses(plan, predictions, y)
+                    sums.add(predictions, y)
+            if len(split) and plan.size:
+                found.sums[s] = sums.total()
+    return found
+
+
+def _measure_classes(
+    predictor: Predictor, x: Tensor, y: Tensor, found: Measurements, s: int, mask: Tensor | None
+) -> Tensor:
+    """Add a batch of split ``s`` to all measurements but the sums; return its log-probabilities ``[b, C]``."""
+    draws = predictor.draws_log_probabilities(x) if isinstance(predictor, EnsemblePredictor) else None
+    all_log_p = (predictor.log_probabilities(x) if draws is None else averaged(draws)).double()
+    found.counts[s, 0] += _score(all_log_p, y)
+    if mask is not None:
+        absent = ~mask.to(all_log_p.device)
+        found.counts[s, 1] += _score(all_log_p.masked_fill(absent, -math.inf).log_softmax(1), y)
+    if SPLITS[s] == "test":
+        unbroken = ~all_log_p.isnan().any(1)
+        log_p, labels = all_log_p[unbroken], y[unbroken]
+        classes = found.confusion.shape[-1]
+        pairs = torch.bincount(labels * classes + log_p.argmax(1), minlength=classes**2)
+        found.confusion.add_(pairs.view(classes, classes).cpu())
+        found.calibration.add_(calibration_counts(log_p, labels))
+        found.uncertainty.add_(uncertainty_counts(log_p, None if draws is None else draws[:, unbroken]))
+    return all_log_p
+
+
+class _SplitSums:
+    """Sums of a plan over the batches of a split; those of the whole split wait for all of its batches."""
+
+    def __init__(self, plan: EvaluationPlan) -> None:
+        self._parts = plan.sums
+        self._sums: list[Tensor | float] = [0.0] * len(plan.sums)
+        self._keeps = any(part.whole_split for part in plan.sums)
+        self._batches: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, predictions: Tensor, y: Tensor) -> None:
+        """Add a batch."""
+        if self._keeps:
+            self._batches.append((predictions, y))
+        for i, part in enumerate(self._parts):
+            if not part.whole_split:
+                self._sums[i] = self._sums[i] + part.of(predictions, y).cpu()
+
+    def total(self) -> Tensor:
+        """Return all sums, ``[K]``."""
+        if self._batches:
+            predictions, y = (torch.cat(tensors) for tensors in zip(*self._batches, strict=True))
+            for i, part in enumerate(self._parts):
+                if part.whole_split:
+                    self._sums[i] = part.of(predictions, y).cpu()
+        return torch.cat([sums for sums in self._sums if isinstance(sums, Tensor)])
+
+
+def _task_losses(plan: EvaluationPlan, predictions: Tensor, y: Tensor) -> Tensor:
+    """Return (0, total, summed loss) of a batch: the task's loss, capped if infinite or NaN."""
+    losses = plan.task.loss(predictions, y).double().nan_to_num(nan=VALUE_CAP).clamp(max=VALUE_CAP)
+    return torch.tensor([0.0, len(y), float(losses.sum())], dtype=torch.float64)
 
 
 @runtime_checkable
@@ -257,8 +291,8 @@ def _losses(predictor: Predictor, split: Split, batch_size: int) -> Tensor:
     total = torch.tensor([0.0, len(split), 0.0], dtype=torch.float64)
     for start in range(0, len(split), batch_size):
         batch = slice(start, start + batch_size)
-        losses = predictor.losses(split.x[batch], None if split.y is None else split.y[batch]).double()
-        total[LOSS] += losses.nan_to_num(nan=OWN_LOSS_CAP).clamp(max=OWN_LOSS_CAP).sum().cpu()
+        losses = predictor.losses(take(split.x, batch), None if split.y is None else split.y[batch]).double()
+        total[LOSS] += losses.nan_to_num(nan=VALUE_CAP).clamp(max=VALUE_CAP).sum().cpu()
     return total
 
 

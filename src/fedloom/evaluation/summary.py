@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fedloom.evaluation.measure import CORRECT, LOSS, READINGS, SPLITS, TOTAL, shapes
-from fedloom.evaluation.uncertainty import calibration_errors, group_uncertainty
+from fedloom.evaluation.plan import READINGS, SPLITS, EvaluationPlan
+from fedloom.evaluation.uncertainty import group_uncertainty
+from fedloom.tasks.base import CORRECT, LOSS, TOTAL, Counts
+from fedloom.tasks.classification import calibration_errors
 
 Statistics: TypeAlias = dict[str, Any]
 """Statistics of a group of clients: JSON values, see :func:`group_statistics`."""
@@ -51,6 +53,10 @@ class EvaluationResult:
         ``[n, P, C, C]`` int64, see ``measure``.
     calibration, uncertainty
         ``[n, P, BINS, 3]`` and ``[n, P, 3]`` float64, see ``measure``; zero in the rows of absent clients.
+    sums
+        ``[n, P, S, K]`` float64, see ``measure``; zero in the rows of absent clients.
+    plan
+        Task, and the meaning of the sums.
     records
         Values that the server algorithm recorded, one row per client: ``[n, ...]``.
     """
@@ -64,6 +70,8 @@ class EvaluationResult:
     confusion: Tensor
     calibration: Tensor
     uncertainty: Tensor
+    sums: Tensor
+    plan: EvaluationPlan
     records: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,7 +85,7 @@ class EvaluationResult:
         if "personal" not in self.predictors:
             raise ValueError(f"predictors must have 'personal' (got {', '.join(self.predictors)})")
         n = len(self.clients)
-        measured = shapes(len(self.predictors), self.confusion.shape[-1])
+        measured = self.plan.shapes(len(self.predictors))
         for name, trailing in {"seen": (), "present": (), **measured}.items():
             shape, expected = tuple(getattr(self, name).shape), (n, *trailing)
             if shape != expected:
@@ -88,8 +96,8 @@ class EvaluationResult:
 
     @property
     def classes(self) -> int:
-        """Number C of classes; 0 for data without classes."""
-        return int(self.confusion.shape[-1])
+        """Number C of classes; 0 for other tasks."""
+        return self.plan.classes
 
     def of(self, predictor: str, split: str, reading: str) -> Tensor:
         """Return counts ``[n, 3]`` of one predictor, split and reading; zero for absent clients."""
@@ -97,9 +105,34 @@ class EvaluationResult:
         counts = self.counts[:, p, SPLITS.index(split), READINGS.index(reading)]
         return counts * self.present[:, None]
 
+    def metrics(
+        self, predictor: str, split: str, group: Tensor, *, reading: str = "unmasked", pooled: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the metrics of one predictor on a split, ``[m]`` each, NaN where undefined.
+
+        Accuracy and log loss of classes are of the ``reading``, all else is unmasked. Validation data have only the
+        metrics that follow from counts and sums.
+
+        Parameters
+        ----------
+        group
+            ``[n]`` bool: the m clients. Absent ones have no metrics.
+        pooled
+            True for the metrics of all their examples together, m = 1.
+        """
+        members, p, s = group & self.present, self.predictors.index(predictor), SPLITS.index(split)
+        confusion, calibration = self.confusion[members, p], self.calibration[members, p]
+        if split != "test":
+            confusion, calibration = torch.zeros_like(confusion), torch.zeros_like(calibration)
+        rows = (self.of(predictor, split, reading)[members], confusion, calibration, self.sums[members, p, s])
+        if pooled:
+            rows = tuple(tensor.sum(0, keepdim=True) for tensor in rows)  # type: ignore[assignment]
+        counts, confusion, calibration, sums = rows
+        return self.plan.values(Counts(counts, confusion, calibration), sums, pooled=pooled)
+
 
 ACCURACIES = ("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_worst_decile", "accuracy_pooled")
-"""Keys of a group's statistics that are None for data without classes."""
+"""Keys of a group's statistics that are None for tasks other than classification."""
 
 
 def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | None:
@@ -146,14 +179,52 @@ def predictor_statistics(
 ) -> Statistics | None:
     """Return test statistics of one predictor over the clients in ``group`` ``[n]`` bool, in both readings.
 
-    The reading selected by ``label_mask`` is at the top level, as :func:`group_statistics` returns it. The other is
-    under ``masked`` or ``unmasked``, None if no client could be measured that way.
+    The reading selected by ``label_mask`` is at the top level, as :func:`group_statistics` returns it, with ``metrics``
+    (:func:`metric_statistics`). The other is under ``masked`` or ``unmasked``, None if no client could be measured that
+    way.
     """
     main, other = ("masked", "unmasked") if label_mask else ("unmasked", "masked")
     statistics = group_statistics(evaluation.of(predictor, "test", main)[group], classes=evaluation.classes > 0)
     if statistics is None:
         return None
-    return statistics | {other: group_statistics(evaluation.of(predictor, "test", other)[group])}
+    return statistics | {
+        "metrics": metric_statistics(evaluation, predictor, group, reading=main),
+        other: group_statistics(evaluation.of(predictor, "test", other)[group]),
+    }
+
+
+def metric_statistics(
+    evaluation: EvaluationResult, predictor: str, group: Tensor, *, reading: str = "unmasked"
+) -> dict[str, dict[str, float | None] | None]:
+    """Return ``metrics`` of a group: test statistics of each metric of the task, by name; the headline comes first.
+
+    Each has ``mean`` and ``std`` over the clients for which it is defined (population standard deviation); ``worst``,
+    and ``worst_decile``, the mean of the worst ⌈m/10⌉ of them; and ``pooled``, the metric of all their examples
+    together. It is None if it is defined for no client. ``reading`` is that of accuracy and log loss.
+    """
+    clients = evaluation.metrics(predictor, "test", group, reading=reading)
+    pooled = evaluation.metrics(predictor, "test", group, reading=reading, pooled=True)
+    headline = evaluation.plan.task.headline.name
+    ordered = sorted(evaluation.plan.metrics, key=lambda metric: metric.name != headline)
+    return {
+        metric.name: _over_clients(clients[metric.name], pooled[metric.name], higher=metric.higher_is_better)
+        for metric in ordered
+    }
+
+
+def _over_clients(values: Tensor, pooled: Tensor, *, higher: bool) -> dict[str, float | None] | None:
+    """Return the statistics of one metric of m clients, ``[m]``, and of all examples, ``[1]``."""
+    values = values[~values.isnan()]
+    if not len(values):
+        return None
+    worst = values.sort(descending=not higher).values[: math.ceil(len(values) / 10)]
+    return {
+        "mean": float(values.mean()),
+        "std": float(values.std(correction=0)),
+        "worst": float(worst[0]),
+        "worst_decile": float(worst.mean()),
+        "pooled": None if bool(pooled.isnan()) else float(pooled),
+    }
 
 
 def groups(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, Statistics | None]:
@@ -211,23 +282,40 @@ def _uncertainty(evaluation: EvaluationResult, predictor: str, group: Tensor) ->
 
 
 def validation_pooled(evaluation: EvaluationResult, *, label_mask: bool) -> float | None:
-    """Return the pooled validation accuracy of seen clients' personal predictors; None without examples or classes."""
+    """Return the headline of the seen clients' personal predictors over all validation examples together.
+
+    None without validation examples, where it is undefined, and for data without targets.
+    """
     counts = evaluation.of("personal", "validation", "masked" if label_mask else "unmasked")[evaluation.seen]
     total = float(counts[:, TOTAL].sum())
-    return float(counts[:, CORRECT].sum()) / total if total and evaluation.classes else None
+    if not total or not evaluation.plan.targets.outputs:
+        return None
+    if evaluation.classes:
+        return float(counts[:, CORRECT].sum()) / total
+    found = evaluation.metrics("personal", "validation", evaluation.seen, pooled=True)
+    value = float(found[evaluation.plan.task.headline.name])
+    return None if math.isnan(value) else value
 
 
 def validation_loss(evaluation: EvaluationResult) -> float | None:
-    """Return the mean validation loss of seen clients' personal predictors; None with classes or without examples."""
+    """Return the mean validation loss of seen clients' personal predictors; None with targets or without examples."""
     counts = evaluation.of("personal", "validation", "unmasked")[evaluation.seen]
     total = float(counts[:, TOTAL].sum())
-    return float(counts[:, LOSS].sum()) / total if total and not evaluation.classes else None
+    return float(counts[:, LOSS].sum()) / total if total and not evaluation.plan.targets.outputs else None
 
 
 def validation_score(evaluation: EvaluationResult, *, label_mask: bool) -> float | None:
-    """Return the score that the best round maximizes: pooled validation accuracy, or -loss without classes."""
+    """Return the score that the best round maximizes: the headline on validation data, negative if lower is better."""
     loss = validation_loss(evaluation)
-    return validation_pooled(evaluation, label_mask=label_mask) if loss is None else -loss
+    if loss is not None:
+        return -loss
+    pooled = validation_pooled(evaluation, label_mask=label_mask)
+    return pooled if pooled is None or evaluation.plan.task.headline.higher_is_better else -pooled
+
+
+def headline_keys(plan: EvaluationPlan) -> dict[str, Any]:
+    """Return ``task`` and ``headline``, the metric that compares rounds and methods, of ``summary.json`` and lines."""
+    return {"task": plan.task.name, "headline": plan.task.headline._asdict()}
 
 
 def left_out(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, int]:
@@ -268,6 +356,7 @@ def metrics_line(
         "uncertainty": uncertainties(evaluation),
         "validation_pooled": validation_pooled(evaluation, label_mask=label_mask),
         "validation_loss": validation_loss(evaluation),
+        **headline_keys(evaluation.plan),
         "left_out": left_out(evaluation, label_mask=label_mask),
         "train": {"loss": train_loss},
         "communication": asdict(communication),
@@ -279,7 +368,8 @@ def metrics_line(
 def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return ``best`` of ``summary.json``: the line with the best validation score, the earliest on ties.
 
-    The score is the highest pooled validation accuracy, or, for data without classes, the lowest validation loss.
+    The score is the headline over all validation examples (of classes, accuracy), or, for data without targets, the
+    lowest validation loss.
 
     Parameters
     ----------
@@ -317,23 +407,34 @@ def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     -------
     dict or None
         ``evaluations``, their number; ``rounds``, the first and the last; and for ``seen``, ``unseen`` and ``global``,
-        by ``accuracy_mean`` and ``accuracy_pooled`` (without classes ``loss_mean``), {``mean``, ``lowest``,
-        ``highest``}; None for a group that some line lacks. None without lines.
+        by ``accuracy_mean`` and ``accuracy_pooled`` (of another task its headline, as ``rmse_mean`` and
+        ``rmse_pooled``; without targets ``loss_mean``), {``mean``, ``lowest``, ``highest``}; None for a group that some
+        line lacks. None without lines.
     """
     lines = [line for line in lines if line["round"]] or list(lines)
     if not lines:
         return None
     found: dict[str, Any] = {"evaluations": len(lines), "rounds": [lines[0]["round"], lines[-1]["round"]]}
     for group in ("seen", "unseen", "global"):
-        of_group = [line[group] for line in lines if line[group] is not None]
+        of_group = [_with_headline(line[group], line) for line in lines if line[group] is not None]
         found[group] = _over_evaluations(of_group) if len(of_group) == len(lines) else None
     return found
 
 
+def _with_headline(group: Statistics, line: Mapping[str, Any]) -> Statistics:
+    """Return a group's statistics with mean and pooled value of the headline, where the task has another than loss."""
+    name = line.get("headline", {}).get("name", "accuracy")
+    values = (group.get("metrics") or {}).get(name)
+    if name in ("accuracy", "loss") or values is None:
+        return group
+    return {f"{name}_{key}": values[key] for key in ("mean", "pooled")} | {"loss_mean": group["loss_mean"]}
+
+
 def _over_evaluations(groups: Sequence[Statistics]) -> dict[str, dict[str, float]]:
-    """Return mean, lowest and highest of a group's accuracies, or of its losses if there are no accuracies."""
+    """Return mean, lowest and highest of a group's headline, or of its losses if there is none."""
     found: dict[str, dict[str, float]] = {}
-    for keys in (("accuracy_mean", "accuracy_pooled"), ("loss_mean",)):
+    headline = [key for key in groups[0] if key.endswith(("_mean", "_pooled")) and key != "loss_mean"]
+    for keys in (headline, ["loss_mean"]):
         for key in keys if not found else ():
             values = [one[key] for one in groups if one.get(key) is not None]
             if len(values) == len(groups):
@@ -356,9 +457,11 @@ def own_steps(after: Mapping[int, EvaluationResult], *, label_mask: bool) -> lis
 
 def line_score(line: Mapping[str, Any]) -> float | None:
     """Return :func:`validation_score` from a line of ``metrics.jsonl``."""
-    loss = line.get("validation_loss")
-    accuracy: float | None = line["validation_pooled"]
-    return accuracy if loss is None else -float(loss)
+    loss, pooled = line.get("validation_loss"), line["validation_pooled"]
+    if loss is not None:
+        return -float(loss)
+    higher = line.get("headline", {}).get("higher_is_better", True)
+    return pooled if pooled is None or higher else -float(pooled)
 
 
 @dataclass(frozen=True)
@@ -435,6 +538,8 @@ def summary(
         "titles": dict(about.titles),
         "dataset": about.dataset,
         "model": about.model,
+        **headline_keys(final.plan),
+        "metrics": {metric.name: metric._asdict() for metric in final.plan.metrics},
         "seed": about.seed,
         "rounds": cost.rounds,
         "clients_per_round": cost.clients_per_round,

@@ -86,16 +86,6 @@ def uncertainty_counts(log_p: Tensor, draws: Tensor | None) -> Tensor:
     return torch.stack([total.new_tensor(len(total)), total.sum(), information.clamp(min=0).sum()]).cpu()
 
 
-def calibration_errors(calibration: Tensor) -> Tensor:
-    """Return the expected calibration error of each client, ``[m, BINS, 3] -> [m]``; NaN without examples.
-
-    Its mean, weighted by examples, is never below the error of all examples together, where one client's overconfidence
-    offsets another's caution. With few examples even a calibrated client has a positive error, by chance in small bins.
-    """
-    off = (calibration[..., RIGHT] - calibration[..., CONFIDENCE]).abs().sum(-1)
-    return off / calibration[..., EXAMPLES].sum(-1)
-
-
 def group_uncertainty(calibration: Tensor, uncertainty: Tensor) -> dict[str, float] | None:
     """Return statistics of a group of clients, over all their test examples together.
 

@@ -17,6 +17,7 @@ from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
 from fedloom.experiment.validation_errors import SettingError
 from fedloom.models.module import MEMORY
 from fedloom.models.registry import ModuleSettings, VGGSettings
+from fedloom.tasks.own_metric import MEMORY as METRIC_IN_MEMORY
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,8 @@ def _check_runtime(c: _Combination) -> Iterator[SettingError]:
     if isinstance(model, ModuleSettings) and model.factory.startswith(MEMORY) and runtime.workers:
         message = f"must be 0 for a module in memory, unless model.factory names one (got {runtime.workers})"
         yield _error("runtime.workers", message)
+    if any(name.startswith(METRIC_IN_MEMORY) for name in c.experiment.evaluation.metrics) and runtime.workers:
+        yield _error("runtime.workers", f"must be 0 for a metric in memory (got {runtime.workers})")
     if runtime.clients_at_once == 1:
         return
     if runtime.device == "cpu":

@@ -77,10 +77,10 @@ def of_run(text: str, source: str) -> Experiment:
     from fedloom.experiment.validation import validated
 
     value, origins = _mapping(text, source)
-    factory, data = _factory(value), value.get("data")
+    code, data = named_code(value), value.get("data")
     is_local = isinstance(data, dict) and data.get("dataset") in LOCAL
     augments = isinstance(data, dict) and bool(data.get("augment"))
-    combined = not is_local and not augments and (factory is None or is_permitted(factory))
+    combined = not is_local and not augments and all(is_permitted(name) for _, name in code)
     return validated(value, source, origins, combined=combined)
 
 
@@ -152,9 +152,9 @@ def _checked(
         _set(value, origins, override)
     if begun is not None and (begun / RECORDED).is_file():
         _take_paths(value, begun / RECORDED)
-    factory = _factory(value)
-    if factory is not None and (own or origins.get(("model", "factory")) == SET):
-        permit_factory(factory)
+    for path, name in named_code(value):
+        if own or origins.get(path) == SET:
+            permit_factory(name)
     from fedloom.experiment.validation import validated  # imports torch: after everything that may fail without it
 
     return validated(value, source, origins)
@@ -262,6 +262,10 @@ def plain_value(value: Any, what: str) -> Any:
             return str(value)
         if hasattr(value, "tolist"):  # numpy and torch numbers
             return value.tolist()
+        if callable(value) or hasattr(value, "sums"):  # a metric
+            from fedloom.tasks.own_metric import remember_metric  # imports torch
+
+            return remember_metric(value)
         raise ExperimentError(
             f"{what}: a {type(value).__name__} cannot be part of an experiment; give sections and values that a file "
             "can hold."
@@ -273,11 +277,15 @@ def plain_value(value: Any, what: str) -> Any:
         raise ExperimentError(f"{what}: {error}") from error
 
 
-def _factory(value: Mapping[str, Any]) -> str | None:
-    """Return the name of the factory that makes the clients' model, if there is one."""
-    model = value.get("model")
-    factory = model.get("factory") if isinstance(model, dict) else None
-    return factory if isinstance(factory, str) else None
+def named_code(value: Mapping[str, Any]) -> list[tuple[KeyPath, str]]:
+    """Return keys and names of the code that an experiment names: the factory of its model, and metrics."""
+    found: list[tuple[KeyPath, Any]] = []
+    if isinstance(model := value.get("model"), dict):
+        found.append((("model", "factory"), model.get("factory")))
+    metrics = evaluation.get("metrics") if isinstance(evaluation := value.get("evaluation"), dict) else None
+    if isinstance(metrics, list | tuple):
+        found += [(("evaluation", "metrics"), name) for name in metrics if ":" in str(name)]
+    return [(path, name) for path, name in found if isinstance(name, str)]
 
 
 def _is_of_run(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +39,9 @@ from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
 from fedloom.storage.open import is_url, s3_place
+from fedloom.tasks.names import ALIASES, METRICS
+from fedloom.tasks.own_metric import MEMORY
+from fedloom.tasks.registry import TaskSettings
 
 
 class Section(Settings):
@@ -223,6 +227,14 @@ class Federation(Section):
     )
 
 
+def _metric(name: str) -> str:
+    """Return the name of a metric: one of FedLoom's, or ``package:function``."""
+    allowed = [*METRICS, *ALIASES]
+    if not name.startswith(MEMORY) and not re.fullmatch(r"[A-Za-z_][\w.]*:[\w.]+", name) and name not in allowed:
+        raise ValueError(f"must be package:function, or one of {', '.join(allowed)} (got {abbreviated(name)})")
+    return name
+
+
 class Evaluation(Section):
     """Schedule and settings of evaluation."""
 
@@ -234,6 +246,13 @@ class Evaluation(Section):
     )
     cohort: int = Field(default=20, ge=1, description="Clients in one evaluation conversation.")
     batch_size: int = Field(default=512, ge=1, description="Examples in one forward pass of an evaluation.")
+    metrics: tuple[Annotated[str, AfterValidator(_metric)], ...] = Field(
+        default=(),
+        description=(
+            "Metrics beside those of the task: auroc for classification, and your own as `package:function` "
+            "(docs/tasks.md#more-metrics)."
+        ),
+    )
     own_steps: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
         default=None,
         min_length=1,
@@ -327,6 +346,9 @@ class Experiment(Section):
         Annotated[Data, Tag("dealt")] | Annotated[OwnData, Tag("brought")],
         Discriminator(_data_way),
     ] = Field(description="Data set and its partition, or the requirements on clients' own data.")
+    task: TaskSettings | None = Field(
+        default=None, description="Prediction task, and settings of its loss. Null: as the data say, with defaults."
+    )
     model: ModelSettings = Field(discriminator="name", description="The clients' model.")
     algorithm: Annotated[AlgorithmChoice, PlainValidator(_choose_algorithm), PlainSerializer(_dump_algorithm)] = Field(
         description="The method, and its settings."
@@ -353,6 +375,12 @@ class Experiment(Section):
     def runs(self) -> Path:
         """Parent folder of the run's own folder."""
         return expanded("runs" if self.storage is None or is_url(self.storage) else self.storage)
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Names of the user's own code: the factory of the model, and metrics."""
+        factory = getattr(self.model, "factory", None)
+        return (*([] if factory is None else [factory]), *(name for name in self.evaluation.metrics if ":" in name))
 
     def located(self) -> Experiment:
         """Return the experiment with absolute paths, as a run records it; relative ones start in the current folder."""

@@ -13,6 +13,7 @@ from fedloom.core.words import DEEPEST, parsed_json
 from fedloom.data.local import LOCAL
 from fedloom.errors import ExperimentError
 from fedloom.experiment.cross_checks import check_compatibility
+from fedloom.experiment.loading import named_code
 from fedloom.experiment.schema import json_schema
 from fedloom.experiment.sections import Experiment, Runtime
 from fedloom.experiment.validation_errors import SET, KeyPath, abbreviated, dotted, explain, listing
@@ -84,9 +85,8 @@ def from_shared_json(text: str, *, root: str | None = None, runtime: Runtime | N
         raise ExperimentError(f"{source} must be a mapping with the key data (got {abbreviated(value)})")
     if "own" not in value["data"]:
         value["data"]["root"] = root
-    model = value.get("model")
-    if isinstance(model, dict) and isinstance(model.get("factory"), str):
-        check_sent_factory(model["factory"])
+    for path, name in named_code(value):
+        check_sent_factory(name, dotted(path))
     value["runtime"] = (runtime or Runtime()).model_dump(mode="json")
     # A local data set is on the aggregator's machine, which has checked the combinations.
     return validated(value, source, {}, combined=value["data"].get("dataset") not in LOCAL)

@@ -15,8 +15,8 @@ from fedloom.core import tracing
 from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.data.federated import Manifest
 from fedloom.errors import DataError, FedloomError, InterruptedRun, argument
-from fedloom.evaluation.measure import implausible, nothing_measured
-from fedloom.evaluation.measure import shapes as measured_shapes
+from fedloom.evaluation.measure import implausible
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.bugs import is_bug, place
 from fedloom.federation.client_side import EVALUATE, after_steps_purpose
@@ -61,7 +61,7 @@ class Evaluator:
         self.folder = folder
         self.observer, self.stop, self.monitor = hooks.observer, hooks.stop, hooks.monitor
         self.replay = replay
-        self.predictors = pair.client.predictors
+        self.predictors, self.plan = pair.client.predictors, pair.plan
         # In a power failure, a checkpoint must not survive without the lines that document it.
         self.checkpoints = Checkpoints(
             folder.checkpoints,
@@ -78,7 +78,7 @@ class Evaluator:
         self.unmeasured: dict[str, str] = {}  # clients that the last evaluation lost -> why
         shapes = {
             **answer_shapes(self.algorithm.messages, self.server.sizes),
-            Metrics: measured_shapes(len(self.predictors), self.manifest.classes),
+            Metrics: self.plan.shapes(len(self.predictors)),
         }
         self._config = RoundConfig(
             schedule.seed,
@@ -122,7 +122,7 @@ class Evaluator:
             planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
             clients = self._to_measure(planned, steps)
             session = self._measuring(attempt, planned, EVALUATE if steps is None else after_steps_purpose(steps))
-            results = _Measurements(len(clients), len(self.predictors), self.manifest.classes)
+            results = _Measurements(len(clients), len(self.predictors), self.plan)
             size, silence, skipped = self.schedule.evaluation_cohort, self.transport.silence, 0
             before_s = silence.waited_s
             for start in range(0, len(clients), size):
@@ -150,6 +150,7 @@ class Evaluator:
             present=results.present,
             predictors=self.predictors,
             **results.metrics.tensors(),
+            plan=self.plan,
             records=results.records,
         )
 
@@ -203,7 +204,7 @@ class Evaluator:
         """Return why the values of a client's answer are implausible; None if they are plausible."""
         if isinstance(answer, Metrics):
             validation, test = self._held_out[client]
-            return implausible(answer, validation=validation, test=test)
+            return implausible(answer, self.plan, validation=validation, test=test)
         return out_of_range(
             answer, self.server.answer_bounds(self._sizes[client]), learning_rates(self.server.settings)
         )
@@ -231,8 +232,8 @@ class Evaluator:
 class _Measurements:
     """Metrics of the clients of an evaluation, filled cohort by cohort."""
 
-    def __init__(self, clients: int, predictors: int, classes: int) -> None:
-        self.metrics = nothing_measured(clients, predictors, classes)
+    def __init__(self, clients: int, predictors: int, plan: EvaluationPlan) -> None:
+        self.metrics = plan.nothing(clients, predictors)
         self.present = torch.zeros(clients, dtype=torch.bool)
         self.records: dict[str, Tensor] = {}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
@@ -52,11 +53,12 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class AlgorithmPair:
-    """Algorithm of a run; the server algorithm is new, and only the client algorithm's properties are used."""
+    """Algorithm of a run, and what is measured; the server algorithm is new, and the client algorithm is not run."""
 
     algorithm: Algorithm
     server: ServerAlgorithm
     client: ClientAlgorithm
+    plan: EvaluationPlan
 
 
 class Observer(Protocol):

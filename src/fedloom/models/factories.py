@@ -1,4 +1,4 @@
-"""Permission to call factories named by a file or an aggregator."""
+"""Permission to call factories and metrics named by a file or an aggregator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 from fedloom.errors import ExperimentError
 
 FACTORIES = "FEDLOOM_FACTORIES"
-"""Environment variable: comma-separated names of factories that a process may call, regardless of who names them."""
+"""Environment variable: names, separated by commas, of factories and metrics that a process may call,
+regardless of who names them."""
 
 KEY = "model.factory"
 
@@ -24,8 +25,10 @@ def is_permitted(name: str) -> bool:
     return name in _permitted or name in _from_environment()
 
 
-def check_permitted(name: str) -> None:
+def check_permitted(name: str, key: str = KEY) -> None:
     """Reject a factory named only by a run, a URL or an aggregator: importing it would run code.
+
+    ``key`` is the key of the experiment that names it: a model's factory, or a metric.
 
     Raises
     ------
@@ -33,11 +36,13 @@ def check_permitted(name: str) -> None:
         If neither the user of this process nor its environment has named the factory.
     """
     if not is_permitted(name):
-        raise _not_permitted(name, "a run or an address on the network")
+        raise _not_permitted(name, "a run or an address on the network", key)
 
 
-def check_sent_factory(name: str) -> None:
+def check_sent_factory(name: str, key: str = KEY) -> None:
     """Reject a factory named by an aggregator, unless the environment of this process names it too.
+
+    ``key`` is as for :func:`check_permitted`.
 
     Raises
     ------
@@ -45,16 +50,16 @@ def check_sent_factory(name: str) -> None:
         If the environment does not name the factory.
     """
     if name not in _from_environment():
-        raise _not_permitted(name, "the aggregator")
+        raise _not_permitted(name, "the aggregator", key)
 
 
 def _from_environment() -> list[str]:
     return [name.strip() for name in os.environ.get(FACTORIES, "").split(",") if name.strip()]
 
 
-def _not_permitted(name: str, source: str) -> ExperimentError:
+def _not_permitted(name: str, source: str, key: str) -> ExperimentError:
     permitted = ", ".join(_from_environment()) or "none"
     return ExperimentError(
-        f"{KEY}: {name!r} is named by {source}, and loading it runs its code; {FACTORIES} permits {permitted}.",
+        f"{key}: {name!r} is named by {source}, and loading it runs its code; {FACTORIES} permits {permitted}.",
         hint=f"If you trust this code, set {FACTORIES}={name} in the environment of this command.",
     )

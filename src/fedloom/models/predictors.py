@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.errors import DataError
@@ -17,11 +15,14 @@ from fedloom.models.flat import FlatModel
 class Predictor(Protocol):
     """Predictor of a client."""
 
+    def predictions(self, x: Tensor) -> Tensor:
+        """Return predictions in the form of the task (``PredictionTask.predictions``), ``[b, *output_shape]``."""
+
     def log_probabilities(self, x: Tensor) -> Tensor:
-        """Return log-probabilities of the classes, ``[b, ...] -> [b, C]``."""
+        """Return the predictions of a classifier: log-probabilities of the classes, ``[b, ...] -> [b, C]``."""
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """Return probabilities, ``[b, ...] -> [b, C]``; rows sum to one."""
+        """Return probabilities, or the numbers of a regression, ``[b, *output_shape]``."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors to save, from which the predictor can be restored."""
@@ -30,7 +31,7 @@ class Predictor(Protocol):
         """Return all tensors used for prediction, by the model's own names."""
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return log-probabilities ``[b, ...] -> [b, C]`` as a function of :meth:`named`."""
+        """Return predictions, ``[b, *output_shape]``, as a function of :meth:`named`."""
 
 
 Predictors: TypeAlias = list[dict[str, Predictor]]
@@ -63,16 +64,20 @@ class ModelPredictor:
 
     @torch.no_grad()
     def log_probabilities(self, x: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
+        """Return log-probabilities of the classes, ``[b, ...] -> [b, C]``."""
         return ModelPredictor.predict(self, self.parameters, x)
 
+    def predictions(self, x: Tensor) -> Tensor:
+        """Return predictions in the form of the task, ``[b, *output_shape]``."""
+        return self.log_probabilities(x)  # which those of methods for classes override
+
     def probabilities(self, x: Tensor) -> Tensor:
-        """Return probabilities, ``[b, ...] -> [b, C]``; rows sum to one."""
-        return self.log_probabilities(x).exp()
+        """Return probabilities, or the numbers of a regression, ``[b, *output_shape]``."""
+        return self.model.task.probabilities(self.predictions(x))
 
     @torch.no_grad()
     def losses(self, x: Tensor, y: Tensor | None) -> Tensor:
-        """Return the model's loss of each example, ``[b, ...], [b] -> [b]``, which evaluates data without classes."""
+        """Return the model's loss of each example, ``[b, ...], [b] -> [b]``, which evaluates data without targets."""
         return self.model.loss(self.parameters, x, y)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -85,8 +90,8 @@ class ModelPredictor:
         return {**self.parameters, **{name: t.to(self.theta.device) for name, t in saved.items()}}
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
-        return F.log_softmax(self.model.forward(named, x), dim=1)
+        """Return predictions, ``[b, *output_shape]``."""
+        return self.model.task.predictions(self.model.forward(named, x))
 
 
 def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predictor]]:
@@ -101,7 +106,9 @@ def predictors_of(model: FlatModel, **thetas: Tensor) -> list[dict[str, Predicto
 
 
 class Ensemble:
-    """Mean of the class probabilities of S networks (Bayesian model averaging if they are draws).
+    """Mean of the predictions of S networks (Bayesian model averaging if they are draws).
+
+    Classes, labels, pixels and tokens have the mean of the networks' probabilities; numbers their mean.
 
     Parameters
     ----------
@@ -118,16 +125,20 @@ class Ensemble:
 
     @torch.no_grad()
     def draws_log_probabilities(self, x: Tensor) -> Tensor:
-        """Return each network's log-probabilities, ``[b, ...] -> [S, b, C]``."""
-        return torch.stack([F.log_softmax(self._model.forward(network, x), dim=1) for network in self.networks])
+        """Return each network's predictions, ``[S, b, *output_shape]``; log-probabilities of classes."""
+        return self._draws(self.networks, x)
 
     def log_probabilities(self, x: Tensor) -> Tensor:
-        """Return the log of the mean probabilities, ``[b, ...] -> [b, C]``."""
-        return self.draws_log_probabilities(x).logsumexp(0) - math.log(len(self.networks))
+        """Return the log of the mean probabilities of the classes, ``[b, ...] -> [b, C]``."""
+        return self.predictions(x)
+
+    def predictions(self, x: Tensor) -> Tensor:
+        """Return the averaged predictions, ``[b, *output_shape]``."""
+        return self._model.task.combine(self.draws_log_probabilities(x))
 
     def probabilities(self, x: Tensor) -> Tensor:
-        """Return probabilities, ``[b, ...] -> [b, C]``; rows sum to one."""
-        return self.log_probabilities(x).exp()
+        """Return probabilities, or the numbers of a regression, ``[b, *output_shape]``."""
+        return self._model.task.probabilities(self.predictions(x))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that the ensemble was made from."""
@@ -138,8 +149,11 @@ class Ensemble:
         return {f"networks.{i}.{name}": t for i, leaves in enumerate(self.networks) for name, t in leaves.items()}
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
+        """Return predictions, ``[b, *output_shape]``."""
         names = self._model.layout.entries
         networks = [{name: named[f"networks.{i}.{name}"] for name, _ in names} for i in range(len(self.networks))]
-        draws = torch.stack([F.log_softmax(self._model.forward(network, x), dim=1) for network in networks])
-        return draws.logsumexp(0) - math.log(len(self.networks))
+        return self._model.task.combine(self._draws(networks, x))
+
+    def _draws(self, networks: Sequence[Mapping[str, Tensor]], x: Tensor) -> Tensor:
+        task = self._model.task
+        return torch.stack([task.predictions(self._model.forward(network, x)) for network in networks])

@@ -50,14 +50,35 @@ class ModelChoice(Settings):
     classifies: ClassVar[bool] = True
     """True for data with classes, False for data without."""
 
-    def build(self, input_shape: tuple[int, ...], classes: int, kind: Kind = "pixels") -> FlatModel:
-        """Make the model for inputs ``[channels, height, width]``, ``[features]`` or ``[tokens]``, and C classes.
+    def build(
+        self,
+        input_shape: tuple[int, ...],
+        classes: int,
+        kind: Kind = "pixels",
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> FlatModel:
+        """Make the model for inputs ``[channels, height, width]``, ``[features]`` or ``[tokens]``, and K outputs.
+
+        Parameters
+        ----------
+        classes
+            K: classes, or the outputs of another task.
+        task, target_shape
+            What the model predicts, and the shape of one target.
 
         Raises
         ------
         ExperimentError
-            If this network does not accept such inputs.
+            If this network does not accept such inputs, or has no outputs of the task's shape.
         """
+        if task.output_shape(classes, target_shape) != (classes,) and classes:
+            shape = list(task.output_shape(classes, target_shape))
+            raise ExperimentError(
+                f"model.name: {self.name} has one row of outputs, but {task.name} needs outputs {shape}; use module",
+                key="model.name",
+                found=self.name,
+            )
         if kind not in self.takes:
             raise ExperimentError(
                 f"model.name: {self.name} accepts {' and '.join(self.takes)}, but the inputs are {kind}; choose from "
@@ -85,6 +106,7 @@ class ModelChoice(Settings):
             allowed = _allowed(input_shape, classes, kind)
             text = f"model.name: {self.name}: {error}; choose from {allowed}"
             raise ExperimentError(text, key="model.name", found=self.name) from error
+        model.task = task
         return bfloat16(model) if self.precision == "bfloat16" else model
 
     @abstractmethod

@@ -22,6 +22,7 @@ from fedloom.data.own import Own, OwnClients, own_manifest
 from fedloom.data.partition import partition_dataset
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.measure import metrics
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.experiment.sections import EarlyStopping
 from fedloom.federation.client_side import ClientConfig, ClientSide
@@ -37,6 +38,7 @@ from fedloom.federation.transport import Transport
 from fedloom.messages import Message
 from fedloom.models.module_state import digests_of
 from fedloom.models.predictors import Predictors
+from fedloom.runner.evaluation_plan import evaluation_plan
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.results import extra_metrics
 from fedloom.runs.checkpoint import Best
@@ -50,12 +52,13 @@ DTYPE = torch.float32
 
 @dataclass(frozen=True)
 class RunContext:
-    """Server and client algorithms, model and settings of an experiment, for the clients of a manifest."""
+    """Server and client algorithms, model, settings and evaluation of an experiment, for the clients of a manifest."""
 
     experiment: Experiment
     manifest: Manifest
     algorithm: Algorithm
     setup: Setup
+    plan: EvaluationPlan
 
     @property
     def settings(self) -> Any:
@@ -84,7 +87,8 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     Raise ExperimentError if the model does not fit the data, or the method does not fit the model.
     """
     trained_on = manifest if trained_on is None else trained_on
-    model = experiment.model.build(manifest.input_shape, manifest.classes, manifest.kind)
+    plan = evaluation_plan(experiment, manifest)
+    model = experiment.model.build(manifest.input_shape, manifest.outputs, manifest.kind, plan.task, plan.targets.shape)
     brought = isinstance(experiment.data, OwnData)
     setup = Setup(
         model=model,
@@ -96,7 +100,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         roster=() if brought else trained_on.roster,
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
     )
-    parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup)
+    parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan)
     parts.algorithm.check_model(parts.settings, model)
     model.check_steps(
         clients=experiment.runtime.clients_at_once, twice=parts.algorithm.differentiates_twice(parts.settings)
@@ -322,7 +326,8 @@ def client_side(
         )
 
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
-        return metrics(predictors, clients.clients, algorithm.predictors, batch_size=e.evaluation.batch_size)
+        size = e.evaluation.batch_size
+        return metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
 
     config = ClientConfig(
         e.seed,
@@ -429,7 +434,7 @@ def evaluator(parts: RunContext, transport: Transport, folder: RunFolder) -> Eva
 
 
 def _algorithm_pair(parts: RunContext) -> AlgorithmPair:
-    return AlgorithmPair(parts.algorithm, parts.server_algorithm(), parts.client_algorithm())
+    return AlgorithmPair(parts.algorithm, parts.server_algorithm(), parts.client_algorithm(), parts.plan)
 
 
 def _loop_config(e: Experiment, *, is_open: bool) -> LoopConfig:

@@ -10,7 +10,6 @@ from fedloom.algorithms.base import ClientGroup
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
-from fedloom.evaluation.measure import nothing_measured
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors, predictor_of
 from fedloom.runner import assemble
@@ -150,7 +149,7 @@ def _give(
                     client=client.id,
                 )
                 use(client.id, PersonalModel(predictor_of(client.id, named, predictor), card))
-            return nothing_measured(len(predictors), len(loop.predictors), dataset.manifest.classes)
+            return parts.plan.nothing(len(predictors), len(loop.predictors))
 
         loop.transport = assemble.in_process(parts, dataset, loop.folder, keep)
         return wanted, loop.personalize(wanted)

@@ -55,5 +55,4 @@ def _own_workers(engine: Engine) -> partial[Workers]:
     e, options = engine.experiment, engine.options
     serves = options.serves or ["--partition", options.partition or str(engine.dataset.folder)]
     states = assemble.states_of(engine.folder)
-    factory = getattr(e.model, "factory", None)
-    return partial(Workers, e.runtime, serves, states, engine.folder.logs, engine.token, factory)
+    return partial(Workers, e.runtime, serves, states, engine.folder.logs, engine.token, e.code)

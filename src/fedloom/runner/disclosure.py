@@ -11,7 +11,7 @@ from fedloom.algorithms.base import Algorithm
 from fedloom.data.manifest import Normalization
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.errors import ExperimentError, argument
-from fedloom.evaluation.measure import shapes as measured_shapes
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments
 from fedloom.messages import Metrics
@@ -76,9 +76,9 @@ def moment_tensors() -> list[DisclosedTensor]:
     ]
 
 
-def measures(predictors: int, classes: int) -> list[DisclosedTensor]:
+def measures(predictors: int, plan: EvaluationPlan) -> list[DisclosedTensor]:
     """Return the tensors that a client sends in an evaluation."""
-    shapes = measured_shapes(predictors, classes)
+    shapes = plan.shapes(predictors)
     return [
         DisclosedTensor(Metrics.__name__, field.name, str(field.quantity), shapes[field.name])
         for field in Metrics.fields()
@@ -106,7 +106,7 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Dis
     unknown = Normalization((0.0,) * numbers, (1.0,) * numbers)  # no shape depends on it
     parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
     predictors = len(parts.client_algorithm().predictors)
-    return answers(parts.algorithm, parts.server_algorithm().sizes), measures(predictors, len(own.classes))
+    return answers(parts.algorithm, parts.server_algorithm().sizes), measures(predictors, parts.plan)
 
 
 def announcements(clients: OwnClients, *, class_counts: bool) -> list[dict[str, Any]]:

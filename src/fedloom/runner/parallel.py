@@ -156,7 +156,7 @@ def _start(job: Job, place: int, parallel: int, folder: Path) -> _Running:
         stdout=subprocess.DEVNULL,
         stderr=said,
         start_new_session=True,  # Ctrl-C reaches this process only
-        env=environment(os.environ, told, getattr(job.experiment.model, "factory", None), ends_with_parent=True),
+        env=environment(os.environ, told, job.experiment.code, ends_with_parent=True),
     )
     if share := core_shares(parallel)[place]:
         with suppress(ProcessLookupError):  # it has already ended and reports why

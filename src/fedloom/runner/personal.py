@@ -20,7 +20,6 @@ from fedloom.algorithms.base import ClientGroup
 from fedloom.data.own import read_card
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
-from fedloom.evaluation.measure import nothing_measured
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.served import served_round
 from fedloom.messages import Message
@@ -137,7 +136,7 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
 
     def keep(predictors: Predictors, group: ClientGroup) -> Message:
         made.extend(predictors)
-        return nothing_measured(1, len(loop.predictors), parts.setup.classes)
+        return parts.plan.nothing(1, len(loop.predictors))
 
     with torch_threads(parts.experiment.runtime.threads):
         found = Checkpoints(folder.checkpoints).load(check_checkpoint(which))

@@ -20,7 +20,6 @@ from fedloom.data.manifest import Manifest
 from fedloom.data.newcomer import Newcomer
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, argument
-from fedloom.evaluation.measure import nothing_measured
 from fedloom.experiment import Experiment, Runtime
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.loop import vocabulary
@@ -225,7 +224,7 @@ class PersonalizationClient:
         self._tell = tell
         self._opening: Message | None = None
         self._threads = parts.experiment.runtime.threads
-        self._nothing = nothing_measured(1, len(parts.client_algorithm().predictors), parts.setup.classes)
+        self._nothing = parts.plan.nothing(1, len(parts.client_algorithm().predictors))
         self._made: dict[str, Predictor] | None = None
         self._side = ClientSide(
             parts.client_algorithm(),

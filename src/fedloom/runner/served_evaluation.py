@@ -94,6 +94,7 @@ def evaluate_served(
         [dataset.client(client) for client in clients],
         loop.predictors,
         batch_size=parts.experiment.evaluation.batch_size,
+        plan=parts.plan,
     )
     evaluation = EvaluationResult(
         round=max(rounds),
@@ -102,6 +103,7 @@ def evaluate_served(
         present=torch.ones(len(clients), dtype=torch.bool),
         predictors=loop.predictors,
         **measured.tensors(),
+        plan=parts.plan,
         records={},
     )
     return found_of(

@@ -126,10 +126,10 @@ def _check_sweep(points: Sequence[Point], folder: Path, options: RunOptions, par
         raise ExperimentError(
             f"{argument('parallel')} must be 1 or more (got {parallel}).", key="parallel", found=parallel
         )
-    if parallel > 1 and any(str(getattr(p.experiment.model, "factory", "")).startswith(MEMORY) for p in points):
+    if parallel > 1 and any(name.startswith(MEMORY) for p in points for name in p.experiment.code):
         raise ExperimentError(
-            f"{argument('parallel')} is {parallel}, but only this process has the module in memory: leave it at 1, or "
-            "give a model.factory that every process can import.",
+            f"{argument('parallel')} is {parallel}, but only this process has the module or metric in memory: leave it "
+            "at 1, or name them as package:function, which every process can import.",
             key="parallel",
             found=parallel,
         )

@@ -42,8 +42,8 @@ class Workers:
         Folder or URL of the clients' states.
     token
         Authenticates the workers; passed in their environment, which other users of the machine cannot read.
-    factory
-        Factory of the clients' model, if that is the user's own module; these workers may call it.
+    code
+        Factory of the clients' model and metrics, if they are the user's own; these workers may call them.
     on_failure
         Called once, in another thread, when a worker is lost for good; ``failure`` holds the error.
     """
@@ -55,7 +55,7 @@ class Workers:
         states: str,
         logs: Path,
         token: SecretStr,
-        factory: str | None,
+        code: Sequence[str],
         address: str,
         on_failure: Callable[[], None],
     ) -> None:
@@ -64,9 +64,9 @@ class Workers:
         others = {*FILES.values(), TOKEN}  # credentials in the environment are for another aggregator
         self._environment = {name: value for name, value in os.environ.items() if name not in others}
         self._environment[TOKEN] = token.get_secret_value()
-        if factory is not None:
-            self._environment[FACTORIES] = factory
-        self._factory = factory
+        if code:
+            self._environment[FACTORIES] = ",".join(code)
+        self._code = code
         self._temporary = tempfile.TemporaryDirectory(prefix="fedloom-workers-")
         self._serves = serves
         self._logs = logs
@@ -132,7 +132,7 @@ class Workers:
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
-                env=environment(self._environment, self._told[i], self._factory, ends_with_parent=True),
+                env=environment(self._environment, self._told[i], self._code, ends_with_parent=True),
             )
 
     def _watch(self, i: int) -> None:

@@ -2,28 +2,181 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
 from torch import Tensor
 
 from fedloom.core.settings import Settings
 from fedloom.tasks.names import Headline
+from fedloom.tasks.sums import MetricSums
+
+CORRECT, TOTAL, LOSS = range(3)
+"""Last axis of counts: correct predictions, examples, summed loss."""
+
+LOSS_CAP = -math.log(torch.finfo(torch.float32).tiny)
+"""Maximum negative log-likelihood, in nats (87.34), of a target of probability zero, so that sums are finite."""
+
+VALUE_CAP = 1e30
+"""Maximum loss, or squared error, of one example where no probability bounds it."""
+
+
+Weights: TypeAlias = tuple[Annotated[float, Field(ge=0)], ...]
+"""Weights of classes or labels."""
+
+
+class Counts(NamedTuple):
+    """Measurements of m clients on one split that have a shape of their own, beside a task's sums.
+
+    Attributes
+    ----------
+    counts
+        ``[m, 3]`` float64: ``CORRECT``, ``TOTAL``, ``LOSS``.
+    confusion
+        ``[m, C, C]`` int64 for classes, else ``[m, 0, 0]``: examples by class (row) and predicted class.
+    calibration
+        ``[m, BINS, 3]`` float64: examples, summed confidence and correct predictions by bin of confidence.
+    """
+
+    counts: Tensor
+    confusion: Tensor
+    calibration: Tensor
+
+
+class TargetShape(NamedTuple):
+    """Shape and unit of the targets of a data set.
+
+    Attributes
+    ----------
+    outputs
+        K: classes, labels, numbers, classes of a pixel, or tokens of the vocabulary.
+    shape
+        Shape of one target.
+    std
+        Standard deviation of each number, by which regression divides; empty for other tasks.
+    """
+
+    outputs: int
+    shape: tuple[int, ...] = ()
+    std: tuple[float, ...] = ()
 
 
 class PredictionTask(Settings):
     """Keys of ``task``: what the models predict, and how that is trained and measured.
 
-    K is the number of outputs: classes, labels, numbers, classes of a pixel, or tokens of the vocabulary.
+    K is the number of outputs: classes, labels, numbers, classes of a pixel, or tokens of the vocabulary. *Outputs* of
+    a model, ``[b, *output_shape]``, are what its loss takes: logits, or numbers. *Predictions* have the same shape, are
+    outputs too, and can be averaged over models: log-probabilities of classes, logits of labels, or numbers.
     """
 
     name: str
     headline: ClassVar[Headline]
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Metrics that are computed only if an experiment asks for them."""
 
     @abstractmethod
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of a model's output for one example, given K and the shape of one target."""
 
     @abstractmethod
+    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
+        """Return what is wrong with targets ``[n, *target_shape]``, an array or a tensor; None if they are valid."""
+
+    @abstractmethod
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each example, ``[b, *output_shape], [b, *target_shape] -> [b]``."""
+
+    def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return -log p(y | x) of each example up to a constant, shapes as in :meth:`loss`, by default the loss."""
+        return self.loss(outputs, y)
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """Return predictions, given a model's outputs, of the same shape."""
+        return outputs
+
+    def probabilities(self, predictions: Tensor) -> Tensor:
+        """Return probabilities, or numbers, given predictions, of the same shape."""
+        return predictions
+
+    def combine(self, draws: Tensor) -> Tensor:
+        """Return the predictions of an ensemble, ``[S, b, *output_shape] -> [b, *output_shape]``."""
+        return draws.mean(0)
+
+    @abstractmethod
+    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+        """Return the sums that a client computes, given the optional metrics asked for."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that need no sums; the headline comes first."""
+        return ()
+
+    def metrics_of_counts(self, counts: Counts) -> dict[str, Tensor]:
+        """Return :attr:`metrics` of m clients, ``[m]`` each, NaN where undefined."""
+        del counts
+        return {}
+
+    def setting_fault(self, outputs: int) -> str | None:
+        """Return why the settings do not fit K outputs; None if they do."""
+        del outputs
+        return None
+
+    @abstractmethod
+    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
+        """Return the length L of a target as an input of a network."""
+
+    @abstractmethod
+    def label_input(self, y: Tensor, outputs: int) -> Tensor:
+        """Return targets as inputs of a network, ``[n, *target_shape] -> [n, L]`` float32."""
+
+
+def weights_fault(key: str, weights: Sequence[float] | None, outputs: int) -> str | None:
+    """Return why weights of classes or labels, settings of a task, do not fit K of them; None if they do."""
+    if weights is None or len(weights) == outputs:
+        return None
+    return f"task.{key} has {len(weights)} numbers, but there are {outputs} outputs; give one number for each"
+
+
+def as_weights(weights: Sequence[float] | None, like: Tensor) -> Tensor | None:
+    """Return weights as a tensor with the type and on the device of another."""
+    return None if weights is None else torch.tensor(weights, dtype=like.dtype, device=like.device)
+
+
+def array_of(y: Any) -> NDArray[Any]:
+    """Return targets, an array or a tensor, as an array."""
+    return y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
+
+
+def shape_fault(y: NDArray[Any], target_shape: tuple[int, ...], kinds: str, meaning: str) -> str | None:
+    """Return what is wrong with the shape or type of targets ``[n, *target_shape]``; None if they are right.
+
+    Parameters
+    ----------
+    kinds
+        Allowed ``dtype.kind`` characters.
+    meaning
+        Description of one target for the message.
+    """
+    if y.shape[1:] != target_shape or y.ndim == 0:
+        expected = ", ".join(["n", *map(str, target_shape)])
+        return f"targets must have shape [{expected}] ({meaning}); they have {list(y.shape)}"
+    if y.dtype.kind not in kinds:
+        return f"targets must be {meaning}; their type is {y.dtype}"
+    return None
+
+
+def index_fault(y: NDArray[Any], outputs: int, ignored: int | None = None) -> str | None:
+    """Return which value is no index below K and not the ignored one; None if there is none."""
+    wrong = (y < 0) | (y >= outputs)
+    if ignored is not None:
+        wrong &= y != ignored
+    if not wrong.any():
+        return None
+    also = "" if ignored is None else f", or {ignored}, which is ignored"
+    return f"targets must be 0 ... {outputs - 1}{also}; they have {y[wrong].flat[0]}"

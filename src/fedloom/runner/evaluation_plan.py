@@ -1,0 +1,88 @@
+"""Task of an experiment, and its metrics, for the targets of a manifest."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.data.manifest import Manifest
+from fedloom.data.targets import Targets
+from fedloom.errors import ExperimentError
+from fedloom.evaluation.plan import KEY, EvaluationPlan
+from fedloom.experiment import Experiment
+from fedloom.models.factories import check_permitted
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
+from fedloom.tasks.registry import task_of
+
+TRIAL = 4
+"""Examples on which a metric is tried."""
+
+
+def evaluation_plan(experiment: Experiment, manifest: Manifest) -> EvaluationPlan:
+    """Return the task of an experiment with its settings, and what clients measure of it.
+
+    Raises
+    ------
+    ExperimentError
+        If the data are of another task, its settings do not fit their outputs, or a metric is unknown, fails, or may
+        not be called in this process.
+    """
+    targets = manifest.targets or Targets("classification", (), manifest.classes, manifest.class_names)
+    task = _task(experiment.task, targets, manifest.dataset)
+    own = [name for name in experiment.evaluation.metrics if ":" in name]
+    asked = [name for name in experiment.evaluation.metrics if ":" not in name]
+    if own and not targets.outputs:
+        raise ExperimentError(f"{KEY}: data without targets have no metrics but the model's loss", key=KEY)
+    return EvaluationPlan.of(targets, task, asked, [_own_metric(name, task, targets) for name in own])
+
+
+def _task(asked: PredictionTask | None, targets: Targets, dataset: str) -> PredictionTask:
+    """Return the task of the data, with an experiment's settings if it has some."""
+    if asked is None:
+        return task_of(targets.task, targets.outputs)
+    if asked.name != targets.task or not targets.outputs:
+        found = targets.task if targets.outputs else "none, as they have no targets"
+        raise ExperimentError(
+            f"task.name is {asked.name}, but the task of the data {dataset} is {found}; leave `task` out, or pack the "
+            "data with targets of that task",
+            key="task.name",
+            found=asked.name,
+            allowed=[targets.task],
+        )
+    if (fault := asked.setting_fault(targets.outputs)) is not None:
+        raise ExperimentError(fault, key=fault.partition(" ")[0])
+    return asked
+
+
+def _own_metric(name: str, task: PredictionTask, targets: Targets) -> OwnMetric:
+    """Return a metric of the user's own, after trying it on outputs and targets of zeros."""
+    function: Any = remembered_metric(name) if name.startswith(MEMORY) else _imported(name)
+    return OwnMetric(name, function, _trial(task, targets), targets.mean, targets.std)
+
+
+def _trial(task: PredictionTask, targets: Targets) -> tuple[Tensor, Tensor]:
+    shape = task.output_shape(targets.outputs, targets.shape)
+    numbers = torch.float32 if task.name in ("multilabel", "regression") else torch.int64
+    return task.predictions(torch.zeros(TRIAL, *shape)), torch.zeros(TRIAL, *targets.shape, dtype=numbers)
+
+
+def _imported(name: str) -> Any:
+    """Import a metric named as ``package:function``."""
+    check_permitted(name, KEY)
+    package, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(package)
+        for attribute in path.split("."):
+            found = getattr(found, attribute)
+    except Exception as error:
+        raise ExperimentError(
+            f"{KEY}: {name!r} cannot be imported as package:function ({type(error).__name__}: {error})",
+            hint="install its package, or name its folder in PYTHONPATH",
+            key=KEY,
+            found=name,
+        ) from error
+    return found

@@ -1,0 +1,120 @@
+"""Next-token prediction: a token of the vocabulary for each place of a sequence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.tasks.base import LOSS_CAP, PredictionTask, TargetShape, array_of, index_fault, shape_fault
+from fedloom.tasks.names import IGNORED, METRICS
+from fedloom.tasks.sums import MetricSums, ratio, whole
+
+
+class NextToken(PredictionTask):
+    """Next-token prediction, trained by the cross-entropy of each place's logits, averaged over a sequence.
+
+    ``y[t]`` is the target of output t: the token after input t. Where data give the inputs themselves as targets, as
+    models of language expect, :func:`next_tokens` moves them by one place when the data are packed.
+    """
+
+    name: Literal["next_token"] = Field(default="next_token", description="the next token at each place of a sequence")
+    ignore_index: int = Field(
+        default=IGNORED["next_token"], description="value of targets that are left out of the loss and of the metrics"
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=1, description="part of each target that is spread evenly over all tokens in training"
+    )
+    headline = METRICS["perplexity"]
+
+    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``(T, V)``."""
+        return (*target_shape, outputs)
+
+    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
+        """Return what is wrong with tokens ``[n, T]``; None if they are valid."""
+        array = array_of(y)
+        fault = shape_fault(array, target_shape, "iu", "a token for each place, as whole numbers")
+        return fault or index_fault(array, outputs, self.ignore_index)
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the mean over the targets that count, ``[b, T, V], [b, T] -> [b]``; 0 if none does."""
+        each = F.cross_entropy(
+            outputs.flatten(0, 1),
+            y.flatten().long(),
+            ignore_index=self.ignore_index,
+            reduction="none",
+            label_smoothing=self.label_smoothing,
+        )
+        return each.reshape(y.shape).sum(1) / (y != self.ignore_index).sum(1).clamp(min=1)
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """Return log-probabilities, ``[b, T, V]``."""
+        return F.log_softmax(outputs, dim=-1)
+
+    def probabilities(self, predictions: Tensor) -> Tensor:
+        """Return probabilities, ``[b, T, V]``."""
+        return predictions.exp()
+
+    def combine(self, draws: Tensor) -> Tensor:
+        """Return the log of the mean probabilities, ``[S, b, T, V] -> [b, T, V]``."""
+        return draws.logsumexp(0) - math.log(len(draws))
+
+    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+        """Return the token counts."""
+        return (Tokens(math.prod(target.shape), self.ignore_index),)
+
+    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
+        """Return 0: the inputs already contain the tokens."""
+        return 0
+
+    def label_input(self, y: Tensor, outputs: int) -> Tensor:
+        """Return nothing, ``[n, 0]``."""
+        return torch.zeros(len(y), 0, device=y.device)
+
+
+class Tokens(MetricSums):
+    """Targets that count, their summed negative log-likelihood, and the right predictions.
+
+    Parameters
+    ----------
+    length
+        T.
+    ignored
+        Value of targets that do not count.
+    """
+
+    names = ("perplexity", "accuracy")
+    size = 3
+
+    def __init__(self, length: int, ignored: int) -> None:
+        self.length, self.ignored = length, ignored
+
+    def of(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """Return the sums of a batch, ``[b, T, V], [b, T] -> [3]``; a NaN prediction is wrong, at ``LOSS_CAP``."""
+        counted = y != self.ignored
+        log_p, target = predictions[counted], y[counted].long()
+        loss = -log_p.gather(1, target[:, None]).squeeze(1).double()
+        broken = log_p.isnan().any(1)
+        loss = loss.masked_fill(broken, LOSS_CAP).clamp(0, LOSS_CAP)
+        right = (log_p.argmax(1) == target) & ~broken
+        return torch.stack([loss.new_tensor(len(target)), loss.sum(), right.sum().double()])
+
+    def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
+        """Return the perplexity, exp of the mean negative log-likelihood, and the accuracy."""
+        tokens, loss, right = sums.unbind(1)
+        return {"perplexity": ratio(loss, tokens).exp(), "accuracy": ratio(right, tokens)}
+
+    def implausible(self, sums: Tensor, examples: int) -> str | None:
+        """Return why the sums are impossible; None if they are possible."""
+        tokens, loss, right = sums.tolist()
+        if not whole(sums[[0, 2]]) or tokens > examples * self.length or right > tokens:
+            return f"{right:g} right of {tokens:g} tokens, of {examples} sequences of {self.length}"
+        if not 0 <= loss <= LOSS_CAP * tokens * (1 + 1e-6):
+            return f"a summed loss of {loss:g} of {tokens:g} tokens"
+        return None

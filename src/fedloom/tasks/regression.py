@@ -1,0 +1,121 @@
+"""Regression: one or more numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.tasks.base import VALUE_CAP, PredictionTask, TargetShape, array_of, shape_fault
+from fedloom.tasks.names import METRICS
+from fedloom.tasks.sums import MetricSums, mean_defined, ratio
+
+
+class Regression(PredictionTask):
+    """Regression, trained on standardized targets and measured in their own units."""
+
+    name: Literal["regression"] = Field(default="regression", description="one or more numbers")
+    error: Literal["squared", "absolute", "huber"] = Field(
+        default="squared",
+        description="loss of a number: squared error, absolute error, or squared up to `delta` and linear beyond",
+    )
+    delta: float = Field(
+        default=1.0, gt=0, description="threshold of the Huber loss, in standard deviations of the target"
+    )
+    headline = METRICS["rmse"]
+
+    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``(k,)``."""
+        return (outputs,)
+
+    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
+        """Return what is wrong with numbers ``[n]`` or ``[n, k]``; None if they are valid."""
+        array = array_of(y)
+        fault = shape_fault(array, target_shape, "iuf", "numbers")
+        if fault is None and not np.isfinite(array).all():
+            fault = f"targets must be finite; they have {array[~np.isfinite(array)].flat[0]}"
+        return fault
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss over the numbers, ``[b, k] or [b], [b] or [b, k] -> [b]``."""
+        predicted = outputs.reshape(outputs.shape[0], -1)
+        target = y.reshape(predicted.shape).to(predicted.dtype)
+        if self.error == "squared":
+            return (predicted - target).square().mean(1)
+        if self.error == "absolute":
+            return (predicted - target).abs().mean(1)
+        return F.huber_loss(predicted, target, reduction="none", delta=self.delta).mean(1)
+
+    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+        """Return the sums of errors."""
+        return (Errors(target.outputs, target.std),)
+
+    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
+        """Return k."""
+        return outputs
+
+    def label_input(self, y: Tensor, outputs: int) -> Tensor:
+        """Return the standardized numbers, ``[n, k]``."""
+        return y.reshape(-1, outputs).float()
+
+
+class Errors(MetricSums):
+    """Number of examples; for each number, sums of squared and absolute errors, targets and squared targets.
+
+    The sums are of standardized targets; the metrics are in the targets' own units. A prediction that is NaN or further
+    away than √``VALUE_CAP`` counts as that far away. Several numbers have the same weight.
+
+    Parameters
+    ----------
+    numbers
+        k.
+    std
+        Standard deviation of each number; empty if the targets are not standardized.
+    """
+
+    names = ("rmse", "mae", "r2", "mse")
+
+    def __init__(self, numbers: int, std: Sequence[float] = ()) -> None:
+        self.numbers = numbers
+        self.size = 1 + 4 * numbers
+        self._std = torch.tensor(list(std) or [1.0] * numbers, dtype=torch.float64)
+
+    def of(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """Return the sums of a batch, ``[b, k], [b] or [b, k] -> [1 + 4k]``."""
+        cap = VALUE_CAP**0.5
+        target = y.reshape(-1, self.numbers).double().clamp(-cap, cap)
+        error = (predictions.reshape(target.shape).double() - target).abs().nan_to_num(nan=cap).clamp(max=cap)
+        sums = torch.stack([error.square(), error, target, target.square()]).sum(1)
+        return torch.cat([sums.new_tensor([len(y)]), sums.flatten()])
+
+    def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
+        """Return RMSE, MAE and MSE in own units, and R², undefined if the targets are all the same."""
+        n = sums[:, :1]
+        squared, absolute, total, squares = sums[:, 1:].reshape(len(sums), 4, self.numbers).unbind(1)
+        std = self._std.to(sums.device)
+        deviation = squares - ratio(total.square(), n)
+        deviation = deviation.where(deviation > 1e-12 * squares, deviation.new_zeros(()))
+        return {
+            "rmse": (ratio(squared, n).sqrt() * std).mean(1),
+            "mae": (ratio(absolute, n) * std).mean(1),
+            "r2": mean_defined(1 - ratio(squared, deviation)),
+            "mse": (ratio(squared, n) * std.square()).mean(1),
+        }
+
+    def implausible(self, sums: Tensor, examples: int) -> str | None:
+        """Return why the sums are impossible: of other examples, or against Cauchy and Schwarz."""
+        n = float(sums[0])
+        squared, absolute, total, squares = sums[1:].reshape(4, self.numbers)
+        slack = 1 + 1e-6
+        if n not in (0.0, float(examples)):
+            return f"errors of {n:g} examples, of {examples} in all"
+        if min(squared.min(), absolute.min()) < 0 or max(squared.max(), squares.max()) > VALUE_CAP * n * slack:
+            return f"summed squares of {float(max(squared.max(), squares.max())):g} of {n:g} examples"
+        if (absolute.square() > n * squared * slack).any() or (total.square() > n * squares * slack + 1e-12).any():
+            return "sums of errors or targets above what their squares allow"
+        return None

@@ -1,0 +1,133 @@
+"""Segmentation: one of C classes for each pixel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.tasks.base import (
+    PredictionTask,
+    TargetShape,
+    Weights,
+    array_of,
+    as_weights,
+    index_fault,
+    shape_fault,
+    weights_fault,
+)
+from fedloom.tasks.names import IGNORED, METRICS
+from fedloom.tasks.sums import MetricSums, mean_defined, ratio, whole
+
+
+class Segmentation(PredictionTask):
+    """Segmentation, trained by the cross-entropy of each pixel's logits, averaged over an image's pixels."""
+
+    name: Literal["segmentation"] = Field(default="segmentation", description="one of C classes for each pixel")
+    ignore_index: int = Field(
+        default=IGNORED["segmentation"], description="value of pixels that are left out of the loss and of the metrics"
+    )
+    class_weights: Weights | None = Field(
+        default=None, description="weight of each class in the loss of its pixels; null: 1 each"
+    )
+    headline = METRICS["mean_iou"]
+
+    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``(C, height, width)``."""
+        return (outputs, *target_shape)
+
+    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
+        """Return what is wrong with masks ``[n, height, width]``; None if they are valid."""
+        array = array_of(y)
+        fault = shape_fault(array, target_shape, "iu", "a class for each pixel, as whole numbers")
+        return fault or index_fault(array, outputs, self.ignore_index)
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the mean over the pixels that count, ``[b, C, h, w], [b, h, w] -> [b]``; 0 if none does."""
+        weight = as_weights(self.class_weights, outputs)
+        each = F.cross_entropy(outputs, y.long(), weight, ignore_index=self.ignore_index, reduction="none")
+        return each.flatten(1).sum(1) / (y != self.ignore_index).flatten(1).sum(1).clamp(min=1)
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """Return log-probabilities, ``[b, C, h, w]``."""
+        return F.log_softmax(outputs, dim=1)
+
+    def probabilities(self, predictions: Tensor) -> Tensor:
+        """Return probabilities, ``[b, C, h, w]``."""
+        return predictions.exp()
+
+    def combine(self, draws: Tensor) -> Tensor:
+        """Return the log of the mean probabilities, ``[S, b, C, h, w] -> [b, C, h, w]``."""
+        return draws.logsumexp(0) - math.log(len(draws))
+
+    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+        """Return the pixel counts."""
+        return (Overlap(target.outputs, math.prod(target.shape), self.ignore_index),)
+
+    def setting_fault(self, outputs: int) -> str | None:
+        """Return why the settings do not fit C classes; None if they do."""
+        if self.ignore_index == 255 and outputs > 255:
+            return f"task.ignore_index is 255, one of {outputs} classes; set it to another number, such as -100"
+        return weights_fault("class_weights", self.class_weights, outputs)
+
+    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
+        """Return C."""
+        return outputs
+
+    def label_input(self, y: Tensor, outputs: int) -> Tensor:
+        """Return the part of each class in the pixels that count, ``[n, h, w] -> [n, C]``."""
+        counted = (y != self.ignore_index).flatten(1)
+        classes = y.flatten(1).long().where(counted, y.new_zeros((), dtype=torch.long))
+        parts = torch.zeros(len(y), outputs, device=y.device).scatter_add_(1, classes, counted.float())
+        return parts / counted.sum(1, keepdim=True).clamp(min=1)
+
+
+class Overlap(MetricSums):
+    """Pixels of each class: predicted correctly, predicted, and true, ``[3, C]``.
+
+    Parameters
+    ----------
+    classes
+        C.
+    pixels
+        Pixels of one mask.
+    ignored
+        Value of pixels that do not count.
+    """
+
+    names = ("mean_iou", "dice", "pixel_accuracy")
+
+    def __init__(self, classes: int, pixels: int, ignored: int) -> None:
+        self.classes, self.pixels, self.ignored = classes, pixels, ignored
+        self.size = 3 * classes
+
+    def of(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """Return the sums of a batch, ``[b, C, h, w], [b, h, w] -> [3C]``; a NaN prediction is wrong."""
+        counted, true = y != self.ignored, y.long()
+        predicted = predictions.argmax(1).where(~predictions.isnan().any(1), (true + 1) % self.classes)
+        true, predicted = true[counted], predicted[counted]
+        kinds = (true[true == predicted], predicted, true)
+        return torch.cat([torch.bincount(kind, minlength=self.classes) for kind in kinds]).double()
+
+    def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
+        """Return mean IoU and mean Dice over the classes that occur or are predicted, and the pixels' accuracy."""
+        right, predicted, true = sums.reshape(len(sums), 3, self.classes).unbind(1)
+        return {
+            "mean_iou": mean_defined(ratio(right, predicted + true - right)),
+            "dice": mean_defined(ratio(2 * right, predicted + true)),
+            "pixel_accuracy": ratio(right.sum(1), true.sum(1)),
+        }
+
+    def implausible(self, sums: Tensor, examples: int) -> str | None:
+        """Return why the counts are impossible; None if they are possible."""
+        right, predicted, true = sums.reshape(3, self.classes)
+        if not whole(sums) or float(true.sum()) > examples * self.pixels or predicted.sum() != true.sum():
+            return f"{float(true.sum()):g} pixels, of {examples} masks of {self.pixels}"
+        if (right > torch.minimum(predicted, true)).any():
+            return "more right pixels of a class than predicted or true ones"
+        return None
