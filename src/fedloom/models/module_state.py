@@ -63,6 +63,19 @@ def moving_buffers(module: nn.Module, x: Any) -> tuple[str, ...]:
     return tuple(name for name, b in before.items() if b.is_floating_point() and _has_moved(b, after.get(name)))
 
 
+def least_batch(module: nn.Module, x: Any) -> int:
+    """Return the fewest examples on which a call in training mode succeeds: 2 if it fails for one alone, else 1."""
+    if not batch_layers(module):
+        return 1
+    tried = copied(module).train()
+    try:
+        with torch.enable_grad(), _generators_kept():
+            tried(x[:1])
+    except ValueError:
+        return 2
+    return 1
+
+
 @contextmanager
 def _generators_kept() -> Iterator[None]:
     """Restore the process's global generators after the block."""
