@@ -248,6 +248,13 @@ def test_a_batch_of_one_example_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         train(m, group([client]), m.init(torch.Generator())[None], LocalSGD(steps=1, batch_size=1))
     assert tells(str(error.value), "batch_size", "2")
+    for name, key in (("fedavg", "local.batch_size"), ("fedrep", "head.batch_size"), ("pfedme", "batch_size")):
+        method = find_algorithm(name)
+        section, _, last = key.rpartition(".")
+        value = {section: {"epochs": 1, last: 1}} if section else {last: 1}
+        with refusing(ExperimentError, f"algorithm.{key}", "2", "1"):
+            method.check_model(method.settings.model_validate(value), m)
+        method.check_model(method.settings.model_validate(value), model())  # there are pixels to normalize over
 
 
 def test_without_statistics_a_client_is_predicted_by_its_batches(caplog: pytest.LogCaptureFixture) -> None:

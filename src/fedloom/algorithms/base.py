@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.model_needs import Need, check_needs
+from fedloom.algorithms.model_needs import Need, check_batches, check_needs
 from fedloom.core.plugins import entries, load_plugin
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
@@ -433,6 +433,7 @@ class Algorithm(ABC):
             If it cannot; the message begins with the key to change.
         """
         check_needs(self.name, self.needs, model)
+        check_batches(settings.model_dump(), model)
         if model.layout.local_buffers and model.layout.buffers and not self.keeps_buffers:
             raise ExperimentError(
                 f"model.buffers: clients of {self.name} cannot keep buffers of their own (got local); use shared, or a "

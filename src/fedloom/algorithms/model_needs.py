@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel
@@ -27,6 +27,21 @@ def check_needs(name: str, needs: Sequence[Need], model: FlatModel) -> None:
         if (problem := _problem(need, model)) is not None:
             key = "model.norm" if need == "no buffers" and not model.constrained else "model.name"
             raise ExperimentError(f"{key}: {name} {problem}", key=key)
+
+
+def check_batches(settings: Mapping[str, Any], model: FlatModel, section: str = "algorithm") -> None:
+    """Raise ExperimentError if a ``batch_size`` in a method's settings is smaller than the model can train on."""
+    for name, value in settings.items():
+        key = f"{section}.{name}"
+        if isinstance(value, Mapping):
+            check_batches(value, model, key)
+        elif name.endswith("batch_size") and isinstance(value, int) and value < model.least_batch:
+            raise ExperimentError(
+                f"{key}: a layer of the model normalizes by the batch and needs {model.least_batch} examples or more "
+                f"(got {value})",
+                key=key,
+                found=value,
+            )
 
 
 def _problem(need: Need, model: FlatModel) -> str | None:

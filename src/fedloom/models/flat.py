@@ -211,6 +211,9 @@ class FlatModel(FlatNetwork):
     needs_whole_batches: bool = False
     """True if training normalizes by the batch, so that batches of several clients cannot be padded to one length."""
 
+    least_batch: int = 1
+    """Fewest examples of a training batch: 2 if a layer cannot normalize one."""
+
     constrained: bool = False
     """True if not every θ is a model, because a buffer must keep in bounds: a variance is not negative."""
 

@@ -29,6 +29,7 @@ from fedloom.models.module_state import (
     batch_layers,
     constants_of,
     layout_of,
+    least_batch,
     moving_buffers,
     running_statistics,
     seeded,
@@ -122,7 +123,7 @@ class ModuleModel(FlatModel):
         self.constants = constants_of(self._module, self.layout)
         self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()
         self.needs_whole_batches = bool(moving or batch_layers(self._module))
-        self.constrained = bool(moving)
+        self.constrained, self.least_batch = bool(moving), least_batch(self._module, x)
         self.predicts_by_batch = bool(without_statistics(self._module))
         tell_of_batches(self._module)
         if self._call.binary:

@@ -16,7 +16,7 @@ from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout
 from fedloom.models.module_call import call_of
-from fedloom.models.module_inputs import ModuleInputs, shapes
+from fedloom.models.module_inputs import ModuleInputs, mapped, shapes
 from fedloom.models.module_layers import copied, said
 
 NORMALIZATION = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -60,6 +60,19 @@ def moving_buffers(module: nn.Module, x: ModuleInputs) -> tuple[str, ...]:
         return ()
     after = dict(tried.named_buffers())
     return tuple(name for name, b in before.items() if b.is_floating_point() and _has_moved(b, after.get(name)))
+
+
+def least_batch(module: nn.Module, x: ModuleInputs) -> int:
+    """Return the fewest examples on which a call in training mode succeeds: 2 if it fails for one alone, else 1."""
+    if not batch_layers(module):
+        return 1
+    tried, one = copied(module).train(), mapped(x, lambda t: t[:1])
+    try:
+        with torch.enable_grad(), drawing_with(0):
+            call_of(tried, x).result(tried, one)
+    except ValueError:
+        return 2
+    return 1
 
 
 def _has_moved(before: Tensor, after: Tensor | None) -> bool:
