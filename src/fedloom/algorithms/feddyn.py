@@ -37,7 +37,8 @@ class FedDynServer(FedAvgServer):
         mean, alpha = updates.mean(updates.delta_theta), self.settings.alpha
         share = int(updates.present.sum()) / len(self.setup.roster)
         self.state["h"] = h = self.state["h"] - alpha * share * mean
-        return shared + mean - h / alpha
+        moved: Tensor = shared + mean - h / alpha
+        return moved
 
 
 class FedDynSettings(Settings):
