@@ -213,6 +213,8 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_count_that_a_client_cannot_have_is_out_of_bounds() -> None:
     server = FEDPROTO.server(made(), setup(), generator(SEED, "init"))
     assert dict(server.update_bounds(9)) == {"steps": made().local.count(9), "counts": 9}
+    server = FEDPROTO.server(made(weighting="uniform"), setup(), generator(SEED, "init"))
+    assert dict(server.update_bounds(9)) == {"steps": made().local.count(9), "counts": 1}
 
 
 def test_a_client_without_examples_gets_no_model() -> None:

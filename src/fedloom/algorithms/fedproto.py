@@ -2,8 +2,8 @@
 
 Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang, FedProto: federated prototype learning across
 heterogeneous clients, AAAI 2022, arXiv 2105.00243, Algorithm 1. A client trains its model on its loss, plus λ times the
-mean squared distance of each example's features from the global prototype of its class, and answers with the mean
-features of its classes. The server averages these by class (eq. 6). A client predicts the class of the nearest global
+mean squared distance of each example's features from the global prototype of its class, and answers with the features
+of its examples, summed by class. The server makes their means (eq. 6). A client predicts the class of the nearest global
 prototype (eq. 8). Models never travel; they start alike, from a number that the server draws. Line numbers refer to
 docs/algorithms/fedproto.md.
 """
@@ -37,15 +37,15 @@ IMPOSSIBLE = -1e6
 class PrototypeTrainRequest(Message):
     """Opening of training: global prototypes, the classes that have one, and the number that starts a new model."""
 
-    prototypes: Tensor = broadcast(Quantity.OTHER)  # [C, f]
+    prototypes: Tensor = broadcast(Quantity.DESCRIPTOR)  # [C, f]
     known: Tensor = broadcast(Quantity.COUNT)  # [C] float64, 0 or 1
     seed: Tensor = broadcast(Quantity.COUNT)  # [1] float64
 
 
 class PrototypeUpdate(Message):
-    """Mean features of a client's examples of each class, and how many it has."""
+    """Numerators and denominators of the global prototypes: a client's prototypes times weights, and the weights."""
 
-    prototypes: Tensor = rows(Quantity.OTHER, "C", "f")  # [c, C, f]
+    sums: Tensor = rows(Quantity.DESCRIPTOR, "C", "f")  # [c, C, f]
     counts: Tensor = rows(Quantity.COUNT, "C")  # [c, C] float64
     steps: Tensor = rows(Quantity.COUNT, 1)  # [c, 1] float64
     loss: Tensor = rows(Quantity.LOSS, 1)  # [c, 1] float64
@@ -70,17 +70,16 @@ class FedProtoServer(base.ServerAlgorithm):
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
         """Return the bounds of the counts."""
-        return {"steps": self.settings.local.count(examples), "counts": examples}
+        most = examples if self.settings.weighting == "examples" else 1
+        return {"steps": self.settings.local.count(examples), "counts": most}
 
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 1 and 7; a class that no answer has keeps its prototype."""
         updates = round.sample().send(PrototypeTrainRequest(**self.state), PrototypeUpdate)
-        counts = updates.counts if self.settings.weighting == "examples" else (updates.counts > 0).double()
-        present = updates.present.double()
-        total = updates.mean(counts, present)  # sums over clients
-        sums = updates.mean(updates.prototypes * counts[:, :, None].to(updates.prototypes), present)
-        found = sums / total.clamp(min=1)[:, None].to(sums)
-        self.state["prototypes"] = torch.where(total[:, None] > 0, found, self.state["prototypes"])
+        present = updates.present.double()  # with which a mean is a sum
+        sums, total = updates.mean(updates.sums, present), updates.mean(updates.counts, present)
+        kept = self.state["prototypes"] * (total == 0)[:, None]
+        self.state["prototypes"] = (sums + kept) / total.clamp(min=1).to(sums)[:, None]
         self.state["known"] = torch.maximum(self.state["known"], (total > 0).double())
         return base.statistics_of(updates) | {"classes": float(self.state["known"].sum())}
 
@@ -100,9 +99,11 @@ class FedProtoClient(base.ClientAlgorithm):
         s, model = self.settings, self.setup.model
         trained = near_prototypes(model, clients, self._own(clients, opening), opening, s, s.local)
         clients.save_state(theta=trained.theta)  # line 5
-        found = [prototypes_of(model, row, c) for row, c in zip(trained.theta, clients.clients, strict=True)]
-        means, counts = (torch.stack(each) for each in zip(*found, strict=True))
-        yield PrototypeUpdate(means, counts, trained.steps, trained.loss)  # line 6
+        found = [class_sums(model, row, c) for row, c in zip(trained.theta, clients.clients, strict=True)]
+        sums, counts = (torch.stack(each) for each in zip(*found, strict=True))
+        if s.weighting == "uniform":
+            sums, counts = sums / counts.clamp(min=1).to(sums)[:, :, None], counts.clamp(max=1)
+        yield PrototypeUpdate(sums, counts, trained.steps, trained.loss)  # line 6
         return None
 
     @conversation
@@ -167,14 +168,13 @@ def near_prototypes(
 
 
 @torch.no_grad()
-def prototypes_of(model: FlatModel, theta: Tensor, client: ClientData) -> tuple[Tensor, Tensor]:
-    """Return the mean features of each class ``[C, f]``, zero for absent ones, and counts ``[C]`` float64 (eq. 3)."""
+def class_sums(model: FlatModel, theta: Tensor, client: ClientData) -> tuple[Tensor, Tensor]:
+    """Return sums over the train examples of each class: of features ``[C, f]``, and of 1 ``[C]`` float64 (eq. 3)."""
     split, leaves = examples(client, labelled=True), model.layout.leaves(theta)
     assert split.y is not None
     z = torch.cat([model.features(leaves, piece).flatten(1) for piece in torch.split(split.x, PIECE)])
     of = F.one_hot(split.y, client.classes)
-    counts = of.sum(0).double()
-    return of.to(z).T @ z / counts.clamp(min=1)[:, None].to(z), counts
+    return of.to(z).T @ z, of.sum(0).double()
 
 
 def nearest(model: FlatModel, theta: Tensor, opening: PrototypeTrainRequest) -> Tensor:
