@@ -131,7 +131,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path, weighting: str, start: str) -> N
         if theta is None:
             continue
         z = MODEL.features(MODEL.layout.split(theta), c.test.x)
-        distances = torch.stack([(z - prototypes[k]).square().mean(1) for k in sorted(prototypes)], dim=1)
+        distances = torch.stack([(z - prototypes[k]).square().sum(1) / 2 for k in sorted(prototypes)], dim=1)
         found_p = f.predictors[3, c.id]["personal"].log_probabilities(c.test.x)
         close(found_p[:, sorted(prototypes)], F.log_softmax(-distances, dim=1), 1e-9)
         assert bool((found_p.exp()[:, [k for k in range(CLASSES) if k not in prototypes]] == 0).all())

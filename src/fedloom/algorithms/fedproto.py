@@ -3,9 +3,9 @@
 Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang, FedProto: federated prototype learning across
 heterogeneous clients, AAAI 2022, arXiv 2105.00243, Algorithm 1. A client trains its model on its loss, plus λ times the
 mean squared distance of each example's features from the global prototype of its class, and answers with the features
-of its examples, summed by class. The server makes their means (eq. 6). A client predicts the class of the nearest global
-prototype (eq. 8). Models never travel; they start alike, from a number that the server draws. Line numbers refer to
-docs/algorithms/fedproto.md.
+of its examples, summed by class. The server makes their means (eq. 6). A client predicts the class of the nearest
+global prototype (eq. 8). Models never travel; they start alike, from a number that the server draws. Line numbers refer
+to docs/algorithms/fedproto.md.
 """
 
 from __future__ import annotations
@@ -178,11 +178,10 @@ def class_sums(model: FlatModel, theta: Tensor, client: ClientData) -> tuple[Ten
 
 
 def nearest(model: FlatModel, theta: Tensor, opening: PrototypeTrainRequest) -> Tensor:
-    """Return θ ``[g, d]`` whose head has the logits -‖z - C_j‖²/f, up to a number that all classes share (eq. 8)."""
+    """Return θ ``[g, d]`` whose head has the logits -‖z - C_j‖²/2, up to a number that all classes share (eq. 8)."""
     prototypes = opening.prototypes
-    features = prototypes.shape[1]
-    bias = torch.where(opening.known > 0, -prototypes.square().sum(1) / features, IMPOSSIBLE)
-    head = torch.cat([(2 * prototypes / features).flatten(), bias.to(prototypes)])
+    bias = torch.where(opening.known > 0, -prototypes.square().sum(1) / 2, IMPOSSIBLE)
+    head = torch.cat([prototypes.flatten(), bias.to(prototypes)])
     return torch.cat([theta[:, : model.layout.body_size], head.expand(len(theta), -1)], dim=1)
 
 
