@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import batches
-from fedloom.algorithms.fedala import FEDALA, FedALASettings, last_entries
+from fedloom.algorithms.fedala import FEDALA, FedALASettings, LastLayers
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
@@ -79,10 +79,16 @@ def aggregated(
 
 
 def test_which_entries_have_weights() -> None:
-    assert last_entries(MODEL.layout, 1) == ["fc3.weight", "fc3.bias"]
-    assert last_entries(MODEL.layout, 2) == ["fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias"]
-    assert last_entries(MODEL.layout, 9) == [name for name, _ in MODEL.layout.entries]
-    assert last_entries(MLP(IMAGE, [], CLASSES).layout, 1) == ["fc1.weight", "fc1.bias"]
+    for layers, names in (
+        (1, ["fc3.weight", "fc3.bias"]),
+        (2, ["fc2.weight", "fc2.bias", "fc3.weight", "fc3.bias"]),
+        (9, [name for name, _ in MODEL.layout.entries]),
+    ):
+        found = LastLayers.of(MODEL.layout, layers)
+        assert found.names == names
+        k = sum(size for (name, _), size in zip(MODEL.layout.entries, MODEL.layout.sizes, strict=True) if name in names)
+        assert found.at.tolist() == list(range(D - k, D))
+    assert LastLayers.of(MLP(IMAGE, [], CLASSES).layout, 1).names == ["fc1.weight", "fc1.bias"]
 
 
 def test_the_first_visit_is_fedavgs_to_the_bit(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ them, in training or afterwards, starts at w. Line numbers refer to docs/algorit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,32 +27,46 @@ SETTLED = 10
 """Epochs of which the losses are compared."""
 
 
-def last_entries(layout: Layout, layers: int) -> list[str]:
-    """Return the entries of the last layers; the head counts as one layer."""
-    layer = {name: "" if name in layout.head else f"{name.rpartition('.')[0]}." for name, _ in layout.entries}
-    last = list(dict.fromkeys(layer.values()))[-layers:]
-    return [name for name, of in layer.items() if of in last]
+@dataclass(frozen=True, eq=False)
+class LastLayers:
+    """Last layers of a model: the names of their entries, and their k coordinates in θ."""
+
+    names: list[str]
+    at: Tensor  # [k]
+
+    @classmethod
+    def of(cls, layout: Layout, layers: int) -> LastLayers:
+        """Return the last layers; the head counts as one."""
+        layer = {name: "" if name in layout.head else f"{name.rpartition('.')[0]}." for name, _ in layout.entries}
+        last = list(dict.fromkeys(layer.values()))[-layers:]
+        chosen = torch.tensor([each in last for each in layer.values()])
+        at = chosen.repeat_interleave(torch.tensor(layout.sizes)).nonzero()[:, 0]
+        return cls([name for name, each in layer.items() if each in last], at)
+
+    def mixed(self, shared: Tensor, own: Tensor, weights: Tensor) -> Tensor:
+        """Return Θ̂_i: w, and in these layers Θ_i + (w - Θ_i) W_i, exactly w at 1 and Θ_i at 0 (eq. 4)."""
+        theta = shared.clone()
+        theta[:, self.at] = own[:, self.at].lerp(shared[:, self.at], weights)
+        return theta
 
 
 def learned(
     local: LocalTrainer,
-    names: list[str],
+    layers: LastLayers,
     shared: Tensor,
     own: Tensor,
     weights: Tensor,
     started: Tensor,
     s: FedALASettings,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return Θ̂_i ``[g, d]``, the trained W_i ``[g, k]``, and the steps made on them ``[g, 1]`` float64 (lines 3-6).
+) -> tuple[Tensor, Tensor]:
+    """Return the trained W_i ``[g, k]``, and the steps made on them ``[g, 1]`` float64 (lines 3-5).
 
     Parameters
     ----------
-    names
-        Last k elements of θ, which have weights.
     started
         ``[g, 1]``, 1 for clients that have trained W_i before, and make one epoch.
     """
-    apart = (shared - own)[:, -weights.shape[1] :]
+    apart = (shared - own)[:, layers.at]
     counts = torch.tensor([s.weight_steps(n) for n in local.sizes])
     running, steps, losses = torch.ones(len(counts), dtype=torch.bool), torch.zeros(len(counts)), list[Tensor]()
     for epoch in range(s.start_epochs):
@@ -63,39 +78,30 @@ def learned(
             break
         losses.append(torch.zeros(len(counts), dtype=torch.float64))
         for t, batch in enumerate(local.batches(s.local.batch_size, counts.tolist(), "weights")):  # the same each time
-            w = local.parameters(mixed(shared, own, weights))
-            gradients, loss = local.gradient(w, batch, of=[w[name] for name in names])
+            w = local.parameters(layers.mixed(shared, own, weights))
+            gradients, loss = local.gradient(w, batch, of=[w[name] for name in layers.names])
             slope = torch.cat([gradient.reshape(len(counts), -1) for gradient in gradients], dim=1)
             active = running & (t < counts)
             step = (weights - s.weights_lr * slope * apart).clamp(0, 1)  # line 5
             weights = torch.where(active.to(weights.device)[:, None], step, weights)
             losses[-1] = torch.where(active, loss.cpu().double(), losses[-1])
         steps += running * counts
-    return mixed(shared, own, weights), weights, steps.double()[:, None]
-
-
-def mixed(shared: Tensor, own: Tensor, weights: Tensor) -> Tensor:
-    """Return Θ̂_i: w, and in the last k elements Θ_i + (w - Θ_i) W_i, exactly w at 1 and Θ_i at 0 (eq. 4)."""
-    k = weights.shape[1]
-    return torch.cat([shared[:, :-k], own[:, -k:].lerp(shared[:, -k:], weights)], dim=1)
+    return weights, steps.double()[:, None]
 
 
 def starts(
     model: FlatModel, group: ClientGroup, shared: Tensor, s: FedALASettings
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return Θ̂_i of all clients of the group, what they keep of its making, and the steps made on W_i."""
-    names = last_entries(model.layout, s.layers)
-    k = sum(model.layout.sizes[-len(names) :])
-    theta, steps = shared.clone(), torch.zeros(len(group), 1, dtype=torch.float64)
-    own, weights = group.load_state("theta", shared), group.load_state("weights", torch.ones_like(shared[:, :k]))
+    layers = LastLayers.of(model.layout, s.layers)
+    own, steps = group.load_state("theta", shared), torch.zeros(len(group), 1, dtype=torch.float64)
+    weights = group.load_state("weights", torch.ones_like(shared[:, : len(layers.at)]))
     started = group.load_state("started", torch.zeros_like(shared[:, :1]))
     if old := [i for i in range(len(group)) if i not in group.new]:
         local = LocalTrainer(model, group, mask_absent=s.local.mask_absent, members=old)
-        theta[old], weights[old], steps[old] = learned(
-            local, names, shared[old], own[old], weights[old], started[old], s
-        )
+        weights[old], steps[old] = learned(local, layers, shared[old], own[old], weights[old], started[old], s)
         started[old] = 1
-    return theta, {"weights": weights, "started": started}, steps
+    return layers.mixed(shared, own, weights), {"weights": weights, "started": started}, steps
 
 
 class FedALASettings(FedAvgSettings):
