@@ -70,10 +70,10 @@ class FedDyn(FedAvg):
         def change(
             gradients: list[Tensor], w: list[Tensor], start: list[Tensor], given: Mapping[str, list[Tensor]]
         ) -> list[Tensor]:
-            linear = torch._foreach_sub(gradients, given["g"])
-            return list(torch._foreach_add(linear, torch._foreach_sub(w, start), alpha=s.alpha))
+            del start
+            return list(torch._foreach_add(torch._foreach_sub(gradients, given["linear"]), w, alpha=s.alpha))
 
-        trained = train(model, group, theta, s.local, correct=Correction(change, {"g": g}))
+        trained = train(model, group, theta, s.local, correct=Correction(change, {"linear": g + s.alpha * theta}))
         group.save_state(g=g - s.alpha * (trained.theta - theta))
         return trained
 
