@@ -19,6 +19,7 @@ from fedloom.algorithms.fedala import FEDALA, FedALASettings, LastLayers
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator
+from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.mlp import MLP
 
 SIZES = (5, 12, 9)
@@ -88,6 +89,8 @@ def test_which_entries_have_weights() -> None:
         assert found.names == names
         k = sum(size for (name, _), size in zip(MODEL.layout.entries, MODEL.layout.sizes, strict=True) if name in names)
         assert found.at.tolist() == list(range(D - k, D))
+    statistics = BatchNormConvNet(IMAGE, [3], [], CLASSES).layout
+    assert LastLayers.of(statistics, 2).names == ["conv1.weight", "conv1.gain", "conv1.shift", "fc1.weight", "fc1.bias"]
     assert LastLayers.of(MLP(IMAGE, [], CLASSES).layout, 1).names == ["fc1.weight", "fc1.bias"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import Federation, answers_as_alone, clients, federation, group, setup
+from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, group, setup
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,6 +21,7 @@ from fedloom.algorithms.feddyn import FEDDYN, FedDynSettings
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
+from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.quadratic import Quadratic
 
 SIZES = (4, 9, 6)
@@ -113,6 +114,22 @@ def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_ste
     other = run(tmp_path / "a", FEDAVG, average, data, rounds=150, problem=problem)
     close(mine.state["theta"], centres.mean(0), atol=1e-3)
     assert (other.state["theta"] - centres.mean(0)).abs().max() > 0.1
+
+
+def test_running_statistics_are_averaged_and_in_no_gradient(tmp_path: Path) -> None:
+    model = BatchNormConvNet(IMAGE, [3], [], CLASSES)
+    moving = model.layout.mask(model.layout.buffers)
+    start = federation(tmp_path / "start", FEDDYN, made(), setup(model), clients(SIZES)).state["theta"]
+    f = run(tmp_path / "run", FEDDYN, made(), clients(SIZES), problem=setup(model), rounds=1)
+    ends = []
+    for c in clients(SIZES):
+        members = ClientGroup([c], lambda id, purpose: generator(SEED, f"train/{purpose}", id, 1))
+        ends.append(FEDDYN.train(model, members, start[None], made()).theta[0])
+    close(f.state["theta"][moving], torch.stack(ends).mean(0)[moving])
+    assert not torch.equal(f.state["theta"][moving], start[moving])
+    for linear in (f.state["h"], *(kept(tmp_path / "run", c.id) for c in clients(SIZES))):
+        assert not linear[moving].any()
+        assert linear[~moving].any()
 
 
 def test_a_personal_model_is_the_shared_one_fine_tuned(tmp_path: Path) -> None:

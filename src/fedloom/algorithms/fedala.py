@@ -36,12 +36,12 @@ class LastLayers:
 
     @classmethod
     def of(cls, layout: Layout, layers: int) -> LastLayers:
-        """Return the last layers; the head counts as one."""
-        layer = {name: "" if name in layout.head else f"{name.rpartition('.')[0]}." for name, _ in layout.entries}
+        """Return the last layers, without moving buffers; the head counts as one layer."""
+        trained = [name for name, _ in layout.entries if name not in layout.buffers]
+        layer = {name: "" if name in layout.head else f"{name.rpartition('.')[0]}." for name in trained}
         last = list(dict.fromkeys(layer.values()))[-layers:]
-        chosen = torch.tensor([each in last for each in layer.values()])
-        at = chosen.repeat_interleave(torch.tensor(layout.sizes)).nonzero()[:, 0]
-        return cls([name for name, each in layer.items() if each in last], at)
+        names = [name for name in trained if layer[name] in last]
+        return cls(names, layout.mask(names).nonzero()[:, 0])
 
     def mixed(self, shared: Tensor, own: Tensor, weights: Tensor) -> Tensor:
         """Return Θ̂_i: w, and in these layers Θ_i + (w - Θ_i) W_i, exactly w at 1 and Θ_i at 0 (eq. 4)."""

@@ -36,6 +36,8 @@ class FedDynServer(FedAvgServer):
         """Perform lines 6 and 7; lost clients are in neither mean."""
         mean, alpha = updates.mean(updates.delta_theta), self.settings.alpha
         share = int(updates.present.sum()) / len(self.setup.roster)
+        if self._moving is not None:
+            mean = mean.masked_fill(self._moving, 0)  # buffers have no gradients
         self.state["h"] = h = self.state["h"] - alpha * share * mean
         moved: Tensor = shared + mean - h / alpha
         return moved
@@ -60,7 +62,6 @@ class FedDyn(FedAvg):
     name = "feddyn"
     settings = FedDynSettings
     predictors = {"personal": "FedDyn + fine-tuning", "global": "FedDyn"}
-    needs = ("no batch norm",)
     stateful = True
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedDynSettings) -> Trained:
@@ -74,7 +75,8 @@ class FedDyn(FedAvg):
             return list(torch._foreach_add(torch._foreach_sub(gradients, given["linear"]), w, alpha=s.alpha))
 
         trained = train(model, group, theta, s.local, correct=Correction(change, {"linear": g + s.alpha * theta}))
-        group.save_state(g=g - s.alpha * (trained.theta - theta))
+        moved = (trained.theta - theta).masked_fill(model.layout.mask(model.layout.buffers).to(theta.device), 0)
+        group.save_state(g=g - s.alpha * moved)
         return trained
 
     def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> FedDynServer:

@@ -210,7 +210,7 @@ class FedProto(base.Algorithm):
     server = FedProtoServer
     client = FedProtoClient
     messages = (PrototypeTrainRequest, PrototypeUpdate, PrototypePersonalizeRequest)
-    needs = ("head", "linear head", "features", "no batch norm")
+    needs = ("head", "linear head", "features")
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
-from fedloom.models.flat import FlatModel, with_forward
+from fedloom.models.flat import FlatModel, Leaves, with_forward
 
 FROZEN = "frozen tensors"
 """Beginning of the names of frozen tensors; a layer's name has no space."""
@@ -40,6 +40,7 @@ class Anchored(FlatModel):
         entries = tuple((f"{FROZEN}.{name}", shape) for name, shape in frozen.items())
         self.layout = replace(model.layout, entries=(*model.layout.entries, *entries), headless=False, last=FROZEN)
         self.model, self.predicting, self.task = model, model, model.task
+        self.needs_whole_batches, self.predicts_by_batch = model.needs_whole_batches, model.predicts_by_batch
 
     def in_training(self) -> FlatModel:
         """Return the same with the model in training mode; frozen models still predict."""
@@ -59,13 +60,19 @@ class Anchored(FlatModel):
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """Return the sum of the model's own loss and the term, ``[b]``."""
-        z = self.model.features(parameters, x)
+        buffers = parameters.buffers if isinstance(parameters, Leaves) else {}
+        once = self.model.layout.head_is_linear  # else the model is called twice, and its buffers move once
+        z = self.model.features(parameters if once else Leaves(parameters, _copied(buffers)), x)
         own = with_forward(self.model, self.forward)
-        return own.loss({**parameters, FEATURES: z}, x, y) + self.term(parameters, z.flatten(1), x, y)
+        return own.loss(Leaves({**parameters, FEATURES: z}, buffers), x, y) + self.term(parameters, z.flatten(1), x, y)
 
     def term(self, parameters: Mapping[str, Tensor], z: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
         """Return what features ``[b, f]`` of examples cost, ``[b]``."""
         raise NotImplementedError
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 class Contrasting(Anchored):
@@ -101,7 +108,7 @@ class ModelContrastiveFL(FedAvg):
 
     name = "moon"
     settings = MOONSettings
-    needs = ("features", "head", "no batch norm")
+    needs = ("features", "head")
     predictors = {"personal": "MOON + fine-tuning", "global": "MOON"}
     stateful = True
 
