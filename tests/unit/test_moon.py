@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ class Own(nn.Module):
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, reduction="none", label_smoothing=0.2)
+
+
+class Normalized(nn.Module):
+    """Module with running statistics."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(256, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)
+        if not plain:
+            nn.utils.parametrizations.weight_norm(self.last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.tanh(self.norm(self.first(x.flatten(1)))))
+        return found
 
 
 def made(**changes: Any) -> MOONSettings:
@@ -89,6 +104,18 @@ def test_the_first_round_is_fedavg_and_the_second_is_not(tmp_path: Path) -> None
         other.run()
         apart = float((mine.state["theta"] - other.state["theta"]).abs().max())
         assert apart < 1e-14 if rounds == 1 else apart > 1e-4
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_running_statistics_move_once_a_step(tmp_path: Path, plain: bool) -> None:
+    """The first round is FedAvg's, statistics included, whether the last layer is a plain linear one or not."""
+    problem = setup(ModuleModel(partial(Normalized, plain), IMAGE, CLASSES, "pixels"))
+    assert problem.model.layout.buffers
+    average = FedAvgSettings.model_validate({"local": LOCAL})
+    mine = run(tmp_path / "m", made(), problem)
+    other = federation(tmp_path / "a", FEDAVG, average, problem, clients(SIZES))
+    other.run()
+    close(mine.state["theta"], other.state["theta"], 1e-12)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "module"])
