@@ -5,6 +5,7 @@
     .venv/bin/python research/baselines.py adapt-whole     Fashion-MNIST with the paper's network and all images
     .venv/bin/python research/baselines.py table-1         papers/003, Table 1; --tests takes some of it
     .venv/bin/python research/baselines.py vowel           eighteen methods, speakers as clients
+    .venv/bin/python research/baselines.py vowel-later     four more, which docs/results/baselines.md does not show
     .venv/bin/python research/baselines.py qmnist          the rows of papers/001, writers of digits as clients
     .venv/bin/python research/baselines.py cifar10         papers/001, Table 1, n = 100, 1000 rounds
 
@@ -236,6 +237,13 @@ VOWEL = {
     "fedrod": of_speakers("{name: fedrod, local: SGD}"),
 }
 
+LATER = {
+    "fedala": of_speakers("{name: fedala, local: SGD, personalize_steps: 100}"),
+    "feddyn": of_speakers("{name: feddyn, local: SGD, personalize_steps: 100}"),
+    "moon": of_speakers("{name: moon, local: SGD, personalize_steps: 100}"),
+    "fedproto": of_speakers("{name: fedproto, local: SGD, personalize_steps: 100}"),
+}
+
 # --- papers/001 -------------------------------------------------------------------------------------------------------
 
 
@@ -317,6 +325,7 @@ REGIMES = {
         (1, 2, 3),
     ),
     "vowel": Regime("vowel", VOWEL, ("evaluation.every=150",), {"test": ("evaluation.every=150",)}, (2, 3, 4)),
+    "vowel-later": Regime("vowel", LATER, ("evaluation.every=150",), {"test": ("evaluation.every=150",)}, (2, 3, 4)),
     "qmnist": Regime("qmnist-writers", QMNIST, WRITERS, {"test": WRITERS}, (2, 3, 4)),
     "cifar10": Regime(
         "pefll-cifar10",

@@ -43,7 +43,7 @@ def test_whose_server_works_on_each_clients_own_update() -> None:
     assert each == {"heurfedamp", "pefll", "pfedhn", "pfnm", "wga"}
 
 
-ROSTER = {"afl", "drfa", "heurfedamp", "pefll", "pfedhn", "pfnm", "scaffold", "tr-maml", "wga"}
+ROSTER = {"afl", "drfa", "feddyn", "heurfedamp", "pefll", "pfedhn", "pfnm", "scaffold", "tr-maml", "wga"}
 
 
 @pytest.mark.parametrize("name", sorted(ours()))
@@ -99,8 +99,8 @@ def test_tokens_that_come_as_bytes_train_as_the_same_numbers_do(tmp_path: Path, 
 
 
 NO_STEPS = {
-    "apfl", "ditto", "fedavg", "fedbabu", "fedadam", "fedavgm", "fedyogi", "fedprox", "per-fedavg", "scaffold",
-    "q-fedavg", "drfa", "tr-maml", "pfnm", "afl", "pfedbayes",
+    "apfl", "ditto", "fedavg", "fedala", "fedbabu", "feddyn", "fedadam", "fedavgm", "fedyogi", "fedprox", "moon",
+    "per-fedavg", "scaffold", "q-fedavg", "drfa", "tr-maml", "pfnm", "afl", "pfedbayes",
 }  # fmt: skip
 
 

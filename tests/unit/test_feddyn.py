@@ -1,0 +1,171 @@
+"""FedDyn against Algorithm 1 written out, a proximal point in closed form, and the optimum (Acar et al., ICLR 2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, group, setup
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fedloom.algorithms.base import Algorithm, ClientGroup, Setup
+from fedloom.algorithms.client import batches
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.feddyn import FEDDYN, FedDynSettings
+from fedloom.core.settings import Settings
+from fedloom.data.federated import ClientData, Split
+from fedloom.federation.randomness import generator
+from fedloom.models.convnet import BatchNormConvNet
+from fedloom.models.quadratic import Quadratic
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05, "momentum": 0.5}
+MODEL = setup().model
+
+
+def made(**changes: Any) -> FedDynSettings:
+    return FedDynSettings.model_validate({"alpha": 0.3, "local": LOCAL | changes.pop("local", {}), **changes})
+
+
+def run(folder: Path, method: Algorithm, s: Settings, data: list[ClientData], **keys: Any) -> Federation:
+    roster = tuple(c.id for c in data if c.id not in keys.get("unseen", ()))
+    f = federation(folder, method, s, dataclasses.replace(keys.pop("problem", setup()), roster=roster), data, **keys)
+    f.run()
+    return f
+
+
+def kept(folder: Path, client: str) -> Tensor:
+    """g_i of the client's last visit."""
+    paths = sorted((folder / "states" / client).glob("*.safetensors"), key=lambda path: int(path.name.split("-")[0]))
+    return load_file(paths[-1])["g"]
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def visit(s: FedDynSettings, w: Tensor, g: Tensor, c: ClientData, round: int) -> Tensor:
+    """torch.optim.SGD on f_i(θ) - ⟨g, θ⟩ + α/2 ‖θ - w‖², all of it in the loss."""
+    p = w.clone().requires_grad_()
+    optimizer = torch.optim.SGD([p], lr=s.local.lr, momentum=s.local.momentum)
+    assert c.train.y is not None
+    random = generator(SEED, "train/train", c.id, round)
+    for index in batches(len(c.train), s.local.batch_size, s.local.count(len(c.train)), random):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(MODEL.logits(p, c.train.x[index]), c.train.y[index])
+        (loss - g @ p + s.alpha / 2 * (p - w).square().sum()).backward()
+        optimizer.step()
+    return p.detach()
+
+
+def test_rounds_are_algorithm_1_with_part_of_the_clients(tmp_path: Path) -> None:
+    s, data = made(), clients(SIZES)
+    w = federation(tmp_path / "start", FEDDYN, s, setup(), data).state["theta"]
+    h, g = torch.zeros_like(w), {c.id: torch.zeros_like(w) for c in data}
+    f = run(tmp_path / "run", FEDDYN, s, data, rounds=4, cohort=2)
+    drawn = [attempt.conversations[0].clients for attempt in f.loop.journal.counted()]
+    assert len(set(map(tuple, drawn))) > 1
+    for t, names in enumerate(drawn, start=1):
+        ends = {c.id: visit(s, w, g[c.id], c, t) for c in data if c.id in names}
+        g |= {name: g[name] - s.alpha * (end - w) for name, end in ends.items()}
+        h = h - s.alpha / len(data) * sum((end - w for end in ends.values()), torch.zeros_like(w))
+        w = torch.stack(list(ends.values())).mean(0) - h / s.alpha
+    close(f.state["theta"], w)
+    close(f.state["h"], h)
+    for name, linear in g.items():
+        close(kept(tmp_path / "run", name), linear)
+
+
+def test_h_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
+    """Of the whole roster, zero of who never answered."""
+    f = run(tmp_path, FEDDYN, made(), clients((*SIZES, 5)), rounds=3, lost={0: 1}, unseen=["c3"])
+    close(f.state["h"], (kept(tmp_path, "c0") + kept(tmp_path, "c2")) / 3)
+    assert f.state["h"].abs().max() > 1e-3
+
+
+def test_many_steps_on_a_quadratic_end_where_the_objective_is_least() -> None:
+    """(H c + g + α w)/(H + α), and the g kept is then the gradient there (the paper's first-order condition)."""
+    curvature, c, w, g = (torch.tensor(v).double() for v in ([2.0, 0.5], [-1.0, 5.0], [3.0, -1.0], [0.4, -0.7]))
+    split = Split(c.repeat(4, 1), None)
+    data = [ClientData("c0", split, split, split, 0)]
+    s = made(alpha=0.8, local={"epochs": None, "steps": 1000, "lr": 0.1, "momentum": 0.0})
+    members = ClientGroup(data, group(data)._generator, [{"g": g}])
+    found = FEDDYN.train(Quadratic(2, (2.0, 0.5)), members, w[None], s).theta[0]
+    close(found, (curvature * c + g + 0.8 * w) / (curvature + 0.8))
+    close(members.kept[0]["g"], curvature * (found - c))
+
+
+def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_steps(tmp_path: Path) -> None:
+    """The mean of the clients' means, which FedAvg misses: there, who makes more steps pulls further."""
+    centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)
+    splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
+    data = [ClientData(f"c{i}", split, split, split, 0) for i, split in enumerate(splits)]
+    problem = Setup(Quadratic(2, (1.0, 0.5)), 0, (2,), 3, torch.float64)
+    local = {"epochs": 3, "batch_size": 1, "lr": 0.1, "momentum": 0.0}
+    mine = run(tmp_path / "d", FEDDYN, made(local=local, alpha=1.0), data, rounds=150, problem=problem)
+    average = FedAvgSettings.model_validate({"local": local, "weighting": "uniform"})
+    other = run(tmp_path / "a", FEDAVG, average, data, rounds=150, problem=problem)
+    close(mine.state["theta"], centres.mean(0), atol=1e-3)
+    assert (other.state["theta"] - centres.mean(0)).abs().max() > 0.1
+
+
+def test_running_statistics_are_averaged_and_in_no_gradient(tmp_path: Path) -> None:
+    model = BatchNormConvNet(IMAGE, [3], [], CLASSES)
+    moving = model.layout.mask(model.layout.buffers)
+    start = federation(tmp_path / "start", FEDDYN, made(), setup(model), clients(SIZES)).state["theta"]
+    f = run(tmp_path / "run", FEDDYN, made(), clients(SIZES), problem=setup(model), rounds=1)
+    ends = []
+    for c in clients(SIZES):
+        members = ClientGroup([c], lambda id, purpose: generator(SEED, f"train/{purpose}", id, 1))
+        ends.append(FEDDYN.train(model, members, start[None], made()).theta[0])
+    close(f.state["theta"][moving], torch.stack(ends).mean(0)[moving])
+    assert not torch.equal(f.state["theta"][moving], start[moving])
+    for linear in (f.state["h"], *(kept(tmp_path / "run", c.id) for c in clients(SIZES))):
+        assert not linear[moving].any()
+        assert linear[~moving].any()
+
+
+def test_a_personal_model_is_the_shared_one_fine_tuned(tmp_path: Path) -> None:
+    """By plain SGD, which knows neither g_i nor α; without steps it is the shared one to the bit."""
+    data = clients(SIZES)
+    f = run(tmp_path, FEDDYN, made(personalize_steps=3), data, rounds=2, unseen=["c2"])
+    w = f.state["theta"]
+    for c in data:
+        p = w.clone().requires_grad_()
+        optimizer = torch.optim.SGD([p], lr=0.05, momentum=0.5)
+        assert c.train.y is not None
+        for index in batches(len(c.train), 3, 3, generator(SEED, "evaluate/fine-tune", c.id, 2)):
+            optimizer.zero_grad()
+            F.cross_entropy(MODEL.logits(p, c.train.x[index]), c.train.y[index]).backward()
+            optimizer.step()
+        found = {name: predictor.tensors()["theta"] for name, predictor in f.predictors[2, c.id].items()}
+        close(found["personal"], p.detach())
+        assert torch.equal(found["global"], w)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    for alpha in (20.0, 30.0):
+        with pytest.raises(ValidationError, match=rf"alpha: .*\b{alpha:g}\b.*\b0\.05\b"):
+            made(alpha=alpha)
+    with pytest.raises(ValidationError, match="alpha"):
+        made(alpha=0.0)
+    for key, value in (("weighting", "examples"), ("trim", 0.1), ("max_norm", 1.0)):
+        with pytest.raises(ValidationError, match=key):
+            made(**{key: value})
+    assert FEDDYN.requires_fixed_population(made()) is not None
+
+
+def test_a_group_answers_as_its_clients_do_alone() -> None:
+    random = torch.Generator().manual_seed(3)
+    w = MODEL.init(random, torch.float64)
+    g = torch.randn(len(w), generator=random, dtype=torch.float64)
+    opening, _, ask = FEDDYN.messages
+    half = FEDDYN.client(made(personalize_steps=2), setup())
+    answers_as_alone(half, clients((9, 4, 1)), opening(w), ask(w), [None, {"g": g}, None])
