@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from every_method import LOCAL, METHODS, run
 from facts import tells
-from federations import CLASSES, IMAGE, client, clients, federation, group, setup
+from federations import CLASSES, IMAGE, client, clients, federation, group, made_by, setup
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from fedloom.algorithms.base import ClientGroup, available, find_algorithm
 from fedloom.algorithms.client import LocalTrainer, train
-from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
+from fedloom.algorithms.comfedl import LossShift
+from fedloom.algorithms.drfa import DRFATrainRequest
+from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, SharedModel
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.scaffold import SCAFFOLD, ScaffoldSettings
 from fedloom.data.federated import ClientData, Split
@@ -311,3 +314,56 @@ def test_every_method_with_local_training_has_the_keys() -> None:
         if local is not None:
             has = "optimizer" in local.annotation.model_fields
             assert has == (name != "scaffold"), name
+
+
+# --- every method -----------------------------------------------------------------------------------------------------
+
+WITH_LOCAL = [name for name, s in METHODS.items() if "local" in s and name != "local"]
+"""Methods whose rounds train by the settings ``local``."""
+
+
+@pytest.mark.parametrize("name", WITH_LOCAL)
+def test_a_round_of_every_method_uses_the_rate_of_the_round_alone(tmp_path: Path, name: str) -> None:
+    """Half of the rate by a schedule makes the server that half of the rate makes, to the bit."""
+    keys = [key for key in ("local", "head", "personal") if key in METHODS[name]]
+    warm = {"schedule": {"name": "constant", "warmup_rounds": 1}}
+    by_schedule = {key: {**METHODS[name][key], **warm} for key in keys}
+    by_rate = {key: {**METHODS[name][key], "lr": METHODS[name][key]["lr"] / 2} for key in keys}
+    found, expected = (run(tmp_path / str(i), name, **s).state for i, s in enumerate((by_schedule, by_rate)))
+    assert found.keys() == expected.keys()
+    for tensor in found:
+        assert torch.equal(found[tensor], expected[tensor]), tensor
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_LOCAL if name not in ("scaffold", "q-fedavg")])
+def test_every_method_trains_by_adam(tmp_path: Path, name: str) -> None:
+    keys = [key for key in ("local", "head", "personal") if key in METHODS[name]]
+    one_batch = name in ("per-fedavg", "tr-maml") or name.startswith("comfedl")
+    adam = {"optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "accumulate": 1 if one_batch else 2}
+    settings = {key: {**METHODS[name][key], **adam} for key in keys}
+    found, plain = run(tmp_path / "adam", name, **settings), run(tmp_path / "sgd", name)
+    made, without = made_by(found), made_by(plain)
+    assert all(bool(tensor.isfinite().all()) for tensor in made.values())
+    assert any(not torch.equal(tensor, without[key]) for key, tensor in made.items())
+    assert {"personal"} <= {name for named in found.predictors.values() for name in named}
+
+
+@pytest.mark.parametrize("name", ["apfl", "per-fedavg", "comfedl", "drfa"])
+def test_methods_with_loops_of_their_own_step_alike_in_a_stack(name: str) -> None:
+    method = find_algorithm(name)
+    keys = {"steps": None, "epochs": 2} if name != "drfa" else {"steps": 4}
+    local = {**LOCAL, **keys, "optimizer": "adam", "weight_decay": 0.1, "clip": 0.5}
+    s = method.settings.model_validate(METHODS[name] | {"local": local})
+    problem = replace(setup(), roster=("c0", "c1", "c2"))
+    half, theta = method.client(s, problem), start(SMALL, 1)[0]
+    opening = DRFATrainRequest(theta, torch.tensor([2.0]).double()) if name == "drfa" else SharedModel(theta)
+
+    def answers(data: list[ClientData]) -> Any:
+        conversation = half.open(group(data), opening)
+        answer = next(conversation)
+        return conversation.send(LossShift(torch.zeros(1).double())) if name == "comfedl" else answer
+
+    data = clients((4, 9, 6))
+    together, alone = answers(data).tensors(), [answers([c]).tensors() for c in data]
+    for field, rows in together.items():
+        torch.testing.assert_close(rows, torch.cat([one[field] for one in alone]), rtol=0, atol=1e-9)

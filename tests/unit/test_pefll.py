@@ -294,7 +294,7 @@ def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     bad = {name: torch.zeros_like(p) for name, p in server.eta_h.items()}
     bad["fc2.bias"][3] = torch.inf
     with pytest.raises(FloatingPointError, match="not finite"):
-        server._update(bad, torch.zeros_like(server.state["eta_v"]), torch.ones(3).double())
+        server._update(bad, torch.zeros_like(server.state["eta_v"]), torch.ones(3).double(), 1)
     assert all(torch.equal(before[name], tensor) for name, tensor in server.state.items())
 
 

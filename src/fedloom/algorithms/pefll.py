@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from hashlib import sha256
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 from pydantic import Field, model_validator
@@ -35,6 +35,10 @@ from fedloom.privacy.gaussian_mechanism import MAX_DELTA, on_grid
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
+ServerOptimizer: TypeAlias = AdamAscent | ShrinkAndAdd
+"""Optimizer of one of the two networks."""
+
+
 class PeFLLServer(base.ServerAlgorithm):
     """Server of PeFLL, which owns η_v and η_h; its memory does not depend on the number of clients."""
 
@@ -47,16 +51,15 @@ class PeFLLServer(base.ServerAlgorithm):
         self.hypernetwork = Hypernetwork(size, d, h.size, output_relu=h.output_relu)
         eta_v = self.embedding.init(generator, setup.dtype)
         eta_h = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
-        self.optimizer_v = settings.optimizer(settings.lambda_v)
-        self.optimizer_h = settings.optimizer(settings.lambda_h)
+        optimizer_v, optimizer_h = settings.optimizers()
         self.sizes |= {"l": size, "s": d, "eta_v": len(eta_v)}
         self.state = {
             "eta_v": eta_v,
             **prefixed("eta_h", eta_h),
             # The descriptor's shift and scale, and a flag (0/1) that they are set.
             "standard": torch.tensor([0.0, 1.0, 0.0], dtype=setup.dtype),
-            **prefixed("step_v", self.optimizer_v.start([eta_v])),
-            **prefixed("step_h", self.optimizer_h.start(list(eta_h.values()))),
+            **prefixed("step_v", optimizer_v.start([eta_v])),
+            **prefixed("step_h", optimizer_h.start(list(eta_h.values()))),
         }
         self._pending: Callable[[], None] | None = None
 
@@ -75,7 +78,7 @@ class PeFLLServer(base.ServerAlgorithm):
         d_eta_h: dict[str, Tensor] = {}
         d_v = DescriptorUpdate(back.d_v / scale)
         returned = cohort.send(d_v, EmbeddingUpdate, lambda: d_eta_h.update(back.d_eta_h()))  # lines 13-15
-        self._update(d_eta_h, returned.mean(returned.d_eta_v), standard)  # lines 17-18
+        self._update(d_eta_h, returned.mean(returned.d_eta_v), standard, round.number)  # lines 17-18
         return base.statistics_of(updates)
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
@@ -102,7 +105,7 @@ class PeFLLServer(base.ServerAlgorithm):
         scale = first.std() if first.numel() > 1 and first.std() > 0 else torch.ones(())
         return torch.stack([first.mean(), scale.to(first.dtype), torch.ones((), dtype=first.dtype)])
 
-    def _update(self, d_eta_h: dict[str, Tensor], d_eta_v: Tensor, standard: Tensor) -> None:
+    def _update(self, d_eta_h: dict[str, Tensor], d_eta_v: Tensor, standard: Tensor, round: int) -> None:
         """Perform lines 17-18; η_h's part, nearly all of the work, is deferred to the next round's first exchange.
 
         Raises
@@ -119,9 +122,10 @@ class PeFLLServer(base.ServerAlgorithm):
         # η_v is cloned: the sent tensor may still be on its way to a lost client.
         state = self.state
         state["standard"], state["eta_v"] = standard, state["eta_v"].clone()
-        self.optimizer_v.apply([state["eta_v"]], [d_eta_v], under("step_v", state), factor)
+        optimizer_v, optimizer_h = self.settings.optimizers(round)
+        optimizer_v.apply([state["eta_v"]], [d_eta_v], under("step_v", state), factor)
         eta_h = list(self.eta_h.values())
-        self._pending = lambda: self.optimizer_h.apply(eta_h, gradients_h, under("step_h", state), factor)
+        self._pending = lambda: optimizer_h.apply(eta_h, gradients_h, under("step_h", state), factor)
 
     def settle(self) -> None:
         """Finish the update of η_h. Runs while clients compute descriptors, which do not depend on η_h."""
@@ -284,7 +288,8 @@ class ServerUpdate(Settings):
     """Settings of the server update, lines 17 and 18."""
 
     rule: Literal["paper", "adam"] = Field(
-        default="paper", description="η ← (1 - 2βλ)η + mean Δη, β being local.lr; or Adam on -mean Δη (official code)"
+        default="paper",
+        description="η ← (1 - 2βλ)η + mean Δη, β being the rate of local; or Adam on -mean Δη (official code)",
     )
     lr: float = Field(default=2e-4, gt=0, description="Adam's learning rate")
     decay: Literal["decoupled", "l2"] = Field(
@@ -332,10 +337,14 @@ class PeFLLSettings(Settings):
         size = self.descriptor_size(setup.clients)
         return self.embedding.network_for(setup.kind, setup.input_shape, setup.classes, size)
 
-    def optimizer(self, decay: float) -> AdamAscent | ShrinkAndAdd:
-        """Return the optimizer of lines 17 and 18 for one of the two networks."""
-        s = self.server
-        return ShrinkAndAdd(self.local.lr, decay) if s.rule == "paper" else AdamAscent(s.lr, decay, s.decay == "l2")
+    def optimizers(self, round: int | None = None) -> tuple[ServerOptimizer, ServerOptimizer]:
+        """Return the optimizers of lines 17 and 18, of η_v and of η_h, in a round, whose local rate is β."""
+
+        def of(decay: float) -> ServerOptimizer:
+            s, beta = self.server, self.local.rate(round)
+            return ShrinkAndAdd(beta, decay) if s.rule == "paper" else AdamAscent(s.lr, decay, s.decay == "l2")
+
+        return of(self.lambda_v), of(self.lambda_h)
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
