@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_method import LOCAL, METHODS, run
+from every_method import LOCAL, METHODS, ours, run
 from facts import tells
 from federations import CLASSES, IMAGE, client, clients, federation, group, made_by, setup
 from hypothesis import given
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 from test_bad_settings import refusal
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup, available, find_algorithm
+from fedloom.algorithms.base import ClientGroup, find_algorithm
 from fedloom.algorithms.client import LocalTrainer, train
 from fedloom.algorithms.comfedl import LossShift
 from fedloom.algorithms.drfa import DRFATrainRequest
@@ -305,15 +306,21 @@ def test_recorded_settings_are_read_again(name: str) -> None:
         LocalSGD.model_validate({**s.model_dump(), "momentum": 0.9})
 
 
-def test_every_method_with_local_training_has_the_keys() -> None:
-    """As the table of docs/local-training.md says."""
-    without = {"pfedme", "wga", "pfedbayes", "pfedgp"}
-    for name in available():
+def table() -> dict[str, str]:
+    """What docs/local-training.md says of each method."""
+    text = (Path(__file__).parents[2] / "docs" / "local-training.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.partition("## Methods")[2].splitlines() if line[:1] == "|"]
+    named = [(re.sub(r" \(.*?\)", "", names).split(", "), told) for names, told in rows[2:]]
+    return {name: told for names, told in named for name in names}
+
+
+def test_the_page_says_of_every_method_which_keys_it_has() -> None:
+    told = table()
+    assert ours() <= set(told)
+    for name in ours():
         local = find_algorithm(name).settings.model_fields.get("local")
-        assert (local is None) == (name in without), name
-        if local is not None:
-            has = "optimizer" in local.annotation.model_fields
-            assert has == (name != "scaffold"), name
+        has = local is not None and "optimizer" in local.annotation.model_fields
+        assert has == (told[name].startswith(("all", "the optimizer", "`optimizer: sgd` only"))), name
 
 
 # --- every method -----------------------------------------------------------------------------------------------------
@@ -335,10 +342,12 @@ def test_a_round_of_every_method_uses_the_rate_of_the_round_alone(tmp_path: Path
         assert torch.equal(found[tensor], expected[tensor]), tensor
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_LOCAL if name not in ("scaffold", "q-fedavg")])
+@pytest.mark.parametrize(
+    "name", [name for name in WITH_LOCAL if table()[name.split()[0]].startswith(("all", "the optimizer"))]
+)
 def test_every_method_trains_by_adam(tmp_path: Path, name: str) -> None:
     keys = [key for key in ("local", "head", "personal") if key in METHODS[name]]
-    one_batch = name in ("per-fedavg", "tr-maml") or name.startswith("comfedl")
+    one_batch = "no `accumulate`" in table()[name.split()[0]]
     adam = {"optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "accumulate": 1 if one_batch else 2}
     settings = {key: {**METHODS[name][key], **adam} for key in keys}
     found, plain = run(tmp_path / "adam", name, **settings), run(tmp_path / "sgd", name)
