@@ -228,6 +228,32 @@ def test_an_object_and_its_description_change_images_alike(transform: Any) -> No
             assert torch.equal(again(image), expected)
 
 
+def test_objects_of_the_older_module_and_chains_are_described_as_those_of_v2() -> None:
+    import torchvision.transforms as v1
+
+    old = [
+        v1.RandomCrop(32, padding=4), v1.RandomHorizontalFlip(0.3), v1.ColorJitter(0.4, hue=0.1), v1.RandomRotation(15),
+        v1.RandomResizedCrop(32, interpolation=v1.InterpolationMode.BICUBIC), v1.RandomErasing(), v1.GaussianBlur(3),
+        v1.RandomApply([v1.RandomInvert()], p=0.3), v1.TrivialAugmentWide(), v1.AutoAugment(v1.AutoAugmentPolicy.SVHN),
+    ]  # fmt: skip
+    new = [
+        v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip(0.3), v2.ColorJitter(0.4, hue=0.1), v2.RandomRotation(15),
+        v2.RandomResizedCrop(32, interpolation=v2.InterpolationMode.BICUBIC), v2.RandomErasing(), v2.GaussianBlur(3),
+        v2.RandomApply([v2.RandomInvert()], p=0.3), v2.TrivialAugmentWide(), v2.AutoAugment(v2.AutoAugmentPolicy.SVHN),
+    ]  # fmt: skip
+    found, expected = made(describe_transforms(v1.Compose(old))), made(describe_transforms(nn.Sequential(*new)))
+    for one, other in zip(found, expected, strict=True):
+        assert type(one) is type(other)
+        for seed in range(5):
+            image = pixels(1, seed, (3, 32, 32))[0]
+            with drawing_from(torch.Generator().manual_seed(seed)):
+                changed = one(image)
+            with drawing_from(torch.Generator().manual_seed(seed)):
+                assert torch.equal(changed, other(image))
+    with refusing(ExperimentError, "data.augment", "ToTensor"):
+        made(describe_transforms(v1.Compose([*old, v1.ToTensor(), v1.Normalize([0.5], [0.2])])))
+
+
 @pytest.mark.parametrize(
     ("given", "facts"),
     [

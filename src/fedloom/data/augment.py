@@ -26,6 +26,8 @@ KEY = "data.augment"
 STANDARDIZED = "ToDtype", "ConvertImageDtype", "ToTensor", "Normalize"
 """Transforms that users put behind augmentations to do what a federation does by itself."""
 MIXING = "CutMix", "MixUp"
+OLDER = "torchvision.transforms.transforms", "torchvision.transforms.autoaugment"
+"""Modules whose classes have namesakes in v2."""
 TRIALS = 20
 """Random images that a check applies the transforms to."""
 
@@ -215,7 +217,8 @@ def _v2() -> Any:
 def describe_transforms(given: Any) -> list[Any]:
     """Return the description of transforms given in Python: an object of torchvision.transforms.v2, or several.
 
-    Descriptions pass unchanged, also beside objects.
+    An object of torchvision.transforms is described as its namesake in v2. Descriptions pass unchanged, also beside
+    objects.
 
     Raises
     ------
@@ -230,18 +233,12 @@ def _described(one: Any) -> Iterator[Any]:
     if isinstance(one, str | Mapping):
         yield one
         return
-    v2, name = _v2(), type(one).__name__
-    if type(one) is not getattr(v2, name, None) or not isinstance(one, v2.Transform):
-        where = f"{type(one).__module__}.{type(one).__qualname__}"
-        raise ExperimentError(
-            f"augment must be made of transforms of torchvision.transforms.v2 (got {where}).",
-            hint="from torchvision.transforms import v2",
-            key=KEY,
-        )
-    if name == "Compose":
-        for inner in one.transforms:
+    name = type(one).__name__
+    if name == "Compose" or isinstance(one, torch.nn.Sequential):
+        for inner in getattr(one, "transforms", one):
             yield from _described(inner)
         return
+    is_v2 = _is_v2(one, name)
     if name in STANDARDIZED:
         yield name  # refused with the rest
         return
@@ -249,11 +246,25 @@ def _described(one: Any) -> Iterator[Any]:
     values = {p.name: (getattr(one, p.name, p.default), p.default) for p in parameters}
     arguments = {key: _plain(value, name) for key, (value, default) in values.items() if value is not default}
     found = {name: arguments} if arguments else name
-    if _shown(_made(found)) != _shown(one):
+    if is_v2 and _shown(_made(found)) != _shown(one):
         raise ExperimentError(
             f"augment: {name} cannot be described by its arguments; give it as {{{name!r}: {{...}}}}", key=KEY
         )
     yield found
+
+
+def _is_v2(one: Any, name: str) -> bool:
+    """Return False for an object of the older module with a namesake in v2; raise if it is of neither."""
+    v2, module = _v2(), type(one).__module__
+    if type(one) is getattr(v2, name, None) and isinstance(one, v2.Transform):
+        return True
+    if module not in OLDER or not hasattr(v2, name):
+        raise ExperimentError(
+            f"augment must be made of transforms of torchvision.transforms.v2 (got {module}.{type(one).__qualname__}).",
+            hint="from torchvision.transforms import v2",
+            key=KEY,
+        )
+    return False
 
 
 def _shown(transform: Any) -> str:
@@ -264,7 +275,7 @@ def _plain(value: Any, name: str) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, list | tuple):
-        if any(isinstance(inner, torch.nn.Module) for inner in value):
+        if any(map(callable, value)):
             return describe_transforms(list(value))
         return [_plain(inner, name) for inner in value]
     if isinstance(value, str | int | float | bool | None):
