@@ -51,11 +51,13 @@ def _problem(need: Need, model: FlatModel) -> str | None:
             return "needs a last linear layer, but the outputs of this model do not come from such a layer"
         return "needs layers before the last one, but this model has one layer"
     if need == "linear head" and model.layout.logits_apart:
-        head = f"{model.layout.last!r} of this model, but its logits only follow from that layer's outputs"
-        return f"adds the heads of clients, and so the outputs of {head}. Return the outputs of the layer"
+        return (
+            f"computes logits by the head alone, but the outputs of {model.layout.last!r} in this model are not the "
+            "logits, which only follow from them. Return the outputs of the layer"
+        )
     if need == "linear head" and not model.layout.head_is_linear:
         head = f"{model.layout.last!r} of this model is parametrized ({', '.join(model.layout.head)})"
-        return f"adds the heads of clients, and the head {head}. Make it a plain linear layer"
+        return f"computes logits by the head alone, but {head}. Make it a plain linear layer"
     if need == "features" and not model.has_features:
         return "uses the input of the last linear layer, but the outputs of this model do not come from such a layer"
     if need == "default loss" and model.own_loss:
