@@ -187,7 +187,7 @@ def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest
     """What is known of these clients."""
 
     def counts(part: Split) -> tuple[int, ...]:
-        if part.y is None:
+        if part.y is None or part.y.dim() > 1 or part.y.is_floating_point():
             return (0,) * CLASSES
         return tuple(torch.bincount(part.y, minlength=CLASSES).tolist())
 
@@ -247,6 +247,7 @@ def federation(
     control: Control | None = None,
     repeated: RunFolder | None = None,
     private: bool = False,
+    plan: EvaluationPlan | None = None,
 ) -> Federation:
     """The real loop over the in-process transport, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
 
@@ -254,7 +255,7 @@ def federation(
     """
     made = RunFolder(folder)
     made.make()
-    known, plan = manifest(data, unseen), EvaluationPlan.of_classes(CLASSES if data[0].classes else 0)
+    known, plan = manifest(data, unseen), plan or EvaluationPlan.of_classes(CLASSES if data[0].classes else 0)
     half = algorithm.client(settings, problem)
     by_id = {c.id: c for c in data}
     predictors: dict[tuple[int, str], dict[str, Any]] = {}
@@ -262,7 +263,7 @@ def federation(
     def conclude(found: Predictors, clients: ClientGroup) -> Message:
         for named, member in zip(found, clients.clients, strict=True):
             predictors[loop.round, member.id] = dict(named)
-        return metrics(found, clients.clients, half.predictors, batch_size=16)
+        return metrics(found, clients.clients, half.predictors, batch_size=16, plan=plan)
 
     transport = InProcess(
         ClientSide(

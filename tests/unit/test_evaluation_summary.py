@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fedloom.core.words import as_csv
 from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document
+from fedloom.evaluation.last_evaluations import late
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import (
     Communication,
@@ -29,7 +30,6 @@ from fedloom.evaluation.summary import (
     calibration_of_clients,
     group_statistics,
     groups,
-    late,
     left_out,
     metrics_line,
     summary,

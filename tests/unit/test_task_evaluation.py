@@ -19,6 +19,7 @@ from torch import Tensor
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.evaluation.measure import implausible, metrics
+from fedloom.evaluation.metric_statistics import metric_statistics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import (
     Communication,
@@ -29,7 +30,6 @@ from fedloom.evaluation.summary import (
     group_statistics,
     groups,
     line_score,
-    metric_statistics,
     metrics_line,
     summary,
     validation_pooled,

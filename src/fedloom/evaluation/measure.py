@@ -166,11 +166,9 @@ def measure(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be 1 or more (got {batch_size})")
-    _check_missing([name for name in names if name not in predictors], predictors, client, names)
     plan = EvaluationPlan.of_classes(client.classes) if plan is None else plan
-    unlabelled = not plan.classes or client.train.y is None or len(client.train) == 0
-    mask = None if unlabelled else client.present
-    nothing = _nothing(plan)
+    _check_missing([name for name in names if name not in predictors], predictors, client, names, plan)
+    mask, nothing = _mask(plan, client), _nothing(plan)
     found = {id(predictor): predictor for name, predictor in predictors.items() if name in names}  # two names may share
     with torch.no_grad():
         rows = {key: _measure(predictor, client, plan, mask, batch_size) for key, predictor in found.items()}
@@ -182,14 +180,23 @@ def measure(
 
 
 def _check_missing(
-    missing: Sequence[str], predictors: Mapping[str, Predictor], client: ClientData, names: Sequence[str]
+    missing: Sequence[str],
+    predictors: Mapping[str, Predictor],
+    client: ClientData,
+    names: Sequence[str],
+    plan: EvaluationPlan,
 ) -> None:
     """Raise if predictors are missing, unless the client has nothing to train on and has one."""
-    nothing_to_train_on = len(client.train) == 0 or (client.train.y is None and client.classes > 0)
+    nothing_to_train_on = len(client.train) == 0 or (client.train.y is None and plan.targets.outputs > 0)
     if missing and not (nothing_to_train_on and len(missing) < len(names)):
         raise ValueError(f"client {client.id} has no predictor {missing[0]!r} (it has: {', '.join(predictors)})")
     if missing:
         _log.info("client %s has nothing to train on: %s is not evaluated", client.id, ", ".join(missing))
+
+
+def _mask(plan: EvaluationPlan, client: ClientData) -> Tensor | None:
+    """Return the classes of a client's train split, ``[C]`` bool; None without labels there, or classes."""
+    return None if not plan.classes or client.train.y is None or len(client.train) == 0 else client.present
 
 
 def _nothing(plan: EvaluationPlan) -> Measurements:

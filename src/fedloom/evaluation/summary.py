@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fedloom.evaluation.last_evaluations import late
+from fedloom.evaluation.metric_statistics import metric_statistics
 from fedloom.evaluation.plan import READINGS, SPLITS, EvaluationPlan
 from fedloom.evaluation.uncertainty import group_uncertainty
 from fedloom.tasks.base import CORRECT, LOSS, TOTAL, Counts
@@ -193,40 +195,6 @@ def predictor_statistics(
     }
 
 
-def metric_statistics(
-    evaluation: EvaluationResult, predictor: str, group: Tensor, *, reading: str = "unmasked"
-) -> dict[str, dict[str, float | None] | None]:
-    """Return ``metrics`` of a group: test statistics of each metric of the task, by name; the headline comes first.
-
-    Each has ``mean`` and ``std`` over the clients for which it is defined (population standard deviation); ``worst``,
-    and ``worst_decile``, the mean of the worst ⌈m/10⌉ of them; and ``pooled``, the metric of all their examples
-    together. It is None if it is defined for no client. ``reading`` is that of accuracy and log loss.
-    """
-    clients = evaluation.metrics(predictor, "test", group, reading=reading)
-    pooled = evaluation.metrics(predictor, "test", group, reading=reading, pooled=True)
-    headline = evaluation.plan.task.headline.name
-    ordered = sorted(evaluation.plan.metrics, key=lambda metric: metric.name != headline)
-    return {
-        metric.name: _over_clients(clients[metric.name], pooled[metric.name], higher=metric.higher_is_better)
-        for metric in ordered
-    }
-
-
-def _over_clients(values: Tensor, pooled: Tensor, *, higher: bool) -> dict[str, float | None] | None:
-    """Return the statistics of one metric of m clients, ``[m]``, and of all examples, ``[1]``."""
-    values = values[~values.isnan()]
-    if not len(values):
-        return None
-    worst = values.sort(descending=not higher).values[: math.ceil(len(values) / 10)]
-    return {
-        "mean": float(values.mean()),
-        "std": float(values.std(correction=0)),
-        "worst": float(worst[0]),
-        "worst_decile": float(worst.mean()),
-        "pooled": None if bool(pooled.isnan()) else float(pooled),
-    }
-
-
 def groups(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, Statistics | None]:
     """Return ``seen`` and ``unseen`` of the personal predictor, and ``global`` of the global one over all clients.
 
@@ -388,61 +356,6 @@ def best(history: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
     return {key: chosen[key] for key in ("round", "seen", "unseen", "global")}
 
 
-LATE = 8
-"""Number of evaluations at the end of training that are summarized together."""
-
-
-def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return ``last_evaluations`` of ``summary.json``: statistics of the evaluations at the end of training.
-
-    A single evaluation, and even more the highest of several, is unreliable if accuracy fluctuates between evaluations.
-
-    Parameters
-    ----------
-    lines
-        Up to :data:`LATE` last lines of ``metrics.jsonl``, ascending. Lines before training are left out unless there
-        are no others.
-
-    Returns
-    -------
-    dict or None
-        ``evaluations``, their number; ``rounds``, the first and the last; and for ``seen``, ``unseen`` and ``global``,
-        by ``accuracy_mean`` and ``accuracy_pooled`` (of another task its headline, as ``rmse_mean`` and
-        ``rmse_pooled``; without targets ``loss_mean``), {``mean``, ``lowest``, ``highest``}; None for a group that some
-        line lacks. None without lines.
-    """
-    lines = [line for line in lines if line["round"]] or list(lines)
-    if not lines:
-        return None
-    found: dict[str, Any] = {"evaluations": len(lines), "rounds": [lines[0]["round"], lines[-1]["round"]]}
-    for group in ("seen", "unseen", "global"):
-        of_group = [_with_headline(line[group], line) for line in lines if line[group] is not None]
-        found[group] = _over_evaluations(of_group) if len(of_group) == len(lines) else None
-    return found
-
-
-def _with_headline(group: Statistics, line: Mapping[str, Any]) -> Statistics:
-    """Return a group's statistics with mean and pooled value of the headline, where the task has another than loss."""
-    name = line.get("headline", {}).get("name", "accuracy")
-    values = (group.get("metrics") or {}).get(name)
-    if name in ("accuracy", "loss") or values is None:
-        return group
-    return {f"{name}_{key}": values[key] for key in ("mean", "pooled")} | {"loss_mean": group["loss_mean"]}
-
-
-def _over_evaluations(groups: Sequence[Statistics]) -> dict[str, dict[str, float]]:
-    """Return mean, lowest and highest of a group's headline, or of its losses if there is none."""
-    found: dict[str, dict[str, float]] = {}
-    headline = [key for key in groups[0] if key.endswith(("_mean", "_pooled")) and key != "loss_mean"]
-    for keys in (headline, ["loss_mean"]):
-        for key in keys if not found else ():
-            values = [one[key] for one in groups if one.get(key) is not None]
-            if len(values) == len(groups):
-                mean = math.fsum(values) / len(values)
-                found[key] = {"mean": mean, "lowest": min(values), "highest": max(values)}
-    return found
-
-
 def own_steps(after: Mapping[int, EvaluationResult], *, label_mask: bool) -> list[dict[str, Any]] | None:
     """Return ``own_steps`` of ``summary.json``: {``steps``, ``unseen``} for each number of a client's own steps.
 
@@ -519,7 +432,7 @@ def summary(
     history
         Lines of ``metrics.jsonl``, including that of the best round.
     last
-        Last :data:`LATE` lines of it.
+        Last ``last_evaluations.LATE`` lines of it.
     after_steps
         Number of own steps -> evaluation of the unseen clients after them.
     extra

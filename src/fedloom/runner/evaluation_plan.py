@@ -17,6 +17,7 @@ from fedloom.models.factories import check_permitted
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
 from fedloom.tasks.registry import task_of
+from fedloom.tasks.trial import trial_targets
 
 TRIAL = 4
 """Examples on which a metric is tried."""
@@ -59,15 +60,15 @@ def _task(asked: PredictionTask | None, targets: Targets, dataset: str) -> Predi
 
 
 def _own_metric(name: str, task: PredictionTask, targets: Targets) -> OwnMetric:
-    """Return a metric of the user's own, after trying it on outputs and targets of zeros."""
+    """Return a metric of the user's own, after trying it on outputs of zeros."""
     function: Any = remembered_metric(name) if name.startswith(MEMORY) else _imported(name)
     return OwnMetric(name, function, _trial(task, targets), targets.mean, targets.std)
 
 
 def _trial(task: PredictionTask, targets: Targets) -> tuple[Tensor, Tensor]:
     shape = task.output_shape(targets.outputs, targets.shape)
-    numbers = torch.float32 if task.name in ("multilabel", "regression") else torch.int64
-    return task.predictions(torch.zeros(TRIAL, *shape)), torch.zeros(TRIAL, *targets.shape, dtype=numbers)
+    predictions = task.predictions(torch.zeros(TRIAL, *shape))
+    return predictions, trial_targets(task, TRIAL, targets.outputs, targets.shape)
 
 
 def _imported(name: str) -> Any:

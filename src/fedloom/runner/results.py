@@ -11,7 +11,8 @@ from fedloom.core.words import as_csv, pluralize
 from fedloom.errors import GO_ON, DataError, QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
-from fedloom.evaluation.summary import LATE, EvaluationResult, RunCost, RunDescription, predictor_statistics, summary
+from fedloom.evaluation.last_evaluations import LATE
+from fedloom.evaluation.summary import EvaluationResult, RunCost, RunDescription, predictor_statistics, summary
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.inprocess import InProcess
