@@ -79,7 +79,7 @@ def line(round: int) -> dict[str, object]:
 
 
 def measured(round: int) -> LastEvaluation:
-    return LastEvaluation(round, {"seen": Group(2, accuracy_pooled=0.5)})
+    return LastEvaluation(round, {"seen": Group(2, accuracy_pooled=0.5, pooled=0.5)})
 
 
 def round_done(notices: ProgressPublisher, round: int, of: int = 7) -> None:
