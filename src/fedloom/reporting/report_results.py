@@ -208,7 +208,7 @@ def client_results(run: RunFolder) -> Part:
     rows, reading, headline = run.clients(), main_reading(run), _headline(run)
     panels = [Panel("clients", figures.draw_distribution(rows, headline, reading))]
     right, thick = ("right", "foot") if headline.higher_is_better else ("left", "top")
-    which, value = ("last evaluation", f"a {headline.title}")
+    which, value = ("last evaluation", "a value")
     if headline == ACCURACY:
         which, value = f"{reading}, {which}", "an accuracy"
     text = (
@@ -234,7 +234,7 @@ def _worst(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str, 
     column = client_column("personal", headline.name, reading)
     measured = [row for row in rows if row[column]]
     measured.sort(key=lambda row: (headline.sign * float(row[column]), row["id"]))
-    few, metrics = len(measured) <= FEW_CLIENTS, _client_metrics(rows[0], headline, reading)
+    few, metrics = len(measured) <= FEW_CLIENTS, _client_metrics(measured, headline, reading)
     shown = []
     for row in measured if few else measured[: min(NAMED, math.ceil(len(measured) / 10))]:
         values = (row[client_column("personal", name, reading)] for name in metrics)
@@ -247,11 +247,12 @@ def _worst(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str, 
     return small_table(title, headings, shown, wide=len(metrics) > MANY_METRICS)
 
 
-def _client_metrics(row: Mapping[str, str], headline: Headline, reading: str) -> list[str]:
-    """Return the metrics in ``clients.csv``, the headline metric first; the loss only if it is the headline metric."""
+def _client_metrics(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> list[str]:
+    """Return the metrics that some client has, the headline metric first; the loss only if it is that metric."""
     before, after = client_column("personal", "|", reading).split("|")
+    known = dict.fromkeys(key for row in rows for key, text in row.items() if text)
     found = [
-        key.removeprefix(before).removesuffix(after) for key in row if key.startswith(before) and key.endswith(after)
+        key.removeprefix(before).removesuffix(after) for key in known if key.startswith(before) and key.endswith(after)
     ]
     return list(dict.fromkeys([headline.name, *(name for name in found if name != MODEL_LOSS.name)]))
 
