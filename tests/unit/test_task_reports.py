@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from fedloom.reporting.compare import best_by_validation, compare_runs
 from fedloom.reporting.compare_report import write_comparison
 from fedloom.reporting.compare_tables import as_latex, pairs_as_csv, rows_as_csv
 from fedloom.reporting.report import write_report
+from fedloom.reporting.report_examples import examples
 from fedloom.reporting.report_results import client_results, result_table
 from fedloom.runner.tracking import of_line
 from fedloom.runs.folder import RunFolder
@@ -322,3 +324,57 @@ def test_a_run_ends_once_an_error_is_low_enough() -> None:
     assert [EarlyStopping(at_least=0.5).is_reached(10, 10, score) for score in (0.4, 0.5)] == [False, True]
     patient = EarlyStopping(not_better_for=5)
     assert [patient.is_reached(number, 10, -2.0) for number in (10, 14, 15)] == [False, False, True]
+
+
+def with_examples(folder: Path, task: str, clients: list[dict[str, Any]], outputs: int) -> None:
+    document = {"round": 30, "task": task, "names": [], "outputs": outputs, "clients": clients}
+    RunFolder(folder).write_json("examples.json", document)
+
+
+def test_report_of_numbers_shows_residuals(tmp_path: Path) -> None:
+    folder = write_task_run(tmp_path / "run", "regression")
+    true = {"client-00": [1.0, 2.0, 4.0], "client-29": [10.0, 30.0]}
+    off = {"client-00": [0.5, -0.5, 3.0], "client-29": [0.0, -4.0]}
+    clients = [
+        {
+            "id": client,
+            "seen": client == "client-00",
+            "true": [[value] for value in values],
+            "predicted": [[value + error] for value, error in zip(values, off[client], strict=True)],
+        }
+        for client, values in true.items()
+    ]
+    with_examples(folder, "regression", clients, 1)
+    part = examples(RunFolder(folder))
+    rows = [cells(row) for row in part.tables[0].blocks[0][1]]
+    assert rows == [
+        [client, f"{statistics.fmean(off[client]):.4g}", f"{math.hypot(*off[client]) / len(off[client]) ** 0.5:.4g}", n]
+        for client, n in (("client-00", "3"), ("client-29", "2"))
+    ]
+    scatter, boxes = (panel.svg.figure.axes[0] for panel in part.panels)
+    points = [tuple(point) for dots in scatter.collections for point in dots.get_offsets().tolist()]
+    assert sorted(points) == sorted((t, t + e) for c in true for t, e in zip(true[c], off[c], strict=True))
+    assert [label.get_text() for label in boxes.get_yticklabels()] == ["client-00", "client-29"]
+    page = write_report(folder).read_text()
+    assert 'aria-label="Examples: predictions"' in page
+    assert 'aria-label="Examples: residuals"' in page
+
+
+def test_report_of_masks_shows_input_truth_and_prediction(tmp_path: Path) -> None:
+    folder = write_task_run(tmp_path / "run", "segmentation")
+    true, predicted = [[0, 1], [2, 255]], [[0, 2], [2, 0]]
+    clients = [{"id": "client-00", "seen": True, "image": [[0, 100], [200, 255]], "true": true, "predicted": predicted}]
+    with_examples(folder, "segmentation", clients, 3)
+    part = examples(RunFolder(folder))
+    (row,) = part.tables[0].blocks[0][1]
+    assert cells(row) == ["client-00", f"{100 / 3:.1f}", "class 1"]  # one of three pixels that have a class
+    drawn = [axes.images[0].get_array().tolist() for axes in part.panels[0].svg.figure.axes]
+    assert drawn == [clients[0][key] for key in ("image", "true", "predicted")]
+    assert 'aria-label="Examples: examples"' in write_report(folder).read_text()
+
+
+def test_damaged_examples_are_a_note(tmp_path: Path) -> None:
+    folder = write_task_run(tmp_path / "run", "segmentation")
+    with_examples(folder, "segmentation", [{"id": "a", "seen": True, "true": [[0, 1]], "predicted": [[0]]}], 2)
+    page = write_report(folder).read_text()
+    assert "Left out: examples.json" in page

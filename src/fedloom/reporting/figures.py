@@ -79,7 +79,8 @@ def draw_learning_curve(lines: Sequence[Mapping[str, Any]], headline: Headline) 
             top = max(top, float(high.max()))
         trained += [value for number, value in zip(x, mean.tolist(), strict=True) if number]
         dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
-        axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=LABELS[name], clip_on=False)
+        clipped = not headline.percent
+        axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=LABELS[name], clip_on=clipped)
     over_rounds(axes, lines[-1]["round"])
     axes.set(title=f"Test {headline.title}", ylabel="mean over clients")
     if headline.percent:
@@ -164,7 +165,10 @@ def draw_gains(rows: Sequence[Mapping[str, str]], headline: Headline, reading: s
     axes.text(0.98, 0.02, f"{below} better: {(y < x).sum()}", transform=axes.transAxes, ha="right")
     handles, labels = axes.get_legend_handles_labels()
     circle = Line2D([], [], linestyle="", marker="o", markersize=5, color="none", markeredgecolor=INK)
-    axes.legend([*handles, circle], [*labels, "worst decile"], loc="lower right", bbox_to_anchor=(1, 0.06))
+    legend = axes.legend([*handles, circle], [*labels, "worst decile"], loc="lower right", bbox_to_anchor=(1, 0.06))
+    if not headline.higher_is_better:  # the points are below the diagonal
+        legend.set(loc="upper left")
+        legend.set_bbox_to_anchor((0, 0.94), axes.transAxes)
     axes.set(title="Gain by personalization", xlabel=f"{headline.title} of the global model")
     axes.set_ylabel(f"{headline.title} of the personalized model")
     axes.set(xlim=(low, high), ylim=(low, high))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -341,7 +341,48 @@ class _Row(_Part):
         return self
 
 
+class _Example(_Part):
+    id: str
+    seen: bool
+    true: Annotated[list[list[Number]], Field(min_length=1)]
+    predicted: list[list[Number]]
+    image: list[list[Count | list[Count]]] | None = None
+
+    @model_validator(mode="after")
+    def _alike(self) -> _Example:
+        if len({len(row) for row in (*self.true, *self.predicted)}) != 1 or len(self.true) != len(self.predicted):
+            raise ValueError("there must be a prediction for each target")
+        return self
+
+
+class _Examples(_Part):
+    round: Count
+    task: Literal["regression", "segmentation"]
+    names: list[str]
+    outputs: Annotated[Count, Field(ge=1)]
+    clients: list[_Example]
+
+
+class _Outputs(_Part):
+    round: Count
+    names: Annotated[list[str], Field(min_length=1)]
+    metrics: list[str]
+    personal: dict[str, list[dict[str, Number | None]] | None]
+    all: dict[str, list[dict[str, Number | None]] | None] | None = Field(alias="global")
+
+    @model_validator(mode="after")
+    def _of_each(self) -> _Outputs:
+        for rows in (*self.personal.values(), *(self.all or {}).values()):
+            if rows is not None and len(rows) != len(self.names):
+                raise ValueError("there must be one entry for each name")
+            if any({"true", *self.metrics} - row.keys() for row in rows or ()):
+                raise ValueError("an entry must have true, and every metric")
+        return self
+
+
 _OBJECTS: Mapping[str, type[_Part]] = {
+    "outputs.json": _Outputs,
+    "examples.json": _Examples,
     "summary.json": _Summary,
     "confusion.json": _Confusion,
     "calibration.json": _Calibration,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse_yaml
-from fedloom.reporting import inputs, report_classes, report_results, report_setup
+from fedloom.reporting import inputs, report_classes, report_examples, report_results, report_setup
 from fedloom.reporting.page import DASH, Fact, PageSection, Part, ReportPage, check_installed
 from fedloom.reporting.words import human_bytes, human_time, method_title, number_range
 from fedloom.runs.files import EXPERIMENT
@@ -28,6 +28,8 @@ FILES: Mapping[str, Sequence[str]] = {
     "Confusion matrix": ("confusion.json",),
     "Calibration": ("calibration.json", "metrics.jsonl", "summary.json"),
     "Descriptors": ("descriptors.json", "partition.json"),
+    "By output": ("outputs.json",),
+    "Examples": ("examples.json",),
     "Uncertainty": ("uncertainty.json", "clients.csv"),
     "Client by client": ("clients.csv", "metrics.jsonl", "confusion.csv", "partition.json"),
     "Data": ("partition.json",),
@@ -156,11 +158,15 @@ def _sections(run: RunFolder) -> list[PageSection]:
     if report_results.has_classes(run):
         parts["Confusion matrix"] = report_classes.confusion_matrices
         parts["Calibration"] = report_classes.calibration
+    if (run.path / "outputs.json").exists():  # only for tasks with labels, or classes of pixels
+        parts["By output"] = report_examples.outputs
+    if (run.path / "examples.json").exists():  # only for tasks with pictures, of runs that had the data
+        parts["Examples"] = report_examples.examples
     if (run.path / "descriptors.json").exists():  # only for methods with descriptors
         parts["Descriptors"] = report_classes.descriptors
     if (run.path / "uncertainty.json").exists():  # only for methods whose models are distributions
         parts["Uncertainty"] = report_classes.uncertainty
-    if (run.path / "confusion.csv").exists():
+    if report_results.has_classes(run) and (run.path / "confusion.csv").exists():
         parts["Client by client"] = report_classes.each_client
     if report_setup.method(run).pairs:
         parts["Method"] = report_setup.method

@@ -234,7 +234,8 @@ def _worst(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str, 
     column = client_column("personal", headline.name, reading)
     measured = [row for row in rows if row[column]]
     measured.sort(key=lambda row: (headline.sign * float(row[column]), row["id"]))
-    few, metrics = len(measured) <= FEW_CLIENTS, _client_metrics(measured, headline, reading)
+    few = len(measured) <= FEW_CLIENTS
+    metrics = [headline.name] if headline == ACCURACY else _client_metrics(measured, headline, reading)
     shown = []
     for row in measured if few else measured[: min(NAMED, math.ceil(len(measured) / 10))]:
         values = (row[client_column("personal", name, reading)] for name in metrics)
