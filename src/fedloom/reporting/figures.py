@@ -63,33 +63,40 @@ def draw_learning_curve(lines: Sequence[Mapping[str, Any]], headline: Headline) 
     Axes of fractions begin at zero; others show the trained rounds, and an untrained model may lie outside.
     """
     figure, axes = panel(2.6)
-    top, trained = 0.0, []
-    for name, colour in COLOURS.items():
-        groups = [(line["round"], values_of(line[name], headline)) for line in lines if line[name] is not None]
-        measured = [(number, values) for number, values in groups if values.mean is not None]
-        if not measured:
-            continue
-        x, mean = [number for number, _ in measured], np.array([values.mean for _, values in measured])
-        if all(values.std is not None for _, values in measured):
-            std = np.array([values.std for _, values in measured])
-            low, high = mean - std, mean + std
-            if headline.percent:
-                low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
-            axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
-            top = max(top, float(high.max()))
-        trained += [value for number, value in zip(x, mean.tolist(), strict=True) if number]
-        dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
-        clipped = not headline.percent
-        axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=LABELS[name], clip_on=clipped)
+    drawn = [_draw_group(axes, lines, name, headline) for name in COLOURS]
     over_rounds(axes, lines[-1]["round"])
     axes.set(title=f"Test {headline.title}", ylabel="mean over clients")
     if headline.percent:
+        top = max((top for _, top in drawn), default=0.0)
         axes.set_ylim(0, min(1.0, math.ceil(10 * top + 0.5) / 10))
         percent(axes.yaxis)
-    elif len(trained) > 1:
+    elif len(trained := [value for values, _ in drawn for value in values]) > 1:
         axes.set_ylim(*around(trained))
     axes.legend(loc="lower right" if headline.percent else "best")
     return figure
+
+
+def _draw_group(
+    axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, headline: Headline
+) -> tuple[list[float], float]:
+    """Draw a group's learning curve; return its means of trained rounds, and the upper end of its band."""
+    groups = [(line["round"], values_of(line[name], headline)) for line in lines if line[name] is not None]
+    measured = [(number, values) for number, values in groups if values.mean is not None]
+    if not measured:
+        return [], 0.0
+    x, mean = [number for number, _ in measured], np.array([values.mean for _, values in measured])
+    top, colour = 0.0, COLOURS[name]
+    if all(values.std is not None for _, values in measured):
+        std = np.array([values.std for _, values in measured])
+        low, high = mean - std, mean + std
+        if headline.percent:
+            low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+        axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
+        top = float(high.max())
+    dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
+    clipped = not headline.percent
+    axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=LABELS[name], clip_on=clipped)
+    return [value for number, value in zip(x, mean.tolist(), strict=True) if number], top
 
 
 @as_svg

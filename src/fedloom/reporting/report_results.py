@@ -108,8 +108,12 @@ def _about_results(headline: Headline) -> str:
 def _all_metrics(line: Mapping[str, Any], headline: Headline) -> tuple[Table, ...]:
     """Return a table of every metric of the task; none if the headline metric is the only one."""
     found = {key: metrics_of(line[key]) for key in GROUPS if line[key] is not None}
-    names = dict.fromkeys(name for metrics in found.values() for name in metrics)
-    if not set(names) - {headline.name, MODEL_LOSS.name}:
+    names = [
+        name
+        for name in dict.fromkeys(name for metrics in found.values() for name in metrics)
+        if name != MODEL_LOSS.name
+    ]
+    if not set(names) - {headline.name}:
         return ()
     rows = []
     for name in names:

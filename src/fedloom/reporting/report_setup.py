@@ -117,9 +117,11 @@ def _about_partition(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     classes_of = [sum(1 for count in client.class_counts["train"] if count) for client in manifest.clients]
     sizes = {split: sum(c.size(split) for c in manifest.clients) for split in ("train", "validation", "test")}
     inputs_of = "×".join(map(str, manifest.input_shape))
-    classes = f", {pluralize(manifest.classes, 'class', 'classes')}" if manifest.classes else ""
+    targets = manifest.targets
+    predicted = f", {pluralize(manifest.classes, 'class', 'classes')}" if manifest.classes else ""
+    predicted = predicted if targets is None else f", {targets.task}, {pluralize(targets.outputs, 'output')}"
     return (
-        ("data set", f"{manifest.dataset}{classes}, inputs {inputs_of}"),
+        ("data set", f"{manifest.dataset}{predicted}, inputs {inputs_of}"),
         ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),
         ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in ordered)),
         ("training examples per client", number_range([client.train for client in manifest.clients])),
