@@ -13,9 +13,12 @@ from task_runs import write_task_run
 from test_task_evaluation import SIZES, client, evaluated
 from test_tasks import TASK
 
+from fedloom.core.words import as_csv
 from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.documents import client_rows
 from fedloom.evaluation.outputs import output_document
+from fedloom.evaluation.summary import Communication, RunCost, RunDescription, metrics_line, summary
+from fedloom.reporting.compare import compare_runs
 from fedloom.reporting.report import write_report
 from fedloom.reporting.report_examples import outputs
 from fedloom.runs.folder import RunFolder
@@ -25,9 +28,9 @@ from fedloom.tasks.regression import Regression
 from fedloom.tasks.segmentation import Segmentation
 
 
-def entries(sizes: tuple[int, ...]) -> list[ClientEntry]:
+def entries(sizes: tuple[int, ...], seen: tuple[bool, ...] = (True, True, True)) -> list[ClientEntry]:
     counts = dict.fromkeys(("train", "validation", "test"), ())
-    return [ClientEntry(f"c{i}", True, 4, n + 1, n, counts, "0" * 64) for i, n in enumerate(sizes)]
+    return [ClientEntry(f"c{i}", seen[i], 4, n + 1, n, counts, "0" * 64) for i, n in enumerate(sizes)]
 
 
 @TASK
@@ -88,3 +91,39 @@ def test_report_lists_the_worst_labels_first(tmp_path: Path) -> None:
     found = [[cell.text for cell in row.cells] for row in table.blocks[0][1]]
     assert found == [["cold", "3", "0.4", "–"], ["flu", "3", "0.9", "0.5"], ["cough", "3", "–", "0.7"]]
     assert "cough" in write_report(folder).read_text()
+
+
+@TASK
+def test_pages_read_what_an_evaluation_writes(tmp_path: Path, task: PredictionTask) -> None:
+    if task.name == "classification":
+        pytest.skip("test_report.py has classification")
+    folder = RunFolder(write_task_run(tmp_path / "run", task.name))
+    communication, lines = Communication(0, 0), []
+    for number, scale in enumerate((0.2, 0.4, 0.6, 1.0)):
+        e = dataclasses.replace(evaluated(task, scale), round=number, seen=torch.tensor([True, True, False]))
+        lines.append(
+            metrics_line(e, label_mask=False, train_loss=1.0, communication=communication, client_steps=number)
+        )
+    about = RunDescription("real", "ditto", "made-up", "module", 1)
+    cost = RunCost(3, 5, communication, 1.0, 3, 1.0)
+    whole = summary(e, lines, about, cost, label_mask=False, last=lines, extra={"ditto": {}})
+    folder.reopen_lines()
+    folder.rewrite("metrics.jsonl", lines)
+    folder.write_json("summary.json", whole)
+    folder.write("clients.csv", as_csv(client_rows(e, entries(SIZES, seen=(True, True, False)))))
+    if (of_outputs := output_document(e)) is not None:
+        folder.write_json("outputs.json", of_outputs)
+    page = write_report(folder.path).read_text()
+    assert "Left out" not in page
+    rows = compare_runs([folder.path]).rows
+    headline = task.headline.name
+    (own,) = (row for row in rows if row.is_own)
+    assert own.mean("seen") == whole["seen"]["metrics"][headline]["mean"]
+    assert own.validation(best=False) == (lines[-1]["validation_pooled"], None)
+    assert own.results[0].best is not None
+    assert own.results[0].best.round == whole["best"]["round"]
+    values = e.metrics("personal", "test", e.seen)[headline]
+    assert own.client_values("seen") == pytest.approx(values.tolist(), rel=1e-6)
+    assert whole["last_evaluations"]["seen"][f"{headline}_mean"]["mean"] == pytest.approx(
+        sum(line["seen"]["metrics"][headline]["mean"] for line in lines[1:]) / 3
+    )
