@@ -48,7 +48,7 @@ def metrics_of(group: Mapping[str, Any]) -> dict[str, MetricValues]:
         for name, values in (group.get("metrics") or {}).items()
         if values is not None
     }
-    if ACCURACY.name not in found and group.get("accuracy_mean") is not None:
+    if group.get("accuracy_mean") is not None:
         found[ACCURACY.name] = MetricValues(*(group.get(f"accuracy_{key}") for key in MetricValues._fields))
     if MODEL_LOSS.name not in found and group.get("loss_mean") is not None:
         found[MODEL_LOSS.name] = MetricValues(group["loss_mean"])
