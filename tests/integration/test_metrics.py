@@ -111,7 +111,7 @@ def test_headline_metric_of_another_task_is_exported() -> None:
     found = samples(replace(NOW, measured=LastEvaluation.of(line)))
     measured = {labels: value for (name, labels), value in found.items() if name == "fedloom_headline"}
     assert measured == {
-        f"rmse,false,seen,{statistic}": values[statistic] for statistic in ("mean", "worst_decile", "pooled")
+        f"seen,rmse,false,{statistic}": values[statistic] for statistic in ("mean", "worst_decile", "pooled")
     }
     assert not any(name == "fedloom_accuracy" for name, _ in found)
 
