@@ -385,7 +385,7 @@ def watch(request, context):
     yield told("training", 1)
     while not Path(sys.argv[1]).exists():
         time.sleep(0.05)
-    yield told("finished", 4, measured=LastEvaluation(4, {"seen": Group(2, accuracy_pooled=0.5)}))
+    yield told("finished", 4, measured=LastEvaluation(4, {"seen": Group(2, accuracy_pooled=0.5, pooled=0.5)}))
 
 reads, writes = wire.WatchRequest.FromString, wire.WatchResponse.SerializeToString
 handler = grpc.unary_stream_rpc_method_handler(watch, reads, writes)

@@ -108,7 +108,7 @@ def test_the_status_over_the_wire_is_the_snapshot(controlled: Controlled) -> Non
         workers=told.workers,  # a sign of life is a moment
     )
     assert (told.phase, told.doing, told.rounds, told.message) == ("training", 3, 7, "two members are slow")
-    assert told.measured == LastEvaluation(2, {"seen": Group(2, accuracy_mean=0.25, loss_mean=1.5)})
+    assert told.measured == LastEvaluation(2, {"seen": Group(2, accuracy_mean=0.25, loss_mean=1.5, mean=0.25)})
     assert (told.clients.roster, told.clients.observing, told.clients.connected) == (3, 1, 3)
     assert [(each.name, each.clients) for each in told.workers] == [("w1", 3)]
     worker.leave()

@@ -42,7 +42,9 @@ NOW = Activity(
     clients=ClientCounts(roster=9, observing=2, connected=8, absent=1, cohort=5, answered=4),
     awaited=3,
     late=1,
-    measured=LastEvaluation(10, {"seen": Group(7, 0.8, 0.6, 0.81, 0.5), "unseen": Group(2, None, None, None, 0.7)}),
+    measured=LastEvaluation(
+        10, {"seen": Group(7, 0.8, 0.6, 0.81, 0.5, 0.8, 0.6, 0.81), "unseen": Group(2, None, None, None, 0.7)}
+    ),
     train_loss=0.25,
     totals=Totals(12, 1, 240.0, 33.5, 4096, 8192, {"Start": 20.0, "server": 13.5}, {"training": 33.5}, {"garbage": 2}),
 )
@@ -93,6 +95,25 @@ def test_every_part_of_an_activity_is_a_metric() -> None:
     }  # fmt: skip
     assert ("fedloom_rounds_planned", "") not in found
     assert ("fedloom_accuracy", "unseen,mean") not in found
+
+
+def test_headline_metric_of_another_task_is_exported() -> None:
+    values = {"mean": 3.5, "std": 0.5, "worst": 5.0, "worst_decile": 4.75, "pooled": 3.75}
+    group = {
+        "clients": 3,
+        "accuracy_mean": None,
+        "accuracy_pooled": None,
+        "loss_mean": 0.4,
+        "metrics": {"rmse": values},
+    }
+    headline = {"name": "rmse", "higher_is_better": False, "percent": False}
+    line = {"round": 8, "seen": group, "unseen": None, "global": None, "headline": headline}
+    found = samples(replace(NOW, measured=LastEvaluation.of(line)))
+    measured = {labels: value for (name, labels), value in found.items() if name == "fedloom_headline"}
+    assert measured == {
+        f"seen,rmse,false,{statistic}": values[statistic] for statistic in ("mean", "worst_decile", "pooled")
+    }
+    assert not any(name == "fedloom_accuracy" for name, _ in found)
 
 
 def test_what_is_not_known_is_no_metric() -> None:

@@ -75,11 +75,11 @@ def address(notices: ProgressPublisher) -> Iterator[str]:
 
 
 def line(round: int) -> dict[str, object]:
-    return {"round": round, "seen": {"clients": 2, "accuracy_pooled": 0.5}, "unseen": None}
+    return {"round": round, "seen": {"clients": 2, "accuracy_mean": 0.5, "accuracy_pooled": 0.5}, "unseen": None}
 
 
 def measured(round: int) -> LastEvaluation:
-    return LastEvaluation(round, {"seen": Group(2, accuracy_pooled=0.5)})
+    return LastEvaluation(round, {"seen": Group(2, accuracy_mean=0.5, accuracy_pooled=0.5, mean=0.5, pooled=0.5)})
 
 
 def round_done(notices: ProgressPublisher, round: int, of: int = 7) -> None:

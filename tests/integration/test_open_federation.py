@@ -31,6 +31,7 @@ from fedloom.data.manifest import Normalization
 from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
+from fedloom.errors import ExperimentError
 from fedloom.experiment import OwnData, load
 from fedloom.federation.releases import count_releases
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
@@ -495,3 +496,14 @@ def test_rounds_end_when_it_is_enough(members: Path, tmp_path: Path) -> None:
         assert check({"value": scores[best], "round": best}, summary["rounds"])
         if "at_least" in end:
             assert all(score < 0.2 for t, score in scores.items() if t < summary["rounds"])
+
+
+def test_threshold_of_the_wrong_direction_is_refused_before_round_1(members: Path, tmp_path: Path) -> None:
+    path = tmp_path / "vowels.yaml"
+    path.write_text(EXPERIMENT)
+    e = load(path, ["federation.until={at_most: 1.5}"])
+    data = tuple(members / f"s{i}" for i in range(3))
+    with pytest.raises(ExperimentError) as error:
+        run_experiment(e, RunOptions(tmp_path / "run", data=data, report=False))
+    assert error.value.key == "federation.until.at_most"
+    assert not list((tmp_path / "run").glob("checkpoints/*"))

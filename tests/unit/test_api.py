@@ -70,7 +70,7 @@ def test_a_run_is_tables(run: fedloom.Run) -> None:
 
 
 def test_clients_without_an_answer_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    group = {"accuracy_pooled": 0.5, "loss_mean": 1.0}
+    group = {"accuracy_mean": 0.5, "accuracy_pooled": 0.5, "loss_mean": 1.0}
     line = {"round": 3, "seen": group, "unseen": None, "global": None, "left_out": {"absent": 2, "untested": 0}}
     Watch().evaluated(line)
     assert tells(

@@ -24,8 +24,11 @@ from fedloom.core.words import as_csv
 from fedloom.errors import ExperimentError
 from fedloom.reporting.compare import compare_runs
 from fedloom.reporting.compare_report import write_comparison
-from fedloom.reporting.compare_rows import LOSS, MeanStd
+from fedloom.reporting.compare_rows import MeanStd, Scale
 from fedloom.reporting.compare_tables import as_latex, as_text, headings, rows_as_csv
+from fedloom.tasks.names import MODEL_LOSS
+
+LOSS = Scale(MODEL_LOSS)
 
 pytestmark = pytest.mark.xdist_group("losses")
 
@@ -105,7 +108,7 @@ def with_losses(run_folder: Path, values: Sequence[float], validation: float) ->
 
 def test_rows_have_the_losses_of_their_runs(real: Path) -> None:
     found = compare_runs([real / "one"])
-    assert found.scale is LOSS
+    assert found.scale == LOSS
     assert [row.label for row in found.rows] == ["Alone", "Bias Correction"]
     assert found.groups == ("users", "seen")
     assert found.chosen == ()  # validation is over all clients, the models are for user 0

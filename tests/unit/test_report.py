@@ -20,7 +20,8 @@ from fedloom.errors import DataError, StorageError
 from fedloom.reporting.follow import follow_report
 from fedloom.reporting.page import Part
 from fedloom.reporting.report import section_of, write_report
-from fedloom.reporting.report_results import client_results, confusion_matrices, confusion_table_of, uncertainty
+from fedloom.reporting.report_classes import confusion_matrices, confusion_table_of, uncertainty
+from fedloom.reporting.report_results import client_results
 from fedloom.reporting.report_setup import time
 from fedloom.runs.folder import RunFolder
 
@@ -172,7 +173,7 @@ def test_a_report_is_renewed_while_a_process_holds_the_run(small: Path, monkeypa
 
 @UNRENDERED
 def test_clients_beyond_a_thousand_have_no_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.reporting.report_results.CARDS", 5)
+    monkeypatch.setattr("fedloom.reporting.report_classes.CARDS", 5)
     page = write_report(write_run(tmp_path / "r", n=6, unseen=2, rounds=(0, 1))).read_text()
     assert "<article" not in page
     assert 'href="#c0"' not in page

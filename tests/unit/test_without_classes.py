@@ -150,7 +150,8 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     assert "is not what FedLoom writes" not in page
     read = read_results(folder)
     assert read.by_loss
-    assert read.results["personal"].groups["users"] == (1, user["loss_mean"], None, None, None, None)
+    loss = user["loss_mean"]  # of the only user
+    assert read.results["personal"].groups["users"] == (1, loss, 0.0, loss, pytest.approx(loss), None)
 
 
 @pytest.mark.parametrize(

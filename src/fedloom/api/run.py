@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from fedloom.api.frames import of_csv, of_lines
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError
+from fedloom.tasks.headline import GROUPS, headline_of, values_of
+from fedloom.tasks.names import Headline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -227,9 +229,10 @@ class Run:
             return f"<p>{escape(self.where)}: unfinished run</p>"
         summary = self.summary
         title = f"{summary['titles'].get('personal', summary['algorithm'])} on {summary['dataset']}"
-        groups = [(name, summary[name]) for name in ("seen", "unseen", "global") if summary[name] is not None]
+        groups, headline = [(name, summary[name]) for name in GROUPS if summary[name] is not None], headline_of(summary)
         rows = "".join(
-            f"<tr><td>{name}</td><td>{group['clients']}</td><td>{_shown(group)}</td></tr>" for name, group in groups
+            f"<tr><td>{name}</td><td>{group['clients']}</td><td>{_shown(group, headline)}</td></tr>"
+            for name, group in groups
         )
         return (
             f"<b>{escape(title)}</b>, seed {summary['seed']}, {pluralize(summary['rounds'], 'round')}: "
@@ -237,10 +240,14 @@ class Run:
         )
 
 
-def _shown(group: Mapping[str, Any]) -> str:
-    if group["accuracy_mean"] is None:
-        return f"loss {group['loss_mean']:.4g}"
-    return f"accuracy {group['accuracy_mean']:.1%} ± {group['accuracy_std']:.1%} over clients"
+def _shown(group: Mapping[str, Any], headline: Headline) -> str:
+    """Return a group's headline metric: the mean, and the standard deviation over clients if it is known."""
+    mean, std, *_ = values_of(group, headline)
+    if mean is None:
+        return headline.title
+    unit = "%" if headline.percent else ""
+    spread = "" if std is None else f" ± {headline.shown(std)}{unit} over clients"
+    return f"{headline.title} {headline.shown(mean)}{unit}{spread}"
 
 
 class Sweep(Sequence[Run]):

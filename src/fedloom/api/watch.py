@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fedloom.core.words import pluralize, printable
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.sweep import SweepObserver
+from fedloom.tasks.headline import GROUPS, headline_of, in_words, validation_value, values_of
 
 if TYPE_CHECKING:
     from fedloom.errors import FedloomError
@@ -72,7 +73,7 @@ class Watch(RunObserver):
     Parameters
     ----------
     choosing
-        Whether settings are being chosen: evaluations then show validation accuracy and nothing about test data.
+        Whether settings are being chosen: evaluations then show results on validation data and nothing about test data.
     page
         Output to use in a notebook; None: a new one.
     """
@@ -172,7 +173,7 @@ class Watch(RunObserver):
                 self._page.show(self._bar)
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Show the accuracies of an evaluation, or the losses if the data have no classes."""
+        """Show the headline metric of an evaluation."""
         what, parts = _validation(line) if self._choosing else _test(line)
         if absent := line["left_out"]["absent"]:
             parts.append(f"{pluralize(absent, 'client')} without an answer (journal.jsonl says why)")
@@ -192,19 +193,16 @@ class Watch(RunObserver):
 
 def _test(line: dict[str, Any]) -> tuple[str, list[str]]:
     """Return the measure of an evaluation on test data, and its value for each group."""
-    groups = {name: line[name] for name in ("seen", "unseen", "global") if line[name] is not None}
-    if any(group["accuracy_pooled"] is None for group in groups.values()):
-        return "mean test loss", [f"{name} {group['loss_mean']:.4f}" for name, group in groups.items()]
-    return "pooled test accuracy", [f"{name} {group['accuracy_pooled']:.4f}" for name, group in groups.items()]
+    headline = headline_of(line)
+    return in_words(headline, {name: values_of(line[name], headline) for name in GROUPS if line[name] is not None})
 
 
 def _validation(line: dict[str, Any]) -> tuple[str, list[str]]:
     """Return the measure of an evaluation on validation data, and its value."""
-    accuracy, loss = line["validation_pooled"], line["validation_loss"]
-    if accuracy is not None:
-        return "pooled validation accuracy", [f"seen {accuracy:.4f}"]
-    if loss is not None:
-        return "mean validation loss", [f"seen {loss:.4f}"]
+    headline, value = headline_of(line), validation_value(line)
+    if value is not None:
+        how = "mean" if line["validation_pooled"] is None else "pooled"
+        return f"{how} validation {headline.title}", [f"seen {headline.exact(value)}"]
     nobody = line["left_out"]["absent"] and line["seen"] is None
     return "validation", ["none: no client answered" if nobody else "none: no validation examples"]
 
@@ -215,7 +213,7 @@ class SweepWatch(SweepObserver):
     Parameters
     ----------
     choosing
-        Whether settings are being chosen: evaluations then show validation accuracy and nothing about test data.
+        Whether settings are being chosen: evaluations then show results on validation data and nothing about test data.
     """
 
     def __init__(self, *, choosing: bool) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.tasks.names import ACCURACY, metric_title
+
 if TYPE_CHECKING:
     from fedloom.runs.listing import RunEntry
 
@@ -17,7 +19,7 @@ def runs(
     ] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object for each run.")] = False,
 ) -> None:
-    """List runs. Shows progress, method, data set, and mean test accuracy over clients."""
+    """List runs. Shows progress, method, data set, and the mean test result over clients."""
     import dataclasses
     import json
 
@@ -50,12 +52,13 @@ def _row(run: RunEntry, folder: Path) -> tuple[str, ...]:
     where = str(Path(run.path).relative_to(folder)) if Path(run.path) != folder else folder.resolve().name
     when = "" if run.changed is None else time.strftime("%m-%d %H:%M", time.localtime(run.changed))
     rounds = "" if run.done is None else f"{run.done}" if run.rounds is None else f"{run.done}/{run.rounds}"
-    groups = (_score(run.seen, run.seen_loss), _score(run.unseen, run.unseen_loss))
+    groups = (_score(run, run.seen), _score(run, run.unseen))
     return (where, run.method or "", run.dataset or "", rounds, *groups, run.state, when)
 
 
-def _score(accuracy: float | None, loss: float | None) -> str:
-    """Return the accuracy in percent, or the loss if the data have no classes."""
-    if accuracy is not None:
-        return f"{100 * accuracy:.1f}"
-    return "–" if loss is None else f"loss {loss:.3g}"
+def _score(run: RunEntry, value: float | None) -> str:
+    """Return a value of the headline metric: an accuracy in percent, or another metric with its name."""
+    if value is None or run.metric is None:
+        return "–"
+    shown = f"{100 * value:.1f}" if run.percent else f"{value:.3g}"
+    return shown if run.metric == ACCURACY.name else f"{metric_title(run.metric)} {shown}"

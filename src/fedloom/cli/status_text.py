@@ -112,11 +112,9 @@ def _measured(now: Activity) -> Iterator[tuple[str, str]]:
     for name in ("seen", "unseen", "global"):
         if (group := measured.groups.get(name)) is None:
             continue
-        if group.accuracy_mean is None:
-            what = "" if group.loss_mean is None else f"loss {group.loss_mean:.4f}"
-        else:
-            worst = group.accuracy_worst_decile
-            what = f"accuracy {group.accuracy_mean:.4f}" + ("" if worst is None else f", worst decile {worst:.4f}")
+        shown, worst = measured.headline, group.worst_decile
+        what = "" if group.mean is None else f"{shown.title} {shown.exact(group.mean)}"
+        what += "" if worst is None else f", worst decile {shown.exact(worst)}"
         yield name, f"{what} (mean of {group.clients:,} after round {measured.round})"
 
 

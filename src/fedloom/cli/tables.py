@@ -12,31 +12,36 @@ from rich.table import Table
 from rich.text import Text
 
 from fedloom.cli.characters import shown_as
+from fedloom.tasks.headline import headline_of, values_of
+from fedloom.tasks.names import ACCURACY, Headline
 
 FIRST_COLUMN = 16
 """Minimum width of the first column, in characters; longer cells wrap if there is not enough room."""
 
 
 def print_results(summary: dict[str, Any]) -> None:
-    """Print the final results of a run."""
-    rows = []
+    """Print the final results of a run; the title names the headline metric, unless it is accuracy."""
+    headline, rows = headline_of(summary), []
     for label, group in (("seen", "seen"), ("unseen", "unseen"), ("global model", "global")):
         row = summary[group]
         if row is not None:
-            rows.append((label, str(row["clients"]), *_accuracies(row), f"{row['loss_mean']:.4f}"))
+            rows.append((label, str(row["clients"]), *_values(row, headline), f"{row['loss_mean']:.4f}"))
+    title = f"{summary['name']} · {summary['algorithm']} · seed {summary['seed']}"
     print_table(
-        f"{summary['name']} · {summary['algorithm']} · seed {summary['seed']}",
+        title if headline == ACCURACY else f"{title} · test {headline.title}",
         ("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss"),
         rows,
     )
 
 
-def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return four cells for a group; dashes if the data have no classes."""
-    if row["accuracy_mean"] is None:
-        return ("–",) * 4
-    mean = f"{row['accuracy_mean']:.4f} ± {row['accuracy_std']:.4f}"
-    return (mean, *(f"{row[f'accuracy_{key}']:.4f}" for key in ("worst_decile", "worst", "pooled")))
+def _values(row: Mapping[str, Any], headline: Headline) -> tuple[str, ...]:
+    """Return four cells for a group's headline metric, with dashes for unknown values."""
+    found = values_of(row, headline)
+    mean, std, decile, worst, pooled = (
+        "–" if value is None else headline.exact(value)
+        for value in (found.mean, found.std, found.worst_decile, found.worst, found.pooled)
+    )
+    return (mean if found.std is None else f"{mean} ± {std}", decile, worst, pooled)
 
 
 def print_table(

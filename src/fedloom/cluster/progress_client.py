@@ -12,6 +12,7 @@ from fedloom.core.words import pluralize
 from fedloom.errors import AbandonedError, ExperimentError, RefusedError
 from fedloom.federation.activity import Activity, LastEvaluation
 from fedloom.security.options import ClientOptions, Credentials
+from fedloom.tasks.headline import GROUPS, in_words
 from fedloom.transport.control import follow
 
 LINE_EVERY_S = 10.0
@@ -147,13 +148,7 @@ def rounds_of(now: Activity) -> str:
 
 
 def _measured(measured: LastEvaluation) -> str:
-    """Return the accuracies of an evaluation, or the losses for data without classes."""
-    parts, what = [], "pooled test accuracy"
-    for name in ("seen", "unseen", "global"):
-        if (group := measured.groups.get(name)) is None:
-            continue
-        value = group.accuracy_pooled
-        if value is None:
-            what, value = "mean test loss", group.loss_mean
-        parts.append(f"{name} {'-' if value is None else format(value, '.4f')}")
+    """Return the headline metric of an evaluation."""
+    groups = {name: group.values for name in GROUPS if (group := measured.groups.get(name)) is not None}
+    what, parts = in_words(measured.headline, groups)
     return f"{what} {', '.join(parts)}"

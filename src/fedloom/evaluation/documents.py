@@ -13,6 +13,9 @@ from fedloom.evaluation.summary import EvaluationResult
 from fedloom.evaluation.uncertainty import calibration_rows, edges
 from fedloom.tasks.classification import calibration_errors
 
+ELSEWHERE_OF_CLASSES = ("accuracy", "log_loss", "ece")
+"""Metrics of classification that have columns of their own: of both readings, and of calibration."""
+
 
 def client_rows(evaluation: EvaluationResult, entries: Iterable[ClientEntry]) -> list[dict[str, str]]:
     """Return the lines of ``clients.csv``, in the order of the evaluation.
@@ -20,7 +23,9 @@ def client_rows(evaluation: EvaluationResult, entries: Iterable[ClientEntry]) ->
     Columns: ``id``, ``seen`` (true, false), ``train``, ``validation``, ``test`` (examples), ``labels`` (classes of the
     train split, separated by spaces), then for each predictor ``<p>_accuracy_unmasked``, ``<p>_loss_unmasked``,
     ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split, empty without such a reading; ``<p>_ece``, its own
-    calibration error there (unmasked); and ``owner``, the name of its natural owner, empty for partitioned examples.
+    calibration error there (unmasked); ``<p>_<metric>_unmasked`` for the other metrics of the task, e.g.
+    ``<p>_rmse_unmasked``, empty where undefined; and ``owner``, the name of its natural owner, empty for partitioned
+    examples.
     """
     by_id = {entry.id: entry for entry in entries}
     columns = [_predictor_columns(evaluation, predictor) for predictor in evaluation.predictors]
@@ -49,7 +54,16 @@ def _predictor_columns(evaluation: EvaluationResult, predictor: str) -> list[dic
             accuracy = correct / total if total and evaluation.classes else math.nan
             row[f"{predictor}_accuracy_{reading}"] = _number(accuracy)
             row[f"{predictor}_loss_{reading}"] = _number(loss / total if total else math.nan)
-    return [row | {f"{predictor}_ece": _number(error)} for row, error in zip(rows, errors, strict=True)]
+    for row, error in zip(rows, errors, strict=True):
+        row[f"{predictor}_ece"] = _number(error)
+    places = evaluation.present.nonzero().flatten().tolist()
+    for name, values in evaluation.metrics(predictor, "test", evaluation.present).items():
+        if name not in (ELSEWHERE_OF_CLASSES if evaluation.classes else ("loss",)):
+            for row in rows:
+                row[f"{predictor}_{name}_unmasked"] = ""
+            for i, value in zip(places, values.tolist(), strict=True):
+                rows[i][f"{predictor}_{name}_unmasked"] = "" if math.isnan(value) else f"{value:.9g}"
+    return rows
 
 
 def _number(value: float) -> str:

@@ -39,7 +39,7 @@ from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
 from fedloom.storage.open import is_url, s3_place
-from fedloom.tasks.names import ALIASES, METRICS
+from fedloom.tasks.names import ALIASES, METRICS, Headline
 from fedloom.tasks.own_metric import MEMORY
 from fedloom.tasks.registry import TaskSettings
 
@@ -170,18 +170,52 @@ def _data_way(value: Any) -> str:
 
 
 class EarlyStopping(Section):
-    """Early stopping by validation accuracy, pooled over the clients that train, checked after each evaluation."""
+    """Early stopping by the task's headline metric on validation data, pooled over the clients that train."""
 
-    at_least: float | None = Field(default=None, ge=0, le=1, description="Stop once the accuracy reaches this value.")
+    at_least: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Stop once the metric reaches this value, for accuracy and others of which higher is better.",
+    )
+    at_most: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Stop once the metric falls to this value, for RMSE, perplexity and losses.",
+    )
     not_better_for: int | None = Field(
-        default=None, ge=1, description="Stop once the accuracy has not increased for this many rounds."
+        default=None, ge=1, description="Stop once the metric has not improved for this many rounds."
     )
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> EarlyStopping:
-        if (self.at_least is None) == (self.not_better_for is None):
-            raise ValueError("give either at_least or not_better_for")
+    def _one_of_three(self) -> EarlyStopping:
+        if sum(value is not None for value in (self.at_least, self.at_most, self.not_better_for)) != 1:
+            raise ValueError("give one of at_least, at_most and not_better_for")
         return self
+
+    def check(self, headline: Headline) -> None:
+        """Raise ExperimentError if the threshold is for metrics of the other direction than this one."""
+        wrong, right = ("at_most", "at_least") if headline.higher_is_better else ("at_least", "at_most")
+        if (value := getattr(self, wrong)) is not None:
+            better = "higher" if headline.higher_is_better else "lower"
+            raise ExperimentError(
+                f"federation.until.{wrong} is {value:g}, but the runs stop by {headline.title}, of which {better} is "
+                f"better; give {right} instead.",
+                key=f"federation.until.{wrong}",
+                found=value,
+            )
+
+    def is_reached(self, round: int, best_round: int, best_score: float) -> bool:
+        """Return whether to stop after a round, given the best round so far and its score.
+
+        A score is the metric, or minus the metric if lower is better.
+        """
+        if self.at_least is not None:
+            return best_score >= self.at_least
+        if self.at_most is not None:
+            return -best_score <= self.at_most
+        return round - best_round >= (self.not_better_for or 0)
 
 
 class Federation(Section):
@@ -193,8 +227,9 @@ class Federation(Section):
     )
     until: EarlyStopping | None = Field(
         default=None,
-        description="With data.own: ends the rounds early, after an evaluation, by the validation accuracy pooled over "
-        "the clients that train: {at_least: A}, or {not_better_for: ROUNDS}.",
+        description="With data.own: ends the rounds early, after an evaluation, by the task's headline metric on the "
+        "validation data of the clients that train, pooled (accuracy for classes): {at_least: A}, {at_most: A} where "
+        "lower is better (RMSE, perplexity, losses), or {not_better_for: ROUNDS}.",
     )
     min_clients: int = Field(
         default=1,

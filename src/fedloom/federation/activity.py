@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from fedloom.tasks.headline import GROUPS, MetricValues, headline_of, values_of
+from fedloom.tasks.names import ACCURACY, Headline
+
 LivePhase = Literal["waiting", "training", "evaluating", "saving", "paused", "stopping", "finished", "failed"]
 """Phase reported by a running process; ``waiting`` for members or workers."""
 
@@ -103,20 +106,47 @@ class ConnectedWorker:
 
 @dataclass(frozen=True)
 class Group:
-    """Measurements of a group of clients on test examples: means over clients; None where there is none."""
+    """Measurements of a group of clients on test examples; None where there is none.
+
+    ``mean``, ``worst_decile`` and ``pooled`` are of the headline metric (:attr:`LastEvaluation.headline`).
+    """
 
     clients: int = 0
     accuracy_mean: float | None = None
     accuracy_worst_decile: float | None = None
     accuracy_pooled: float | None = None
     loss_mean: float | None = None
+    mean: float | None = None
+    worst_decile: float | None = None
+    pooled: float | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any], headline: Headline) -> Group:
+        """Return a group of a line of ``metrics.jsonl``."""
+        values = values_of(told, headline)
+        return cls(
+            told["clients"],
+            told.get("accuracy_mean"),
+            told.get("accuracy_worst_decile"),
+            told.get("accuracy_pooled"),
+            told.get("loss_mean"),
+            values.mean,
+            values.worst_decile,
+            values.pooled,
+        )
+
+    @property
+    def values(self) -> MetricValues:
+        """Values of the headline metric."""
+        return MetricValues(self.mean, worst_decile=self.worst_decile, pooled=self.pooled)
 
 
 @dataclass(frozen=True)
 class LastEvaluation:
     """Last evaluation: its round, groups (``seen``, ``unseen``, ``global``), and results on validation examples.
 
-    ``train_loss`` is the mean over the rounds since the previous evaluation.
+    ``metric``, ``higher_is_better`` and ``percent`` are those of the headline metric. ``train_loss`` is the mean over
+    the rounds since the previous evaluation.
     """
 
     round: int
@@ -124,17 +154,31 @@ class LastEvaluation:
     validation_pooled: float | None = None
     validation_loss: float | None = None
     train_loss: float | None = None
+    metric: str = ACCURACY.name
+    higher_is_better: bool = ACCURACY.higher_is_better
+    percent: bool = ACCURACY.percent
+
+    @property
+    def headline(self) -> Headline:
+        """Headline metric."""
+        return Headline(self.metric, self.higher_is_better, self.percent)
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> LastEvaluation:
         """Return the evaluation in a line of ``metrics.jsonl``."""
-        groups = {
-            name: Group(**{key: told.get(key) for key in Group.__dataclass_fields__})
-            for name in ("seen", "unseen", "global")
-            if (told := line.get(name)) is not None
-        }
+        headline = headline_of(line)
+        groups = {name: Group.of(told, headline) for name in GROUPS if (told := line.get(name)) is not None}
         loss = (line.get("train") or {}).get("loss")
-        return cls(line["round"], groups, line.get("validation_pooled"), line.get("validation_loss"), loss)
+        return cls(
+            line["round"],
+            groups,
+            line.get("validation_pooled"),
+            line.get("validation_loss"),
+            loss,
+            headline.name,
+            headline.higher_is_better,
+            headline.percent,
+        )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedloom.tasks.headline import headline_of, values_of
+from fedloom.tasks.names import Headline
+
 if TYPE_CHECKING:
     from fedloom.reporting.compare import RunComparison
 
@@ -24,24 +27,31 @@ def _cell(text: str) -> str:
 
 def results(statistics: Mapping[str, Any]) -> str:
     """Return the results of an evaluation by group: ``seen``, ``unseen`` and ``global`` as in ``summary.json``."""
+    headline = headline_of(statistics)
     rows = [
-        (label, str(int(row["clients"])), *_accuracies(row), f"{row['loss_mean']:.4f}")
+        (label, str(int(row["clients"])), *_values(row, headline), f"{row['loss_mean']:.4f}")
         for label, group in GROUPS.items()
         if (row := statistics[group]) is not None
     ]
     head = (
         f"**{statistics['name']}** · {statistics['algorithm']} · seed {statistics['seed']} · "
-        f"after round {statistics['round']}\n\nTest accuracy in percent, mean ± standard deviation over clients.\n\n"
+        f"after round {statistics['round']}\n\nTest {_titled(headline)}, mean ± standard deviation over clients.\n\n"
     )
     return head + table(("", "clients", "mean ± std", "worst decile", "worst", "pooled", "loss"), rows)
 
 
-def _accuracies(row: Mapping[str, Any]) -> tuple[str, ...]:
-    if row["accuracy_mean"] is None:  # data without classes
-        return (DASH,) * 4
-    others = ("accuracy_worst_decile", "accuracy_worst", "accuracy_pooled")
-    mean = f"{100 * row['accuracy_mean']:.1f} ± {100 * row['accuracy_std']:.1f}"
-    return (mean, *(f"{100 * row[key]:.1f}" for key in others))
+def _titled(headline: Headline) -> str:
+    return f"{headline.title} in percent" if headline.percent else headline.title
+
+
+def _values(row: Mapping[str, Any], headline: Headline) -> tuple[str, ...]:
+    """Return four cells for a group's headline metric, with dashes for unknown values."""
+    found = values_of(row, headline)
+    mean, std, decile, worst, pooled = (
+        DASH if value is None else headline.shown(value)
+        for value in (found.mean, found.std, found.worst_decile, found.worst, found.pooled)
+    )
+    return (mean if found.std is None else f"{mean} ± {std}", decile, worst, pooled)
 
 
 def comparison(found: RunComparison) -> str:

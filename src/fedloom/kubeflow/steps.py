@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from fedloom.core.processes import listen_to_parent, tell_failure
 from fedloom.core.words import as_csv
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
+from fedloom.tasks.headline import GROUPS, headline_of, values_of
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.planning import Plan
@@ -391,19 +392,21 @@ def log(metrics: Any, text: str) -> None:
 
 
 def scores(statistics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of each group of a summary or an evaluation, flat, for the Kubeflow UI.
+    """Return the numbers of each group of a summary or an evaluation, flat, with those of its headline metric.
 
     Parameters
     ----------
     statistics
         Groups ``seen``, ``unseen`` and ``global``, as in ``summary.json``.
     """
-    return {
-        f"{group}_{key}": value
-        for group in ("seen", "unseen", "global")
-        for key, value in (statistics[group] or {}).items()
-        if isinstance(value, int | float)
-    }
+    headline = headline_of(statistics)
+    found: dict[str, float] = {}
+    for name in GROUPS:
+        group = statistics[name] or {}
+        numbers = {key: value for key, value in group.items() if isinstance(value, int | float)}
+        numbers |= {f"{headline.name}_{key}": value for key, value in values_of(group, headline)._asdict().items()}
+        found |= {f"{name}_{key}": value for key, value in numbers.items() if value is not None}
+    return found
 
 
 def _metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -412,7 +415,9 @@ def _metadata(summary: Mapping[str, Any]) -> dict[str, Any]:
     if summary["best"] is not None:
         known["best_round"] = summary["best"]["round"]
     found = scores(summary)
-    return known | {key: found[key] for key in found if key.endswith(("accuracy_mean", "loss_mean"))}
+    return known | {
+        key: found[key] for key in found if key.endswith((f"{headline_of(summary).name}_mean", "loss_mean"))
+    }
 
 
 def _source_files(source: str, downloads: Path) -> Path | None:

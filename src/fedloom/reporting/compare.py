@@ -13,6 +13,7 @@ from fedloom.reporting.compare_rows import Row, Scale, block_labels, differing, 
 from fedloom.reporting.page import check_installed
 from fedloom.reporting.run_results import GROUPS, USERS, RunResults, read_results
 from fedloom.runs.listing import finished_runs
+from fedloom.tasks.names import Headline
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare_pairs import Pair
@@ -35,7 +36,7 @@ class Reference(NamedTuple):
 class Choice:
     """Row of a method's setting that is best on validation, out of this many ``candidates``.
 
-    ``validation`` and ``runner_up`` are the pooled validation accuracy (or mean loss) of seen clients in the last round
+    ``validation`` and ``runner_up`` are the headline metric on the validation data of seen clients in the last round
     for this and for the second-best setting, means over the ``seeds`` that every candidate has. ``edges`` are settings
     whose chosen value is the lowest or highest of three or more values tried.
     """
@@ -236,7 +237,7 @@ def compare_runs(run_folders: Sequence[str | Path], against: str | None = None) 
 
     A folder that is not a run but holds runs, such as a sweep's, stands for the finished runs in it. Runs that differ
     only in name and seed form one row per predictor; a personal predictor with the same statistics as the global one,
-    as in FedAvg without fine-tuning, has no separate row. Runs on data without classes are compared by loss.
+    as in FedAvg without fine-tuning, has no separate row. Runs are compared by the headline metric of their task.
 
     Parameters
     ----------
@@ -251,7 +252,7 @@ def compare_runs(run_folders: Sequence[str | Path], against: str | None = None) 
     DataError
         If a folder is not a finished run and holds none, or a file of a run is missing or damaged.
     ExperimentError
-        If a run's experiment cannot be read, if only some runs are on data without classes, or if some block has no row
+        If a run's experiment cannot be read, if runs have different headline metrics, or if some block has no row
         called ``against``.
     """
     check_installed("scipy", extra="compare")
@@ -264,11 +265,14 @@ def compare_runs(run_folders: Sequence[str | Path], against: str | None = None) 
 
 
 def _check_one_scale(runs: Sequence[RunResults]) -> None:
-    by_loss, by_accuracy = ([run.name for run in runs if run.by_loss is kind] for kind in (True, False))
-    if by_loss and by_accuracy:
+    names: dict[Headline, list[str]] = {}
+    for run in runs:
+        names.setdefault(run.headline, []).append(run.name)
+    if len(names) > 1:
+        found = "; ".join(f"{metric.title}: {_few(of_metric)}" for metric, of_metric in names.items())
         raise ExperimentError(
-            f"Runs on data without classes ({_few(by_loss)}) are compared by loss, and runs on data with classes "
-            f"({_few(by_accuracy)}) by accuracy. Compare them separately."
+            f"Runs are compared by one metric, and these have different ones ({found}). Compare the runs of each "
+            "metric separately."
         )
 
 
@@ -298,7 +302,7 @@ def _notices(comparison: RunComparison) -> list[str]:
     if any(len({comparison.rows[i].seeds for i in members}) > 1 for members in blocks):
         found.append("Not all rows have the same seeds, so their means are over different partitions.")
     if len(blocks) > 1:
-        unlike_data = "data or models" if comparison.scale.is_loss else "data"
+        unlike_data = "data or models" if comparison.scale.is_own_loss else "data"
         found.append(
             f"The runs are of different {unlike_data}: each block of the table has its own best, and clients of "
             "different blocks are never paired."
@@ -309,9 +313,8 @@ def _notices(comparison: RunComparison) -> list[str]:
 def best_by_validation(run_folders: Sequence[str | Path]) -> tuple[Choice, ...]:
     """Return, for each method with several settings, the setting chosen on validation data.
 
-    The criterion is pooled validation accuracy (mean validation loss if the data have no classes) of the seen clients'
-    own predictors in the last round, which tables report; its mean is over the seeds that every candidate has. Ties go
-    to the first.
+    The criterion is the headline metric of the seen clients' own predictors on their validation data in the last round,
+    which tables report; its mean is over the seeds that every candidate has. Ties go to the first.
 
     Raises
     ------

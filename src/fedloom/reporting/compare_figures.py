@@ -15,8 +15,19 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from fedloom.reporting.compare import FEATURED
 from fedloom.reporting.compare_findings import GROUP_NAMES
-from fedloom.reporting.compare_rows import ACCURACY, MeanStd, Row, Scale, differences, mean_std, own_steps_of
-from fedloom.reporting.drawing import FULL, INK, MANY_ROUNDS, as_svg, neighbours, over_rounds, panel, percent, sheet
+from fedloom.reporting.compare_rows import MeanStd, Row, Scale, differences, mean_std, own_steps_of
+from fedloom.reporting.drawing import (
+    FULL,
+    INK,
+    MANY_ROUNDS,
+    around,
+    as_svg,
+    neighbours,
+    over_rounds,
+    panel,
+    percent,
+    sheet,
+)
 from fedloom.reporting.page import FEWEST_POINTS
 from fedloom.reporting.run_results import GROUPS, USERS
 
@@ -67,11 +78,11 @@ def has_curves(rows: Sequence[Row]) -> bool:
 
 @as_svg
 def draw_curves(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
-    """Draw mean test accuracy (or loss) over rounds, bytes and client steps, with a row of panels per group.
+    """Draw mean test results over rounds, bytes and client steps, with a row of panels per group.
 
     Lines are means over seeds, bands ± one standard deviation. A method evaluated only once, e.g. without rounds, is a
-    horizontal line. The axis starts slightly below the lowest accuracy, or ends slightly above the highest loss, of a
-    trained round; an untrained model may lie outside. A single row is drawn over rounds only, because its other panels
+    horizontal line. The axis covers the values of trained rounds, up to 100 % for a percentage; an untrained model
+    may lie outside. A single row is drawn over rounds only, because its other panels
     would look the same. More than :data:`FEATURED` rows are drawn over rounds only, too; see :func:`draw_spent`.
     """
     shown = _groups_and_users(rows)
@@ -94,16 +105,16 @@ def _draw_curves_of(group: str, line: Sequence[Axes], rows: Sequence[Row], style
         for k, axes in enumerate(line if curve else ()):
             _draw_curve(axes, [(x[k], point) for x, point in curve], styles[row.label], row.label)
     line[0].set_ylabel(GROUP_NAMES[group])
-    if rows[0].scale is ACCURACY:
+    if rows[0].scale.percent:
         line[0].set_ylim(max(0.0, min([0.95, *trained]) - 0.05), 1.0)
         percent(line[0].yaxis)
     elif trained:
-        line[0].set_ylim(*_around(trained))
+        line[0].set_ylim(*around(trained))
 
 
 @as_svg
 def draw_spent(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
-    """Draw test accuracy (or loss) in the last round against the bytes and client steps of training, a point per row.
+    """Draw test results of the last round against the bytes and client steps of training, a point per row.
 
     Bars are ± one standard deviation over seeds.
     """
@@ -121,7 +132,7 @@ def draw_spent(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
                         total.mean, value.mean, yerr=value.std, color=COLOURS[look.name], marker=look.marker,
                         markersize=5, linewidth=0.9, linestyle="none", label=row.label,
                     )  # fmt: skip
-    if rows[0].scale is ACCURACY:
+    if rows[0].scale.percent:
         percent(*(line[0].yaxis for line in grid))
     _label_spent(grid, rows[0].scale, _SPENT[1:], "and")
     for axes in grid[-1]:
@@ -169,7 +180,7 @@ def draw_training_losses(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -
 
 @as_svg
 def draw_own_steps(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
-    """Draw test accuracy (or loss) of unseen clients over the number of their extra local steps.
+    """Draw test results of unseen clients over the number of their extra local steps.
 
     Lines are means over seeds; with several seeds, each also has a small dot. Steps are evenly spaced on the axis,
     whatever their values.
@@ -187,7 +198,7 @@ def draw_own_steps(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figu
     axes.set_xlabel("local steps of the client")
     axes.set_ylabel(f"test {rows[0].scale.name}")
     axes.set_title("Client never seen in training")
-    if rows[0].scale is ACCURACY:
+    if rows[0].scale.percent:
         percent(axes.yaxis)
     _legend(figure, axes)
     return figure
@@ -195,22 +206,22 @@ def draw_own_steps(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figu
 
 @as_svg
 def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
-    """Draw the empirical distribution of the clients' test accuracy (or loss) in the last round, over all seeds."""
+    """Draw the empirical distribution of the clients' test results in the last round, over all seeds."""
     shown = _groups(rows)
     figure = sheet(FULL, 3.1)
     panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
     for group, axes in zip(shown, panels, strict=True):
         values = {row.label: sorted(row.client_values(group)) for row in rows}
         all_values = [value for found in values.values() for value in found]
-        left, right = _around(all_values or [0.0])
-        if rows[0].scale is ACCURACY:
+        left, right = around(all_values or [0.0])
+        if rows[0].scale.percent:
             left, right = max(0.0, min([1.0, *all_values]) - 0.02), 1.005
             percent(axes.xaxis)
         for label, found in values.items():
             if found:
                 x, y = _steps(found)
                 axes.plot(
-                    [*x, min(1.0, right) if rows[0].scale is ACCURACY else right],
+                    [*x, min(1.0, right) if rows[0].scale.percent else right],
                     [*y, 1.0],
                     **styles[label].line,
                     label=label,
@@ -225,7 +236,7 @@ def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure
 
 
 def _best_of(rows: Sequence[Row], group: str) -> Row | None:
-    """Return the row with the highest mean accuracy or lowest mean loss, the first on ties; None without results."""
+    """Return the row with the best mean, the first on ties; None without results."""
     measured = [row for row in rows if row.over_seeds(group) is not None]
     return max(measured, key=lambda row: row.scale.sign * row.mean(group), default=None)
 
@@ -257,9 +268,9 @@ def draw_pairs(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
         title = textwrap.fill(f"{group.capitalize()} clients: difference to {best.label}", 56)
         axes.set(title=title, xlabel="share of clients, sorted by difference", xlim=(0, 1))
         percent(axes.xaxis)
-        factor = 100 if best.scale is ACCURACY else 1
+        factor = 100 if best.scale.percent else 1
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _, by=factor: f"{by * v:+.10g}" if v else "0"))
-    grid[0].set_ylabel("difference in accuracy, points" if rows[0].scale is ACCURACY else "difference in loss")
+    grid[0].set_ylabel(f"difference in {rows[0].scale.name}" + (", points" if rows[0].scale.percent else ""))
     _legend(figure, *grid)
     return figure
 
@@ -289,13 +300,6 @@ def _groups_and_users(rows: Sequence[Row]) -> list[str]:
 def _groups(rows: Sequence[Row]) -> list[str]:
     """Return the groups, of seen and unseen clients, for which some row has a result."""
     return [group for group in _groups_and_users(rows) if group != USERS]
-
-
-def _around(losses: Sequence[float]) -> tuple[float, float]:
-    """Return axis limits slightly beyond the values."""
-    low, high = min(losses), max(losses)
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - margin, high + margin
 
 
 def _curve(row: Row, group: str) -> list[tuple[tuple[float, float, float], MeanStd]]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from fedloom.reporting.page import DASH
 from fedloom.reporting.run_results import GROUPS, PREDICTORS, USERS, NewClient, Result, RunResults
+from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline
 
 
 class MeanStd(NamedTuple):
@@ -23,53 +24,71 @@ class MeanStd(NamedTuple):
 
 @dataclass(frozen=True)
 class Scale:
-    """Quality measure of rows: test accuracy, or test loss if the data have no classes.
+    """Quality measure of rows: the headline metric of their task, on test data."""
 
-    Attributes
-    ----------
-    name
-        ``accuracy`` or ``loss``.
-    sign
-        1 if higher is better, -1 if lower is.
-    unit, step
-        Unit of displayed values and of displayed differences.
-    best
-        ``highest`` or ``lowest``.
-    """
-
-    name: str
-    sign: int
-    unit: str
-    step: str
-    best: str
+    headline: Headline
 
     @property
-    def is_loss(self) -> bool:
-        """True if lower is better."""
-        return self.sign < 0
+    def name(self) -> str:
+        """Name of the metric in sentences."""
+        return self.headline.title
+
+    @property
+    def sign(self) -> int:
+        """Factor that makes higher values better: 1, or -1 where lower ones are."""
+        return self.headline.sign
+
+    @property
+    def unit(self) -> str:
+        """Unit of displayed values."""
+        return self.headline.unit
+
+    @property
+    def step(self) -> str:
+        """Unit of displayed differences."""
+        return " points" if self.percent else ""
+
+    @property
+    def best(self) -> str:
+        """Adjective of the best value: ``highest`` or ``lowest``."""
+        return self.headline.superlative
+
+    @property
+    def percent(self) -> bool:
+        """True if values are fractions, shown in percent."""
+        return self.headline.percent
+
+    @property
+    def is_accuracy(self) -> bool:
+        """True if the metric is the accuracy of classification, which has two readings."""
+        return self.headline == ACCURACY
+
+    @property
+    def is_own_loss(self) -> bool:
+        """True if the metric is the loss of each model itself."""
+        return self.headline.name == MODEL_LOSS.name
 
     @property
     def words(self) -> str:
         """Name with its unit, for a table's title."""
-        return f"{self.name},{self.unit}" if self.unit else self.name
+        return self.headline.heading
 
     def shown(self, value: MeanStd | None) -> str:
-        """Return percent with one decimal, or a loss with five digits; with ± if there is a standard deviation."""
+        """Return percent with one decimal, or five digits; with ± if there is a standard deviation."""
         if value is None:
             return DASH
-        if self is ACCURACY:
+        if self.percent:
             return f"{100 * value.mean:.1f}" + (f" ± {100 * value.std:.1f}" if value.std is not None else "")
-        return f"{value.mean:#.5g}".rstrip(".") + (f" ± {value.std:#.2g}".rstrip(".") if value.std is not None else "")
+        mean = f"{value.mean:#.5g}".rstrip(".")
+        if value.std is None:
+            return mean
+        return f"{mean} ± " + (f"{value.std:#.2g}".rstrip(".") if value.std < 100 else f"{value.std:.5g}")
 
     def shown_difference(self, difference: float) -> str:
-        """Return a difference with its sign, in percentage points or as a loss."""
+        """Return a difference with its sign, in percentage points or with three digits."""
         if not difference:
             return "0"
-        return f"{difference:+.3g}" if self.is_loss else f"{100 * difference:+.1f}"
-
-
-ACCURACY = Scale("accuracy", 1, " %", " points", "highest")
-LOSS = Scale("loss", -1, "", "", "lowest")
+        return f"{100 * difference:+.1f}" if self.percent else f"{difference:+.3g}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +149,7 @@ class Row:
     @property
     def scale(self) -> Scale:
         """Measure of the row's quality."""
-        return LOSS if self.runs[0].by_loss else ACCURACY
+        return Scale(self.runs[0].headline)
 
     def over_seeds(self, group: str, statistic: str = "mean") -> MeanStd | None:
         """Return a statistic of :class:`GroupStatistics` over seeds; None unless every run has it."""
@@ -145,8 +164,8 @@ class Row:
         return found.mean
 
     def client_values(self, group: str) -> list[float]:
-        """Return the clients' accuracies or losses in the last round, over all seeds."""
-        return [right / examples for result in self.results for right, examples in result.clients[group].values()]
+        """Return the clients' values of the headline metric in the last round, over all seeds."""
+        return [value / of for result in self.results for value, of in result.clients[group].values()]
 
     def of_runs(self, quantity: str) -> MeanStd | None:
         """Return an attribute of :class:`RunResults`, such as ``duration_s``, over seeds."""
@@ -170,12 +189,12 @@ class Row:
         return {k: value for k, value in found.items() if value is not None}
 
     def validation(self, *, best: bool) -> MeanStd | None:
-        """Return the pooled validation accuracy (or mean validation loss) of the last round, or of the best."""
+        """Return the headline metric on validation data in the last round, or in the best."""
         points = [result.best if best else result.curve[-1] for result in self.results]
         return mean_std(None if point is None else point.validation for point in points)
 
     def at_best(self, group: str) -> MeanStd | None:
-        """Return the mean test accuracy (or loss) of the round that is best on validation."""
+        """Return the mean of the headline metric on test data in the round that is best on validation."""
         return mean_std(None if result.best is None else result.best.mean.get(group) for result in self.results)
 
 
@@ -231,7 +250,7 @@ def _block(run: RunResults) -> str:
 
 
 def of_block(run: RunResults) -> dict[str, Any]:
-    """Return the settings that define a block: those of the data and, if losses are compared, of the model."""
+    """Return the settings that define a block: those of the data and, if models have their own losses, of the model."""
     wanted = ("data.", "model.") if run.by_loss else ("data.",)
     return {key: value for key, value in run.settings.items() if key.startswith(wanted)}
 

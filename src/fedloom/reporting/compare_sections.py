@@ -69,9 +69,9 @@ def sections(comparison: RunComparison) -> tuple[PageSection, ...]:
         f"Test {scale} in the last round against the cost of training: payload of all clients, both directions, and "
         "client steps. Bars are ± one standard deviation over seeds."
     )
-    better = "left" if comparison.scale.is_loss else "right"
+    better = "right" if comparison.scale.headline.higher_is_better else "left"
     clients = f"Share of the clients whose test {scale} in the last round is at or below a value: {better} is better."
-    side = "right" if comparison.scale.is_loss else "left"
+    side = "left" if comparison.scale.headline.higher_is_better else "right"
     pairs = (
         f"Each client's {scale} minus its {scale} under the method of {comparison.scale.best} mean, sorted. Clients to "
         f"the {side} of a line's zero are served better by the method of {comparison.scale.best} mean."
@@ -82,7 +82,7 @@ def sections(comparison: RunComparison) -> tuple[PageSection, ...]:
         PageSection(
             "Learning curves",
             (
-                *figures(scale, draw.draw_curves, curves, draw.has_curves),
+                *figures(comparison.scale.headline.name, draw.draw_curves, curves, draw.has_curves),
                 *figures("training-loss", draw.draw_training_losses, losses, draw.has_losses),
             ),
         ),
@@ -128,7 +128,7 @@ def _with_text(parts: list[Part], text: str) -> tuple[Part, ...]:
 
 
 def _results(comparison: RunComparison) -> Part:
-    columns = ("worst_decile",) if comparison.scale.is_loss else ("worst_decile", "pooled", "other")
+    columns = ("worst_decile", "pooled", "other") if comparison.scale.is_accuracy else _known_columns(comparison)
     marks = {(g, c): comparison.marks(g, c) for g in comparison.groups for c in ("mean", *columns)}
 
     def cells(i: int, row: Row) -> tuple[Cell, ...]:
@@ -139,12 +139,20 @@ def _results(comparison: RunComparison) -> Part:
                 found.append(Cell(mean_only(comparison, row.over_seeds(group, column)), marks[group, column][i]))
         return tuple(found)
 
-    names = ("mean", "worst decile", "pooled", _other_reading(comparison))[: 1 + len(columns)]
+    titles = {"worst_decile": "worst decile", "pooled": "pooled", "other": _other_reading(comparison)}
+    names = ("mean", *(titles[column] for column in columns))
     groups = [(GROUP_NAMES[group], ("mean",) if group == USERS else names) for group in comparison.groups]
     headings = (f"test {comparison.scale.words}", "seeds", *(name for _, under in groups for name in under))
     above = (("", 2), *((title, len(under)) for title, under in groups))
     table = Table(headings, _by_block(comparison, cells), above=above)
     return Part(tables=(table,), text=_about_results(comparison))
+
+
+def _known_columns(comparison: RunComparison) -> tuple[str, ...]:
+    """Return the statistics besides the mean that some row has."""
+    cells = [(row, group) for row in comparison.rows for group in comparison.groups if group != USERS]
+    wanted = ("worst_decile", "pooled")
+    return tuple(c for c in wanted if any(row.over_seeds(group, c) is not None for row, group in cells))
 
 
 def _other_reading(comparison: RunComparison) -> str:
@@ -157,16 +165,26 @@ def _about_results(comparison: RunComparison) -> str:
     sentences = [
         f"Last round. Mean over clients, each counting once; ± one standard deviation over {over}.",
         "Worst decile: mean of the worst tenth of clients.",
-        "The data have no classes: the loss is the model's own, and lower is better."
-        if comparison.scale.is_loss
-        else "Pooled: correct predictions over examples. Masked: only labels of the client's own training data can be "
-        "predicted.",
+        _about_metric(comparison),
     ]
     if USERS in comparison.groups:
         sentences.append("The model is made for user 0; the other columns are about all clients.")
     if len(comparison.rows) > 1:
         sentences.append(marks_note(comparison))
     return " ".join(sentences)
+
+
+def _about_metric(comparison: RunComparison) -> str:
+    scale = comparison.scale
+    if scale.is_own_loss:
+        return "The data have no classes: the loss is the model's own, and lower is better."
+    if scale.is_accuracy:
+        return (
+            "Pooled: correct predictions over examples. Masked: only labels of the client's own training data can be "
+            "predicted."
+        )
+    better = "higher" if scale.headline.higher_is_better else "lower"
+    return f"Pooled: over all clients' examples together. Of {scale.name}, {better} is better."
 
 
 def _costs(comparison: RunComparison) -> Part:
@@ -234,9 +252,9 @@ def _pairs(comparison: RunComparison) -> tuple[Part, ...]:
         text = "Only rows that were measured on the same clients can be compared client by client."
     else:
         sentences = [
-            f"{comparison.scale.name.capitalize()} minus that of {reference_note(comparison)}, over the clients that "
-            "both have. Median: over clients. Mean: over seeds, of the mean over clients, with its 95 % interval. p: "
-            f"two-sided, with Holm's correction over the comparisons with the reference ({tested['seen']} seen, "
+            f"{comparison.scale.headline.capitalized} minus that of {reference_note(comparison)}, over the clients "
+            "that both have. Median: over clients. Mean: over seeds, of the mean over clients, with its 95 % interval. "
+            f"p: two-sided, with Holm's correction over the comparisons with the reference ({tested['seen']} seen, "
             f"{tested['unseen']} unseen).",
             *(TESTS[over] for over in comparison.tested_over.split(" or ")),
             ""
@@ -292,7 +310,7 @@ def _validation(comparison: RunComparison) -> Part:
 
     names = ("validation", *(GROUP_NAMES[USERS] if group == USERS else group for group in groups))
     text = (
-        f"Validation: {'mean loss' if scale.is_loss else 'pooled accuracy'} of the clients' own predictors on the "
+        f"Validation: {'mean' if scale.is_own_loss else 'pooled'} {scale.name} of the clients' own predictors on the "
         f"validation data of seen clients. The best round has the {scale.best} validation {scale.name}, the earliest "
         f"on ties; test data are not used to choose it. The round of best test {scale.name} would flatter every method."
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.reporting.compare import LEVEL, RunComparison
 from fedloom.reporting.compare_findings import GROUP_NAMES
-from fedloom.reporting.compare_rows import ACCURACY, MeanStd, Row, own_steps_of, shown_value
+from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_value
 from fedloom.reporting.page import DASH, Cell, check_installed
 from fedloom.reporting.run_results import GROUPS, USERS
 from fedloom.reporting.words import human_bytes
@@ -37,7 +37,7 @@ def text_title(comparison: RunComparison) -> str:
 def as_text(comparison: RunComparison) -> dict[str, list[tuple[Cell, ...]]]:
     """Return rows of cells under :func:`headings` for each block, by the block's label.
 
-    Accuracies are in percent; :func:`spread_note` explains ±. Details are on separate lines.
+    Fractions are in percent; :func:`spread_note` explains ±. Details are on separate lines.
     """
     values = _value_cells(comparison)
     return {
@@ -132,7 +132,7 @@ def cost_cells(row: Row) -> tuple[str, str, str]:
 
 
 def rows_as_csv(comparison: RunComparison) -> str:
-    """Return a CSV line per row with every statistic: fractions or losses in full precision, empty if unknown.
+    """Return a CSV line per row with every statistic: fractions, not percent, in full precision, empty if unknown.
 
     ``_std`` is over seeds; ``_over_clients`` is the mean over seeds of the standard deviation over clients.
     """
@@ -142,7 +142,7 @@ def rows_as_csv(comparison: RunComparison) -> str:
     for i, row in enumerate(comparison.rows):
         line = _identity(comparison, row)
         for group in groups:
-            line |= _group_columns(comparison.scale.name, row, group) | {f"{group}_mark": marks[group][i]}
+            line |= _group_columns(comparison.scale.headline.name, row, group) | {f"{group}_mark": marks[group][i]}
         line |= _with_std("validation_last", row.validation(best=False))
         line |= _with_std("validation_best", row.validation(best=True))
         line["best_rounds"] = " ".join("" if r.best is None else str(r.best.round) for r in row.results)
@@ -164,7 +164,7 @@ def _identity(comparison: RunComparison, row: Row) -> dict[str, Any]:
         "predictor": row.predictor,
         "dataset": run.dataset,
         "model": run.model,
-        "reading": "loss" if run.by_loss else "masked" if run.masked else "unmasked",
+        "reading": ("masked" if run.masked else "unmasked") if row.scale.is_accuracy else run.headline.name,
         **{key: shown_value(row.settings[key]) if key in row.settings else None for key in comparison.differing},
         "n_seeds": len(row.seeds),
         "seeds": " ".join(map(str, row.seeds)),
@@ -177,8 +177,9 @@ def _group_columns(name: str, row: Row, group: str) -> dict[str, Any]:
     found[f"{group}_{name}_over_clients"] = _mean(row.over_seeds(group, "std"))
     found[f"{group}_clients"] = _mean(row.over_seeds(group, "clients"))
     found |= _with_std(f"{group}_worst_decile", row.over_seeds(group, "worst_decile"))
-    if row.scale is ACCURACY:
+    if not row.scale.is_own_loss:
         found |= _with_std(f"{group}_pooled", row.over_seeds(group, "pooled"))
+    if row.scale.is_accuracy:
         reading = "unmasked" if row.runs[0].masked else "masked"
         found |= _with_std(f"{group}_{reading}", row.over_seeds(group, "other"))
     return found
@@ -219,7 +220,7 @@ def _pair_columns(comparison: RunComparison, pair: Pair) -> dict[str, Any]:
 
 
 def own_steps_as_csv(comparison: RunComparison) -> str:
-    """Return a CSV line for each row, seed and number of an unseen client's extra local steps: fractions, or losses."""
+    """Return a CSV line for each row, seed and number of an unseen client's extra local steps, with fractions."""
     return _csv(
         [
             {
@@ -228,7 +229,7 @@ def own_steps_as_csv(comparison: RunComparison) -> str:
                 "seed": run.seed,
                 "steps": k,
                 "clients": group.clients,
-                comparison.scale.name: group.mean,
+                comparison.scale.headline.name: group.mean,
                 "worst_decile": group.worst_decile,
                 "other_reading": group.other,
             }
@@ -272,7 +273,7 @@ def as_latex(comparison: RunComparison) -> str:
         about = [*([comparison.labels[row.block]] if several else []), row.label, str(len(row.seeds))]
         lines.append([*map(escaped, about), *map(_latex, values[i]), *map(escaped, cost_cells(row))])
     text = 2 if several else 1
-    what = "Test loss" if comparison.scale.is_loss else "Test accuracy in percent"
+    what = f"Test {comparison.scale.name}" + (" in percent" if comparison.scale.percent else "")
     latex: str = _frame(lines, columns=pandas.MultiIndex.from_tuples(columns)).to_latex(
         index=False,
         escape=False,

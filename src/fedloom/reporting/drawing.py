@@ -125,6 +125,13 @@ def over_rounds(axes: Axes, last: float) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 2.5, 5, 10]))
 
 
+def around(values: Sequence[float]) -> tuple[float, float]:
+    """Return axis limits slightly beyond the values."""
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
 def percent(*each: Axis, bins: int = 6) -> None:
     """Format axes of fractions in percent."""
     for axis in each:

@@ -26,6 +26,7 @@ from fedloom.reporting.drawing import (
     OTHER,
     PAPER,
     Array,
+    around,
     as_svg,
     dots,
     framed,
@@ -35,7 +36,9 @@ from fedloom.reporting.drawing import (
     percent,
     sheet,
 )
-from fedloom.reporting.words import human_time
+from fedloom.reporting.words import client_column, human_time
+from fedloom.tasks.headline import values_of
+from fedloom.tasks.names import Headline
 
 HEAT = LinearSegmentedColormap.from_list("heat", [to_rgba(COLOURS["seen"], opacity) for opacity in (0, 1)])
 """Colour map of heat maps, from transparent to opaque: zero shows the page, light or dark, and lightness varies
@@ -54,31 +57,46 @@ _EVERYONE = ("true", "false")
 
 
 @as_svg
-def draw_learning_curve(lines: Sequence[Mapping[str, Any]], what: Literal["accuracy", "loss"]) -> Figure:
-    """Draw mean test accuracy (or loss) over rounds, with a band of ± one standard deviation over clients."""
+def draw_learning_curve(lines: Sequence[Mapping[str, Any]], headline: Headline) -> Figure:
+    """Draw the mean of the headline metric on test data over rounds, with a band of ± one standard deviation.
+
+    Axes of fractions begin at zero; others show the trained rounds, and an untrained model may lie outside.
+    """
     figure, axes = panel(2.6)
-    top = 0.0
-    for name, colour in COLOURS.items():
-        measured = [line for line in lines if line[name] is not None]
-        if not measured:
-            continue
-        x, mean = [line["round"] for line in measured], np.array([line[name][f"{what}_mean"] for line in measured])
-        if what == "accuracy":
-            std = np.array([line[name]["accuracy_std"] for line in measured])
-            low, high = np.clip(mean - std, 0, 1), np.clip(mean + std, 0, 1)
-            axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
-            top = max(top, float(high.max()))
-        dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
-        axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=LABELS[name], clip_on=False)
+    drawn = [_draw_group(axes, lines, name, headline) for name in COLOURS]
     over_rounds(axes, lines[-1]["round"])
-    if what == "accuracy":
-        axes.set(title="Test accuracy", ylabel="mean over clients", ylim=(0, min(1.0, math.ceil(10 * top + 0.5) / 10)))
+    axes.set(title=f"Test {headline.title}", ylabel="mean over clients")
+    if headline.percent:
+        top = max((top for _, top in drawn), default=0.0)
+        axes.set_ylim(0, min(1.0, math.ceil(10 * top + 0.5) / 10))
         percent(axes.yaxis)
-        axes.legend(loc="lower right")
-    else:
-        axes.set(title="Test loss", ylabel="mean over clients, nats")
-        axes.legend(loc="best")
+    elif len(trained := [value for values, _ in drawn for value in values]) > 1:
+        axes.set_ylim(*around(trained))
+    axes.legend(loc="lower right" if headline.percent else "best")
     return figure
+
+
+def _draw_group(
+    axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, headline: Headline
+) -> tuple[list[float], float]:
+    """Draw a group's learning curve; return its means of trained rounds, and the upper end of its band."""
+    groups = [(line["round"], values_of(line[name], headline)) for line in lines if line[name] is not None]
+    measured = [(number, values) for number, values in groups if values.mean is not None]
+    if not measured:
+        return [], 0.0
+    x, mean = [number for number, _ in measured], np.array([values.mean for _, values in measured])
+    top, colour = 0.0, COLOURS[name]
+    if all(values.std is not None for _, values in measured):
+        std = np.array([values.std for _, values in measured])
+        low, high = mean - std, mean + std
+        if headline.percent:
+            low, high = np.clip(low, 0, 1), np.clip(high, 0, 1)
+        axes.fill_between(x, low, high, color=colour, alpha=0.13, linewidth=0)
+        top = float(high.max())
+    dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
+    clipped = not headline.percent
+    axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=LABELS[name], clip_on=clipped)
+    return [value for number, value in zip(x, mean.tolist(), strict=True) if number], top
 
 
 @as_svg
@@ -98,55 +116,71 @@ def draw_training_loss(losses: Mapping[int, float]) -> Figure:
 
 
 @as_svg
-def draw_distribution(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
-    """Draw the empirical distribution of clients' test accuracy: the share of clients at or below each value."""
+def draw_distribution(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> Figure:
+    """Draw the empirical distribution of the clients' test results: the share of clients at or below each value."""
     groups = (("seen", "personal", ("true",)), ("unseen", "personal", ("false",)), ("global", "global", _EVERYONE))
-    curves = {name: np.sort(_accuracies(_measured(rows, p, reading, of), p, reading)) for name, p, of in groups}
+    columns = {name: (client_column(predictor, headline.name, reading), of) for name, predictor, of in groups}
+    curves = {name: np.sort(_values(_measured(rows, column, of), column)) for name, (column, of) in columns.items()}
     figure, axes = panel(3.3)
-    lowest = min((float(curve[0]) for curve in curves.values() if len(curve)), default=0.0)
+    found = [float(value) for curve in curves.values() for value in curve]
+    left, right = around(found or [0.0])
+    if headline.percent:
+        left, right = min(found, default=0.0) - 0.02, 1.0
     for name, curve in curves.items():
         n = len(curve)
         if n == 0:
             continue
-        foot = slice(1, math.ceil(n / 10) + 1)
-        x, y = np.array([lowest - 0.02, *curve, 1.0]), np.array([0.0, *(np.arange(n) + 1) / n, 1.0])
+        tenth = math.ceil(n / 10)
+        foot = slice(1, tenth + 1) if headline.higher_is_better else slice(n - tenth + 1, n + 1)
+        x, y = np.array([left, *curve, right]), np.array([0.0, *(np.arange(n) + 1) / n, 1.0])
         dash, colour = "--" if name == "global" else "-", COLOURS[name]
         axes.step(x, y, dash, where="post", color=colour, label=f"{LABELS[name]} ({n})")
         axes.step(x[foot], y[foot], where="post", color=colour, linewidth=3.6, alpha=0.75)
-        axes.plot(x[foot][-1:], y[foot][-1:], "o", color=colour, markersize=3.6)
-    axes.set(title="Distribution over clients", xlabel="test accuracy", ylabel="share of clients at or below")
-    axes.set(xlim=(max(0.0, lowest - 0.02), 1.005), ylim=(0, 1.01))
+        end = -1 if headline.higher_is_better else 0
+        axes.plot([x[foot][end]], [y[foot][end]], "o", color=colour, markersize=3.6)
+    axes.set(title="Distribution over clients", xlabel=f"test {headline.title}", ylabel="share of clients at or below")
+    axes.set(xlim=(max(0.0, left), 1.005) if headline.percent else (left, right), ylim=(0, 1.01))
     axes.grid(visible=True, axis="x")
-    percent(axes.xaxis, axes.yaxis)
+    percent(*([axes.xaxis] if headline.percent else []), axes.yaxis)
     axes.legend(loc="best")
     return figure
 
 
 @as_svg
-def draw_gains(rows: Sequence[Mapping[str, str]], reading: str) -> Figure:
-    """Draw test accuracy of the global model against that of the personalized model, one point per client."""
-    both = _measured(_measured(rows, "personal", reading), "global", reading)
+def draw_gains(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> Figure:
+    """Draw test results of the global model against those of the personalized model, one point per client."""
+    columns = [client_column(predictor, headline.name, reading) for predictor in ("global", "personal")]
+    both = _measured(_measured(rows, columns[1]), columns[0])
     figure, axes = panel(3.3)
-    x, y = (_accuracies(both, predictor, reading) for predictor in ("global", "personal"))
+    x, y = (_values(both, column) for column in columns)
+    sign = headline.sign
+    low, high = around([*x, *y] or [0.0])
+    if headline.percent:
+        low, high = max(0.0, min((float(v.min()) for v in (x, y) if len(v)), default=0.0) - 0.03), 1.015
     seen = np.array([row["seen"] == "true" for row in both], dtype=bool)
-    axes.plot([0, 1], [0, 1], color=INK, linewidth=0.7, alpha=0.5)
+    diagonal = [0.0, 1.0] if headline.percent else [low, high]
+    axes.plot(diagonal, diagonal, color=INK, linewidth=0.7, alpha=0.5)
     dots(axes, x, y, seen)
     for kind, marker in ((seen, "o"), (~seen, "D")):
-        worst = np.flatnonzero(kind)[np.argsort(y[kind], kind="stable")[: math.ceil(kind.sum() / 10)]]
+        worst = np.flatnonzero(kind)[np.argsort(sign * y[kind], kind="stable")[: math.ceil(kind.sum() / 10)]]
         axes.scatter(
             x[worst], y[worst], s=26, marker=marker, facecolors="none", edgecolors=INK, linewidths=0.8,
             rasterized=len(both) > MANY_POINTS,
         )  # fmt: skip
-    axes.text(0.02, 0.98, f"personalized better: {(y > x).sum()}", transform=axes.transAxes, va="top")
-    axes.text(0.98, 0.02, f"global better: {(y < x).sum()}", transform=axes.transAxes, ha="right")
+    above, below = ("personalized", "global") if headline.higher_is_better else ("global", "personalized")
+    axes.text(0.02, 0.98, f"{above} better: {(y > x).sum()}", transform=axes.transAxes, va="top")
+    axes.text(0.98, 0.02, f"{below} better: {(y < x).sum()}", transform=axes.transAxes, ha="right")
     handles, labels = axes.get_legend_handles_labels()
     circle = Line2D([], [], linestyle="", marker="o", markersize=5, color="none", markeredgecolor=INK)
-    axes.legend([*handles, circle], [*labels, "worst decile"], loc="lower right", bbox_to_anchor=(1, 0.06))
-    axes.set(title="Gain by personalization", xlabel="accuracy of the global model")
-    axes.set_ylabel("accuracy of the personalized model")
-    low = max(0.0, min((float(v.min()) for v in (x, y) if len(v)), default=0.0) - 0.03)
-    axes.set(xlim=(low, 1.015), ylim=(low, 1.015))
-    percent(axes.xaxis, axes.yaxis)
+    legend = axes.legend([*handles, circle], [*labels, "worst decile"], loc="lower right", bbox_to_anchor=(1, 0.06))
+    if not headline.higher_is_better:  # the points are below the diagonal
+        legend.set(loc="upper left")
+        legend.set_bbox_to_anchor((0, 0.94), axes.transAxes)
+    axes.set(title="Gain by personalization", xlabel=f"{headline.title} of the global model")
+    axes.set_ylabel(f"{headline.title} of the personalized model")
+    axes.set(xlim=(low, high), ylim=(low, high))
+    if headline.percent:
+        percent(axes.xaxis, axes.yaxis)
     return figure
 
 
@@ -279,15 +313,13 @@ def class_label(name: str) -> str:
     return signs.get(name, name if len(name) <= 16 else f"{name[:15]}…")
 
 
-def _measured(
-    rows: Sequence[Mapping[str, str]], predictor: str, reading: str, of: Sequence[str] = _EVERYONE
-) -> list[Mapping[str, str]]:
-    """Return the clients that have an accuracy and whose ``seen`` is in ``of``."""
-    return [row for row in rows if row.get(f"{predictor}_accuracy_{reading}") and row["seen"] in of]
+def _measured(rows: Sequence[Mapping[str, str]], column: str, of: Sequence[str] = _EVERYONE) -> list[Mapping[str, str]]:
+    """Return the clients that have a value in a column and whose ``seen`` is in ``of``."""
+    return [row for row in rows if row.get(column) and row["seen"] in of]
 
 
-def _accuracies(rows: Sequence[Mapping[str, str]], predictor: str, reading: str) -> Array:
-    return np.array([float(row[f"{predictor}_accuracy_{reading}"]) for row in rows], dtype=np.float64)
+def _values(rows: Sequence[Mapping[str, str]], column: str) -> Array:
+    return np.array([float(row[column]) for row in rows], dtype=np.float64)
 
 
 def _columns(rows: Array, together: int) -> tuple[Array, Array]:

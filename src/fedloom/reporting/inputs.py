@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedloom.errors import DataError
 from fedloom.runs.folder import RunFolder
+from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = Annotated[float, Field(gt=-1e15, lt=1e15)]
@@ -27,8 +28,23 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class _Headline(_Part):
+    name: str
+    higher_is_better: bool
+    percent: bool
+
+
+class _Values(_Part):
+    mean: Number | None
+    std: Number | None
+    worst: Number | None
+    worst_decile: Number | None
+    pooled: Number | None
+
+
 class _Reading(_Part):
     clients: Count
+    metrics: dict[str, _Values | None] | None = None
     accuracy_mean: Number | None
     accuracy_std: Number | None = None
     accuracy_worst: Number | None = None
@@ -63,17 +79,27 @@ class _Groups(_Part):
     seen: _Group | None
     unseen: _Group | None
     all: _Global | None = Field(alias="global")
+    headline: _Headline | None = None
 
     @model_validator(mode="after")
     def _one_reading(self) -> _Groups:
         inner = () if self.all is None else (self.all, self.all.seen, self.all.unseen)
         groups = [group for group in (self.seen, self.unseen, *inner) if group is not None]
         others = {group.other for group in groups}
-        if groups and others not in ({frozenset({"masked"})}, {frozenset({"unmasked"})}):
-            raise ValueError("groups must have the same other reading, masked or unmasked")
+        if groups and others not in ({frozenset({"masked"})}, {frozenset({"unmasked"})}, {frozenset()}):
+            raise ValueError("groups must have the same other reading, masked or unmasked, or all none")
         readings = [each for group in groups for each in (group, group.masked, group.unmasked)]
         if len({each.accuracy_mean is None for each in readings if each is not None}) > 1:
             raise ValueError("either all groups have accuracies, or none has")
+        return self
+
+    @model_validator(mode="after")
+    def _measured(self) -> _Groups:
+        inner = () if self.all is None else (self.all, self.all.seen, self.all.unseen)
+        name = ACCURACY.name if self.headline is None else self.headline.name
+        for group in (self.seen, self.unseen, *inner):
+            if group is not None and name not in (ACCURACY.name, MODEL_LOSS.name, *(group.metrics or ())):
+                raise ValueError(f"metrics must have the headline metric, {name}")
         return self
 
 
@@ -146,6 +172,7 @@ class _NewClient(_Part):
 class _Summary(_Groups):
     name: str
     algorithm: str
+    task: str | None = None
     titles: dict[str, str] | None = None
     dataset: str
     model: str
@@ -306,14 +333,56 @@ class _Row(_Part):
 
     @model_validator(mode="after")
     def _numbers(self) -> _Row:
-        measured = {key: text for key, text in (self.__pydantic_extra__ or {}).items() if "_accuracy_" in key}
+        predictors = ("personal_", "global_")
+        measured = {key: text for key, text in (self.__pydantic_extra__ or {}).items() if key.startswith(predictors)}
         wrong = next((key for key, text in measured.items() if not re.fullmatch(r"([0-9.e+-]*[0-9])?", text)), None)
         if wrong is not None or not any(key.startswith("personal_") for key in measured):
-            raise ValueError(f"{wrong or 'personal_accuracy_...'} must be a number, or empty")
+            raise ValueError(f"{wrong or 'personal_...'} must be a number, or empty")
+        return self
+
+
+class _Example(_Part):
+    id: str
+    seen: bool
+    true: Annotated[list[list[Number]], Field(min_length=1)]
+    predicted: list[list[Number]]
+    image: list[list[Count | list[Count]]] | None = None
+
+    @model_validator(mode="after")
+    def _alike(self) -> _Example:
+        if len({len(row) for row in (*self.true, *self.predicted)}) != 1 or len(self.true) != len(self.predicted):
+            raise ValueError("there must be a prediction for each target")
+        return self
+
+
+class _Examples(_Part):
+    round: Count
+    task: Literal["regression", "segmentation"]
+    names: list[str]
+    outputs: Annotated[Count, Field(ge=1)]
+    clients: list[_Example]
+
+
+class _Outputs(_Part):
+    round: Count
+    names: Annotated[list[str], Field(min_length=1)]
+    metrics: list[str]
+    personal: dict[str, list[dict[str, Number | None]] | None]
+    all: dict[str, list[dict[str, Number | None]] | None] | None = Field(alias="global")
+
+    @model_validator(mode="after")
+    def _of_each(self) -> _Outputs:
+        for rows in (*self.personal.values(), *(self.all or {}).values()):
+            if rows is not None and len(rows) != len(self.names):
+                raise ValueError("there must be one entry for each name")
+            if any({"true", *self.metrics} - row.keys() for row in rows or ()):
+                raise ValueError("an entry must have true, and every metric")
         return self
 
 
 _OBJECTS: Mapping[str, type[_Part]] = {
+    "outputs.json": _Outputs,
+    "examples.json": _Examples,
     "summary.json": _Summary,
     "confusion.json": _Confusion,
     "calibration.json": _Calibration,

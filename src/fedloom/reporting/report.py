@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse_yaml
-from fedloom.reporting import inputs, report_results, report_setup
+from fedloom.reporting import inputs, report_classes, report_examples, report_results, report_setup
 from fedloom.reporting.page import DASH, Fact, PageSection, Part, ReportPage, check_installed
-from fedloom.reporting.words import human_bytes, human_time, in_percent, method_title, number_range
+from fedloom.reporting.words import human_bytes, human_time, method_title, number_range
 from fedloom.runs.files import EXPERIMENT
 from fedloom.runs.folder import RunFolder
+from fedloom.tasks.headline import headline_of, values_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +28,8 @@ FILES: Mapping[str, Sequence[str]] = {
     "Confusion matrix": ("confusion.json",),
     "Calibration": ("calibration.json", "metrics.jsonl", "summary.json"),
     "Descriptors": ("descriptors.json", "partition.json"),
+    "By output": ("outputs.json",),
+    "Examples": ("examples.json",),
     "Uncertainty": ("uncertainty.json", "clients.csv"),
     "Client by client": ("clients.csv", "metrics.jsonl", "confusion.csv", "partition.json"),
     "Data": ("partition.json",),
@@ -151,16 +154,20 @@ def _sections(run: RunFolder) -> list[PageSection]:
         "Learning curves": report_results.learning_curves,
         "Results": report_results.result_table,
     }
-    if report_results.has_classes(run):  # without classes there is no accuracy
-        parts["Clients"] = report_results.client_results
-        parts["Confusion matrix"] = report_results.confusion_matrices
-        parts["Calibration"] = report_results.calibration
+    parts["Clients"] = report_results.client_results
+    if report_results.has_classes(run):
+        parts["Confusion matrix"] = report_classes.confusion_matrices
+        parts["Calibration"] = report_classes.calibration
+    if (run.path / "outputs.json").exists():  # only for tasks with labels, or classes of pixels
+        parts["By output"] = report_examples.outputs
+    if (run.path / "examples.json").exists():  # only for tasks with pictures, of runs that had the data
+        parts["Examples"] = report_examples.examples
     if (run.path / "descriptors.json").exists():  # only for methods with descriptors
-        parts["Descriptors"] = report_results.descriptors
+        parts["Descriptors"] = report_classes.descriptors
     if (run.path / "uncertainty.json").exists():  # only for methods whose models are distributions
-        parts["Uncertainty"] = report_results.uncertainty
-    if (run.path / "confusion.csv").exists():
-        parts["Client by client"] = report_results.each_client
+        parts["Uncertainty"] = report_classes.uncertainty
+    if report_results.has_classes(run) and (run.path / "confusion.csv").exists():
+        parts["Client by client"] = report_classes.each_client
     if report_setup.method(run).pairs:
         parts["Method"] = report_setup.method
     parts |= {"Data": report_setup.data, "Time": report_setup.time}
@@ -201,16 +208,17 @@ def _unfinished_title(run: RunFolder) -> str:
 
 
 def _quality(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
-    facts = []
+    facts, headline = [], headline_of(summary)
     for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model")):
         group = summary[key]
-        if group is not None and group["accuracy_mean"] is None:
-            note = f"mean over {pluralize(group['clients'], 'client')}"
-            facts.append(Fact(f"{label}, test loss", f"{group['loss_mean']:.4g}", note, key))
-        elif group is not None:
-            note = f"± {in_percent(group['accuracy_std'])} over {pluralize(group['clients'], 'client')}; "
-            note += f"worst decile {in_percent(group['accuracy_worst_decile'])}"
-            facts.append(Fact(f"{label}, test accuracy", f"{in_percent(group['accuracy_mean'])} %", note, key))
+        if group is None:
+            continue
+        mean, std, _, decile, _ = values_of(group, headline)
+        clients = pluralize(group["clients"], "client")
+        note = f"mean over {clients}" if std is None else f"± {headline.shown(std)} over {clients}"
+        note += "" if decile is None else f"; worst decile {headline.shown(decile)}"
+        value = DASH if mean is None else f"{headline.shown(mean)}{headline.unit}"
+        facts.append(Fact(f"{label}, test {headline.title}", value, note, key))
     return tuple(facts)
 
 

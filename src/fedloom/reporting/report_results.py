@@ -1,19 +1,19 @@
-"""Sections of a report on the quality of models: learning curves, results, clients, confusion, calibration."""
+"""Sections of a report on the quality of models, for every task: learning curves, results, clients."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedloom.core.words import pluralize
 from fedloom.errors import DataError
 from fedloom.reporting import inputs
-from fedloom.reporting.page import DASH, FEWEST_POINTS, Cell, ConfusionCard, Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.page import DASH, FEWEST_POINTS, Panel, Part, Table, TableRow, table_row
 from fedloom.reporting.report_setup import summary_of
-from fedloom.reporting.words import in_percent, is_masked
+from fedloom.reporting.words import client_column, is_masked
 from fedloom.runs.folder import RunFolder
+from fedloom.tasks.headline import MetricValues, headline_of, metrics_of, values_of
+from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline, metric_heading, shown_metric, significant
 
 NAMED = 10
 """Maximum number of rows of a small table."""
@@ -21,11 +21,8 @@ NAMED = 10
 FEW_CLIENTS = 20
 """Maximum number of clients that are all listed by name."""
 
-CARDS = 1000
-"""Maximum number of clients for which each gets a card; every card adds half a kilobyte to the page."""
-
-CARD_CLASSES = 12
-"""Maximum number of classes in a card's confusion matrix: the most frequent ones."""
+MANY_METRICS = 3
+"""Maximum number of metrics in a small table of clients; one of more takes the full width."""
 
 GROUPS = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
 
@@ -49,16 +46,26 @@ def learning_curves(run: RunFolder) -> Part:
     if len(lines) < FEWEST_POINTS:
         rounds = ", ".join(str(line["round"]) for line in lines)
         text.append(f"Evaluated rounds: {rounds}. A curve of test results needs {FEWEST_POINTS} or more.")
-    elif has_classes(run):
-        panels.append(Panel("learning-curve", figures.draw_learning_curve(lines, "accuracy")))
-        text.append("Test: mean of the clients' accuracies, ± one standard deviation over clients.")
     else:
-        panels.append(Panel("learning-curve", figures.draw_learning_curve(lines, "loss")))
-        text.append("Test: mean of the clients' losses. The loss is the model's own, as the data have no classes.")
+        headline = headline_of(lines[-1])
+        panels.append(Panel("learning-curve", figures.draw_learning_curve(lines, headline)))
+        text.append(_about_curve(headline))
     if len(losses) >= FEWEST_POINTS:
         panels.append(Panel("training-loss", figures.draw_training_loss(losses)))
         text.append("Training: the method's own loss, mean over the cohort of each round.")
     return Part(panels=tuple(panels), columns=2, text=" ".join(text))
+
+
+def _about_curve(headline: Headline) -> str:
+    if headline == ACCURACY:
+        return "Test: mean of the clients' accuracies, ± one standard deviation over clients."
+    if headline == MODEL_LOSS:
+        return "Test: mean of the clients' losses. The loss is the model's own, as the data have no classes."
+    better = "higher" if headline.higher_is_better else "lower"
+    return (
+        f"Test: mean of the clients' {headline.title}, ± one standard deviation over clients; {better} is better. "
+        "An untrained model may lie outside the figure."
+    )
 
 
 def result_table(run: RunFolder) -> Part:
@@ -66,46 +73,82 @@ def result_table(run: RunFolder) -> Part:
     lines = run.metrics()
     if not lines:
         raise DataError(f"{run.path / 'metrics.jsonl'}: has no evaluated round")
-    last, best = lines[-1], _best(run)
+    last, best, headline = lines[-1], _best(run), headline_of(lines[-1])
     masked = any(is_masked(last[key]) for key in GROUPS if last[key] is not None)
     main, other = ("masked", "unmasked") if masked else ("unmasked", "masked")
     is_best = best is not None and best["round"] == last["round"]
     which = f"Round {last['round']} ({'last and best by validation' if is_best else 'last'})"
-    blocks = [(f"{which}, {main}", _rows(last))]
+    under = f", {main}" if headline == ACCURACY else ""
+    blocks = [(f"{which}{under}", _rows(last, headline))]
     otherwise = _other_reading(last, other)
     if any(group is not None for group in otherwise.values()):
-        blocks.append((f"{which}, {other}", _rows(otherwise)))
+        blocks.append((f"{which}, {other}", _rows(otherwise, headline)))
     if best is not None and not is_best:
-        blocks.append((f"Round {best['round']} (best by validation), {main}", _rows(best)))
-    text = (
+        blocks.append((f"Round {best['round']} (best by validation){under}", _rows(best, headline)))
+    headings = (f"test {headline.heading}", "clients", "mean ± std", "worst", "worst decile", "pooled", "loss")
+    tables = (Table(headings, tuple(blocks)), *_all_metrics(last, headline))
+    return Part(tables=tables, text=" ".join([_about_results(headline), *_last_evaluations(run, headline)]))
+
+
+def _about_results(headline: Headline) -> str:
+    pooled = "Pooled: over all clients' examples together. Loss: mean over clients, as in training."
+    if headline == ACCURACY:
+        pooled = (
+            "Pooled: correct predictions over examples. Masked: only the labels of the client's own training data can "
+            "be predicted. Loss: mean over clients, in nats."
+        )
+    validated = f"pooled validation {headline.title}"
+    return (
         "Each client counts once in mean, std (population) and worst. Worst decile: mean of the worst tenth of clients "
-        "(rounded up). Pooled: correct predictions over examples. Masked: only the labels of the client's own training "
-        "data can be predicted. Loss: mean over clients, in nats. The best round has the highest pooled validation "
-        "accuracy of seen clients (data without classes: the lowest validation loss), the earliest on ties; test data "
-        "are not used to choose it."
+        f"(rounded up). {pooled} The best round has the {headline.superlative} {validated} of seen clients, the "
+        "earliest on ties; test data are not used to choose it."
     )
-    headings = ("test accuracy, %", "clients", "mean ± std", "worst", "worst decile", "pooled", "loss")
-    return Part(tables=(Table(headings, tuple(blocks)),), text=" ".join([text, *_last_evaluations(run)]))
 
 
-def _last_evaluations(run: RunFolder) -> list[str]:
+def _all_metrics(line: Mapping[str, Any], headline: Headline) -> tuple[Table, ...]:
+    """Return a table of every metric of the task; none if the headline metric is the only one."""
+    found = {key: metrics_of(line[key]) for key in GROUPS if line[key] is not None}
+    names = [
+        name
+        for name in dict.fromkeys(name for metrics in found.values() for name in metrics)
+        if name != MODEL_LOSS.name
+    ]
+    if not set(names) - {headline.name}:
+        return ()
+    rows = []
+    for name in names:
+        cells = []
+        for metrics in found.values():
+            values = metrics.get(name, MetricValues())
+            cells += [_shown(name, value) for value in (values.mean, values.worst_decile, values.pooled)]
+        rows.append(table_row(metric_heading(name), *cells))
+    headings = ("test metric", *(("mean", "worst decile", "pooled") * len(found)))
+    above = (("", 1), *((GROUPS[key], 3) for key in found))
+    return (Table(headings, ((f"Round {line['round']}, every metric", tuple(rows)),), above=above),)
+
+
+def _shown(name: str, value: float | None) -> str:
+    return DASH if value is None else shown_metric(name, value)
+
+
+def _last_evaluations(run: RunFolder, headline: Headline) -> list[str]:
     """Return a sentence on the last evaluations together, if the run is finished and has several."""
     found = summary_of(run).get("last_evaluations")
     if found is None or found["evaluations"] < 2:  # a run of an older version, or one in progress
         return []
     means = []
     for key, label in GROUPS.items():
-        over = (found[key] or {}).get("accuracy_mean")
+        over = (found[key] or {}).get(f"{headline.name}_mean")
         if over is not None:
-            mean, *ends = (in_percent(over[name]) for name in ("mean", "lowest", "highest"))
+            mean, *ends = (headline.shown(over[name]) for name in ("mean", "lowest", "highest"))
             means.append(f"{label} {mean} ({' to '.join(ends)})")
     if not means:
         return []
     first, last = found["rounds"]
     return [
-        f"Mean of the last {found['evaluations']} evaluations, rounds {first} to {last} (lowest to highest), in "
-        f"percent: {'; '.join(means)}. Reporting the highest of several evaluations would amount to choosing by test "
-        "data."
+        f"Mean of the last {found['evaluations']} evaluations, rounds {first} to {last} (lowest to highest)"
+        f"{', in percent' if headline.percent else ''}: {'; '.join(means)}. Reporting the {headline.superlative} of "
+        "several evaluations would amount to choosing by test data."
     ]
 
 
@@ -121,104 +164,135 @@ def _best(run: RunFolder) -> Mapping[str, Any] | None:
 
 
 def _other_reading(groups: Mapping[str, Any], other: str) -> dict[str, Any]:
-    found: dict[str, Any] = {key: None if groups[key] is None else groups[key][other] for key in GROUPS}
+    found: dict[str, Any] = {key: None if groups[key] is None else groups[key].get(other) for key in GROUPS}
     if found["global"] is not None:
         inner = _other_reading({**groups["global"], "global": None}, other)
         found["global"] = {**found["global"], "seen": inner["seen"], "unseen": inner["unseen"]}
     return found
 
 
-def _rows(groups: Mapping[str, Any]) -> tuple[TableRow, ...]:
+def _rows(groups: Mapping[str, Any], headline: Headline) -> tuple[TableRow, ...]:
     rows = [
-        table_row(f"{key} clients, personalized model", *_cells(groups[key]), colour=key) for key in ("seen", "unseen")
+        table_row(f"{key} clients, personalized model", *_cells(groups[key], headline), colour=key)
+        for key in ("seen", "unseen")
     ]
     overall = groups["global"]
     if overall is not None:
-        rows.append(table_row("all clients, global model", *_cells(overall), colour="global"))
+        rows.append(table_row("all clients, global model", *_cells(overall, headline), colour="global"))
         inner = (key for key in ("seen", "unseen") if overall[key] is not None)
-        rows += [table_row(f"{key} clients", *_cells(overall[key])) for key in inner]
+        rows += [table_row(f"{key} clients", *_cells(overall[key], headline)) for key in inner]
     return tuple(rows)
 
 
-def _cells(group: Mapping[str, Any] | None) -> tuple[str, ...]:
+def _cells(group: Mapping[str, Any] | None, headline: Headline) -> tuple[str, ...]:
     if group is None:
         return (DASH,) * 6
-    if group["accuracy_mean"] is None:
-        return (str(group["clients"]), *(DASH,) * 4, f"{group['loss_mean']:.4g}")
-    return (
-        str(group["clients"]),
-        f"{in_percent(group['accuracy_mean'])} ± {in_percent(group['accuracy_std'])}",
-        *(in_percent(group[f"accuracy_{key}"]) for key in ("worst", "worst_decile", "pooled")),
-        f"{group['loss_mean']:.3f}",
-    )
+    mean, std, *others = (DASH if value is None else headline.shown(value) for value in values_of(group, headline))
+    loss = f"{group['loss_mean']:.3f}" if headline == ACCURACY else significant(group["loss_mean"])
+    return (str(group["clients"]), mean if std == DASH else f"{mean} ± {std}", *others, loss)
 
 
-def _reading(run: RunFolder) -> str:
+def main_reading(run: RunFolder) -> str:
     """Return the primary reading, ``masked`` or ``unmasked``."""
     last, _ = run.last_evaluation() or ({}, 0)
     groups = (last.get(key) for key in ("seen", "unseen"))
     return "masked" if any(is_masked(group) for group in groups if group is not None) else "unmasked"
 
 
+def _headline(run: RunFolder) -> Headline:
+    """Return the headline metric of the last evaluation."""
+    last, _ = run.last_evaluation() or ({}, 0)
+    return headline_of(last)
+
+
 def client_results(run: RunFolder) -> Part:
     """Return the distribution of results over clients, and the clients with the lowest ones."""
     from fedloom.reporting import figures
 
-    rows, reading = run.clients(), _reading(run)
-    panels = [Panel("clients", figures.draw_distribution(rows, reading))]
+    rows, reading, headline = run.clients(), main_reading(run), _headline(run)
+    panels = [Panel("clients", figures.draw_distribution(rows, headline, reading))]
+    right, thick = ("right", "foot") if headline.higher_is_better else ("left", "top")
+    which, value = ("last evaluation", "a value")
+    if headline == ACCURACY:
+        which, value = f"{reading}, {which}", "an accuracy"
     text = (
-        f"Each client's test accuracy ({reading}, last evaluation). Distribution: the share of clients at or below an "
-        "accuracy, so right is better. The thick foot of a line is the worst decile."
+        f"Each client's test {headline.title} ({which}). Distribution: the share of clients at or below {value}, so "
+        f"{right} is better. The thick {thick} of a line is the worst decile."
     )
-    tables = [_worst(rows, reading, _class_names(run))]
-    if f"global_accuracy_{reading}" in rows[0]:
-        panels.append(Panel("personalization", figures.draw_gains(rows, reading)))
-        tables.append(_changed(rows, reading))
-        text += " Gain: above the diagonal, the personalized model is better on the client's test data."
+    tables = [_worst(rows, headline, reading, _class_names(run))]
+    if client_column("global", headline.name, reading) in rows[0]:
+        panels.append(Panel("personalization", figures.draw_gains(rows, headline, reading)))
+        tables.append(_changed(rows, headline, reading))
+        side = "above" if headline.higher_is_better else "below"
+        text += f" Gain: {side} the diagonal, the personalized model is better on the client's test data."
     return Part(panels=tuple(panels), tables=tuple(tables), columns=2, text=text)
 
 
-def _small(title: str, headings: tuple[str, ...], rows: Sequence[TableRow], *, wide: bool = False) -> Table:
+def small_table(title: str, headings: tuple[str, ...], rows: Sequence[TableRow], *, wide: bool = False) -> Table:
+    """Return a table for the grid of the figures."""
     return Table(headings, (("", tuple(rows)),), title, small=True, wide=wide)
 
 
-def _worst(rows: Sequence[Mapping[str, str]], reading: str, names: Mapping[str, str]) -> Table:
-    """Return a table of the clients with the lowest accuracy, or of all clients if they are few."""
-    column = f"personal_accuracy_{reading}"
-    measured = sorted((row for row in rows if row[column]), key=lambda row: (float(row[column]), row["id"]))
+def _worst(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str, names: Mapping[str, str]) -> Table:
+    """Return a table of every metric of the clients with the worst results, or of all clients if they are few."""
+    column = client_column("personal", headline.name, reading)
+    measured = [row for row in rows if row[column]]
+    measured.sort(key=lambda row: (headline.sign * float(row[column]), row["id"]))
     few = len(measured) <= FEW_CLIENTS
-    shown = [
-        _client(row, in_percent(float(row[column])), row["train"], _classes(row["labels"].split(), names))
-        for row in (measured if few else measured[: min(NAMED, math.ceil(len(measured) / 10))])
+    metrics = [headline.name] if headline == ACCURACY else _client_metrics(measured, headline, reading)
+    shown = []
+    for row in measured if few else measured[: min(NAMED, math.ceil(len(measured) / 10))]:
+        values = (row[client_column("personal", name, reading)] for name in metrics)
+        cells = [_shown(name, float(text) if text else None) for name, text in zip(metrics, values, strict=True)]
+        classes = [_classes(row["labels"].split(), names)] if names else []
+        shown.append(client_row(row, *cells, row["train"], *classes))
+    which = f"{headline.inferior} {headline.title}"
+    title = f"Clients, {which} first" if few else f"Clients of {which}"
+    headings = ("client", *map(metric_heading, metrics), "training examples", *(["classes"] if names else []))
+    return small_table(title, headings, shown, wide=len(metrics) > MANY_METRICS)
+
+
+def _client_metrics(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> list[str]:
+    """Return the metrics that some client has, the headline metric first; the loss only if it is that metric."""
+    before, after = client_column("personal", "|", reading).split("|")
+    known = dict.fromkeys(key for row in rows for key, text in row.items() if text)
+    found = [
+        key.removeprefix(before).removesuffix(after) for key in known if key.startswith(before) and key.endswith(after)
     ]
-    title = "Clients, lowest accuracy first" if few else "Clients of lowest accuracy"
-    return _small(title, ("client", "accuracy, %", "training examples", "classes"), shown)
+    return list(dict.fromkeys([headline.name, *(name for name in found if name != MODEL_LOSS.name)]))
 
 
-def _changed(rows: Sequence[Mapping[str, str]], reading: str) -> Table:
+def _changed(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> Table:
     """Return a table of the clients with the largest losses and gains from personalization."""
-    columns = (f"global_accuracy_{reading}", f"personal_accuracy_{reading}")
+    columns = [client_column(predictor, headline.name, reading) for predictor in ("global", "personal")]
     measured = [row for row in rows if all(row[column] for column in columns)]
     both = [(row, float(row[columns[0]]), float(row[columns[1]])) for row in measured]
-    both.sort(key=lambda each: (each[2] - each[1], each[0]["id"]))
+    both.sort(key=lambda each: (headline.sign * (each[2] - each[1]), each[0]["id"]))
     half = min(NAMED // 2, len(both) // 2)
-    shown = [
-        _client(row, in_percent(before), in_percent(after), f"{100 * (after - before):+.1f}")
-        for row, before, after in both[:half] + both[len(both) - half :]
-    ]
+    shown = []
+    for row, before, after in both[:half] + both[len(both) - half :]:
+        gain = headline.sign * (after - before)
+        said = f"{100 * gain:+.1f}" if headline.percent else f"{gain:+.3g}"
+        shown.append(client_row(row, headline.shown(before), headline.shown(after), said))
     headings = ("client", "global, %", "personalized, %", "gain, points")
-    return _small("Smallest and largest gains by personalization", headings, shown)
+    if not headline.percent:
+        gain_of = "gain" if headline.higher_is_better else f"{headline.title} saved"
+        headings = ("client", "global", "personalized", gain_of)
+    return small_table("Smallest and largest gains by personalization", headings, shown)
 
 
-def _client(row: Mapping[str, str], *cells: str) -> TableRow:
-    return table_row(row["id"], *cells, colour=_group(row), note=_owner(row))
+def client_row(row: Mapping[str, str], *cells: str) -> TableRow:
+    """Return a client's row: its id, cells, the colour of its group and its owner."""
+    return table_row(row["id"], *cells, colour=group_of(row), note=owner_of(row))
 
 
-def _group(row: Mapping[str, str]) -> str:
+def group_of(row: Mapping[str, str]) -> str:
+    """Return the group of a client, by its line of ``clients.csv``."""
     return "seen" if row["seen"] == "true" else "unseen"
 
 
-def _owner(row: Mapping[str, str]) -> str:
+def owner_of(row: Mapping[str, str]) -> str:
+    """Return the name of a client's owner; empty if it is the client's id."""
     owner = row.get("owner", "")
     return owner if owner != row["id"] else ""
 
@@ -228,214 +302,10 @@ def _classes(labels: Sequence[str], names: Mapping[str, str]) -> str:
     return ", ".join(names.get(label, label) for label in labels) if len(labels) <= 2 else str(len(labels))
 
 
-def _clients_by_id(run: RunFolder) -> dict[str, dict[str, str]]:
-    """Return the rows of ``clients.csv`` by id; empty if it cannot be read."""
-    try:
-        inputs.check_files(run, ("clients.csv",))
-        return {row["id"]: row for row in run.clients()}
-    except DataError:
-        return {}
-
-
 def _class_names(run: RunFolder) -> dict[str, str]:
     """Return class names by number; empty if the partition cannot be read."""
     try:
-        return {str(k): name for k, name in enumerate(run.manifest().class_names)}
+        manifest = run.manifest()
+        return {str(k): name for k, name in enumerate(manifest.class_names[: manifest.classes])}
     except DataError:
         return {}
-
-
-def each_client(run: RunFolder) -> Part:
-    """Return a card for each client with its data and its own model's confusion matrix."""
-    from fedloom.reporting.figures import class_label
-
-    rows, confusions, reading = run.clients(), run.confusions(), _reading(run)
-    manifest = run.manifest()
-    names = [class_label(name) for name in manifest.class_names]
-    counts = {client.id: client.class_counts["train"] for client in manifest.clients}
-    if len(rows) > CARDS:
-        return Part(text=f"Runs of more than {CARDS:,} clients have their confusion matrices in confusion.csv only.")
-    cards = []
-    for k, row in enumerate(rows):
-        accuracy = row.get(f"personal_accuracy_{reading}")
-        facts = [f"accuracy {in_percent(float(accuracy))} %"] if accuracy else ["not measured"]
-        facts += [pluralize(int(row["train"]), "training example"), _mix(counts.get(row["id"], ()), names)]
-        about = "; ".join(filter(None, facts))
-        table = confusion_table_of(confusions.get(row["id"], []), names)
-        cards.append(ConfusionCard(row["id"], f"c{k}", _group(row), _owner(row), about, table))
-    text = (
-        f"Accuracy: {reading}. Matrix: test split, unmasked, personalized model, in examples, with a row for each true "
-        f"class and a column for each predicted one; the {CARD_CLASSES} most frequent classes."
-    )
-    return Part(cards=tuple(cards), text=text)
-
-
-def confusion_table_of(pairs: Sequence[tuple[int, int, int]], names: Sequence[str]) -> Table | None:
-    """Return a client's confusion matrix of the classes that occur in it; None without examples.
-
-    Parameters
-    ----------
-    pairs
-        True class, predicted class and number of examples.
-    names
-        Names of all classes.
-    """
-    often: Counter[int] = Counter()
-    for true, predicted, n in pairs:
-        often.update({true: n})
-        often.update({predicted: n})
-    kept = sorted(sorted(often, key=lambda k: (-often[k], k))[:CARD_CLASSES])
-    examples = {(true, predicted): n for true, predicted, n in pairs}
-    rows = []
-    for true in kept:
-        total = sum(n for (row, _), n in examples.items() if row == true)
-        if total:
-            found = (examples.get((true, predicted), 0) for predicted in kept)
-            cells = (Cell(str(n or ""), shade=round(100 * n / total)) for n in found)
-            rows.append(TableRow((Cell(names[true]), *cells)))
-    headings = ("true \\ predicted", *(names[k] for k in kept))
-    return Table(headings, (("", tuple(rows)),), small=True) if rows else None
-
-
-def _mix(counts: Sequence[int], names: Sequence[str]) -> str:
-    """Return the classes of a client's training data in percent, most frequent first; empty if unknown."""
-    most = sorted((k for k, n in enumerate(counts) if n), key=lambda k: (-counts[k], k))
-    parts = [f"{names[k]} ({100 * counts[k] / sum(counts):.0f} %)" for k in most[:NAMED]]
-    return ", ".join([*parts, *([f"{len(most) - NAMED} more"] if len(most) > NAMED else [])])
-
-
-def confusion_matrices(run: RunFolder) -> Part:
-    """Return the confusion matrices of the seen and unseen clients' models and of the global model."""
-    from fedloom.reporting import figures
-
-    document = run.json("confusion.json")
-    names, counts = document["classes"], _confusion_counts(document)
-    if not counts:
-        raise DataError(f"{run.path / 'confusion.json'}: no client answered in round {document['round']}")
-    titles = {key: f"{key.capitalize()} clients, personalized model" for key in ("seen", "unseen")}
-    titles["global"] = "All clients, global model"
-    wide = figures.confusion_is_wide(names)
-    panels = tuple(
-        Panel(f"confusion-{key}", figures.draw_confusion(each, names, titles[key]), wide)
-        for key, each in counts.items()
-    )
-    text = (
-        f"Test split, unmasked, round {document['round']}. Each row is a class and sums to 100 %. The colour is the "
-        "square root of the share, so that rare errors can be seen."
-    )
-    labels = [figures.class_label(name) for name in names]
-    table = _errors(counts, labels, wide=wide or len(panels) % 2 == 0)
-    return Part(panels=panels, tables=(table,), columns=2, text=text)
-
-
-def _confusion_counts(document: Mapping[str, Any]) -> dict[str, Sequence[Sequence[int]]]:
-    """Return the counts ``[C, C]`` of the groups that have any: the personal models' by group, the global one's."""
-    counts = {key: document["personal"][key] for key in ("seen", "unseen")}
-    of_global = [each for each in (document["global"] or {}).values() if each is not None]
-    if of_global:
-        counts["global"] = [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*of_global, strict=True)]
-    return {key: found for key, found in counts.items() if found is not None}
-
-
-def _errors(counts: Mapping[str, Sequence[Sequence[int]]], names: Sequence[str], *, wide: bool) -> Table:
-    """Return a table of the first group's most frequent errors, with rates in all groups in percent of the class."""
-    first = next(iter(counts.values()))
-    wrong = [(n, i, j) for i, row in enumerate(first) for j, n in enumerate(row) if i != j and n]
-    most = sorted(wrong, key=lambda each: (-each[0], each[1], each[2]))[: 6 if wide else NAMED]
-    rows = []
-    for _, i, j in most:
-        parts = [(each[i][j], sum(each[i])) for each in counts.values()]
-        rows.append(table_row(f"{names[i]} → {names[j]}", *(in_percent(n / of) if of else DASH for n, of in parts)))
-    title = f"Most frequent errors, {GROUPS[next(iter(counts))]}"
-    return _small(title, ("true → predicted, %", *counts), rows, wide=wide)
-
-
-def calibration(run: RunFolder) -> Part:
-    """Return the reliability diagram, calibration errors and uncertainties."""
-    from fedloom.reporting.uncertainty_figures import draw_reliability
-
-    panel = Panel("reliability", draw_reliability(run.json("calibration.json")))
-    last, _ = run.last_evaluation() or ({}, 0)
-    of_clients = {key: of.get("ece_clients") for key, of in summary_of(run).get("uncertainty", {}).items() if of}
-    rows = []
-    for key, label in GROUPS.items():
-        found = last.get("uncertainty", {}).get(key)
-        if found is not None:
-            own = DASH if of_clients.get(key) is None else in_percent(of_clients[key])
-            nats = (f"{found[name]:.3f}" for name in ("entropy", "mutual_information"))
-            rows.append(table_row(label, in_percent(found["ece"]), own, *nats, colour=key))
-    headings = ("", "calibration error, %", "mean over clients, %", "entropy, nats", "mutual information, nats")
-    text = (
-        "Test split, unmasked. Predictions are sorted into bins by confidence, the highest predicted probability. The "
-        "accuracy of a calibrated model equals its confidence (the diagonal). Calibration error: expected calibration "
-        "error (ECE), the mean distance from the diagonal weighted by examples, over all examples together. Its mean "
-        "over clients is higher, because an overconfident client does not offset a cautious one, and because of chance "
-        "where examples are few. Entropy is that of the prediction. Mutual information of prediction and model is zero "
-        "for a client with a single model rather than a distribution of models."
-    )
-    table = _small("Calibration error and uncertainty", headings, rows)
-    return Part(panels=(panel,), tables=(table,), columns=2, text=text)
-
-
-def uncertainty(run: RunFolder) -> Part:
-    """Return confidence, entropy and mutual information of clients whose models are distributions."""
-    from fedloom.reporting.uncertainty_figures import draw_accuracy_by_uncertainty, draw_confidence_over_training
-
-    document = run.json("uncertainty.json")
-    ids, seen, last = document["clients"]["ids"], document["clients"]["seen"], document["rounds"][-1]
-    if all(value is None for value in last["entropy"]):
-        raise DataError(f"{run.path / 'uncertainty.json'}: no client answered in round {last['round']}")
-    panels = (
-        Panel("uncertainty-training", draw_confidence_over_training(document), wide=True),
-        Panel("uncertainty-clients", draw_accuracy_by_uncertainty(document)),
-    )
-    by_id = _clients_by_id(run)
-    most = sorted((-entropy, i) for i, entropy in enumerate(last["entropy"]) if entropy is not None)[:NAMED]
-    rows = []
-    for _, i in most:
-        right = in_percent(sum(last["right"][i]) / sum(last["examples"][i]))
-        nats = (f"{last[name][i]:.3f}" for name in ("entropy", "mutual_information"))
-        rows.append(_client(by_id.get(ids[i], {"id": ids[i], "seen": str(seen[i]).lower()}), right, *nats))
-    headings = ("client", "accuracy, %", "entropy, nats", "mutual information, nats")
-    text = (
-        "Personalized model, test split, unmasked. Bars: share of a client's examples by confidence, with correct "
-        "predictions in colour and wrong ones grey, after the first two evaluated rounds and the last. The clients are "
-        "those at the minimum, the quartiles and the maximum of entropy after the last round. H and I: mean entropy of "
-        "the prediction, and mean mutual information of prediction and model, in nats."
-    )
-    return Part(panels=panels, tables=(_small("Clients of highest entropy", headings, rows),), columns=2, text=text)
-
-
-def descriptors(run: RunFolder) -> Part:
-    """Return maps of the clients' descriptors, and their correlation with the clients' data."""
-    from fedloom.reporting import descriptor_figures
-    from fedloom.reporting.figures import class_label
-
-    document, manifest = run.json("descriptors.json"), run.manifest()
-    names = [class_label(name) for name in manifest.class_names]
-    about = {
-        client.id: (f"{client.id} ({client.owner})" if client.owner else client.id, client.class_counts["train"])
-        for client in manifest.clients
-    }
-    points = []
-    for id in document["clients"]["ids"]:
-        name, counts = about.get(id, (id, ()))
-        points.append((id, ": ".join(filter(None, (name, _mix(counts, names))))))
-    panels = [
-        Panel("descriptors", descriptor_figures.draw_map(document, manifest.class_names), points=tuple(points)),
-        Panel("correlation", descriptor_figures.draw_correlation(document)),
-    ]
-    if len(document["maps"]) > 1:
-        panels.append(Panel("descriptors-training", descriptor_figures.draw_maps(document), wide=True))
-    excluded = document["excluded"][-1]
-    text = (
-        "Maps: a point per client, coloured by its most frequent class, with diamonds for unseen clients. In the large "
-        "map, hover over a point to see the client's classes, and click on it to see its confusion matrix. All are "
-        f"drawn on the two principal axes of round {document['maps'][-1]['round']}, each around its own mean; the "
-        "small ones have one scale. Rank correlation: for each unseen client, Spearman's coefficient between its "
-        "descriptor's distances and its class proportions' distances to all clients; mean and ± one standard deviation "
-        "over unseen clients. The dotted line is the value at the first evaluation: an untrained embedding network "
-        "that sees labels already correlates."
-        + (f" {pluralize(excluded, 'unseen client')} without a coefficient (all distances equal)." if excluded else "")
-    )
-    return Part(panels=tuple(panels), columns=2, text=text)

@@ -85,11 +85,13 @@ def machine(run: RunFolder) -> Part:
 
 
 def data(run: RunFolder) -> Part:
-    """Return the partition: its scheme, and the classes of every client."""
+    """Return the partition: its scheme, and the classes of every client, if the data have classes."""
     from fedloom.reporting import figures
 
     manifest = run.manifest()
     pairs = _about_partition(manifest)
+    if not manifest.classes:
+        return Part(pairs=pairs)
     train = [client.class_counts["train"] for client in manifest.clients]
     if not any(map(sum, train)):
         return Part(text="The training examples have no labels.", pairs=pairs)
@@ -115,12 +117,15 @@ def _about_partition(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     classes_of = [sum(1 for count in client.class_counts["train"] if count) for client in manifest.clients]
     sizes = {split: sum(c.size(split) for c in manifest.clients) for split in ("train", "validation", "test")}
     inputs_of = "×".join(map(str, manifest.input_shape))
+    targets = manifest.targets
+    predicted = f", {pluralize(manifest.classes, 'class', 'classes')}" if manifest.classes else ""
+    predicted = predicted if targets is None else f", {targets.task}, {pluralize(targets.outputs, 'output')}"
     return (
-        ("data set", f"{manifest.dataset}, {pluralize(manifest.classes, 'class', 'classes')}, inputs {inputs_of}"),
+        ("data set", f"{manifest.dataset}{predicted}, inputs {inputs_of}"),
         ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),
         ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in ordered)),
         ("training examples per client", number_range([client.train for client in manifest.clients])),
-        ("classes per client", number_range(classes_of)),
+        *([("classes per client", number_range(classes_of))] if manifest.classes else []),
         ("examples", ", ".join(f"{size:,} {split}" for split, size in sizes.items())),
         ("fingerprint", manifest.fingerprint),
     )

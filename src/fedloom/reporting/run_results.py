@@ -6,15 +6,18 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.core.words import dotted_keys
 from fedloom.errors import DataError
 from fedloom.reporting.inputs import OF_BROKEN_FILES, check_compared
-from fedloom.reporting.words import is_masked
+from fedloom.reporting.words import client_column, is_masked
 from fedloom.runs.files import METRICS, SUMMARY
 from fedloom.runs.folder import RunFolder
+from fedloom.tasks.headline import headline_of, validation_value, values_of
+from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline
 
 GROUPS = ("seen", "unseen")
 USERS = "users"
@@ -22,15 +25,13 @@ USERS = "users"
 PREDICTORS = ("global", "personal")
 APART = ("name", "seed", "runtime.", "storage", "tracking", "data.root")
 """Prefixes of experiment keys that do not distinguish settings."""
-MILLION = 10**6
 
 
 class GroupStatistics(NamedTuple):
-    """Statistics of a group of clients in a run: accuracies as fractions, or losses (:attr:`RunResults.by_loss`).
+    """Statistics of a group of clients in a run, of its headline metric (:attr:`RunResults.headline`).
 
-    ``mean``, ``std`` and ``worst_decile`` are over clients (``evaluation.summary.group_statistics``); the worst losses
-    are the highest. Only accuracies have ``pooled``, and ``other``, the mean in the secondary reading (masked or
-    unmasked).
+    ``mean``, ``std`` and ``worst_decile`` are over clients (``evaluation.summary.group_statistics``), ``pooled`` over
+    examples. Only accuracies have ``other``, the mean in the secondary reading (masked or unmasked).
     """
 
     clients: int
@@ -42,7 +43,7 @@ class GroupStatistics(NamedTuple):
 
 
 class CurvePoint(NamedTuple):
-    """Evaluated round: cost of training so far, and mean test accuracy (or loss) of each group."""
+    """Evaluated round: cost of training so far, and the mean of the headline metric on each group's test data."""
 
     round: int
     payload: int
@@ -69,8 +70,8 @@ class Result:
         Statistics of the last round for ``seen``, ``unseen`` and, if the method has it, ``users``; None without
         results.
     clients
-        Right predictions and examples of each client in the last round, by id, for ``seen`` and ``unseen``. Their
-        quotient is the accuracy. In runs without classes, they are the loss in millionths, and a million.
+        Headline metric of each client in the last round, by id, for ``seen`` and ``unseen``, as a quotient of whole
+        numbers: right predictions and examples, or the digits of another metric and a power of ten.
     curve
         Evaluated rounds, in ascending order.
     best
@@ -92,7 +93,7 @@ class RunResults:
 
     ``titles``: names of its predictors in tables.
 
-    ``by_loss``: the data have no classes, and results are losses.
+    ``headline``: metric of its results.
 
     ``own_steps``: statistics of unseen clients' models by number of extra local steps, if evaluated.
     """
@@ -104,7 +105,7 @@ class RunResults:
     dataset: str
     model: str
     masked: bool
-    by_loss: bool
+    headline: Headline
     settings: Mapping[str, Any]
     partition: str
     environment: Mapping[str, Any]
@@ -121,6 +122,11 @@ class RunResults:
     def name(self) -> str:
         """Name of the folder."""
         return self.path.name
+
+    @property
+    def by_loss(self) -> bool:
+        """True if the results are losses of the model itself, as the data have no targets."""
+        return self.headline.name == MODEL_LOSS.name
 
     @property
     def method(self) -> str:
@@ -142,8 +148,8 @@ def read_results(run: RunFolder) -> RunResults:
     try:
         best = _best(run, summary)
         groups = [group for group in (summary["seen"], summary["unseen"], summary["global"]) if group is not None]
-        by_loss = any(group["accuracy_mean"] is None for group in groups)
-        masked = not by_loss and any(map(is_masked, groups))
+        headline = headline_of(summary)
+        masked = headline == ACCURACY and any(map(is_masked, groups))
         predictors = PREDICTORS if summary["global"] is not None else ("personal",)
         traffic = summary["communication"]
         return RunResults(
@@ -154,7 +160,7 @@ def read_results(run: RunFolder) -> RunResults:
             dataset=str(summary["dataset"]),
             model=str(summary["model"]),
             masked=masked,
-            by_loss=by_loss,
+            headline=headline,
             settings={key: value for key, value in settings.items() if not key.startswith(APART)},
             partition=partition,
             environment=environment,
@@ -164,9 +170,9 @@ def read_results(run: RunFolder) -> RunResults:
             wire_down=_int_or_none(traffic["wire_down"]),
             duration_s=float(summary["duration_s"]),
             training_loss=run.training_loss(),
-            own_steps=_own_steps(summary.get("own_steps"), masked=masked, by_loss=by_loss),
+            own_steps=_own_steps(summary.get("own_steps"), headline, masked=masked),
             results={
-                predictor: _result(summary, history, best, clients, predictor, masked=masked, by_loss=by_loss)
+                predictor: _result(summary, history, best, clients, predictor, headline, masked=masked)
                 for predictor in predictors
             },
         )
@@ -195,26 +201,24 @@ def _result(
     best: Mapping[str, Any] | None,
     clients: Sequence[Mapping[str, str]],
     predictor: str,
+    headline: Headline,
     *,
     masked: bool,
-    by_loss: bool,
 ) -> Result:
     method = summary["algorithm"]
-    curve = tuple(_point(line, predictor, method, by_loss=by_loss) for line in history)
-    of_best = None if best is None else _point(best, predictor, method, by_loss=by_loss)
+    curve = tuple(_point(line, predictor, method, headline) for line in history)
+    of_best = None if best is None else _point(best, predictor, method, headline)
     costs = summary.get(method, {}).get("new_client", {}).get(predictor, {})
-    column = f"{predictor}_{'loss' if by_loss else 'accuracy'}_{'masked' if masked else 'unmasked'}"
+    column = client_column(predictor, headline.name, "masked" if masked else "unmasked")
     tested = {
         group: {
-            row["id"]: _count(row, column, by_loss=by_loss)
-            for row in clients
-            if row["seen"] == seen and row.get(column)
+            row["id"]: _quotient(row, column, headline) for row in clients if row["seen"] == seen and row.get(column)
         }
         for group, seen in (("seen", "true"), ("unseen", "false"))
     }
     return Result(
         groups={
-            name: _losses(group, tested.get(name, {})) if by_loss else _measured(group, masked=masked)
+            name: _measured(group, headline, tested.get(name, {}), masked=masked)
             for name, group in _of(summary, predictor, method).items()
         },
         clients=tested,
@@ -224,10 +228,17 @@ def _result(
     )
 
 
-def _count(row: Mapping[str, str], column: str, *, by_loss: bool) -> tuple[int, int]:
-    """Return a client's right predictions and examples: six digits are enough to recover the exact count."""
-    of = MILLION if by_loss else int(row["test"])
-    return round(float(row[column]) * of), of
+def _quotient(row: Mapping[str, str], column: str, headline: Headline) -> tuple[int, int]:
+    """Return a client's right predictions and examples, which six digits of an accuracy are enough to recover.
+
+    Another metric is returned as its digits and a power of ten.
+    """
+    if headline == ACCURACY:
+        of = int(row["test"])
+        return round(float(row[column]) * of), of
+    value = Decimal(row[column])
+    digits = max(0, -int(value.as_tuple().exponent))
+    return int(value.scaleb(digits)), 10**digits
 
 
 def _of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str, Mapping[str, Any] | None]:
@@ -238,46 +249,48 @@ def _of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str, Mappi
     return found | {USERS: users} if predictor == "personal" and users not in (None, found["seen"]) else found
 
 
-def _measured(group: Mapping[str, Any] | None, *, masked: bool) -> GroupStatistics | None:
+def _measured(
+    group: Mapping[str, Any] | None, headline: Headline, clients: Mapping[str, tuple[int, int]], *, masked: bool
+) -> GroupStatistics | None:
+    """Return a group's statistics; what the summary does not say of a loss is computed from the clients."""
     if group is None:
         return None
-    other = group["unmasked" if masked else "masked"]
+    mean, std, _, decile, pooled = values_of(group, headline)
+    if mean is None:  # no client has enough data for this metric
+        return None
+    other = group["unmasked" if masked else "masked"] if headline == ACCURACY else None
+    if std is None and clients:
+        losses = sorted((loss / of for loss, of in clients.values()), reverse=True)
+        std, decile = statistics.pstdev(losses), statistics.fmean(losses[: math.ceil(len(losses) / 10)])
     return GroupStatistics(
         clients=int(group["clients"]),
-        mean=float(group["accuracy_mean"]),
-        std=float(group["accuracy_std"]),
-        worst_decile=float(group["accuracy_worst_decile"]),
-        pooled=float(group["accuracy_pooled"]),
+        mean=float(mean),
+        std=_float_or_none(std),
+        worst_decile=_float_or_none(decile),
+        pooled=_float_or_none(pooled),
         other=None if other is None else float(other["accuracy_mean"]),
     )
 
 
-def _losses(group: Mapping[str, Any] | None, clients: Mapping[str, tuple[int, int]]) -> GroupStatistics | None:
-    """Return the statistics of a group without accuracies: the summary's mean, and the rest from its clients."""
-    if group is None:
-        return None
-    losses = sorted((loss / of for loss, of in clients.values()), reverse=True)
-    return GroupStatistics(
-        clients=int(group["clients"]),
-        mean=float(group["loss_mean"]),
-        std=statistics.pstdev(losses) if losses else None,
-        worst_decile=statistics.fmean(losses[: math.ceil(len(losses) / 10)]) if losses else None,
-    )
+def _float_or_none(value: float | None) -> float | None:
+    return None if value is None else float(value)
 
 
-def _own_steps(found: Sequence[Mapping[str, Any]] | None, *, masked: bool, by_loss: bool) -> dict[int, GroupStatistics]:
+def _own_steps(
+    found: Sequence[Mapping[str, Any]] | None, headline: Headline, *, masked: bool
+) -> dict[int, GroupStatistics]:
     """Return a summary's ``own_steps`` by number of steps; empty for runs of older versions."""
     groups = {int(line["steps"]): line["unseen"] for line in found or ()}
-    measured = {k: _losses(group, {}) if by_loss else _measured(group, masked=masked) for k, group in groups.items()}
+    measured = {k: _measured(group, headline, {}, masked=masked) for k, group in groups.items()}
     return {k: group for k, group in measured.items() if group is not None}
 
 
-def _point(line: Mapping[str, Any], predictor: str, method: str, *, by_loss: bool) -> CurvePoint:
-    key = "loss_mean" if by_loss else "accuracy_mean"
+def _point(line: Mapping[str, Any], predictor: str, method: str, headline: Headline) -> CurvePoint:
+    groups = _of(line, predictor, method).items()
     return CurvePoint(
         int(line["round"]),
         int(line["communication"]["payload_up"]) + int(line["communication"]["payload_down"]),
         int(line["client_steps"]),
-        line["validation_loss" if by_loss else "validation_pooled"],
-        {name: None if g is None else float(g[key]) for name, g in _of(line, predictor, method).items()},
+        validation_value(line),
+        {name: None if group is None else _float_or_none(values_of(group, headline).mean) for name, group in groups},
     )

@@ -30,6 +30,11 @@ def is_masked(group: Mapping[str, Any]) -> bool:
     return "unmasked" in group
 
 
+def client_column(predictor: str, metric: str, reading: str = "unmasked") -> str:
+    """Return the column of ``clients.csv`` that has a metric of a predictor under a reading."""
+    return f"{predictor}_{metric}_{reading}"
+
+
 def in_percent(fraction: float) -> str:
     """Return a fraction in percent with one decimal, without the sign."""
     return f"{100 * fraction:.1f}"

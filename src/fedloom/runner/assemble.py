@@ -84,10 +84,13 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
 
     ``trained_on`` is the manifest that the run was trained with, if it is another.
 
-    Raise ExperimentError if the model does not fit the data, or the method does not fit the model.
+    Raise ExperimentError if the model does not fit the data, the method does not fit the model, or ``federation.until``
+    does not fit the task.
     """
     trained_on = manifest if trained_on is None else trained_on
     plan = evaluation_plan(experiment, manifest)
+    if (until := experiment.federation.until) is not None:
+        until.check(plan.task.headline)
     model = experiment.model.build(manifest.input_shape, manifest.outputs, manifest.kind, plan.task, plan.targets.shape)
     brought = isinstance(experiment.data, OwnData)
     setup = Setup(
@@ -458,10 +461,7 @@ def _loop_config(e: Experiment, *, is_open: bool) -> LoopConfig:
 
 def _early_stopping(until: EarlyStopping | None) -> Callable[[int, Best], bool] | None:
     """Return a predicate of (round, best round) that ends an open federation; None without ``until``."""
-    if until is None:
-        return None
-    least, rounds = until.at_least, until.not_better_for
-    return lambda round, best: best.score >= least if least is not None else round - best.round >= (rounds or 0)
+    return None if until is None else lambda round, best: until.is_reached(round, best.round, best.score)
 
 
 def fingerprint(experiment: Experiment) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from fedloom.runner import assemble, results
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.constants import check_run_constants, write_constants
 from fedloom.runner.distributed import Serving, ServingSettings, serving
+from fedloom.runner.examples import write_examples
 from fedloom.runner.log_file import log_kept
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.open_federation import check_replay, is_known, known_normalization, open_manifest, own_of
@@ -293,6 +294,8 @@ class Engine:
             self.folder.write("partition.json", loop.manifest.to_json())
         seconds = self._earlier_s + time.perf_counter() - self.started_at
         summary = results.conclude(parts, loop, final, seconds)
+        if self.options.report and self.dataset is not None:  # data of a simulation, none of whose clients is private
+            write_examples(self.folder, parts.plan.task.name, parts.plan.targets)
         reported = self.options.report and write_report_if_possible(self.folder, self.observer)
         self.folder.tidy()
         self.publication.finish()

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import fedloom
 from fedloom.errors import ExperimentError, argument
-from fedloom.federation.activity import Activity, LivePhase
+from fedloom.federation.activity import Activity, LastEvaluation, LivePhase
 from fedloom.runner.bounded_http import BoundedServer
 from fedloom.security.options import Protection
 from fedloom.transport.address import split_address
@@ -124,20 +124,32 @@ def federation_families(
     yield from _gauge("train_loss", "Training loss of the last round.", now.train_loss)
     if (measured := now.measured) is not None:
         yield from _gauge("measured_round", "Round of the last evaluation.", measured.round)
-        accuracy = GaugeMetricFamily(
-            "fedloom_accuracy", "Accuracy in the last evaluation.", labels=["group", "statistic"]
-        )
-        for group, found in sorted(measured.groups.items()):
-            for statistic in ("mean", "worst_decile", "pooled"):
-                value = getattr(found, f"accuracy_{statistic}")
-                if value is not None:
-                    accuracy.add_metric([group, statistic], value)
-        yield accuracy
+        yield from _of_evaluation(measured)
         losses = {group: found.loss_mean for group, found in measured.groups.items()}
         yield _labelled(GaugeMetricFamily, "loss", "Mean test loss in the last evaluation.", "group", losses)
     if models is not None:
         yield from serving_families(models)
     yield from _gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)
+
+
+def _of_evaluation(measured: LastEvaluation) -> Iterator[Any]:
+    """Yield the accuracies of an evaluation, and its headline metric, whatever that is."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    where = ["group", "statistic"]
+    accuracy = GaugeMetricFamily("fedloom_accuracy", "Accuracy in the last evaluation.", labels=where)
+    headline = GaugeMetricFamily(
+        "fedloom_headline", "Headline metric in the last evaluation.", labels=["metric", "percent", *where]
+    )
+    about = [measured.metric, str(measured.percent).lower()]
+    for group, found in sorted(measured.groups.items()):
+        for statistic in ("mean", "worst_decile", "pooled"):
+            if (value := getattr(found, f"accuracy_{statistic}")) is not None:
+                accuracy.add_metric([group, statistic], value)
+            if (value := getattr(found, statistic)) is not None:
+                headline.add_metric([*about, group, statistic], value)
+    yield accuracy
+    yield headline
 
 
 def serving_families(load: ServingLoad, certificate_end: float | None = None) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from fedloom.errors import GO_ON, DataError, QuorumError
 from fedloom.evaluation.descriptors import descriptor_correlation, descriptor_document
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document, confusion_table
 from fedloom.evaluation.last_evaluations import LATE
+from fedloom.evaluation.outputs import output_document
 from fedloom.evaluation.summary import EvaluationResult, RunCost, RunDescription, predictor_statistics, summary
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
 from fedloom.experiment import Experiment, OwnData
@@ -120,6 +121,8 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     folder.write_json("confusion.json", confusion_document(final, parts.manifest.class_names))
     folder.write("confusion.csv", confusion_table(final))
     folder.write_json("calibration.json", calibration_document(final))
+    if (of_outputs := output_document(final)) is not None:
+        folder.write_json("outputs.json", of_outputs)
     titles = parts.algorithm.titles(parts.settings)
     about = RunDescription(e.name, e.algorithm.name, e.data.dataset, e.model.name, e.seed, titles)
     cost = RunCost(

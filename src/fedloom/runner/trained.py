@@ -17,7 +17,7 @@ from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
-from fedloom.evaluation.summary import EvaluationResult, groups
+from fedloom.evaluation.summary import EvaluationResult, groups, headline_keys
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.runner import assemble
@@ -89,6 +89,7 @@ def found_of(
             if parts.setup.same_clients or partition is None
             else {"overlap": overlap_with(run, parts.experiment, dataset)}
         ),
+        **headline_keys(evaluation.plan),
         **groups(evaluation, label_mask=parts.experiment.evaluation.label_mask),
         **extra,
     }

@@ -28,7 +28,7 @@ KEPT = 2
 class Best:
     """Round with the highest validation score of seen clients, the earliest on ties.
 
-    The score is pooled accuracy, or the negative loss for data without classes.
+    The score is the pooled headline metric of the task, or minus that metric if lower is better.
     """
 
     round: int

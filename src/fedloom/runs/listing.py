@@ -14,6 +14,7 @@ from fedloom.errors import DataError, argument
 from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE
+from fedloom.tasks.headline import headline_of, values_of
 
 FINISHED, INTERRUPTED, RUNNING, DAMAGED = "finished", "interrupted", "running", "damaged"
 RESUME = f"continue it: run it again with {argument('resume')}"
@@ -33,9 +34,10 @@ class RunEntry:
         From the experiment; None if that is damaged.
     done, rounds
         Rounds done, and rounds planned; None also for a run without an end.
+    metric, percent
+        Name of the headline metric, and True if it is a fraction; None and False before the first evaluation.
     seen, unseen
-        Mean test accuracy over clients in the last evaluated round, as a fraction; None if no client was evaluated or
-        the data have no classes.
+        Mean of that metric over clients in the last evaluated round, on test data; None if no client was evaluated.
     seen_loss, unseen_loss
         Mean test loss over clients in that round.
     changed
@@ -52,6 +54,8 @@ class RunEntry:
     seed: int | None = None
     done: int | None = None
     rounds: int | None = None
+    metric: str | None = None
+    percent: bool = False
     seen: float | None = None
     unseen: float | None = None
     seen_loss: float | None = None
@@ -140,6 +144,7 @@ def _entry(run: RunFolder) -> RunEntry:
         rule = f" {method['rule']}" if "rule" in method else ""
         last = summary or (run.last_evaluation() or ({}, 0))[0]
         seen, unseen = (last.get(group) or {} for group in ("seen", "unseen"))
+        headline = headline_of(last)
         done = _rounds_done(run) if summary is None else int(summary["rounds"])
         ended = FINISHED if has_ended(e, summary, done) else INTERRUPTED
         return RunEntry(
@@ -151,8 +156,10 @@ def _entry(run: RunFolder) -> RunEntry:
             seed=int(e["seed"]),
             done=done,
             rounds=None if rounds is None else int(rounds),
-            seen=seen.get("accuracy_mean"),
-            unseen=unseen.get("accuracy_mean"),
+            metric=headline.name if last else None,
+            percent=headline.percent if last else False,
+            seen=values_of(seen, headline).mean,
+            unseen=values_of(unseen, headline).mean,
             seen_loss=seen.get("loss_mean"),
             unseen_loss=unseen.get("loss_mean"),
             changed=changed,

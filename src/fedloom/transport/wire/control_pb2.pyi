@@ -129,21 +129,27 @@ class ConnectedWorker(_message.Message):
     def __init__(self, name: _Optional[str] = ..., identity: _Optional[str] = ..., device: _Optional[str] = ..., clients: _Optional[int] = ..., since: _Optional[float] = ..., sign: _Optional[float] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("clients", "accuracy_mean", "accuracy_worst_decile", "accuracy_pooled", "loss_mean")
+    __slots__ = ("clients", "accuracy_mean", "accuracy_worst_decile", "accuracy_pooled", "loss_mean", "mean", "worst_decile", "pooled")
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     ACCURACY_MEAN_FIELD_NUMBER: _ClassVar[int]
     ACCURACY_WORST_DECILE_FIELD_NUMBER: _ClassVar[int]
     ACCURACY_POOLED_FIELD_NUMBER: _ClassVar[int]
     LOSS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    WORST_DECILE_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     clients: int
     accuracy_mean: float
     accuracy_worst_decile: float
     accuracy_pooled: float
     loss_mean: float
-    def __init__(self, clients: _Optional[int] = ..., accuracy_mean: _Optional[float] = ..., accuracy_worst_decile: _Optional[float] = ..., accuracy_pooled: _Optional[float] = ..., loss_mean: _Optional[float] = ...) -> None: ...
+    mean: float
+    worst_decile: float
+    pooled: float
+    def __init__(self, clients: _Optional[int] = ..., accuracy_mean: _Optional[float] = ..., accuracy_worst_decile: _Optional[float] = ..., accuracy_pooled: _Optional[float] = ..., loss_mean: _Optional[float] = ..., mean: _Optional[float] = ..., worst_decile: _Optional[float] = ..., pooled: _Optional[float] = ...) -> None: ...
 
 class Measured(_message.Message):
-    __slots__ = ("round", "groups", "validation_pooled", "validation_loss", "train_loss")
+    __slots__ = ("round", "groups", "validation_pooled", "validation_loss", "train_loss", "metric", "higher_is_better", "percent")
     class GroupsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -156,12 +162,18 @@ class Measured(_message.Message):
     VALIDATION_POOLED_FIELD_NUMBER: _ClassVar[int]
     VALIDATION_LOSS_FIELD_NUMBER: _ClassVar[int]
     TRAIN_LOSS_FIELD_NUMBER: _ClassVar[int]
+    METRIC_FIELD_NUMBER: _ClassVar[int]
+    HIGHER_IS_BETTER_FIELD_NUMBER: _ClassVar[int]
+    PERCENT_FIELD_NUMBER: _ClassVar[int]
     round: int
     groups: _containers.MessageMap[str, Group]
     validation_pooled: float
     validation_loss: float
     train_loss: float
-    def __init__(self, round: _Optional[int] = ..., groups: _Optional[_Mapping[str, Group]] = ..., validation_pooled: _Optional[float] = ..., validation_loss: _Optional[float] = ..., train_loss: _Optional[float] = ...) -> None: ...
+    metric: str
+    higher_is_better: bool
+    percent: bool
+    def __init__(self, round: _Optional[int] = ..., groups: _Optional[_Mapping[str, Group]] = ..., validation_pooled: _Optional[float] = ..., validation_loss: _Optional[float] = ..., train_loss: _Optional[float] = ..., metric: _Optional[str] = ..., higher_is_better: bool = ..., percent: bool = ...) -> None: ...
 
 class Totals(_message.Message):
     __slots__ = ("rounds", "failed_attempts", "client_steps", "seconds", "bytes_up", "bytes_down", "exchanges", "phases", "refusals")
