@@ -353,6 +353,29 @@ def test_what_is_frozen_is_no_part_of_theta_and_keeps_its_values(tmp_path: Path)
     assert tells(str(error.value), "model.factory", "base.weight", "run")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_a_language_model_are_all_of_theta() -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+            rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+            config = transformers.BertConfig(**sizes, **rates, intermediate_size=16, num_labels=2)
+            adapters = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
+            self.net = peft.get_peft_model(transformers.BertForSequenceClassification(config), adapters)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.net(input_ids=x.long()).logits
+            return logits
+
+    m = ModuleModel(Classifier, (6,), 2, "tokens")
+    assert m.layout.size == 2 * 2 * 16 + 2 * 16 + 2  # two factors of one matrix, and the classifier
+    assert all("lora" in name or "classifier" in name for name, _ in m.layout.entries)
+    assert any("word_embeddings" in name for name in m.constants)
+
+
 def test_all_frozen_is_refused() -> None:
     with refusing(ExperimentError, "model.factory", "frozen"):
         ModuleModel(lambda: nn.Linear(3, 2).requires_grad_(False), (3,), 2, "features")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -85,15 +85,20 @@ def layout_of(module: nn.Module, buffers: tuple[str, ...], last: str | None, *, 
     head = [name for name in named if last is not None and name.startswith(f"{last}.")]
     shapes = named | {name: tuple(module.get_buffer(name).shape) for name in buffers}
     order = [*(name for name in named if name not in head), *buffers, *head]
-    norms = [name for name, layer in module.named_modules() if isinstance(layer, NORMALIZATION)]
     return Layout(
         tuple((name, shapes[name]) for name in order),
         headless=last is None,
         last=last,
         buffers=buffers,
         local_buffers=local,
-        normalization=tuple(name for name in order if name.rpartition(".")[0] in norms),
+        normalization=_of_normalization(module, order),
     )
+
+
+def _of_normalization(module: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that belong to normalization layers."""
+    norms = [name for name, layer in module.named_modules() if isinstance(layer, NORMALIZATION)]
+    return tuple(name for name in names if name.rpartition(".")[0] in norms)
 
 
 def theta_of(module: nn.Module, layout: Layout) -> Tensor:
