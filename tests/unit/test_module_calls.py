@@ -281,6 +281,24 @@ def test_integers_cover_the_range_of_the_data() -> None:
         ModuleModel(Looks, {"": SingleInput("integers", (6,), 11)}, 2, "integers")
 
 
+def test_columns_of_codes_may_have_tables_of_their_own() -> None:
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables, self.last = nn.ModuleList(nn.Embedding(n, 3) for n in (2, 7, 4)), nn.Linear(9, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.last(torch.cat([table(x[:, i]) for i, table in enumerate(self.tables)], 1))
+            return logits
+
+    model = ModuleModel(Columns, {"": SingleInput("integers", (3,), 7)}, 2, "integers")
+    codes = torch.stack([torch.arange(8) % n for n in (2, 7, 4)], 1)
+    assert model.logits(model.init(torch.Generator()), codes).shape == (8, 2)
+    assert model.layout.head == ("last.weight", "last.bias")
+    with refused("'tables.0'", "Embedding", "IndexError"):  # no column has the largest code
+        ModuleModel(Columns, {"": SingleInput("integers", (3,), 8)}, 2, "integers")
+
+
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 
