@@ -1,4 +1,4 @@
-"""How a module is called: named inputs, fields of outputs, one logit, other tasks, its head, and draws in a run."""
+"""Calls of a module: named inputs, fields of outputs, one logit, other tasks, the head, and steps of some runs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from test_local_data import TASK, people
 from test_module_check import Small, model_of, small_group
-from test_module_model import of_clients, refused
+from test_module_model import refused
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithms.client import LocalTrainer, train
+from fedloom.algorithms.client import train
 from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrod import FEDROD
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import PER_FEDAVG
-from fedloom.core.draws import drawing_from, drawing_with
 from fedloom.models.module import ModuleModel
 from fedloom.models.module_inputs import SingleInput
 from fedloom.models.registry import ModuleSettings
@@ -389,138 +387,3 @@ def test_a_run_of_second_order_is_refused_before_round_1(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
     with refused("Rounds", "RuntimeError", "model.precision", "float32"):
         fedloom.run(TASK, model=Rounds(), model__precision="bfloat16", **keys)
-
-
-# --- draws ------------------------------------------------------------------------------------------------------------
-
-
-def test_seeds_reach_all_generators_and_leave_them_as_they_were() -> None:
-    import random
-
-    def draw() -> list[float]:
-        return [torch.rand(()).item(), random.random(), float(np.random.rand())]  # noqa: NPY002
-
-    before = draw()
-    with drawing_from(torch.Generator().manual_seed(7)):
-        first = draw()
-    with drawing_from(torch.Generator().manual_seed(7)), drawing_with(1), drawing_with(2, torch_alone=True):
-        pass
-    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    with drawing_from(torch.Generator().manual_seed(7)):
-        assert draw() == first
-    with drawing_from(torch.Generator().manual_seed(7), torch_alone=True):
-        assert draw()[0] == first[0]
-    assert draw() != before
-    assert torch.is_tensor(state[0])
-
-
-class Mixed(Small):
-    """Draws by three libraries."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        import random
-
-        logits = super().forward(x)
-        if not self.training:
-            return logits
-        return logits * (1 + torch.rand(()) + random.random() + np.random.rand())  # noqa: NPY002
-
-
-def test_draws_of_a_client_depend_on_it_alone() -> None:
-    for make in (Mixed, lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))):
-        model, steps = model_of(make), LocalSGD(steps=3, batch_size=4)
-        theta = model.init(torch.Generator().manual_seed(1))[None]
-        group = small_group(8, 8)
-        found = []
-        for seed, order in ((0, (0, 1)), (5, (1, 0))):
-            torch.manual_seed(seed)
-            np.random.seed(seed)  # noqa: NPY002
-            ends = {i: train(model, of_clients([group.clients[i]]), theta, steps).theta for i in order}
-            found.append([ends[0], ends[1]])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert model_of(Mixed).draws == ("torch", "numpy", "python")
-
-
-def test_the_halves_of_a_batch_and_two_trainings_draw_apart() -> None:
-    model = model_of(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)))
-    group = small_group(8)
-    local = LocalTrainer(model, group)
-    (batch,) = local.batches(8, [1], "train")
-    one, other, _ = local.halves(batch)
-    (again,) = LocalTrainer(model, group).batches(8, [1], "train")
-    assert len({batch.seed, one.seed, other.seed, again.seed, local.everything()[0].seed}) == 5
-    still = LocalTrainer(model_of(Small), group)
-    assert next(still.batches(8, [1], "train")).seed is None
-
-
-DROPS = """
-import random
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.drop, self.last = nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)
-
-    def forward(self, x):
-        h = self.drop(self.first(x).relu())
-        return self.last(h * (1 + random.random()) if self.training else h)
-
-def net():
-    return Net()
-"""
-
-
-@pytest.mark.parametrize("method", ["fedavg", "ditto", "per-fedavg", "pfedbayes", "pfedgp", "fedrod"])
-def test_a_run_with_draws_has_the_same_bits_again_and_resumed(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "drops.py").write_text(DROPS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
-    local: dict[str, Any] = {
-        "pfedgp": {"steps": 1, "gibbs_steps": 1, "chains": 2},
-        "pfedbayes": {"steps": 2},
-        "per-fedavg": {"local": {"steps": 2}, "hessian": "finite_difference"},
-    }
-    keys: dict[str, Any] = {
-        "data": data,
-        "algorithm": {"name": method, **local.get(method, {"local": {"steps": 2}})},
-        "model": {"name": "module", "factory": "drops:net"},
-        "report": False,
-        "progress": False,
-    }
-    found = []
-    for i, rounds in enumerate((3, 1)):
-        torch.manual_seed(i)
-        out = tmp_path / f"run{i}"
-        run = fedloom.run(TASK, federation__rounds=rounds, out=out, **keys)
-        if rounds == 1:
-            torch.manual_seed(99)
-            run = fedloom.run(TASK, federation__rounds=3, out=out, resume=True, **keys)
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-        found.append([run.models(client)(x) for client in ("ann", "bob")])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_draws_are_the_same_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "drops.py").write_text(DROPS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
-    found = []
-    for workers in (0, 2):
-        run = fedloom.run(
-            TASK,
-            data=data,
-            model={"name": "module", "factory": "drops:net"},
-            algorithm={"name": "fedavg", "local": {"steps": 2}},
-            runtime__workers=workers,
-            out=tmp_path / f"run{workers}",
-            report=False,
-            progress=False,
-        )
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-        found.append(run.models("ann")(x))
-    assert torch.equal(*found)
