@@ -6,7 +6,7 @@ import logging
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +25,10 @@ from fedloom.algorithms.per_fedavg import PER_FEDAVG
 from fedloom.models.module import ModuleModel
 from fedloom.models.module_inputs import SingleInput
 from fedloom.models.registry import ModuleSettings
-from fedloom.tasks.base import PredictionTask
-from fedloom.tasks.names import Headline
+from fedloom.tasks.multilabel import Multilabel
+from fedloom.tasks.next_token import NextToken
+from fedloom.tasks.regression import Regression
+from fedloom.tasks.segmentation import Segmentation
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
@@ -151,37 +153,11 @@ def test_probabilities_are_refused(layers: list[nn.Module]) -> None:
         model_of(lambda: nn.Sequential(*layers))
 
 
-class Dense(PredictionTask):
-    """Segmentation as the task of that name has it."""
-
-    name: Literal["segmentation"] = "segmentation"
-    headline: ClassVar[Headline] = Headline("mean_iou", higher_is_better=True, percent=True)
-
-    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (outputs, *target_shape)
-
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, y, reduction="none").mean((1, 2))
-
-
-class Real(PredictionTask):
-    """Regression."""
-
-    name: Literal["regression"] = "regression"
-    headline: ClassVar[Headline] = Headline("rmse", higher_is_better=False, percent=False)
-
-    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        return target_shape
-
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return (outputs - y).square().flatten(1).mean(1) if y.dim() > 1 else (outputs - y).square()
-
-
 def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs() -> None:
     def segment(classes: int) -> nn.Module:
         return nn.Conv2d(1, classes, 3, padding=1)
 
-    task = Dense()
+    task = Segmentation()
     keys: dict[str, Any] = {"task": task, "target_shape": (6, 6)}
     model = ModuleModel(lambda: segment(3), (1, 6, 6), 3, "pixels", **keys)
     theta, x, y = model.init(torch.Generator()), torch.randn(4, 1, 6, 6), torch.randint(3, (4, 6, 6))
@@ -198,12 +174,25 @@ def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs(
     with refused("probabilities", "softmax"):
         ModuleModel(lambda: nn.Sequential(segment(3), nn.Softmax(1)), (1, 6, 6), 3, "pixels", **keys)
     for shape, width in (((), 1), ((2,), 2)):
-        real = ModuleModel(
-            lambda width=width: nn.Linear(3, width), (3,), width, "features", task=Real(), target_shape=shape
-        )
-        assert real.logits(real.init(torch.Generator()), torch.randn(5, 3)).shape == (5, *shape)
+        keys = {"task": Regression(), "target_shape": shape}
+        real = ModuleModel(lambda width=width: nn.Linear(3, width), (3,), width, "features", **keys)
+        assert real.logits(real.init(torch.Generator()), torch.randn(5, 3)).shape == (5, width)
+    flat = ModuleModel(lambda: nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), (3,), 1, "features", task=Regression())
+    assert flat.logits(flat.init(torch.Generator()), torch.randn(5, 3)).shape == (5, 1)
+    assert flat.layout.head_is_linear is False  # it has one layer
     with refused("regression", "[3, 2]", "[3, 1]"):
-        ModuleModel(lambda: nn.Linear(3, 1), (3,), 2, "features", task=Real(), target_shape=(2,))
+        ModuleModel(lambda: nn.Linear(3, 1), (3,), 2, "features", task=Regression(), target_shape=(2,))
+    labels: dict[str, Any] = {"task": Multilabel(), "target_shape": (4,)}
+    assert ModuleModel(lambda: nn.Linear(3, 4), (3,), 4, "features", **labels).layout.size == 16
+    with refused("probabilities", "sigmoid"):
+        ModuleModel(lambda: nn.Sequential(nn.Linear(3, 4), nn.Sigmoid()), (3,), 4, "features", **labels)
+    tokens: dict[str, Any] = {"task": NextToken(), "target_shape": (5,)}
+    described = {"": SingleInput("integers", (5,), 7)}
+    words = ModuleModel(lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), described, 7, "integers", **tokens)
+    assert words.logits(words.init(torch.Generator()), torch.randint(7, (3, 5))).shape == (3, 5, 7)
+    assert words.layout.head == ("1.weight", "1.bias")
+    assert not words.has_features
+    words.check_steps(clients=2)
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
