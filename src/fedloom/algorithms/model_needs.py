@@ -51,8 +51,8 @@ def _problem(need: Need, model: FlatModel) -> str | None:
             return "needs a last linear layer, but the outputs of this model do not come from such a layer"
         return "needs layers before the last one, but this model has one layer"
     if need == "linear head" and model.layout.logits_apart:
-        head = f"{model.layout.last!r} of this model, but its logits only follow from that layer's outputs"
-        return f"adds the heads of clients, and so the outputs of {head}. Return the outputs of the layer"
+        head = f"{model.layout.last!r} as logits, but the logits of this model only follow from them"
+        return f"uses the outputs of the head {head}. Return the outputs of that layer"
     if need == "linear head" and not model.layout.head_is_linear:
         head = f"{model.layout.last!r} of this model is parametrized ({', '.join(model.layout.head)})"
         return f"adds the heads of clients, and the head {head}. Make it a plain linear layer"

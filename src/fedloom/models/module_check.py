@@ -174,8 +174,8 @@ class _Trial:
         self._check_outputs(alone, rows if by_batch else 1)
         self._require(
             torch.equal(first, call(x)) and torch.equal(once, moved[0]),
-            f"gives different outputs for the same inputs {mode}. Keep no state between calls, and draw only from the "
-            "global generators of torch, numpy and Python",
+            f"gives different outputs for the same inputs {mode}. Draw only from the global generators of torch, numpy "
+            "and Python, and keep no state between calls",
         )
         self._check_attributes_kept(function.module, before, mode)
         function = self._function(training=training)
