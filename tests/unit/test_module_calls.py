@@ -1,4 +1,4 @@
-"""How a module is called: named inputs, fields of outputs, one logit, other tasks, its head, and draws in a run."""
+"""Calls of a module: named inputs, fields of outputs, one logit, other tasks, the head, and steps of some runs."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import logging
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from test_local_data import TASK, people
 from test_module_check import Small, model_of, small_group
-from test_module_model import of_clients, refused
+from test_module_model import refused
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithms.client import LocalTrainer, train
+from fedloom.algorithms.client import train
 from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrod import FEDROD
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import PER_FEDAVG
-from fedloom.core.draws import drawing_from, drawing_with
 from fedloom.models.module import ModuleModel
 from fedloom.models.module_inputs import SingleInput
 from fedloom.models.registry import ModuleSettings
-from fedloom.tasks.base import PredictionTask
-from fedloom.tasks.names import Headline
+from fedloom.tasks.multilabel import Multilabel
+from fedloom.tasks.next_token import NextToken
+from fedloom.tasks.regression import Regression
+from fedloom.tasks.segmentation import Segmentation
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
@@ -153,37 +153,11 @@ def test_probabilities_are_refused(layers: list[nn.Module]) -> None:
         model_of(lambda: nn.Sequential(*layers))
 
 
-class Dense(PredictionTask):
-    """Segmentation as the task of that name has it."""
-
-    name: Literal["segmentation"] = "segmentation"
-    headline: ClassVar[Headline] = Headline("mean_iou", higher_is_better=True, percent=True)
-
-    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (outputs, *target_shape)
-
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, y, reduction="none").mean((1, 2))
-
-
-class Real(PredictionTask):
-    """Regression."""
-
-    name: Literal["regression"] = "regression"
-    headline: ClassVar[Headline] = Headline("rmse", higher_is_better=False, percent=False)
-
-    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        return target_shape
-
-    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        return (outputs - y).square().flatten(1).mean(1) if y.dim() > 1 else (outputs - y).square()
-
-
 def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs() -> None:
     def segment(classes: int) -> nn.Module:
         return nn.Conv2d(1, classes, 3, padding=1)
 
-    task = Dense()
+    task = Segmentation()
     keys: dict[str, Any] = {"task": task, "target_shape": (6, 6)}
     model = ModuleModel(lambda: segment(3), (1, 6, 6), 3, "pixels", **keys)
     theta, x, y = model.init(torch.Generator()), torch.randn(4, 1, 6, 6), torch.randint(3, (4, 6, 6))
@@ -200,12 +174,25 @@ def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs(
     with refused("probabilities", "softmax"):
         ModuleModel(lambda: nn.Sequential(segment(3), nn.Softmax(1)), (1, 6, 6), 3, "pixels", **keys)
     for shape, width in (((), 1), ((2,), 2)):
-        real = ModuleModel(
-            lambda width=width: nn.Linear(3, width), (3,), width, "features", task=Real(), target_shape=shape
-        )
-        assert real.logits(real.init(torch.Generator()), torch.randn(5, 3)).shape == (5, *shape)
+        keys = {"task": Regression(), "target_shape": shape}
+        real = ModuleModel(lambda width=width: nn.Linear(3, width), (3,), width, "features", **keys)
+        assert real.logits(real.init(torch.Generator()), torch.randn(5, 3)).shape == (5, width)
+    flat = ModuleModel(lambda: nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), (3,), 1, "features", task=Regression())
+    assert flat.logits(flat.init(torch.Generator()), torch.randn(5, 3)).shape == (5, 1)
+    assert flat.layout.head_is_linear is False  # it has one layer
     with refused("regression", "[3, 2]", "[3, 1]"):
-        ModuleModel(lambda: nn.Linear(3, 1), (3,), 2, "features", task=Real(), target_shape=(2,))
+        ModuleModel(lambda: nn.Linear(3, 1), (3,), 2, "features", task=Regression(), target_shape=(2,))
+    labels: dict[str, Any] = {"task": Multilabel(), "target_shape": (4,)}
+    assert ModuleModel(lambda: nn.Linear(3, 4), (3,), 4, "features", **labels).layout.size == 16
+    with refused("probabilities", "sigmoid"):
+        ModuleModel(lambda: nn.Sequential(nn.Linear(3, 4), nn.Sigmoid()), (3,), 4, "features", **labels)
+    tokens: dict[str, Any] = {"task": NextToken(), "target_shape": (5,)}
+    described = {"": SingleInput("integers", (5,), 7)}
+    words = ModuleModel(lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), described, 7, "integers", **tokens)
+    assert words.logits(words.init(torch.Generator()), torch.randint(7, (3, 5))).shape == (3, 5, 7)
+    assert words.layout.head == ("1.weight", "1.bias")
+    assert not words.has_features
+    words.check_steps(clients=2)
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
@@ -279,6 +266,24 @@ def test_integers_cover_the_range_of_the_data() -> None:
     assert model.logits(model.init(torch.Generator()), torch.randint(10, (4, 6))).shape == (4, 2)
     with refused("'table'", "Embedding", "IndexError"):
         ModuleModel(Looks, {"": SingleInput("integers", (6,), 11)}, 2, "integers")
+
+
+def test_columns_of_codes_may_have_tables_of_their_own() -> None:
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables, self.last = nn.ModuleList(nn.Embedding(n, 3) for n in (2, 7, 4)), nn.Linear(9, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.last(torch.cat([table(x[:, i]) for i, table in enumerate(self.tables)], 1))
+            return logits
+
+    model = ModuleModel(Columns, {"": SingleInput("integers", (3,), 7)}, 2, "integers")
+    codes = torch.stack([torch.arange(8) % n for n in (2, 7, 4)], 1)
+    assert model.logits(model.init(torch.Generator()), codes).shape == (8, 2)
+    assert model.layout.head == ("last.weight", "last.bias")
+    with refused("'tables.0'", "Embedding", "IndexError"):  # no column has the largest code
+        ModuleModel(Columns, {"": SingleInput("integers", (3,), 8)}, 2, "integers")
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
@@ -371,138 +376,3 @@ def test_a_run_of_second_order_is_refused_before_round_1(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
     with refused("Rounds", "RuntimeError", "model.precision", "float32"):
         fedloom.run(TASK, model=Rounds(), model__precision="bfloat16", **keys)
-
-
-# --- draws ------------------------------------------------------------------------------------------------------------
-
-
-def test_seeds_reach_all_generators_and_leave_them_as_they_were() -> None:
-    import random
-
-    def draw() -> list[float]:
-        return [torch.rand(()).item(), random.random(), float(np.random.rand())]  # noqa: NPY002
-
-    before = draw()
-    with drawing_from(torch.Generator().manual_seed(7)):
-        first = draw()
-    with drawing_from(torch.Generator().manual_seed(7)), drawing_with(1), drawing_with(2, torch_alone=True):
-        pass
-    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    with drawing_from(torch.Generator().manual_seed(7)):
-        assert draw() == first
-    with drawing_from(torch.Generator().manual_seed(7), torch_alone=True):
-        assert draw()[0] == first[0]
-    assert draw() != before
-    assert torch.is_tensor(state[0])
-
-
-class Mixed(Small):
-    """Draws by three libraries."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        import random
-
-        logits = super().forward(x)
-        if not self.training:
-            return logits
-        return logits * (1 + torch.rand(()) + random.random() + np.random.rand())  # noqa: NPY002
-
-
-def test_draws_of_a_client_depend_on_it_alone() -> None:
-    for make in (Mixed, lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))):
-        model, steps = model_of(make), LocalSGD(steps=3, batch_size=4)
-        theta = model.init(torch.Generator().manual_seed(1))[None]
-        group = small_group(8, 8)
-        found = []
-        for seed, order in ((0, (0, 1)), (5, (1, 0))):
-            torch.manual_seed(seed)
-            np.random.seed(seed)  # noqa: NPY002
-            ends = {i: train(model, of_clients([group.clients[i]]), theta, steps).theta for i in order}
-            found.append([ends[0], ends[1]])
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert model_of(Mixed).draws == ("torch", "numpy", "python")
-
-
-def test_the_halves_of_a_batch_and_two_trainings_draw_apart() -> None:
-    model = model_of(lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)))
-    group = small_group(8)
-    local = LocalTrainer(model, group)
-    (batch,) = local.batches(8, [1], "train")
-    one, other, _ = local.halves(batch)
-    (again,) = LocalTrainer(model, group).batches(8, [1], "train")
-    assert len({batch.seed, one.seed, other.seed, again.seed, local.everything()[0].seed}) == 5
-    still = LocalTrainer(model_of(Small), group)
-    assert next(still.batches(8, [1], "train")).seed is None
-
-
-DROPS = """
-import random
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.drop, self.last = nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)
-
-    def forward(self, x):
-        h = self.drop(self.first(x).relu())
-        return self.last(h * (1 + random.random()) if self.training else h)
-
-def net():
-    return Net()
-"""
-
-
-@pytest.mark.parametrize("method", ["fedavg", "ditto", "per-fedavg", "pfedbayes", "pfedgp", "fedrod"])
-def test_a_run_with_draws_has_the_same_bits_again_and_resumed(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "drops.py").write_text(DROPS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
-    local: dict[str, Any] = {
-        "pfedgp": {"steps": 1, "gibbs_steps": 1, "chains": 2},
-        "pfedbayes": {"steps": 2},
-        "per-fedavg": {"local": {"steps": 2}, "hessian": "finite_difference"},
-    }
-    keys: dict[str, Any] = {
-        "data": data,
-        "algorithm": {"name": method, **local.get(method, {"local": {"steps": 2}})},
-        "model": {"name": "module", "factory": "drops:net"},
-        "report": False,
-        "progress": False,
-    }
-    found = []
-    for i, rounds in enumerate((3, 1)):
-        torch.manual_seed(i)
-        out = tmp_path / f"run{i}"
-        run = fedloom.run(TASK, federation__rounds=rounds, out=out, **keys)
-        if rounds == 1:
-            torch.manual_seed(99)
-            run = fedloom.run(TASK, federation__rounds=3, out=out, resume=True, **keys)
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-        found.append([run.models(client)(x) for client in ("ann", "bob")])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_draws_are_the_same_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "drops.py").write_text(DROPS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
-    found = []
-    for workers in (0, 2):
-        run = fedloom.run(
-            TASK,
-            data=data,
-            model={"name": "module", "factory": "drops:net"},
-            algorithm={"name": "fedavg", "local": {"steps": 2}},
-            runtime__workers=workers,
-            out=tmp_path / f"run{workers}",
-            report=False,
-            progress=False,
-        )
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-        found.append(run.models("ann")(x))
-    assert torch.equal(*found)

@@ -25,6 +25,7 @@ from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_head import head_of
 from fedloom.models.module_inputs import ROWS, InputShape, ModuleInputs, descriptions, leading, mapped, trial_inputs
 from fedloom.models.module_layers import check_copyable, check_layers, copied, is_tied
+from fedloom.models.module_ranges import within_tables
 from fedloom.models.module_state import (
     batch_layers,
     constants_of,
@@ -98,16 +99,18 @@ class ModuleModel(FlatModel):
         self._initial = initial
         self.task = task
         x, others = (trial_inputs(descriptions(input_shape, kind, classes), seed) for seed in (0, 1))
-        self._trial = Trial(x, others, trial_targets(task, ROWS, classes, target_shape), task, classes)
         self._module = seeded(make, 0, x)
         check_layers(self._module)
+        call = call_of(self._module, x, output)
+        x, others = within_tables(copied(self._module).eval(), call, x, others)
+        self._trial = Trial(x, others, trial_targets(task, ROWS, classes, target_shape), task, classes)
         if initial == "drawn":
             _check_drawn(self._module)
         moving = moving_buffers(self._module, x)
         found = tried(
             self._module,
             layout_of(self._module, moving, None, local=False),
-            call_of(self._module, x, output),
+            call,
             self._trial,
         )
         self._call, self.draws = found.call, found.draws

@@ -172,27 +172,33 @@ class _Trial:
         by_batch = self.layout.buffers or batch_layers(self.module) if training else without_statistics(self.module)
         alone = call(x if by_batch else mapped(x, lambda t: t[1:2]), note=True, watch=True)
         self._check_outputs(alone, rows if by_batch else 1)
-        if not torch.equal(first, call(x)) or not torch.equal(once, moved[0]):
-            raise ExperimentError(
-                f"{self.what} gives different outputs for the same inputs {mode}. Draw nothing at random, and keep no "
-                "state between calls"
-            )
+        self._require(
+            torch.equal(first, call(x)) and torch.equal(once, moved[0]),
+            f"gives different outputs for the same inputs {mode}. Draw only from the global generators of torch, numpy "
+            "and Python, and keep no state between calls",
+        )
         self._check_attributes_kept(function.module, before, mode)
         function = self._function(training=training)
         call(self.data.others)
-        if not torch.equal(first, call(x)):
-            raise ExperimentError(
-                f"{self.what} gives different outputs {mode} after a call with other inputs: it keeps state from them, "
-                "which differs between processes. Compute it from the inputs at each call"
-            )
-        if not by_batch and not (training and self.noted) and not near(alone, first[1:2]):
-            raise ExperimentError(
-                f"{self.what} gives different outputs for a single input and for the same input in a batch {mode}, so "
-                "that a prediction would depend on evaluation.batch_size. Normalize each example separately"
-            )
+        self._require(
+            torch.equal(first, call(x)),
+            f"gives different outputs {mode} after a call with other inputs: it keeps state from them, which differs "
+            "between processes. Compute it from the inputs at each call",
+        )
+        draws = training and bool(self.noted)  # alone, an example has other draws than in a batch
+        self._require(
+            bool(by_batch) or draws or near(alone, first[1:2]),
+            f"gives different outputs for a single input and for the same input in a batch {mode}, so that a "
+            "prediction would depend on evaluation.batch_size. Normalize each example separately",
+        )
         if not training:
             self._check_no_probabilities(function, first)
         return first
+
+    def _require(self, holds: bool, otherwise: str) -> None:
+        """Reject the module with a sentence about it unless something holds."""
+        if not holds:
+            raise ExperimentError(f"{self.what} {otherwise}")
 
     def own_gradient(self, *, training: bool = True) -> dict[str, Tensor]:
         """Return torch's gradient of the module itself, away from its initial parameters."""

@@ -1,0 +1,62 @@
+"""Integers that the columns of a table may have: each may be looked up in a table of its own size."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.models.module_call import Call
+from fedloom.models.module_inputs import ModuleInputs, mapped
+
+_MOST = 256
+"""Number of columns up to which each is tried by itself."""
+
+
+def within_tables(module: nn.Module, call: Call, *trials: ModuleInputs) -> list[ModuleInputs]:
+    """Return trial inputs whose integers ``[b, columns]`` do not exceed the table in which each column is looked up.
+
+    The data are described by the largest integer of all columns, so one column at least must take it. Otherwise the
+    inputs stay as they are, and the check rejects the module at the layer that fails.
+    """
+    x = trials[0]
+    if not _is_beyond(module, call, x):
+        return list(trials)
+    names = [""] if isinstance(x, Tensor) else list(x)
+    limits = {name: limit for name in names if (limit := _limits(module, call, x, name)) is not None}
+    return [_limited(trial, limits) for trial in trials]
+
+
+def _limits(module: nn.Module, call: Call, x: ModuleInputs, name: str) -> Tensor | None:
+    """Return the largest integer that each column takes while all others are 0; None if no column takes the largest."""
+    column = x if isinstance(x, Tensor) else x[name]
+    if column.dtype != torch.int64 or column.dim() != 2 or column.shape[1] > _MOST:
+        return None
+    high = int(column.max())
+    limits = torch.zeros(column.shape[1], dtype=torch.int64)
+    for j in range(column.shape[1]):
+        low, most = 0, high
+        while low < most:  # the largest value that does not fail
+            middle = high if most == high and low == 0 else (low + most + 1) // 2
+            given = mapped(x, lambda t: torch.zeros_like(t) if t.dtype == torch.int64 else t)
+            (given if isinstance(given, Tensor) else given[name])[:, j] = middle
+            low, most = (low, middle - 1) if _is_beyond(module, call, given) else (middle, most)
+        limits[j] = low
+    return limits if int(limits.max()) == high else None
+
+
+def _limited(x: ModuleInputs, limits: dict[str, Tensor]) -> ModuleInputs:
+    if isinstance(x, Tensor):
+        return torch.minimum(x, limits[""]) if "" in limits else x
+    return {name: torch.minimum(t, limits[name]) if name in limits else t for name, t in x.items()}
+
+
+@torch.no_grad()
+def _is_beyond(module: nn.Module, call: Call, x: ModuleInputs) -> bool:
+    """Return True if the module looks up an integer that a table does not have."""
+    try:
+        call.result(module, x)
+    except IndexError:
+        return True
+    except Exception:  # the check names the layer
+        return False
+    return False
