@@ -1,4 +1,4 @@
-"""Write what is made from the code (``make docs``): the tables of all keys, and those of what leaves a client."""
+"""Write what is made from the code (``make docs``): tables of keys, of what leaves a client, of methods and tasks."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter
 
-from fedloom.algorithms.base import available, find_algorithm
+from fedloom.algorithms.base import Algorithm, available, find_algorithm
 from fedloom.algorithms.schedules import RateSchedule
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import json_schema
 from fedloom.experiment.validation_errors import Schema, branches, describe
 from fedloom.runner.disclosure import DisclosedTensor, answers, measures, moment_tensors
+from fedloom.tasks.names import TaskName
 
 PAGE = Path(__file__).parent / "experiment-keys.md"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
+METHODS_PAGE = Path(__file__).parent / "algorithms" / "README.md"
 
 HEAD = """\
 # Keys of an experiment file
@@ -73,6 +75,30 @@ def leaving_page(text: str) -> str:
         ),
         "metrics": "\n".join(_leaving_table(measures(2, EvaluationPlan.of_classes(10)), letters={10: "C"}, first="P")),
     }
+    return _filled(text, made)
+
+
+def methods_page(text: str) -> str:
+    """Return the page of methods, its table of tasks made anew."""
+    tasks = get_args(TaskName)
+    rows = [f"| method | {' | '.join(task.replace('_', ' ') for task in tasks)} | the model must have | why not |"]
+    rows.append("|---" * (len(tasks) + 3) + "|")
+    for name in available():
+        method = find_algorithm(name)
+        needs = [f"not {need[3:]}" if need.startswith("no ") else need for need in _needs(method)]
+        cells = ["yes" if task in method.tasks else "" for task in tasks]
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {', '.join(needs)} | {method.restriction} |")
+    return _filled(text, {"tasks": "\n".join(rows)})
+
+
+def _needs(method: Algorithm) -> list[str]:
+    """Return what a method needs of the model, and a head where it shares a part."""
+    needs = [need for need in method.needs if need != "labels"]
+    return needs if getattr(method, "shared", "all") == "all" or "head" in needs else ["head", *needs]
+
+
+def _filled(text: str, made: Mapping[str, str]) -> str:
+    """Return a page with its marked parts made anew."""
     for name, tables in made.items():
         begin = f"<!-- {name}: made by make docs -->\n"
         text = re.sub(f"{begin}.*?<!-- end -->", lambda _, b=begin, t=tables: f"{b}{t}\n<!-- end -->", text, flags=re.S)  # type: ignore[misc]
@@ -141,3 +167,4 @@ if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")
     LEAVING_PAGE.write_text(leaving_page(LEAVING_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    METHODS_PAGE.write_text(methods_page(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

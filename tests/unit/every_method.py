@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from federations import CLASSES, IMAGE, Federation, clients, federation
+from federations import CLASSES, IMAGE, Federation, clients, federation, problem_of
 
-from fedloom.algorithms.base import Setup, available, find_algorithm
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.data.federated import ClientData
 from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
@@ -71,16 +70,21 @@ def made(
     model: FlatModel | None = None,
     data: Sequence[ClientData] | None = None,
     unseen: Sequence[str] = (),
+    rounds: int = 1,
+    at_once: int = 1,
     **settings: Any,
 ) -> Federation:
-    """A federation that is to train for one round, by METHODS and further settings; on a plain model if it can."""
+    """A federation that is to train, by default for one round, by METHODS and further settings; a plain model if it can."""
     model = model or (NORMALIZED if name == "fedbn" else PLAIN)
     data = clients(SIZES) if data is None else data
     method = find_algorithm(name.split()[0])
     roster = tuple(c.id for c in data if c.id not in unseen)
-    problem = Setup(model, CLASSES, IMAGE, len(data), torch.float64, roster=roster)
+    problem = problem_of(model, data, roster=roster)
     s = method.settings.model_validate(METHODS[name] | settings)
-    return federation(folder, method, s, problem, data, rounds=int(method.trains), unseen=unseen, evaluation_cohort=2)
+    rounds = rounds if method.trains else 0
+    return federation(
+        folder, method, s, problem, data, rounds=rounds, unseen=unseen, evaluation_cohort=2, at_once=at_once
+    )
 
 
 def run(folder: Path, name: str, *args: Any, **kwargs: Any) -> Federation:

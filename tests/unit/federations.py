@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions import Bernoulli, Categorical, Normal
 
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Setup
 from fedloom.algorithms.client import batches
@@ -19,6 +21,7 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split
 from fedloom.data.manifest import VERSION
+from fedloom.data.targets import Targets
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
@@ -45,19 +48,39 @@ IMAGE = (1, 16, 16)  # the least that a LeNet takes
 
 
 def split(n: int, random: torch.Generator, shape: tuple[int, ...] = IMAGE, classes: int = CLASSES) -> Split:
-    """Random examples; each of the classes occurs while there are examples enough."""
+    """Random examples; each of the classes occurs while there are examples enough. Other tasks have as many outputs."""
     x = torch.randn(n, *shape, generator=random, dtype=torch.float64)
+    if FlatModel.task.name == "multilabel":
+        return Split(x, torch.randint(2, (n, classes), generator=random).float())
+    if FlatModel.task.name == "regression":
+        return Split(x / 8, torch.randn(n, classes, generator=random))  # small, so that steps do not diverge
     y = torch.randint(classes, (n,), generator=random)
     y[: min(n, classes)] = torch.arange(classes)[:n]
     return Split(x, y)
 
 
+def mean_loss(outputs: Tensor, y: Tensor) -> Tensor:
+    """PyTorch's own loss for the task of the tests, over all examples and outputs."""
+    if FlatModel.task.name == "multilabel":
+        return F.binary_cross_entropy_with_logits(outputs, y.to(outputs))
+    return F.mse_loss(outputs, y.to(outputs)) if FlatModel.task.name == "regression" else F.cross_entropy(outputs, y)
+
+
+def surprise(outputs: Tensor, y: Tensor) -> Tensor:
+    """-log p(y | x) of all examples by torch.distributions, up to a constant."""
+    if FlatModel.task.name == "multilabel":
+        return -Bernoulli(logits=outputs).log_prob(y.to(outputs)).sum()
+    if FlatModel.task.name == "regression":
+        return -Normal(outputs, 1.0).log_prob(y.to(outputs)).sum() - outputs.numel() * math.log(2 * math.pi) / 2
+    return -Categorical(logits=outputs).log_prob(y).sum()
+
+
 def client(id: str, train: int, seed: int = 0, shape: tuple[int, ...] = IMAGE, classes: int = CLASSES) -> ClientData:
     """One client with so many train examples, and a few to evaluate."""
     random = torch.Generator().manual_seed(seed)
-    return ClientData(
-        id, split(train, random, shape, classes), *(split(2, random, shape, classes) for _ in "vt"), classes
-    )
+    of_classes = FlatModel.task.name == "classification"
+    splits = [split(n, random, shape, classes) for n in (train, 2, 2)]
+    return ClientData(id, *splits, classes if of_classes else 0)
 
 
 def clients(sizes: Sequence[int], **kwargs: Any) -> list[ClientData]:
@@ -87,7 +110,7 @@ def sgd(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, moved: slic
     for index in batches(len(c.train), s.batch_size, s.count(len(c.train)), random):
         optimizer.zero_grad()
         logits = model.logits(theta.index_put((where,), p), c.train.x[index])
-        F.cross_entropy(logits, c.train.y[index]).backward()
+        mean_loss(logits, c.train.y[index]).backward()
         optimizer.step()
     return theta.index_put((where,), p.detach())
 
@@ -150,7 +173,18 @@ def answers_as_alone(
 def setup(model: FlatModel | None = None, n: int = 3) -> Setup:
     """A float64 problem, by default with a small MLP on 1x16x16 images."""
     model = MLP(IMAGE, [5], CLASSES) if model is None else model
-    return Setup(model, CLASSES, IMAGE, n, torch.float64)
+    return problem_of(model, clients([1] * n))
+
+
+def problem_of(model: FlatModel, data: Sequence[ClientData], **keys: Any) -> Setup:
+    """The float64 problem of a model, its task, and clients whose targets have a number of outputs for each class."""
+    x, y = data[0].train.x, data[0].train.y
+    targets = None
+    if model.task.name != "classification":
+        targets = Targets(model.task.name, () if y is None else tuple(y.shape[1:]), CLASSES)  # type: ignore[arg-type]
+    classes = CLASSES if targets is None else 0
+    shape, kind = tuple(x.shape[1:]), "pixels" if x.is_floating_point() else "tokens"
+    return Setup(model, classes, shape, len(data), torch.float64, kind=kind, targets=targets, **keys)  # type: ignore[arg-type]
 
 
 class Silent:
@@ -186,16 +220,18 @@ class Federation:
 def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest:
     """What is known of these clients."""
 
+    classes = data[0].classes and CLASSES
+
     def counts(part: Split) -> tuple[int, ...]:
-        if part.y is None or part.y.dim() > 1 or part.y.is_floating_point():
-            return (0,) * CLASSES
+        if part.y is None or not classes or part.y.dim() > 1 or part.y.is_floating_point():
+            return (0,) * classes
         return tuple(torch.bincount(part.y, minlength=CLASSES).tolist())
 
     return Manifest(
         version=VERSION,
         dataset="random",
-        classes=CLASSES,
-        class_names=tuple("abc"),
+        classes=classes,
+        class_names=tuple("abc") if classes else (),
         input_shape=tuple(data[0].train.x.shape[1:]),
         kind="pixels",
         scheme={},
@@ -248,6 +284,7 @@ def federation(
     repeated: RunFolder | None = None,
     private: bool = False,
     plan: EvaluationPlan | None = None,
+    at_once: int = 1,
 ) -> Federation:
     """The real loop over the in-process transport, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
 
@@ -255,7 +292,10 @@ def federation(
     """
     made = RunFolder(folder)
     made.make()
-    known, plan = manifest(data, unseen), plan or EvaluationPlan.of_classes(CLASSES if data[0].classes else 0)
+    known = manifest(data, unseen)
+    if plan is None and problem.targets is not None:
+        plan = EvaluationPlan.of(problem.targets, problem.model.task)
+    plan = plan or EvaluationPlan.of_classes(data[0].classes and CLASSES)
     half = algorithm.client(settings, problem)
     by_id = {c.id: c for c in data}
     predictors: dict[tuple[int, str], dict[str, Any]] = {}
@@ -271,7 +311,7 @@ def federation(
             vocabulary(algorithm),
             load or by_id.__getitem__,
             conclude,
-            ClientConfig(seed, start_afresh=start_afresh),
+            ClientConfig(seed, clients_at_once=at_once, start_afresh=start_afresh),
             states=StoredStates(states or open_store(made.states)) if half.stateful else None,
         ),
         problem.dtype,

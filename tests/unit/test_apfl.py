@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from facts import tells
-from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, setup
+from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, mean_loss, setup
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -80,6 +79,7 @@ def test_with_nothing_of_the_shared_model_it_is_training_alone_to_the_bit(tmp_pa
         assert torch.equal(theta_of(f, 2, c.id), v[0])
 
 
+@pytest.mark.usefixtures("each_task")
 def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     """v, w and α, with momentum and λ_θ, which are of each model's own loss."""
     s, data = made(alpha=0.6), clients(SIZES)
@@ -98,7 +98,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
                 at = [p.clone().requires_grad_() for p in (w, mine, share)]
 
                 def f_i(p: Tensor, x: Tensor = x[index], y: Tensor = y[index]) -> Tensor:
-                    return F.cross_entropy(MODEL.logits(p, x), y) + 0.01 * p.square().sum()
+                    return mean_loss(MODEL.logits(p, x), y) + 0.01 * p.square().sum()
 
                 (g,) = torch.autograd.grad(f_i(at[0]), at[:1])
                 g_v, g_alpha = torch.autograd.grad(f_i(at[2] * at[1] + (1 - at[2]) * at[0].detach()), at[1:])
@@ -171,6 +171,7 @@ def test_whose_own_model_diverges_is_lost() -> None:
     assert tells(members.lost[0], "algorithm.local.lr", "0.05")
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     """One of them has a v and an α, the others have none."""
     random = torch.Generator().manual_seed(3)

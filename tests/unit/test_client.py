@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
-import torch.nn.functional as F
 from facts import mentions, tells
-from federations import CLASSES, IMAGE, client, clients, group
+from federations import CLASSES, IMAGE, client, clients, group, mean_loss
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -99,7 +98,7 @@ def by_torch(model: FlatModel, theta: Tensor, c: ClientData, s: LocalSGD, decay:
         logits = model.logits(p, c.train.x[index])
         if s.mask_absent:
             logits = torch.where(c.present, logits, torch.tensor(-torch.inf, dtype=logits.dtype))
-        loss = F.cross_entropy(logits, c.train.y[index])
+        loss = mean_loss(logits, c.train.y[index])
         (loss + in_loss * p.square().sum()).backward()
         losses.append(loss.item())
         if s.clip is not None:
@@ -311,7 +310,7 @@ def test_a_correction_is_added_to_the_gradient_before_the_rest() -> None:
     p, momentum = theta[0].clone().requires_grad_(), torch.zeros_like(theta[0])
     assert c.train.y is not None
     for index in batches(11, 4, 4, group([c]).generator(0, "train")):
-        (g,) = torch.autograd.grad(F.cross_entropy(SMALL.logits(p, c.train.x[index]), c.train.y[index]), [p])
+        (g,) = torch.autograd.grad(mean_loss(SMALL.logits(p, c.train.x[index]), c.train.y[index]), [p])
         with torch.no_grad():
             g = g + 0.7 * (p - theta[0]) - 0.2 * v[0] + 2 * 0.1 * p
             g = g * min(1.0, 0.4 / (float(g.norm()) + 1e-6))
@@ -366,12 +365,13 @@ def test_losses_and_gradients_of_a_stack_are_those_of_each(
         torch.testing.assert_close(stack.join(dict(zip(w, g, strict=True)))[i : i + 1], own, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_gradient_is_that_of_the_loss_over_all_examples_and_to_a_part_of_the_leaves() -> None:
     c, theta = client("c0", 11), starts(SMALL, 1)
     local = LocalTrainer(SMALL, group([c]))
     p = theta[0].clone().requires_grad_()
     assert c.train.y is not None
-    loss = F.cross_entropy(SMALL.logits(p, c.train.x), c.train.y)
+    loss = mean_loss(SMALL.logits(p, c.train.x), c.train.y)
     (expected,) = torch.autograd.grad(loss, [p])
     found, value = local.gradient_at(theta, *local.everything())
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-14)
@@ -385,6 +385,7 @@ def test_a_gradient_is_that_of_the_loss_over_all_examples_and_to_a_part_of_the_l
 
 
 @pytest.mark.parametrize("sizes", [(11,), UNEVEN], ids=["alone", "stack"])
+@pytest.mark.usefixtures("each_task")
 def test_a_gradient_can_be_derived_again(sizes: tuple[int, ...]) -> None:
     """∇ ‖∇f(w)‖²/2 = ∇²f(w) ∇f(w), against autograd on the flat vector."""
     data, theta = clients(sizes), starts(SMALL, len(sizes))
@@ -397,7 +398,7 @@ def test_a_gradient_can_be_derived_again(sizes: tuple[int, ...]) -> None:
     for i, c in enumerate(data):
         p = theta[i].clone().requires_grad_()
         assert c.train.y is not None
-        (first,) = torch.autograd.grad(F.cross_entropy(SMALL.logits(p, c.train.x), c.train.y), [p], create_graph=True)
+        (first,) = torch.autograd.grad(mean_loss(SMALL.logits(p, c.train.x), c.train.y), [p], create_graph=True)
         (expected,) = torch.autograd.grad(first.square().sum() / 2, [p])
         torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
 
@@ -485,7 +486,7 @@ def test_a_model_of_tokens_is_trained(g: int) -> None:
     trained = train(model, group(members), theta, LocalSGD(steps=1, batch_size=10, lr=0.1))
     for i in range(g):
         leaves = model.layout.leaves(theta[i], requires_grad=True)
-        loss = F.cross_entropy(model.forward(leaves, x), y)
+        loss = mean_loss(model.forward(leaves, x), y)
         gradient = model.layout.join(dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)))
         torch.testing.assert_close(trained.theta[i], theta[i] - 0.1 * gradient)
         assert trained.loss[i].item() == pytest.approx(loss.item(), rel=1e-5)

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from bounds.compositional import regularized_loss
-from federations import CLASSES, IMAGE, client, clients, federation, group, setup
+from federations import CLASSES, IMAGE, client, clients, federation, group, mean_loss, setup
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -64,7 +63,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 def loss(model: FlatModel, theta: Tensor, c: ClientData, index: Tensor | slice = slice(None)) -> Tensor:
     assert c.train.y is not None
-    return F.cross_entropy(model.logits(theta, c.train.x[index]), c.train.y[index])
+    return mean_loss(model.logits(theta, c.train.x[index]), c.train.y[index])
 
 
 def after_inner_step(
@@ -144,6 +143,7 @@ def shift_of(scale: str) -> Tensor:
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
 @pytest.mark.parametrize("scale", ["literal", "largest", "normalized"])
 @pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.usefixtures("each_task")
 def test_local_steps_follow_the_derivative_of_the_whole_composition(
     objective: str, scale: str, model: FlatModel
 ) -> None:
@@ -255,6 +255,7 @@ def test_scales_differ_by_a_constant_factor_alone(objective: str) -> None:
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.usefixtures("each_task")
 def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_composed_loss(tmp_path: Path, objective: str) -> None:
     """Normalized, τ = 1: the mean of the clients' steps is exactly -η times the gradient of eq. 5."""
     s = made(**OBJECTIVES[objective], local={"steps": 1, "batch_size": 100})
@@ -492,6 +493,7 @@ def test_a_client_whose_loss_is_not_finite_is_not_left_out_in_silence(tmp_path: 
         ({"objective": "damaml", "adapt_steps": 0}, None),
     ],
 )
+@pytest.mark.usefixtures("each_task")
 def test_personal_is_the_shared_model_after_its_steps_on_train_data(
     tmp_path: Path, changes: dict[str, Any], tuning: dict[str, Any] | None
 ) -> None:

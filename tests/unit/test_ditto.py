@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, setup
+from federations import Federation, answers_as_alone, clients, federation, group, held_out_elsewhere, mean_loss, setup
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -53,7 +52,7 @@ def visit(s: DittoSettings, v: Tensor, w: Tensor, c: ClientData, steps: int, ran
     assert c.train.y is not None
     for index in batches(len(c.train), s.personal.batch_size, steps, random):
         optimizer.zero_grad()
-        loss = F.cross_entropy(MODEL.logits(p, c.train.x[index]), c.train.y[index])
+        loss = mean_loss(MODEL.logits(p, c.train.x[index]), c.train.y[index])
         (loss + s.proximity / 2 * (p - w).square().sum()).backward()
         optimizer.step()
     return p.detach()
@@ -76,6 +75,7 @@ def test_the_shared_model_is_fedavgs_to_the_bit(tmp_path: Path, proximity: float
     assert losses[0] == losses[1]
 
 
+@pytest.mark.usefixtures("each_task")
 def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     """v starts at the w of the client's first visit and goes on from there, near the w of each round."""
     s, data = made(), clients(SIZES)
@@ -170,6 +170,7 @@ def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
         made(proximity=-1.0)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     """One of them has a v, the others have none."""
     random = torch.Generator().manual_seed(3)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from federations import answers_as_alone, clients, federation, setup
+from federations import answers_as_alone, clients, federation, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -90,7 +89,7 @@ def test_with_weights_that_stay_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, 
 
 def loss_at(p: Setup, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
     assert c.train.y is not None
-    return F.cross_entropy(p.model.logits(theta, c.train.x[index]), c.train.y[index])
+    return mean_loss(p.model.logits(theta, c.train.x[index]), c.train.y[index])
 
 
 def visit(p: Setup, theta: Tensor, c: ClientData, round: int, steps: int) -> list[Tensor]:
@@ -103,6 +102,7 @@ def visit(p: Setup, theta: Tensor, c: ClientData, round: int, steps: int) -> lis
     return path
 
 
+@pytest.mark.usefixtures("each_task")
 def test_rounds_of_drfa_are_algorithm_1(tmp_path: Path) -> None:
     """With a row for each draw: of seven draws of three clients some are of one client."""
     s, p, data = drfa(gamma=0.05), problem(), clients(SIZES)
@@ -143,6 +143,7 @@ def test_a_client_that_is_drawn_twice_counts_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cohort", [3, 2])
+@pytest.mark.usefixtures("each_task")
 def test_rounds_of_afl_descend_and_ascend_and_the_answer_is_the_average(tmp_path: Path, cohort: int) -> None:
     s, p, data = afl(weights_lr=0.3), problem(), clients(SIZES)
     run = federation(tmp_path, AFL, s, p, data, rounds=3, cohort=cohort)
@@ -181,6 +182,7 @@ def test_lost_clients_leave_no_trace_and_the_others_count_for_them(tmp_path: Pat
     close(run.state["theta"], two.state["theta"])
 
 
+@pytest.mark.usefixtures("each_task")
 def test_groups_answer_as_their_clients_do_alone() -> None:
     p = problem(4)
     half = DRFA.client(drfa(local=LOCAL | {"lambda_theta": 0.01}), p)

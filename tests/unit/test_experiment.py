@@ -15,7 +15,7 @@ from facts import mentions, tells
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.algorithms.base import available
+from fedloom.algorithms.base import available, find_algorithm
 from fedloom.errors import ExitCode, ExperimentError
 from fedloom.experiment import Runtime, from_shared_json, json_schema, load
 from fedloom.experiment.validation_errors import MOST_SHOWN
@@ -405,6 +405,16 @@ def test_the_page_of_what_leaves_a_client_is_up_to_date() -> None:
     assert made(page) == page, "make docs"
     assert made(page.replace("Update.delta_theta", "Update.theta")) == page
     assert all(name in page for name in available())
+
+
+def test_the_page_of_methods_tells_their_tasks() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "algorithms" / "README.md").read_text(encoding="utf-8")
+    made = runpy.run_path(str(docs / "generate_keys.py"))["methods_page"]
+    assert made(page) == page, "make docs"
+    assert made(page.replace("| `pfedgp` | yes |", "| `pfedgp` | |")) == page
+    rows = {row.split("|")[1].strip("` "): row for row in page.splitlines() if row.startswith("| `")}
+    assert all(rows[name].count("| yes ") == len(find_algorithm(name).tasks) for name in available())
 
 
 def test_the_guides_example_is_valid(write: Write) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from facts import refusing
-from federations import client, clients, federation, group, setup
+from federations import client, clients, federation, group, mean_loss, setup
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
@@ -38,7 +37,7 @@ def visit(s: FedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, round
     assert c.train.y is not None
     for index in batches(len(c.train), s.local.batch_size, s.local.count(len(c.train)), random):
         optimizer.zero_grad()
-        F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index]).backward()
+        mean_loss(problem.model.logits(p, c.train.x[index]), c.train.y[index]).backward()
         optimizer.step()
     return p.detach()
 
@@ -47,6 +46,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_with_one_client_it_is_sgd(tmp_path: Path) -> None:
     s, problem, data = made(), setup(n=1), clients((10,))
     run = federation(tmp_path, FEDAVG, s, problem, data, rounds=3)
@@ -57,6 +57,7 @@ def test_with_one_client_it_is_sgd(tmp_path: Path) -> None:
     close(run.state["theta"], theta)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_pooled_data(tmp_path: Path) -> None:
     """FedSGD: with n_i weights, one step each from the same θ is one step on the union of the data."""
     s = made(local={"steps": 1, "batch_size": 100, "momentum": 0.0})
@@ -65,7 +66,7 @@ def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_pooled_data(tmp
     theta = run.state["theta"].requires_grad_()
     x = torch.cat([c.train.x for c in data])
     y = torch.cat([c.train.y for c in data if c.train.y is not None])
-    (gradient,) = torch.autograd.grad(F.cross_entropy(problem.model.logits(theta, x), y), [theta])
+    (gradient,) = torch.autograd.grad(mean_loss(problem.model.logits(theta, x), y), [theta])
     run.run()
     close(run.state["theta"], (theta - s.local.lr * gradient).detach())
 
@@ -73,6 +74,7 @@ def test_a_full_batch_step_of_everyone_is_a_gradient_step_on_the_pooled_data(tmp
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("server_lr", [1.0, 0.5])
 @pytest.mark.parametrize("lost", [None, 0, 2])
+@pytest.mark.usefixtures("each_task")
 def test_the_average_is_weighted_over_those_who_answered(
     tmp_path: Path, weighting: str, server_lr: float, lost: int | None
 ) -> None:
@@ -104,6 +106,7 @@ def test_without_steps_the_personal_model_is_the_global_one(tmp_path: Path) -> N
     assert torch.equal(evaluation.counts[:, 0], evaluation.counts[:, 1])
 
 
+@pytest.mark.usefixtures("each_task")
 def test_fine_tuning_is_local_sgd_from_the_global_model(tmp_path: Path) -> None:
     s, problem, data = made(personalize_steps=4, local={"epochs": 2, "steps": None}), setup(), clients(SIZES)
     run = federation(tmp_path, FEDAVG, s, problem, data, unseen=["c2"])

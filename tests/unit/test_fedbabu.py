@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from federations import (
     CLASSES,
@@ -63,6 +64,7 @@ def test_it_is_fedavg_to_the_bit_where_the_head_gets_no_gradient(tmp_path: Path)
             assert torch.equal(predictor.tensors()["theta"], avg.state["theta"])
 
 
+@pytest.mark.usefixtures("each_task")
 def test_rounds_are_sgd_on_the_body_and_personal_is_sgd_on_all(tmp_path: Path) -> None:
     s, data = made(), clients(SIZES)
     theta = federation(tmp_path / "start", FEDBABU, s, setup(), data).state["theta"]

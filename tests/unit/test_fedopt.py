@@ -64,6 +64,7 @@ def test_without_its_optimizer_it_is_fedavg_to_the_bit(
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.usefixtures("each_task")
 def test_fedavgm_is_sgd_with_momentum_on_the_mean_update(tmp_path: Path, nesterov: bool) -> None:
     f = made(tmp_path / "m", FEDAVGM, rounds=3, server_lr=0.7, momentum=0.8, nesterov=nesterov)
     theta = f.state["theta"]

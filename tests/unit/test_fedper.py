@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from federations import (
     CLASSES,
@@ -46,6 +47,7 @@ def drawn_head(client: str, where: str, round: int) -> Tensor:
     return SMALL.init(generator(SEED, f"{where}/own-head", client, round), torch.float64)[BODY:]
 
 
+@pytest.mark.usefixtures("each_task")
 def test_rounds_are_sgd_on_both_and_the_mean_of_the_bodies(tmp_path: Path) -> None:
     """Of the seen clients; the unseen one trains a head, and the body stays as it is."""
     s, data = made(), clients(SIZES)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from federations import answers_as_alone, client, clients, federation, group, setup
+from federations import answers_as_alone, client, clients, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -36,7 +35,7 @@ def visit(s: FedProxSettings, problem: Setup, theta: Tensor, c: ClientData, roun
     assert c.train.y is not None
     for index in batches(len(c.train), s.local.batch_size, steps, generator(SEED, "train/train", c.id, round)):
         optimizer.zero_grad()
-        loss = F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index])
+        loss = mean_loss(problem.model.logits(p, c.train.x[index]), c.train.y[index])
         (loss + s.mu / 2 * (p - theta).square().sum()).backward()
         optimizer.step()
     return p.detach()
@@ -58,6 +57,7 @@ def test_without_its_term_it_is_fedavg_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
+@pytest.mark.usefixtures("each_task")
 def test_a_visit_is_sgd_with_the_term_in_the_loss(tmp_path: Path, weighting: str) -> None:
     """The term is about where the round started, in the second round too."""
     s, problem, data = made(mu=2.0, weighting=weighting), setup(), clients(SIZES)
@@ -92,6 +92,7 @@ def test_a_step_that_overshoots_on_the_term_is_refused() -> None:
         made(mu=-1.0)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_stragglers_do_a_part_of_the_work_and_are_counted(tmp_path: Path) -> None:
     s, problem, data = made(mu=0.5, stragglers=1.0, weighting="uniform"), setup(), clients((9, 12, 1))
     full = [s.local.count(len(c.train)) for c in data]
@@ -125,6 +126,7 @@ def test_how_many_are_late_and_how_late() -> None:
     assert set(work(group(data), one_step)) == {1}  # there is no part of one step
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     half = FEDPROX.client(made(mu=1.0, stragglers=0.5), setup())
     opening = FEDPROX.messages[0](setup().model.init(torch.Generator().manual_seed(3), torch.float64))

@@ -51,6 +51,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_two_rounds_are_algorithm_1(tmp_path: Path) -> None:
     s, data = made(), clients(SIZES)
     f = run(tmp_path, s, rounds=2)

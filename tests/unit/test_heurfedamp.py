@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import clients, federation, group, held_out_elsewhere, setup
+from federations import clients, federation, group, held_out_elsewhere, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -67,13 +67,14 @@ def visit(s: HeurFedAMPSettings, p: Setup, u: Tensor, c: ClientData, round: int)
     assert c.train.y is not None
     for index in batches(len(c.train), 3, 3, generator(SEED, "train/train", c.id, round)):
         here = w.clone().requires_grad_()
-        loss = F.cross_entropy(p.model.logits(here, c.train.x[index]), c.train.y[index])
+        loss = mean_loss(p.model.logits(here, c.train.x[index]), c.train.y[index])
         (g,) = torch.autograd.grad(loss + s.proximity / 2 * (here - u).square().sum(), [here])
         w = w - s.local.lr * g
     return w
 
 
 @pytest.mark.parametrize("cohort", [3, 2])
+@pytest.mark.usefixtures("each_task")
 def test_rounds_are_the_papers_and_the_absent_count_by_their_last_model(tmp_path: Path, cohort: int) -> None:
     s, p, data = made(sigma=5.0), problem(), clients(SIZES)
     run = federation(tmp_path, HEURFEDAMP, s, p, data, rounds=3, cohort=cohort)
@@ -122,6 +123,7 @@ def test_with_every_model_weighted_alike_it_is_uniform_fedavg(tmp_path: Path) ->
     close(server._centre(0), fedavg.state["theta"])
 
 
+@pytest.mark.usefixtures("each_task")
 def test_who_was_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) -> None:
     """An unseen client, one of the roster that was never drawn, and everybody where nobody was."""
     s, p, data = made(), problem(), clients(SIZES)
@@ -143,12 +145,13 @@ def test_who_was_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) -
         assert c.train.y is not None
         for index in batches(len(c.train), 3, 3, generator(SEED, "evaluate/personalize", c.id, 1)):
             here = w.clone().requires_grad_()
-            loss = F.cross_entropy(p.model.logits(here, c.train.x[index]), c.train.y[index])
+            loss = mean_loss(p.model.logits(here, c.train.x[index]), c.train.y[index])
             (g,) = torch.autograd.grad(loss + s.proximity / 2 * (here - mine).square().sum(), [here])
             w = w - s.local.lr * g
         close(found, w)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     data, half = clients((9, 4, 12, 1)), HEURFEDAMP.client(made(), problem(4))
     theta = torch.randn(4, setup().model.layout.size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)

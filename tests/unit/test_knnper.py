@@ -29,8 +29,10 @@ from fedloom.algorithms.knnper import KNNPER, KNNPerSettings, Neighbours, mixed,
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load
+from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.runner.assemble import check_clients
+from fedloom.tasks.regression import Regression
 
 SIZES = (4, 9, 6)
 LOCAL = {"epochs": 2, "batch_size": 3, "lr": 0.05}
@@ -94,6 +96,40 @@ def test_predictions_are_those_of_the_definition(k: int, mixing: float) -> None:
     found = stored(c, 0.5, k, mixing).probabilities(queries)
     torch.testing.assert_close(found, by_hand(c, queries, min(k, 9), mixing, 0.5), rtol=0, atol=1e-12)
     torch.testing.assert_close(found.sum(1), torch.ones(7, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 4, 9])
+def test_numbers_are_weighted_means_of_the_neighbours_and_chosen_by_leaving_one_out(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By loops, and by predictors of all examples but one."""
+    monkeypatch.setattr(FlatModel, "task", Regression())
+    c, queries, scale = client("c0", 9), client("other", 7, seed=5).train.x, 0.5
+    assert c.train.y is not None
+    x, y, parameters = c.train.x, c.train.y.double(), MODEL.layout.split(THETA)
+
+    def by_hand(query: Tensor, rows: list[int], k: int, mixing: float) -> Tensor:
+        z = MODEL.features(parameters, torch.cat([query[None], x[rows]]))
+        squared = (z[1:] - z[0]).square().sum(1)
+        nearest = squared.argsort(stable=True)[:k]
+        weights = torch.exp(-squared[nearest] / (z.shape[1] * scale))
+        mean = (weights[:, None] * y[rows][nearest]).sum(0) / weights.sum()
+        return mixing * mean + (1 - mixing) * MODEL.logits(THETA, query[None])[0]
+
+    predictor = stored(c, scale, k, 0.3)
+    expected = torch.stack([by_hand(query, list(range(9)), k, 0.3) for query in queries])
+    torch.testing.assert_close(predictor.predictions(queries), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(predictor.predict(predictor.named(), queries), expected, rtol=0, atol=1e-10)
+    predictor.choose(x, [1, k], [0.0, 0.5, 1.0])
+    losses = {
+        (number, mixing): sum(
+            float((by_hand(x[i], [j for j in range(9) if j != i], min(number, 8), mixing) - y[i]).square().mean())
+            for i in range(9)
+        )
+        for number in {1, k}
+        for mixing in (0.0, 0.5, 1.0)
+    }
+    assert losses[predictor.k, predictor.mixing] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
 def test_a_query_in_the_datastore_gets_its_own_label() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from federations import (
     CLASSES,
@@ -61,6 +62,7 @@ def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_are_what_clients
     assert torch.equal(lg.predictors[1, "c2"]["personal"].tensors()["theta"], lg.state["theta"])
 
 
+@pytest.mark.usefixtures("each_task")
 def test_rounds_are_sgd_on_both_and_the_mean_of_the_heads(tmp_path: Path) -> None:
     """Of the seen clients; the unseen one trains a body, and the head stays as it is."""
     s, data = made(), clients(SIZES)

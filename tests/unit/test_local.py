@@ -22,6 +22,7 @@ def made(**local: Any) -> LocalSettings:
     return LocalSettings.model_validate({"local": {"epochs": 3, "batch_size": 3, "lr": 0.05} | local})
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_clients_model_is_sgd_from_its_own_start(tmp_path: Path) -> None:
     s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, LOCAL, s, problem, data, rounds=0, unseen=["c2"])
@@ -52,6 +53,7 @@ def test_a_client_alone_gets_the_same_model_as_beside_others(tmp_path: Path) -> 
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_group_trains_as_its_clients_do_alone() -> None:
     half, data = LocalClient(made(), setup()), clients(SIZES)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, client, clients, federation, group, setup
+from federations import CLASSES, IMAGE, Federation, client, clients, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -65,7 +65,7 @@ def lenet(p: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def embed(s: PeFLLSettings, p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    onehot = F.one_hot(y, CLASSES).double()
+    onehot = F.one_hot(y, CLASSES).double() if y.dim() == 1 else y.double()  # numbers and labels are given as they are
     if s.embedding.network == "linear":
         return onehot @ p["fc.weight"].T + p["fc.bias"]
     if s.embedding.network == "mlp":
@@ -113,7 +113,7 @@ def objective(
         theta = hyper(s, eta_h, (v - shift) / scale)
         p = problem.model.layout.split(theta)
         logits = lenet(p, x) if isinstance(problem.model, LeNet) else problem.model.forward(p, x)
-        total = total + F.cross_entropy(logits, y) + s.local.lambda_theta * theta.square().sum()
+        total = total + mean_loss(logits, y) + s.local.lambda_theta * theta.square().sum()
     total = total / len(data)
     if regularized:
         total = total + s.lambda_h * sum(p.square().sum() for p in eta_h.values()) + s.lambda_v * eta_v.square().sum()
@@ -170,6 +170,7 @@ def gradient_step(
         "ten clients",
     ],
 )
+@pytest.mark.usefixtures("each_task")
 def test_a_round_is_a_gradient_step_of_the_objective(
     tmp_path: Path, changes: dict[str, Any], model: Any, sizes: tuple[int, ...]
 ) -> None:
@@ -383,6 +384,7 @@ def test_prediction_is_algorithm_1(tmp_path: Path) -> None:
         torch.testing.assert_close(predictor.probabilities(c.test.x), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_client_may_go_on_from_the_model_that_it_is_handed(tmp_path: Path) -> None:
     """By torch's SGD on its own batches; training and the state are as without."""
     data, problem, steps = clients(SIZES), setup(), 5
@@ -400,7 +402,7 @@ def test_a_client_may_go_on_from_the_model_that_it_is_handed(tmp_path: Path) -> 
         sgd = torch.optim.SGD([theta], lr=0.1, momentum=0.9)
         for index in batches(len(c.train), 3, steps, generator(7, "evaluate/fine-tune", c.id, 1)):
             assert c.train.y is not None
-            loss = F.cross_entropy(problem.model.logits(theta, c.train.x[index]), c.train.y[index])
+            loss = mean_loss(problem.model.logits(theta, c.train.x[index]), c.train.y[index])
             (theta.grad,) = torch.autograd.grad(loss + 0.02 * theta.square().sum(), [theta])
             sgd.step()
         found = runs[steps].predictors[1, c.id]["personal"].tensors()["theta"]
@@ -441,6 +443,7 @@ def test_the_batch_of_a_descriptor_is_drawn_anew_each_round_and_only_then() -> N
     assert not torch.equal(v(PeFLLTrainRequest, 1), v(DescriptorRequest, 1))
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     s = literal(local={"steps": 4, "batch_size": 3, "momentum": 0.9}, descriptor={"batch_size": 5})
     data, half = clients(SIZES), PeFLLClient(s, setup())

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from federations import answers_as_alone, clients, federation, group, held_out_elsewhere, setup
+from federations import answers_as_alone, clients, federation, group, held_out_elsewhere, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -75,6 +74,7 @@ def test_with_no_inner_step_it_is_fedavg_to_the_bit(tmp_path: Path, hessian: str
 
 
 @pytest.mark.parametrize("sizes", [(6,), (6, 4)], ids=["alone", "group"])
+@pytest.mark.usefixtures("each_task")
 def test_the_gradient_is_that_of_the_objective(sizes: tuple[int, ...]) -> None:
     """One step on whole train splits, where the three batches are one."""
     data, theta = clients(sizes), start()
@@ -84,7 +84,7 @@ def test_the_gradient_is_that_of_the_objective(sizes: tuple[int, ...]) -> None:
 
         def f(q: Tensor, c: ClientData = c) -> Tensor:
             assert c.train.y is not None
-            return F.cross_entropy(MODEL.logits(q, c.train.x), c.train.y)
+            return mean_loss(MODEL.logits(q, c.train.x), c.train.y)
 
         (slope,) = torch.autograd.grad(f(p), [p], create_graph=True)
         (exact,) = torch.autograd.grad(f(p - 0.1 * slope), [p])
@@ -101,6 +101,7 @@ def test_the_gradient_is_that_of_the_objective(sizes: tuple[int, ...]) -> None:
         close(theta - found.theta, torch.stack(expected[hessian]), atol=atol)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_the_three_batches_of_a_step_are_drawn_apart() -> None:
     """One step of the exact form, each part on the batch of its own generator."""
     (c,), theta = clients((9,)), start()
@@ -109,15 +110,16 @@ def test_the_three_batches_of_a_step_are_drawn_apart() -> None:
     outer, inner, third = (
         next(batches(9, 3, 1, generator(0, purpose, "c0", 1))) for purpose in ("train", "inner", "hessian")
     )
-    (slope,) = torch.autograd.grad(F.cross_entropy(MODEL.logits(p, x[inner]), y[inner]), [p])
+    (slope,) = torch.autograd.grad(mean_loss(MODEL.logits(p, x[inner]), y[inner]), [p])
     ahead = (p - 0.1 * slope).detach().requires_grad_()
-    (q,) = torch.autograd.grad(F.cross_entropy(MODEL.logits(ahead, x[outer]), y[outer]), [ahead])
-    (there,) = torch.autograd.grad(F.cross_entropy(MODEL.logits(p, x[third]), y[third]), [p], create_graph=True)
+    (q,) = torch.autograd.grad(mean_loss(MODEL.logits(ahead, x[outer]), y[outer]), [ahead])
+    (there,) = torch.autograd.grad(mean_loss(MODEL.logits(p, x[third]), y[third]), [p], create_graph=True)
     (product,) = torch.autograd.grad((there * q).sum(), [p])
     s = made(hessian="exact", local={"epochs": None, "steps": 1})
     close(PER_FEDAVG.train(MODEL, group([c]), theta[None], s).theta[0], theta - 0.05 * (q - 0.1 * product))
 
 
+@pytest.mark.usefixtures("each_task")
 def test_personal_is_steps_of_the_inner_rate_on_train_data(tmp_path: Path) -> None:
     s, data = made(personalize_steps=2), clients(SIZES)
     run, other = (
@@ -133,7 +135,7 @@ def test_personal_is_steps_of_the_inner_rate_on_train_data(tmp_path: Path) -> No
         assert c.train.y is not None
         for index in batches(len(c.train), 3, 2, generator(SEED, "evaluate/fine-tune", c.id, 2)):
             p = theta.clone().requires_grad_()
-            (d,) = torch.autograd.grad(F.cross_entropy(MODEL.logits(p, c.train.x[index]), c.train.y[index]), [p])
+            (d,) = torch.autograd.grad(mean_loss(MODEL.logits(p, c.train.x[index]), c.train.y[index]), [p])
             theta = theta - 0.1 * d
         close(named["personal"].tensors()["theta"], theta)
         assert torch.equal(named["global"].tensors()["theta"], w)
@@ -155,6 +157,7 @@ def test_a_delta_without_a_finite_difference_is_refused(hessian: str) -> None:
 
 
 @pytest.mark.parametrize("hessian", HESSIANS)
+@pytest.mark.usefixtures("each_task")
 def test_a_group_answers_as_its_clients_do_alone(hessian: str) -> None:
     atol = 1e-10 if hessian == "finite_difference" else 1e-12  # rounding, divided by 2δ
     half = PER_FEDAVG.client(made(hessian=hessian), setup())

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from facts import tells
-from federations import answers_as_alone, clients, federation, group, setup
+from federations import answers_as_alone, clients, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -101,7 +100,7 @@ def visit(s: PFedMeSettings, problem: Setup, w: Tensor, c: ClientData, round: in
     for index in batches(len(c.train), s.batch_size, s.steps, generator(SEED, "train/train", c.id, round)):
         for _ in range(s.inner_steps):
             p = theta.clone().requires_grad_()
-            loss = F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index])
+            loss = mean_loss(problem.model.logits(p, c.train.x[index]), c.train.y[index])
             (d,) = torch.autograd.grad(loss + s.proximity / 2 * (p - w).square().sum(), [p])
             theta = theta - s.inner_lr * d
             losses.append(loss.item())
@@ -111,6 +110,7 @@ def visit(s: PFedMeSettings, problem: Setup, w: Tensor, c: ClientData, round: in
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("beta", [1.0, 2.0, 0.3])
+@pytest.mark.usefixtures("each_task")
 def test_rounds_are_algorithm_1(tmp_path: Path, beta: float, weighting: str) -> None:
     """w ← (1 - β) w + β mean w_i, β being server_lr; every w_i starts at w in each round."""
     s, problem, data = made(server_lr=beta, weighting=weighting), setup(), clients(SIZES)
@@ -130,6 +130,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path, beta: float, weighting: str) -> 
     assert [a.statistics["loss"] for a in attempts] == pytest.approx(losses, abs=1e-12)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_personal_is_theta_and_not_w_i(tmp_path: Path) -> None:
     s, problem, data = made(), setup(), clients(SIZES)
     run = federation(tmp_path, PFEDME, s, problem, data, unseen=["c2"])
@@ -145,7 +146,7 @@ def test_personal_is_theta_and_not_w_i(tmp_path: Path) -> None:
         assert c.train.y is not None
         for index in batches(n, s.batch_size, count, generator(SEED, "evaluate/personalize", c.id, 1)):
             p = theta.clone().requires_grad_()
-            loss = F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index])
+            loss = mean_loss(problem.model.logits(p, c.train.x[index]), c.train.y[index])
             (d,) = torch.autograd.grad(loss + s.proximity / 2 * (p - w).square().sum(), [p])
             theta = theta - s.inner_lr * d
         found = named["personal"].tensors()["theta"]
@@ -165,6 +166,7 @@ def test_steps_that_overshoot_on_the_term_are_refused() -> None:
         made(server_lr=0.0)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     opening, _, ask = PFEDME.messages
     theta = setup().model.init(torch.Generator().manual_seed(3), torch.float64)

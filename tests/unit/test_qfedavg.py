@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from facts import tells
-from federations import answers_as_alone, clients, federation, group, setup
+from federations import answers_as_alone, clients, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -33,7 +32,7 @@ def made(**changes: Any) -> QFedAvgSettings:
 
 def loss_of(problem: Setup, theta: Tensor, c: ClientData) -> float:
     assert c.train.y is not None
-    return float(F.cross_entropy(problem.model.logits(theta, c.train.x), c.train.y))
+    return float(mean_loss(problem.model.logits(theta, c.train.x), c.train.y))
 
 
 def visit(s: QFedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, round: int) -> Tensor:
@@ -41,7 +40,7 @@ def visit(s: QFedAvgSettings, problem: Setup, theta: Tensor, c: ClientData, roun
     assert c.train.y is not None
     for index in batches(len(c.train), 3, 3, generator(SEED, "train/train", c.id, round)):
         p = w.clone().requires_grad_()
-        F.cross_entropy(problem.model.logits(p, c.train.x[index]), c.train.y[index]).backward()
+        mean_loss(problem.model.logits(p, c.train.x[index]), c.train.y[index]).backward()
         assert p.grad is not None
         w = w - s.local.lr * p.grad
     return w
@@ -64,6 +63,7 @@ def test_with_q_0_it_is_uniform_fedavg_to_the_bit(tmp_path: Path, lost: dict[int
 
 
 @pytest.mark.parametrize("q", [0.2, 1.0, 5.0])
+@pytest.mark.usefixtures("each_task")
 def test_rounds_are_algorithm_2(tmp_path: Path, q: float) -> None:
     """F_k is that of the model received, over all train data, before training."""
     s, problem, data = made(q=q), setup(), clients(SIZES)
@@ -124,6 +124,7 @@ def test_equal_losses_move_along_fedavg() -> None:
     assert float(server.state["theta"]) == pytest.approx(expected, rel=1e-8)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     opening = Q_FEDAVG.messages[0](setup().model.init(torch.Generator().manual_seed(3), torch.float64))
     answers_as_alone(Q_FEDAVG.client(made(), setup()), clients((9, 4, 12, 1)), opening)

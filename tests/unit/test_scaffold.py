@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from federations import Federation, answers_as_alone, clients, federation, held_out_elsewhere, setup
+from federations import Federation, answers_as_alone, clients, federation, held_out_elsewhere, mean_loss, setup
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -75,6 +74,7 @@ def test_one_client_alone_is_never_corrected(tmp_path: Path) -> None:
     close(mine.state["c"], kept(tmp_path / "scaffold", "c0"))
 
 
+@pytest.mark.usefixtures("each_task")
 def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     s, data, n = made(server_lr=0.7), clients(SIZES), 3
     start = federation(tmp_path / "start", SCAFFOLD, s, setup(), data).state
@@ -87,7 +87,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
             assert x.train.y is not None
             for index in batches(len(x.train), 3, count, generator(SEED, "train/train", x.id, t)):
                 p = y.clone().requires_grad_()
-                (g,) = torch.autograd.grad(F.cross_entropy(MODEL.logits(p, x.train.x[index]), x.train.y[index]), [p])
+                (g,) = torch.autograd.grad(mean_loss(MODEL.logits(p, x.train.x[index]), x.train.y[index]), [p])
                 y = y - 0.05 * (g - own[x.id] + c)
             new = own[x.id] - c + (theta - y) / (count * 0.05)
             moves.append(y - theta)
@@ -140,6 +140,7 @@ def test_what_makes_of_steps_more_than_gradients_is_refused(key: str, value: flo
     assert SCAFFOLD.requires_fixed_population(made()) is not None
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_group_answers_as_its_clients_do_alone() -> None:
     random = torch.Generator().manual_seed(3)
     w = MODEL.init(random, torch.float64)

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, clients, federation, group, setup
+from federations import CLASSES, IMAGE, Federation, clients, federation, group, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -60,7 +59,7 @@ def drawn(c: ClientData, s: WGASettings, round: int, steps: int = 1) -> list[Ten
 def at(p: Setup, theta: Tensor, c: ClientData, index: Tensor) -> Tensor:
     assert c.train.y is not None
     theta = theta.detach().clone().requires_grad_()
-    loss = F.cross_entropy(p.model.logits(theta, c.train.x[index]), c.train.y[index])
+    loss = mean_loss(p.model.logits(theta, c.train.x[index]), c.train.y[index])
     return torch.autograd.grad(loss, [theta])[0]
 
 
@@ -68,16 +67,18 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_gradient_is_that_of_the_mean_cross_entropy() -> None:
     p, c = problem(), clients((6,))[0]
     theta = p.model.init(torch.Generator().manual_seed(1), p.dtype).requires_grad_()
-    loss = F.cross_entropy(p.model.logits(theta, c.train.x), c.train.y)
+    loss = mean_loss(p.model.logits(theta, c.train.x), c.train.y)
     local = LocalTrainer(p.model, group([c]))
     found, value = local.gradient_at(theta[None], *local.everything())
     close(found[0], torch.autograd.grad(loss, [theta])[0])
     close(value[0], loss.detach())
 
 
+@pytest.mark.usefixtures("each_task")
 def test_bias_correction_is_algorithm_3(tmp_path: Path) -> None:
     """g = (1-α) g_0 + α (g_avg - c_t) with c_t from before; then c_{t+1} = (1-β) c_t + β (g_avg - g_0)."""
     s, data, p = made(alpha=0.7, beta=0.3), clients(SIZES), problem()
@@ -389,7 +390,7 @@ def test_every_client_of_a_lenet_is_user_zero(tmp_path: Path) -> None:
     leaf = start[1].clone().requires_grad_()
     index = drawn(data[1], made(), 1)[0]
     assert data[1].train.y is not None
-    loss = F.cross_entropy(p.model.logits(leaf, data[1].train.x[index]), data[1].train.y[index])
+    loss = mean_loss(p.model.logits(leaf, data[1].train.x[index]), data[1].train.y[index])
     close(at(p, start[1], data[1], index), torch.autograd.grad(loss, [leaf])[0])
     evaluation = fed.run()
     assert torch.isfinite(fed.state["theta"]).all()
@@ -413,6 +414,7 @@ STACKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STACKED)
+@pytest.mark.usefixtures("each_task")
 def test_a_stack_answers_as_its_clients_do_alone(name: str) -> None:
     """Two steps, a block of two states and then one, the gradients of all data in between; sizes unequal."""
     s = made(**({"steps_per_round": 2} | STACKED[name]))
@@ -441,6 +443,7 @@ def test_a_stack_answers_as_its_clients_do_alone(name: str) -> None:
     assert (together[0]["variance"] > 0).all() == (s.weights == "inverse_variance")
 
 
+@pytest.mark.usefixtures("each_task")
 def test_a_stack_is_personalized_as_its_clients_are_alone() -> None:
     p, data = problem(), clients((9, 2, 7))
     half, random = WGA.client(made(personalize_steps=3), p), torch.Generator().manual_seed(5)

@@ -157,7 +157,9 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "found"),
     [
-        ({"algorithm": {"name": "pefll"}}, ["data.dataset: ", "gaussian", "pefll"]),
+        ({"algorithm": {"name": "pefll"}}, ["algorithm.embedding.labels: ", "false"]),
+        ({"algorithm": {"name": "pfedbayes"}}, ["algorithm.name: ", "pfedbayes", "labels"]),
+        ({"algorithm": {"name": "knn-per"}}, ["algorithm.name: ", "knn-per", "labels"]),
         ({"data": {"dataset": "gaussian", "partition": {"scheme": "iid", "clients": 4}}}, ["iid", "means"]),
         (
             {"data": {"dataset": "mnist", "partition": {"scheme": "means", "clients": 5}}},

@@ -12,21 +12,23 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import shake_256
-from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_type_hints
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, get_args, get_type_hints
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.model_needs import Need, check_batches, check_needs
+from fedloom.algorithms.model_needs import Need, check_batches, check_masks, check_needs, check_task
 from fedloom.core.plugins import entries, load_plugin
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
 from fedloom.data.manifest import Kind
+from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError
 from fedloom.messages import Message, Metrics, Replies
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
+from fedloom.tasks.names import TaskName
 
 Statistics: TypeAlias = dict[str, float]
 """Statistics of a round: always ``client_steps`` (local SGD steps of all clients), ``loss`` and others if known."""
@@ -37,13 +39,19 @@ class Setup:
     """Facts about the problem known to both halves; the aggregator learns them from the manifest, never from data."""
 
     model: FlatModel  # of the clients, as a function of a flat θ
-    classes: int  # C
+    classes: int  # C; 0 if the targets are no classes
     input_shape: tuple[int, ...]  # of one input: (channels, height, width), (features,) or (tokens,)
     clients: int  # seen and unseen (the papers' n); 0 in an open federation
     dtype: torch.dtype = torch.float32
     kind: Kind = "pixels"  # of the inputs
     roster: tuple[str, ...] = ()  # ids of the seen clients, in manifest order; () in an open federation
     same_clients: bool = True  # False for another partition, whose clients reuse ids of the roster
+    targets: Targets | None = None  # of tasks other than classification
+
+    @property
+    def outputs(self) -> int:
+        """Number K of outputs: classes, labels, numbers, classes of a pixel, or tokens of the vocabulary."""
+        return self.classes if self.targets is None else self.targets.outputs
 
 
 class Cohort(Protocol):
@@ -387,8 +395,10 @@ class Algorithm(ABC):
     """False if clients do not train on mini-batches of their examples, which ``data.augment`` changes."""
     keeps_buffers: ClassVar[bool] = False
     """True if clients can keep their own values of buffers that move in training (``model.buffers: local``)."""
-    needs_classes: ClassVar[bool] = True
-    """False if the model's own loss suffices, so that data need no classes."""
+    tasks: ClassVar[tuple[TaskName, ...]] = get_args(TaskName)
+    """Tasks that the method does."""
+    restriction: ClassVar[str] = ""
+    """Reason in one sentence why it does no other task."""
     answers_privately: ClassVar[bool] = False
     """True if a new client can add noise to everything that it discloses (:meth:`private`)."""
 
@@ -425,15 +435,17 @@ class Algorithm(ABC):
         return False
 
     def check_model(self, settings: Any, model: FlatModel) -> None:
-        """Check that the method can use the clients' model.
+        """Check that the method does the task of the clients' model, and can use the model.
 
         Raises
         ------
         ExperimentError
             If it cannot; the message begins with the key to change.
         """
+        check_task(self.name, self.tasks, self.restriction, model)
         check_needs(self.name, self.needs, model)
         check_batches(settings.model_dump(), model)
+        check_masks(settings, model)
         if model.layout.local_buffers and model.layout.buffers and not self.keeps_buffers:
             raise ExperimentError(
                 f"model.buffers: clients of {self.name} cannot keep buffers of their own (got local); use shared, or a "

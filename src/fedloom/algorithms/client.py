@@ -157,7 +157,6 @@ class LocalTrainer:
         splits = [examples(client, labelled=model.needs_labels) for client in clients]
         self.sizes = [len(split) for split in splits]
         self._x, self._y = _joined(splits)
-        mask_absent = mask_absent and clients[0].classes > 0
         self._absent = torch.stack([~client.present for client in clients]).to(self._x.device) if mask_absent else None
         self._model, self._measured = self._masked(model.in_training()), self._masked(model)
         self._layout = model.layout

@@ -157,7 +157,6 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     server = DRFAServer
     client = DRFAClient
     messages = (DRFATrainRequest, NotedUpdate, LossRequest, BatchLoss, PersonalizeRequest)
-    needs_classes = False
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

@@ -69,7 +69,6 @@ class FedAvg(base.Algorithm):
 
     name = "fedavg"
     settings: ClassVar[Any] = FedAvgSettings
-    needs_classes = False
     keeps_buffers = True
     predictors: ClassVar[Mapping[str, str]] = {"personal": "FedAvg + fine-tuning", "global": "FedAvg"}
     """Predictor -> name in tables, in the order in which :meth:`personalize` returns the predictors."""
@@ -133,9 +132,9 @@ class FedAvg(base.Algorithm):
 
     def check_model(self, settings: Any, model: FlatModel) -> None:
         """Check the needs; a method that shares a part of the model also needs a head."""
+        super().check_model(settings, model)
         if self.shared != "all":
             check_needs(self.name, ("head",), model)
-        super().check_model(settings, model)
 
     def part(self, setup: Setup) -> slice:
         """Return the slice of θ that clients train together: shared, but for what they keep."""

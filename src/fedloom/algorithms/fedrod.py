@@ -110,8 +110,9 @@ class FedRoD(FedAvg):
 
     name = "fedrod"
     settings = FedRoDSettings
-    needs = ("head", "linear head")
-    needs_classes = True
+    tasks = ("classification",)
+    restriction = "Its generic head is trained with a softmax that balances the counts of classes."
+    needs = ("labels", "head", "linear head")
     predictors = {"personal": "FedRoD", "global": "FedRoD, generic head"}
     stateful = True
 

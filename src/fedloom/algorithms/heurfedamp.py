@@ -155,7 +155,6 @@ class HeurFedAMP(base.Algorithm):
     server = HeurFedAMPServer
     client = HeurFedAMPClient
     messages = (Centre, Update, ClientModel)
-    needs_classes = False
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

@@ -3,7 +3,8 @@
 O. Marfoq, G. Neglia, L. Kameni, R. Vidal, Personalized federated learning through local memorization, ICML 2022,
 arXiv 2111.09360, §3. Training is FedAvg's. A client's predictor is λ kNN(x) + (1 - λ) softmax(logits). The datastore of
 the k-nearest-neighbour estimate has the features and labels of its training examples; each neighbour has weight
-exp(-distance²/(D s)), D being the number of features. k and λ are chosen by leave-one-out on the datastore.
+exp(-distance²/(D s)), D being the number of features. k and λ are chosen by leave-one-out on the datastore. The authors
+classify; in regression the estimate is the weighted mean of the neighbours' numbers.
 """
 
 from __future__ import annotations
@@ -27,18 +28,19 @@ from fedloom.models.predictors import ModelPredictor, Predictors
 
 
 class Neighbours(ModelPredictor):
-    """Mixture of the shared model θ with a datastore, the ``features`` [n, D] and ``labels`` [n] of the train split."""
+    """Mixture of the shared model θ with a datastore: ``features`` [n, D] and ``labels`` [n] of the train split."""
 
     def __init__(self, model: FlatModel, theta: Tensor, x: Tensor, y: Tensor, scale: float) -> None:
         super().__init__(model, theta)
         self.features, self.labels, self.scale = self._features(x), y, scale
         self.k, self.mixing = 1, 0.0
+        self.classifies = model.task.name == "classification"
 
     def choose(self, x: Tensor, ks: list[int], mixings: list[float]) -> None:
         """Set k and λ to predict the most examples of the datastore right, each left out of its own vote.
 
-        Ties go to the higher likelihood of the labels, then to the smaller k, then to the smaller λ. With one example
-        nothing remains to vote, and λ is 0.
+        Ties go to the higher likelihood of the labels, then to the smaller k, then to the smaller λ. In regression, the
+        lowest loss decides. With one example nothing remains to vote, and λ is 0.
         """
         if len(x) == 1:
             return
@@ -47,17 +49,22 @@ class Neighbours(ModelPredictor):
         for k in sorted(ks):
             vote = self._vote(distances[:, :k], nearest[:, :k], own)
             for mixing in sorted(mixings):
-                log_p = mixed(vote, own, mixing)
-                right = int((log_p.argmax(1) == self.labels).sum())
-                likelihood = float(log_p.gather(1, self.labels[:, None]).double().sum())
-                if (right, likelihood) > best:
-                    best, self.k, self.mixing = (right, likelihood), k, mixing
+                found = self._score(self._mixed(vote, own, mixing))
+                if found > best:
+                    best, self.k, self.mixing = found, k, mixing
+
+    def _score(self, predictions: Tensor) -> tuple[int, float]:
+        """Return the number of right predictions of the datastore, and their likelihood; 0 and -loss in regression."""
+        if not self.classifies:
+            return 0, -float(self.model.task.loss(predictions, self.labels).double().sum())
+        right = int((predictions.argmax(1) == self.labels).sum())
+        return right, float(predictions.gather(1, self.labels[:, None]).double().sum())
 
     @torch.no_grad()
     def log_probabilities(self, x: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
+        """Return log-probabilities, ``[b, ...] -> [b, C]``, or numbers ``[b, k]``."""
         own = super().log_probabilities(x)
-        return mixed(self._vote(*nearest_of(self._features(x), self.features, self.k), own), own, self.mixing)
+        return self._mixed(self._vote(*nearest_of(self._features(x), self.features, self.k), own), own, self.mixing)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return θ, the datastore, and the chosen k, λ and scale."""
@@ -70,21 +77,27 @@ class Neighbours(ModelPredictor):
         return {**self.parameters, "datastore.features": self.features, "datastore.labels": self.labels}
 
     def predict(self, named: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, ...] -> [b, C]``."""
+        """Return log-probabilities, ``[b, ...] -> [b, C]``, or numbers ``[b, k]``."""
         own = super().predict(named, x)
         there = named["datastore.features"], named["datastore.labels"]
         vote = self._vote(*nearest_of(self.model.features(named, x), there[0], self.k), own, there[1])
-        return mixed(vote, own, self.mixing)
+        return self._mixed(vote, own, self.mixing)
 
     @torch.no_grad()
     def _features(self, x: Tensor) -> Tensor:
         return torch.cat([self.model.features(self.parameters, piece) for piece in torch.split(x, PIECE)])
 
     def _vote(self, squared: Tensor, nearest: Tensor, like: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Return the log-probabilities of the estimate, ``[b, C]``; the softmax normalizes the weights."""
+        """Return log-probabilities or numbers of the estimate, of the shape of ``like``; softmax normalizes weights."""
         labels = self.labels if labels is None else labels
         weights = F.softmax(-squared / (self.features.shape[1] * self.scale), dim=1).to(like)
+        if not self.classifies:
+            numbers = labels.reshape(len(labels), -1).to(like)
+            return (weights[:, :, None] * numbers[nearest]).sum(1).reshape(like.shape)
         return torch.zeros_like(like).scatter_add_(1, labels[nearest], weights).log()
+
+    def _mixed(self, vote: Tensor, own: Tensor, mixing: float) -> Tensor:
+        return mixed(vote, own, mixing) if self.classifies else mixing * vote + (1 - mixing) * own
 
 
 def nearest_of(queries: Tensor, features: Tensor, k: int, *, left_out: bool = False) -> tuple[Tensor, Tensor]:
@@ -124,8 +137,9 @@ class KNNPer(FedAvg):
 
     name = "knn-per"
     settings = KNNPerSettings
-    needs = ("features",)
-    needs_classes = True
+    tasks = ("classification", "regression")
+    restriction = "Neighbours vote for one class, or average their numbers."
+    needs = ("labels", "features")
     predictors = {"personal": "kNN-Per", "global": "kNN-Per, shared model"}
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: KNNPerSettings) -> Predictors:

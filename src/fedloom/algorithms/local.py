@@ -90,7 +90,6 @@ class LocalTraining(base.Algorithm):
     server = LocalServer
     client = LocalClient
     messages = (LocalTrainRequest,)
-    needs_classes = False
     trains = False
     has_steps = True
 

@@ -1,23 +1,25 @@
-"""Requirements of methods on the clients' model."""
+"""Requirements of methods on the clients' model and its task."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel
+from fedloom.tasks.names import TaskName
 
 Need: TypeAlias = Literal[
-    "head", "linear head", "features", "default loss", "no buffers", "any vector", "normalization"
+    "labels", "head", "linear head", "features", "default loss", "no buffers", "any vector", "normalization"
 ]
 """Requirement of a method on the clients' model.
 
-``head``: layers besides the last linear one. ``linear head``: that layer is not parametrized (no weight normalization),
-and its outputs are the logits. ``features``: it ends in a linear layer on features. ``default loss``: it does not
-define a loss. ``no buffers``: it has no buffers that move in training, because the method has no training calls that
-move them. ``any vector``: every θ is a model, because the method generates or draws θ. ``normalization``: it has
-normalization layers.
+``labels``: its loss uses labels. ``head``: layers besides the last linear one. ``linear head``: that layer is not
+parametrized (no weight normalization), and its outputs are the logits. ``features``: it ends in a linear layer on
+features. ``default loss``: it does not define a loss. ``no buffers``: it has no buffers that move in training, because
+the method has no training calls that move them. ``any vector``: every θ is a model, because the method generates or
+draws θ. ``normalization``: it has normalization layers.
 """
 
 
@@ -25,7 +27,9 @@ def check_needs(name: str, needs: Sequence[Need], model: FlatModel) -> None:
     """Raise ExperimentError unless a model meets the requirements of the method with this name."""
     for need in needs:
         if (problem := _problem(need, model)) is not None:
-            key = "model.norm" if need == "no buffers" and not model.constrained else "model.name"
+            key = "algorithm.name" if need == "labels" else "model.name"
+            if need == "no buffers" and not model.constrained:
+                key = "model.norm"
             raise ExperimentError(f"{key}: {name} {problem}", key=key)
 
 
@@ -44,8 +48,45 @@ def check_batches(settings: Mapping[str, Any], model: FlatModel, section: str = 
             )
 
 
+def check_task(name: str, tasks: Sequence[TaskName], restriction: str, model: FlatModel) -> None:
+    """Raise ExperimentError if the task of a model that uses labels is none of the method's."""
+    if not model.needs_labels or model.task.name in tasks:
+        return
+    does = ", ".join(tasks[:-1]) + (" and " if tasks[:-1] else "") + tasks[-1]
+    raise ExperimentError(
+        f"algorithm.name: {name} does only {does}, but the task is {model.task.name}. {restriction}",
+        hint="docs/algorithms/README.md lists the tasks of each method; fedavg does all of them",
+        key="algorithm.name",
+        found=name,
+    )
+
+
+def check_masks(settings: Any, model: FlatModel) -> None:
+    """Raise ExperimentError if settings mask absent labels of a model whose targets are no classes."""
+    if model.task.name == "classification" and model.needs_labels:
+        return
+    for key in _masks(settings, "algorithm."):
+        task = model.task.name if model.needs_labels else "data without labels"
+        raise ExperimentError(
+            f"{key}: only in classification can labels be absent, but the model is for {task}; set it to false",
+            key=key,
+            found=True,
+        )
+
+
+def _masks(settings: Any, prefix: str) -> Iterator[str]:
+    """Yield the keys ``mask_absent`` that are set, at any depth."""
+    if isinstance(settings, Settings):
+        for name, value in settings:
+            if name == "mask_absent" and value:
+                yield prefix + name
+            yield from _masks(value, f"{prefix}{name}.")
+
+
 def _problem(need: Need, model: FlatModel) -> str | None:
     """Return why a model does not meet a requirement, as the end of a sentence; None if it does."""
+    if need == "labels" and not model.needs_labels:
+        return "needs labels, which the loss of this model does not use; use fedavg"
     if need == "head" and not model.layout.head:
         if model.layout.headless:
             return "needs a last linear layer, but the outputs of this model do not come from such a layer"

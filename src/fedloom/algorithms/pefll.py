@@ -24,10 +24,11 @@ from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
 from fedloom.core.settings import Settings
+from fedloom.data.inputs import Inputs, count, take
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.embedding import EmbeddingNetwork, EmbeddingSettings
-from fedloom.models.flat import vjp
+from fedloom.models.flat import FlatModel, vjp
 from fedloom.models.hypernetwork import Hypernetwork
 from fedloom.models.predictors import predictors_of
 from fedloom.privacy.gaussian_mechanism import MAX_DELTA, on_grid
@@ -192,7 +193,8 @@ class PeFLLClient(base.ClientAlgorithm):
         private = self.settings.descriptor.privacy
         clip = None if private is None else private.clip
         visible = [self._visible(clients, i, how, purpose) for i in range(len(clients))]
-        v = [self.embedding.describe(w, x, y, clip) for w, (x, y) in zip(weights, visible, strict=True)]
+        # Of named inputs only the network that does not read them is allowed.
+        v = [self.embedding.describe(w, x, y, clip) for w, (x, y) in zip(weights, visible, strict=True)]  # type: ignore[arg-type]
 
         def pullback(d_v: Tensor) -> Tensor:
             gradients = [vjp(v_i, list(w.values()), d) for w, v_i, d in zip(weights, v, d_v, strict=True)]
@@ -214,18 +216,18 @@ class PeFLLClient(base.ClientAlgorithm):
         v: Tensor,
         private: DescriptorPrivacy,
         eta_v: Tensor,
-        x: Tensor,
+        x: Inputs,
         y: Tensor | None,
     ) -> Tensor:
         """Add Gaussian noise to v ``[l]`` of examples x, y: z times 2C/n, the most that replacing one can move it."""
         about = sha256(repr(private).encode())
-        for tensor in (eta_v, x, *(() if y is None else (y,))):
+        for tensor in (eta_v, *([x] if isinstance(x, Tensor) else x.values()), *(() if y is None else (y,))):
             about.update(tensor.contiguous().cpu().numpy().data)
-        deviation = private.noise_multiplier * 2 * private.clip / len(x)
+        deviation = private.noise_multiplier * 2 * private.clip / count(x)
         noise = clients.noise(i, purpose, about.digest(), len(v)).to(v.device)
         return on_grid(v + deviation * noise, deviation)
 
-    def _visible(self, clients: ClientGroup, i: int, how: str, purpose: str) -> tuple[Tensor, Tensor | None]:
+    def _visible(self, clients: ClientGroup, i: int, how: str, purpose: str) -> tuple[Inputs, Tensor | None]:
         """Return the data that φ sees of a client: its inputs, and its labels unless the variant is unlabelled."""
         client = clients.clients[i]
         train, labels = examples(client), self.settings.embedding.labels
@@ -237,7 +239,7 @@ class PeFLLClient(base.ClientAlgorithm):
         index: Tensor | slice = slice(None)
         if how == "batch":
             index = next(batches(len(train), self.settings.descriptor.batch_size, 1, clients.generator(i, purpose)))
-        return train.x[index], train.y[index] if labels and train.y is not None else None
+        return take(train.x, index), train.y[index] if labels and train.y is not None else None
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -335,7 +337,9 @@ class PeFLLSettings(Settings):
     def embedding_network(self, setup: Setup) -> EmbeddingNetwork:
         """Return φ for the inputs of a problem."""
         size = self.descriptor_size(setup.clients)
-        return self.embedding.network_for(setup.kind, setup.input_shape, setup.classes, size)
+        shape = () if setup.targets is None else setup.targets.shape
+        target = setup.outputs, size, setup.model.task, shape
+        return self.embedding.network_for(setup.kind, setup.input_shape, *target)
 
     def optimizers(self, round: int | None = None) -> tuple[ServerOptimizer, ServerOptimizer]:
         """Return the optimizers of lines 17 and 18, of η_v and of η_h, in a round, whose local rate is β."""
@@ -408,6 +412,17 @@ class PeFLL(base.Algorithm):
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "PeFLL + fine-tuning" if settings.personalize_steps else "PeFLL"}
+
+    def check_model(self, settings: Any, model: FlatModel) -> None:
+        """Reject an embedding network on labels where there are none."""
+        super().check_model(settings, model)
+        if not model.needs_labels and settings.embedding.labels:
+            raise ExperimentError(
+                "algorithm.embedding.labels: the loss of this model uses no labels, so that the data may have none; "
+                "set it to false (got true)",
+                key="algorithm.embedding.labels",
+                found=True,
+            )
 
     def needs_each_update(self, settings: Any) -> bool:
         """Return True: the hypernetwork learns from each client's own (line 12)."""

@@ -3,14 +3,16 @@
 X. Zhang, Y. Li, W. Li, K. Guo, Y. Shao, Personalized federated learning via variational Bayesian inference, ICML 2022,
 arXiv 2206.07977 (papers/003): problem (4)-(5), Algorithm 1. A client keeps its q_i = N(μ, softplus(ρ)²) between rounds.
 In a round it alternates R steps of q_i on its personal objective and of its copy of the global distribution w on
-KL(q_i ‖ w), and uploads that copy. Details left open by the paper, and measurements: docs/algorithms/pfedbayes.md.
+KL(q_i ‖ w), and uploads that copy. The likelihood is that of the model's task. Details left open by the paper, and
+measurements: docs/algorithms/pfedbayes.md.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -34,6 +36,7 @@ from fedloom.algorithms.optimizers import adam_
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
+from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Ensemble, Predictors
 
 
@@ -151,7 +154,7 @@ class PFedBayesClient(base.ClientAlgorithm):
         ExperimentError
             If gradient descent exceeds its stability bound under this prior.
         """
-        s, local = self.settings, LocalTrainer(self.setup.model, clients, members=members)
+        s, local = self.settings, LocalTrainer(likelihood_of(self.setup.model), clients, members=members)
         noises = [clients.generator(i, f"{purpose}-noise") for i in members]
         moments = AdamMoments.none(q.v) if moments is None else moments
         descend_q, descend_w = self._steps(local, q, w, moments)
@@ -206,6 +209,21 @@ class PFedBayesClient(base.ClientAlgorithm):
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return ``personalize_steps`` for ``personal``."""
         return self.settings.personalize_steps if predictor == "personal" else 0
+
+
+def likelihood_of(model: FlatModel) -> FlatModel:
+    """Return the model with -log p(y | x) of its task as its loss; a loss of the model's own is taken for it."""
+    if model.own_loss:
+        return model
+    view = copy.copy(model)
+    view.loss = partial(_negative_log_likelihood, model)  # type: ignore[method-assign]
+    view.in_training = lambda: likelihood_of(model.in_training())  # type: ignore[method-assign]
+    return view
+
+
+def _negative_log_likelihood(model: FlatModel, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+    assert y is not None
+    return model.task.negative_log_likelihood(model.forward(parameters, x), y)
 
 
 Step: TypeAlias = Callable[[Tensor, Tensor], None]
@@ -363,6 +381,7 @@ class PFedBayes(base.Algorithm):
     server = PFedBayesServer
     client = PFedBayesClient
     messages = (GlobalGaussian, LocalizedGaussian, Prior)
+    needs = ("labels",)
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

@@ -388,8 +388,9 @@ class PFedGP(FedAvg):
 
     name = "pfedgp"
     settings = PFedGPSettings
-    needs = ("default loss",)
-    needs_classes = True
+    tasks = ("classification",)
+    restriction = "Its Gaussian processes decide between the two sides of splits of the classes."
+    needs = ("labels", "default loss")
     augments = False
     predictors = {"personal": "pFedGP"}
     shared = "body"

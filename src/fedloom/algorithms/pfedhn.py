@@ -188,7 +188,6 @@ class PFedHN(base.Algorithm):
     server = PFedHNServer
     client = PFedHNClient
     messages = (PFedHNTrainRequest, TrialModel, GeneratedModel, Update)
-    needs_classes = False
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

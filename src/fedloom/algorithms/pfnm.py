@@ -3,7 +3,8 @@
 M. Yurochkin, M. Agarwal, S. Ghosh, K. Greenewald, T. N. Hoang, Y. Khazaeni, Bayesian nonparametric federated learning
 of neural networks, ICML 2019, arXiv 1905.12022, §3 and §4 (several rounds). Clients train networks with one hidden
 layer of the model's width. The server matches their neurons (``neuron_matching``). The global network has one
-neuron per atom, so its width changes, and a client continues from its own atoms.
+neuron per atom, so its width changes, and a client continues from its own atoms. The authors classify; here a client's
+weight for an output is the number of its examples that have the class or label, or of all its examples in regression.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def width(setup: Setup) -> int:
 
 
 def neurons(setup: Setup, models: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights in, bias and weights out of each hidden unit, and output biases: ``[n, L, K], [n, C]``."""
+    """Return the weights in, bias and weights out of each hidden unit, and biases: ``[n, L, K], [n, outputs]``."""
     first, bias, last, out = torch.split(models, setup.model.layout.sizes, dim=1)
     n, units = len(models), width(setup)
     parts = [first.view(n, units, -1), bias.view(n, units, 1), last.view(n, -1, units).transpose(1, 2)]
@@ -44,21 +45,30 @@ def neurons(setup: Setup, models: Tensor) -> tuple[Tensor, Tensor]:
 
 def network(units: Tensor, out: Tensor, setup: Setup) -> Tensor:
     """Return θ of one network of any width, the inverse of :func:`neurons`."""
-    classes = len(out)
-    parts = units[:, : -classes - 1], units[:, -classes - 1], units[:, -classes:].T, out
+    outputs = len(out)
+    parts = units[:, : -outputs - 1], units[:, -outputs - 1], units[:, -outputs:].T, out
     return torch.cat([part.reshape(-1) for part in parts]).to(setup.dtype)
 
 
 def wide(setup: Setup, theta: Tensor) -> FlatModel:
     """Return the model with the number of hidden units of θ ``[..., d]``."""
-    (inputs, classes), model = (setup.model.layout.entries[0][1][1], setup.classes), setup.model
-    units = (theta.shape[-1] - classes) // (inputs + 1 + classes)
+    (inputs, outputs), model = (setup.model.layout.entries[0][1][1], setup.outputs), setup.model
+    units = (theta.shape[-1] - outputs) // (inputs + 1 + outputs)
     assert isinstance(model, MLP)
-    return type(model)(setup.input_shape, [units], classes)
+    made = type(model)(setup.input_shape, [units], outputs)
+    made.task = model.task
+    return made
+
+
+def examples_per_output(setup: Setup, y: Tensor) -> Tensor:
+    """Return the number of a client's examples for each output, ``[n, *target_shape] -> [outputs]`` float64."""
+    if setup.model.task.name == "regression":
+        return torch.full((setup.outputs,), len(y), dtype=torch.float64)
+    return setup.model.task.label_input(y, setup.outputs).double().sum(0)
 
 
 class PFNMServer(base.ServerAlgorithm):
-    """Server that keeps every client's last network, the atoms of its neurons, and its number of examples per class."""
+    """Server that keeps each client's last network, the atoms of its neurons, and its number of examples per output."""
 
     def __init__(self, settings: PFNMSettings, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
@@ -69,14 +79,14 @@ class PFNMServer(base.ServerAlgorithm):
                 "pfnm needs the package scipy, which is not installed", hint="pip install 'fedloom[pfnm]'"
             ) from error
         self._assign = lambda gain: torch.from_numpy(linear_sum_assignment(gain.numpy(), maximize=True)[1])
-        self.sizes |= {"s": setup.model.layout.size, "C": setup.classes}
+        self.sizes |= {"s": setup.model.layout.size, "C": setup.outputs}
         self.row = {client: i for i, client in enumerate(setup.roster)}
         start, n = setup.model.init(generator, setup.dtype), len(self.row)
         self.state = {
             "start": start,
             "models": torch.zeros(n, len(start), dtype=setup.dtype),
             "atoms": torch.full((n, width(setup)), -1),  # -1 for a client that no round has counted
-            "classes": torch.zeros(n, setup.classes, dtype=torch.float64),
+            "classes": torch.zeros(n, setup.outputs, dtype=torch.float64),
         }
 
     def update_bounds(self, examples: int) -> Mapping[str, float]:
@@ -121,7 +131,7 @@ class PFNMServer(base.ServerAlgorithm):
     def _centre(self) -> Tensor:
         """Return μ0 of a neuron's numbers ``[K]``: 0 except for its bias."""
         incoming = self.setup.model.layout.entries[0][1][1]
-        centre = torch.zeros(incoming + 1 + self.setup.classes, dtype=torch.float64)
+        centre = torch.zeros(incoming + 1 + self.setup.outputs, dtype=torch.float64)
         centre[incoming] = self.settings.bias_mean
         return centre
 
@@ -155,7 +165,7 @@ class PFNMClient(base.ClientAlgorithm):
         """Perform line 4."""
         trained = train(self.setup.model, clients, opening.theta, self.settings.local)
         labels = [client.train.y for client in clients.clients]
-        counts = [torch.bincount(y, minlength=self.setup.classes).double() for y in labels if y is not None]
+        counts = [examples_per_output(self.setup, y) for y in labels if y is not None]
         yield CountedUpdate(trained.theta - opening.theta, trained.steps, trained.loss, torch.stack(counts))
         return None
 
@@ -184,7 +194,9 @@ class PFNMSettings(Settings):
     sweeps: int = Field(default=5, ge=1, description="passes over the clients in a matching")
     cap: int = Field(default=700, ge=1, description="maximum width of the global network")
     output: Literal["classes", "uniform"] = Field(
-        default="classes", description="precision of outgoing weights: 1/σ² times the share of a class, or 1/σ²"
+        default="classes",
+        description="precision of outgoing weights: 1/σ² times the client's share of an output's examples (those of a "
+        "class), or 1/σ²",
     )
     local: LocalSGD = Field(default=LocalSGD(epochs=1, lr=0.5, momentum=0.0), description="local training in a round")
     personalize_steps: int = Field(default=0, ge=0, description="local SGD steps from the global network to personal")
@@ -197,7 +209,7 @@ class Subnetwork(Message):
 
 
 class CountedUpdate(Update):
-    """Result of local training, and the client's number of examples per class."""
+    """Result of local training, and the client's number of examples per output."""
 
     classes: Tensor = rows(Quantity.COUNT, "C")  # [c, C] float64
 
@@ -210,6 +222,8 @@ class ProbabilisticMatching(base.Algorithm):
     server = PFNMServer
     client = PFNMClient
     messages = (Subnetwork, CountedUpdate, PersonalizeRequest)
+    tasks = ("classification", "multilabel", "regression")
+    restriction = "It matches the neurons of perceptrons, whose outputs have no pixels or positions."
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
@@ -225,6 +239,7 @@ class ProbabilisticMatching(base.Algorithm):
 
     def check_model(self, settings: Any, model: FlatModel) -> None:
         """Reject models other than a perceptron with one hidden layer, or wider than the global network may become."""
+        super().check_model(settings, model)
         if not isinstance(model, MLP) or len(model.layout.entries) != 4:
             raise ExperimentError(
                 "model.name: pfnm matches the neurons of one hidden layer; use mlp with one number in hidden",

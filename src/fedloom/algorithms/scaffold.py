@@ -151,7 +151,6 @@ class Scaffold(base.Algorithm):
     server = ScaffoldServer
     client = ScaffoldClient
     messages = (ModelAndControl, ControlledUpdate, PersonalizeRequest)
-    needs_classes = False
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

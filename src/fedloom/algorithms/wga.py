@@ -469,7 +469,6 @@ class WeightedGradientAveraging(base.Algorithm):
     client = WGAClient
     messages = (SharedStates, TrueGradients, Gradients, UserModel)
     needs = ("no buffers",)
-    needs_classes = False
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

@@ -86,10 +86,6 @@ def _check_partition(c: _Combination) -> Iterator[SettingError]:
         data.partition.check_inputs(c.source.kind, _input_shape(data, c.source))
     except ExperimentError as error:
         yield _error_of(error, "data.partition")
-    if c.algorithm.needs_classes and not c.source.classes:
-        yield _error(
-            "data.dataset", f"{data.dataset} has no classes, which {c.algorithm.name} needs; use another data set"
-        )
 
 
 def _input_shape(data: Data, source: Dataset) -> tuple[int, ...]:

@@ -1,11 +1,14 @@
-"""Embedding networks φ, which map an example to descriptor space; a descriptor is their mean (papers/001, §3)."""
+"""Embedding networks φ, which map an example to descriptor space; a descriptor is their mean (papers/001, §3).
+
+The paper's label input is the one-hot class. Other tasks give a vector of their own (``PredictionTask.label_input``).
+"""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +20,34 @@ from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatNetwork, Layout
 from fedloom.models.lenet import lenet_features, lenet_layout
 from fedloom.models.lstm import LSTM
+from fedloom.tasks.base import PredictionTask
+from fedloom.tasks.classification import CLASSIFICATION
 
 
 class EmbeddingNetwork(FlatNetwork):
-    """Embedding network φ(x, y; η_v), ``[b, *input_shape], [b] -> [b, l]``."""
+    """Embedding network φ(x, y; η_v), ``[b, *input_shape], [b, *target_shape] -> [b, l]``.
+
+    Parameters
+    ----------
+    outputs, target_shape, task
+        K, the shape of one target, and what makes a label input of it.
+    labels
+        False if φ uses only x.
+    """
+
+    def __init__(
+        self, outputs: int, task: PredictionTask, target_shape: tuple[int, ...] = (), *, labels: bool = True
+    ) -> None:
+        self.outputs = outputs
+        self.task = task
+        self.labels = labels
+        self.label_size = task.label_input_size(outputs, target_shape) if labels else 0
+        """Length L of the label input; 0 for the unlabelled variant."""
+
+    def label_input(self, y: Tensor | None, like: Tensor) -> Tensor:
+        """Return targets as inputs of another tensor's type, ``[b, *target_shape] -> [b, L]``."""
+        assert y is not None
+        return self.task.label_input(y, self.outputs).to(like.dtype)
 
     @abstractmethod
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
@@ -47,54 +74,76 @@ def clipped(values: Tensor, norm: float) -> Tensor:
 
 
 class LeNetEmbedding(EmbeddingNetwork):
-    """LeNet with C label planes appended to the image (papers/001, Table 4 and §4 "Models").
+    """LeNet with L label planes appended to the image (papers/001, Table 4 and §4 "Models").
 
     A label plane is constant and the convolution has no padding, so the plane contributes a constant over the image:
-    the sum of its kernel. It is added as a label-dependent bias, which is the same function as convolving C more
+    the sum of its kernel. It is added as a label-dependent bias, which is the same function as convolving L more
     channels and an order of magnitude cheaper.
     """
 
-    def __init__(self, input_shape: tuple[int, ...], classes: int, size: int, *, labels: bool) -> None:
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        outputs: int,
+        size: int,
+        *,
+        labels: bool,
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(outputs, task, target_shape, labels=labels)
         self.channels, height, width = input_shape
-        self.classes = classes
-        self.labels = labels
-        self.layout = lenet_layout(self.channels + (classes if labels else 0), height, width, size)
+        self.layout = lenet_layout(self.channels + self.label_size, height, width, size)
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Embed ``[b, channels, height, width], [b] -> [b, l]``."""
+        """Embed ``[b, channels, height, width], [b, *target_shape] -> [b, l]``."""
         kernel, bias = parameters["conv1.weight"], parameters["conv1.bias"]
         h = F.conv2d(x, kernel[:, : self.channels], bias)
         if self.labels:
-            assert y is not None
-            planes = F.one_hot(y, self.classes).to(x.dtype) @ kernel[:, self.channels :].sum((2, 3)).t()  # [b, 16]
+            planes = self.label_input(y, x) @ kernel[:, self.channels :].sum((2, 3)).t()  # [b, 16]
             h = h + planes[:, :, None, None]
         return F.linear(lenet_features(parameters, h), parameters["fc3.weight"], parameters["fc3.bias"])
 
 
 class LinearEmbedding(EmbeddingNetwork):
-    """One linear layer on the one-hot label (papers/001, §4 "Models"; the paper's choice for CIFAR-100)."""
+    """One linear layer on the label input alone (papers/001, §4 "Models"; the paper's choice for CIFAR-100)."""
 
-    def __init__(self, classes: int, size: int) -> None:
-        self.classes = classes
-        self.layout = Layout((("fc.weight", (size, classes)), ("fc.bias", (size,))))
+    def __init__(
+        self,
+        outputs: int,
+        size: int,
+        *,
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(outputs, task, target_shape)
+        self.layout = Layout((("fc.weight", (size, self.label_size)), ("fc.bias", (size,))))
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Embed ``[b, ...], [b] -> [b, l]``."""
-        assert y is not None
+        """Embed ``[b, ...], [b, *target_shape] -> [b, l]``."""
         weight, bias = parameters["fc.weight"], parameters["fc.bias"]
-        return F.linear(F.one_hot(y, self.classes).to(weight.dtype), weight, bias)
+        return F.linear(self.label_input(y, weight), weight, bias)
 
 
 class MLPEmbedding(EmbeddingNetwork):
-    """One hidden layer with ReLU on the input with its one-hot label appended (papers/001, A.5, Table 9: "MLP").
+    """One hidden layer with ReLU on the input with the label input appended (papers/001, A.5, Table 9: "MLP").
 
     Inputs of any shape are flattened. The paper does not give the width.
     """
 
-    def __init__(self, input_shape: tuple[int, ...], classes: int, size: int, *, width: int, labels: bool) -> None:
-        self.classes = classes
-        self.labels = labels
-        inputs = math.prod(input_shape) + (classes if labels else 0)
+    def __init__(
+        self,
+        input_shape: tuple[int, ...],
+        outputs: int,
+        size: int,
+        *,
+        width: int,
+        labels: bool,
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(outputs, task, target_shape, labels=labels)
+        inputs = math.prod(input_shape) + self.label_size
         self.layout = Layout(
             (
                 ("fc1.weight", (width, inputs)),
@@ -105,12 +154,11 @@ class MLPEmbedding(EmbeddingNetwork):
         )
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Embed ``[b, *input_shape], [b] -> [b, l]``."""
+        """Embed ``[b, *input_shape], [b, *target_shape] -> [b, l]``."""
         p = parameters
         h = x.flatten(1)
         if self.labels:
-            assert y is not None
-            h = torch.cat([h, F.one_hot(y, self.classes).to(x.dtype)], 1)
+            h = torch.cat([h, self.label_input(y, x)], 1)
         h = F.relu(F.linear(h, p["fc1.weight"], p["fc1.bias"]))
         return F.linear(h, p["fc2.weight"], p["fc2.bias"])
 
@@ -118,11 +166,14 @@ class MLPEmbedding(EmbeddingNetwork):
 class LSTMEmbedding(EmbeddingNetwork):
     """The character model with l outputs (papers/001, A.3 "Shakespeare dataset").
 
-    The paper does not say how the label enters. Here it is a token, appended as the one that follows.
+    The paper does not say how the label enters. Here it is a token, appended as the one that follows. Targets that are
+    the tokens after each one do not enter: the input contains them.
     """
 
-    def __init__(self, vocabulary: int, size: int, *, width: int, labels: bool) -> None:
-        self.labels = labels
+    def __init__(
+        self, vocabulary: int, size: int, *, width: int, labels: bool, task: PredictionTask = CLASSIFICATION
+    ) -> None:
+        super().__init__(vocabulary, task, labels=labels and task.name == "classification")
         self.network = LSTM(vocabulary, hidden=width, outputs=size)
         self.layout = self.network.layout
 
@@ -131,7 +182,7 @@ class LSTMEmbedding(EmbeddingNetwork):
         return self.network.bound(name, shape, fan_in)
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Embed ``[b, tokens], [b] -> [b, l]``."""
+        """Embed ``[b, tokens], [b, *target_shape] -> [b, l]``."""
         if self.labels:
             assert y is not None
             x = torch.cat([x, y[:, None].to(x.dtype)], 1)
@@ -146,13 +197,26 @@ EMBEDDINGS: dict[str, tuple[str, ...]] = {
 """Kind of input -> embedding networks that accept it, the recommended one first."""
 
 
+def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:
+    """Return the names of the embedding networks for inputs of a kind in a task, the recommended one first.
+
+    Sequences whose targets are their next tokens have the vocabulary that ``lstm`` needs. Other integers and named
+    tensors have no network of their own: ``linear`` describes a client by its targets alone.
+    """
+    if task.name == "next_token":
+        return ("lstm",)
+    if kind == "tokens" and task.name != "classification":  # a vocabulary that the targets do not have
+        return ("linear",)
+    return EMBEDDINGS.get(kind, ("linear",))
+
+
 class EmbeddingSettings(Settings):
     """Choice of embedding network: keys of ``algorithm.embedding``."""
 
     network: Literal["lenet", "linear", "mlp", "lstm"] = Field(
         default="lenet",
-        description="lenet (images; papers/001, Table 4), linear on the labels alone, mlp (images and features; "
-        "papers/001, Table 9), lstm (tokens; papers/001, A.3)",
+        description="lenet (images; papers/001, Table 4), linear on the targets alone (any inputs), mlp (images, and "
+        "features of any rank, flattened; papers/001, Table 9), lstm (tokens; papers/001, A.3)",
     )
     width: int | None = Field(
         default=None, ge=1, description="width of the hidden layers of mlp and lstm; null: 100 for mlp and 256 for lstm"
@@ -167,38 +231,47 @@ class EmbeddingSettings(Settings):
             raise ValueError(f"network {self.network} has a fixed width; set it to null (got width={self.width})")
         return self
 
-    def network_for(self, kind: str, input_shape: tuple[int, ...], classes: int, size: int) -> EmbeddingNetwork:
-        """Return the network for inputs of a kind (pixels, features, tokens) and descriptors of length ``size``.
+    def network_for(
+        self,
+        kind: str,
+        input_shape: tuple[int, ...],
+        outputs: int,
+        size: int,
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> EmbeddingNetwork:
+        """Return the network for inputs of a kind, targets of a task, and descriptors of length ``size``.
 
         Raises
         ------
         ExperimentError
             If it does not accept such inputs.
         """
-        allowed = EMBEDDINGS[kind]
+        allowed = networks_for(kind, task)
         if self.network not in allowed:
             raise ExperimentError(
-                f"algorithm.embedding.network: {self.network!r} does not accept {kind}; choose from "
+                f"algorithm.embedding.network: {self.network!r} does not accept {kind} in {task.name}; choose from "
                 f"{', '.join(allowed)}",
                 hint=f"set algorithm.embedding.network: {allowed[0]}",
                 key="algorithm.embedding.network",
                 found=self.network,
                 allowed=allowed,
             )
+        target: dict[str, Any] = {"task": task, "target_shape": target_shape}
         match self.network:
             case "linear":
-                return LinearEmbedding(classes, size)
+                return LinearEmbedding(outputs, size, **target)
             case "mlp":
-                return MLPEmbedding(input_shape, classes, size, width=self.width or 100, labels=self.labels)
+                return MLPEmbedding(input_shape, outputs, size, width=self.width or 100, labels=self.labels, **target)
             case "lstm":
-                return LSTMEmbedding(classes, size, width=self.width or 256, labels=self.labels)
+                return LSTMEmbedding(outputs, size, width=self.width or 256, labels=self.labels, task=task)
             case "lenet":
                 try:
-                    return LeNetEmbedding(input_shape, classes, size, labels=self.labels)
+                    return LeNetEmbedding(input_shape, outputs, size, labels=self.labels, **target)
                 except ValueError as error:
                     raise ExperimentError(
                         f"algorithm.embedding.network: 'lenet': {error}; choose linear or mlp",
-                        hint="algorithm.embedding.network: linear describes a client by its labels alone",
+                        hint="algorithm.embedding.network: linear describes a client by its targets alone",
                         key="algorithm.embedding.network",
                         found=self.network,
                     ) from error

@@ -102,9 +102,17 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         dtype=DTYPE,
         roster=() if brought else trained_on.roster,
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
+        targets=manifest.targets,
     )
     parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan)
     parts.algorithm.check_model(parts.settings, model)
+    if experiment.evaluation.label_mask and plan.task.name != "classification":
+        raise ExperimentError(
+            f"evaluation.label_mask: only in classification can labels be absent (the task is {plan.task.name}); set "
+            "it to false (got true)",
+            key="evaluation.label_mask",
+            found=True,
+        )
     model.check_steps(
         clients=experiment.runtime.clients_at_once, twice=parts.algorithm.differentiates_twice(parts.settings)
     )

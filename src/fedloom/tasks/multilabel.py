@@ -54,6 +54,10 @@ class Multilabel(PredictionTask):
         entropy = F.binary_cross_entropy_with_logits(outputs, y.to(outputs.dtype), pos_weight=weight, reduction="none")
         return entropy.mean(1)
 
+    def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the sum over the labels, which are independent given the outputs."""
+        return self.loss(outputs, y) * outputs.shape[1]
+
     def probabilities(self, predictions: Tensor) -> Tensor:
         """Return the probability of each label, ``[b, K] -> [b, K]``."""
         return predictions.sigmoid()

@@ -53,6 +53,10 @@ class NextToken(PredictionTask):
         )
         return each.reshape(y.shape).sum(1) / (y != self.ignore_index).sum(1).clamp(min=1)
 
+    def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the sum over the targets that count, which are independent given the outputs."""
+        return self.loss(outputs, y) * (y != self.ignore_index).flatten(1).sum(1)
+
     def predictions(self, outputs: Tensor) -> Tensor:
         """Return log-probabilities, ``[b, T, V]``."""
         return F.log_softmax(outputs, dim=-1)

@@ -51,6 +51,14 @@ class Regression(PredictionTask):
             return (predicted - target).abs().mean(1)
         return F.huber_loss(predicted, target, reduction="none", delta=self.delta).mean(1)
 
+    def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return that of Gaussians of standard deviation 1 about the outputs, in standardized units.
+
+        For the absolute error they are Laplace distributions of scale 1, for Huber's those of its density.
+        """
+        factor = 0.5 if self.error == "squared" else 1.0
+        return self.loss(outputs, y) * (factor * y[:1].numel())
+
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the sums of errors."""
         return (Errors(target.outputs, target.std),)

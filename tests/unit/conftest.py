@@ -1,0 +1,16 @@
+"""Fixtures of unit tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedloom.models.flat import FlatModel
+from fedloom.tasks.classification import CLASSIFICATION
+from fedloom.tasks.multilabel import Multilabel
+from fedloom.tasks.regression import Regression
+
+
+@pytest.fixture(params=[CLASSIFICATION, Multilabel(), Regression()], ids=lambda task: task.name)
+def each_task(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give all models a task, by which ``federations`` draws targets and computes losses."""
+    monkeypatch.setattr(FlatModel, "task", request.param)
