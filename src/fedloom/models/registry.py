@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
+from torch import nn
 
 from fedloom.core.plugins import plugins
 from fedloom.core.settings import Settings
@@ -17,6 +18,7 @@ from fedloom.models.codes import check_codes
 from fedloom.models.convnet import BatchNormConvNet, ConvNet
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
+from fedloom.models.library import TokenTransformer, resnet18, unet, vit
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel, factory_of
@@ -26,6 +28,7 @@ from fedloom.models.quadratic import Quadratic
 from fedloom.models.resnet import ResNet20
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
+from fedloom.tasks.names import TaskName
 
 Kind: TypeAlias = Literal["pixels", "features", "tokens", "integers", "named"]
 """Kind of an input, as in ``fedloom.data.manifest.Kind``; models do not import the data package."""
@@ -325,6 +328,139 @@ class ModuleSettings(ModelChoice):
         return self.build(input_shape, classes)
 
 
+class LibraryChoice(ModelChoice):
+    """Keys of a network of another library, which runs as a module."""
+
+    tasks: ClassVar[tuple[TaskName, ...]] = ("classification", "multilabel", "regression")
+    """Tasks whose outputs it has."""
+
+    @abstractmethod
+    def module(self, input_shape: tuple[int, ...], outputs: int, task: PredictionTask) -> nn.Module:
+        """Make the module.
+
+        Raises
+        ------
+        ValueError
+            If it does not accept such inputs.
+        """
+
+    def build(
+        self,
+        input_shape: tuple[int, ...],
+        classes: int,
+        kind: Kind = "pixels",
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> FlatModel:
+        """Make the module, and try it on inputs; arguments and errors are those of :meth:`ModelChoice.build`."""
+        found = kind if kind not in self.takes else task.name if task.name not in self.tasks or not classes else None
+        if found is not None:
+            takes = f"{' or '.join(self.takes)} in {', '.join(self.tasks)}"
+            raise ExperimentError(
+                f"model.name: {self.name} is for {takes}, but the data are {kind} with {classes} outputs in "
+                f"{task.name}; use another model, or module",
+                key="model.name",
+                found=self.name,
+            )
+        try:
+            self.module(input_shape, classes, task)
+        except ValueError as error:
+            raise ExperimentError(f"model.name: {self.name}: {error}", key="model.name", found=self.name) from error
+        make = functools.partial(self.module, input_shape, classes, task)
+        buffers = getattr(self, "buffers", "shared")
+        model: FlatModel = ModuleModel(
+            make, input_shape, classes, kind, buffers=buffers, task=task, target_shape=target_shape
+        )
+        return bfloat16(model) if self.precision == "bfloat16" else model
+
+    def make(self, input_shape: tuple[int, ...], classes: int) -> FlatModel:
+        """Make the module for classification of the first kind of input."""
+        return self.build(input_shape, classes, self.takes[0])
+
+
+class ResNet18Settings(LibraryChoice):
+    """ResNet18 of torchvision."""
+
+    name: Literal["resnet18"] = Field(
+        default="resnet18",
+        description="torchvision's ResNet18; images below 64 pixels enter by a 3x3 convolution without pooling",
+    )
+    norm: Literal["batch", "group"] = Field(
+        default="batch", description="batch normalization, or group normalization with 32 groups, which has no buffers"
+    )
+    buffers: Literal["shared", "local"] = Field(
+        default="shared", description="running statistics: averaged like parameters, and sent; or kept by each client"
+    )
+    takes = ("pixels",)
+
+    def module(self, input_shape: tuple[int, ...], outputs: int, task: PredictionTask) -> nn.Module:
+        """Make the module."""
+        return resnet18(input_shape, outputs, self.norm)
+
+
+class ViTSettings(LibraryChoice):
+    """Vision transformer of torchvision."""
+
+    name: Literal["vit"] = Field(default="vit", description="torchvision's vision transformer, for square images")
+    patch: int = Field(default=4, ge=1, description="side of a patch in pixels, which divides that of the images")
+    width: int = Field(default=64, ge=1, description="length of a patch's vector")
+    layers: int = Field(default=4, ge=1, description="number of layers")
+    heads: int = Field(default=4, ge=1, description="attention heads, which divide the width")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout in training")
+    takes = ("pixels",)
+
+    def module(self, input_shape: tuple[int, ...], outputs: int, task: PredictionTask) -> nn.Module:
+        """Make the module."""
+        return vit(input_shape, outputs, **self.model_dump(include={"patch", "width", "layers", "heads", "dropout"}))
+
+
+class TransformerSettings(LibraryChoice):
+    """Transformer encoder of PyTorch."""
+
+    name: Literal["transformer"] = Field(
+        default="transformer",
+        description="PyTorch's transformer encoder on tokens: causal for next tokens, else the mean over the places",
+    )
+    vocabulary: int | None = Field(
+        default=None, ge=2, description="number of tokens; null: as many as outputs, as for next tokens"
+    )
+    width: int = Field(default=64, ge=1, description="length of a token's vector")
+    layers: int = Field(default=2, ge=1, description="number of layers")
+    heads: int = Field(default=4, ge=1, description="attention heads, which divide the width")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="dropout in training")
+    takes = ("tokens", "integers")
+    tasks = ("classification", "multilabel", "regression", "next_token")
+
+    def module(self, input_shape: tuple[int, ...], outputs: int, task: PredictionTask) -> nn.Module:
+        """Make the module."""
+        if len(input_shape) != 1:
+            raise ValueError(f"inputs must be sequences of tokens, [tokens] (got {list(input_shape)})")
+        keys = self.model_dump(include={"width", "layers", "heads", "dropout"})
+        vocabulary = outputs if self.vocabulary is None else self.vocabulary
+        of_places = task.name == "next_token"
+        return TokenTransformer(vocabulary, input_shape[0], outputs, next_token=of_places, **keys)
+
+
+class UNetSettings(LibraryChoice):
+    """U-Net of MONAI."""
+
+    name: Literal["unet"] = Field(
+        default="unet", description="MONAI's U-Net for segmentation (`pip install 'fedloom[unet]'`)"
+    )
+    channels: list[Width] = Field(
+        default=[16, 32, 64], min_length=2, description="channels of each level; each but the first halves the image"
+    )
+    takes = ("pixels",)
+    tasks = ("segmentation",)
+
+    def module(self, input_shape: tuple[int, ...], outputs: int, task: PredictionTask) -> nn.Module:
+        """Make the module."""
+        return unet(input_shape, outputs, self.channels)
+
+
+LIBRARY = (ResNet18Settings, ViTSettings, TransformerSettings, UNetSettings)
+"""Networks of other libraries."""
+
 MODELS: tuple[ModelChoice, ...] = (
     LeNetSettings(),
     ResNet20Settings(),
@@ -341,5 +477,5 @@ MODELS: tuple[ModelChoice, ...] = (
 if TYPE_CHECKING:
     ModelSettings: TypeAlias = ModelChoice
 else:
-    ModelSettings = functools.reduce(operator.or_, [*(type(choice) for choice in MODELS), ModuleSettings])
+    ModelSettings = functools.reduce(operator.or_, [*(type(choice) for choice in MODELS), *LIBRARY, ModuleSettings])
     """The settings of any model, told apart by ``name``."""
