@@ -85,9 +85,8 @@ def methods_page(text: str) -> str:
     rows.append("|---" * (len(tasks) + 3) + "|")
     for name in available():
         method = find_algorithm(name)
-        needs = [f"not {need[3:]}" if need.startswith("no ") else need for need in _needs(method)]
         cells = ["yes" if task in method.tasks else "" for task in tasks]
-        rows.append(f"| `{name}` | {' | '.join(cells)} | {', '.join(needs)} | {method.restriction} |")
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {', '.join(_needs(method))} | {method.restriction} |")
     return _filled(text, {"tasks": "\n".join(rows)})
 
 

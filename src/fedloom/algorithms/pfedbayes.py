@@ -377,11 +377,10 @@ class PFedBayes(base.Algorithm):
 
     name = "pfedbayes"
     settings = PFedBayesSettings
-    needs = ("any vector",)
+    needs = ("labels", "any vector")
     server = PFedBayesServer
     client = PFedBayesClient
     messages = (GlobalGaussian, LocalizedGaussian, Prior)
-    needs = ("labels",)
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

@@ -367,7 +367,7 @@ class LibraryChoice(ModelChoice):
         except ValueError as error:
             raise ExperimentError(f"model.name: {self.name}: {error}", key="model.name", found=self.name) from error
         make = functools.partial(self.module, input_shape, classes, task)
-        buffers = getattr(self, "buffers", "shared")
+        buffers: Literal["shared", "local"] = getattr(self, "buffers", "shared")
         model: FlatModel = ModuleModel(
             make, input_shape, classes, kind, buffers=buffers, task=task, target_shape=target_shape
         )
