@@ -74,7 +74,7 @@ def made(
     at_once: int = 1,
     **settings: Any,
 ) -> Federation:
-    """A federation that is to train, by default for one round, by METHODS and settings; of a plain model if it can be."""
+    """A federation that is to train, by default for one round, by METHODS and settings; a plain model if it can be."""
     model = model or (NORMALIZED if name == "fedbn" else PLAIN)
     data = clients(SIZES) if data is None else data
     method = find_algorithm(name.split()[0])

@@ -181,6 +181,7 @@ def test_pixels_and_tokens_train_with_the_loss_of_pytorch(tmp_path: Path, name: 
 # --- numbers and labels -----------------------------------------------------------------------------------------------
 
 LONGER: dict[str, dict[str, Any]] = {
+    "fedbn": {"local": LOCAL | {"lr": 0.01}},
     "pefll": {"local": {"steps": 20, "batch_size": 3, "lr": 0.01}},
     "pfedme": {"steps": 5, "inner_steps": 10, "lr": 0.05, "inner_lr": 0.05},
     "pfedhn": {"local": {"steps": 20, "batch_size": 3, "lr": 0.05}},
