@@ -210,7 +210,9 @@ class FedProto(base.Algorithm):
     server = FedProtoServer
     client = FedProtoClient
     messages = (PrototypeTrainRequest, PrototypeUpdate, PrototypePersonalizeRequest)
-    needs = ("head", "linear head", "features")
+    tasks = ("classification",)
+    restriction = "Its prototypes are means of features by class."
+    needs = ("labels", "head", "linear head", "features")
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
