@@ -12,6 +12,7 @@ from summaries import Evaluation, Run, Runs, chosen, difference, last, spread, t
 
 from fedloom import experiment as experiments
 from fedloom.algorithms.mean_field import MeanField
+from fedloom.data.inputs import single
 from fedloom.models.predictors import Ensemble
 from fedloom.reporting.drawing import FULL
 from fedloom.runner import assemble
@@ -133,7 +134,7 @@ def measured_too(folder: Path) -> dict[str, float]:
     for entry in dataset.manifest.clients:
         split = dataset.client(entry.id).validation
         assert split.y is not None
-        right += int(predictor.log_probabilities(split.x).argmax(1).eq(split.y).sum())
+        right += int(predictor.log_probabilities(single(split.x)).argmax(1).eq(split.y).sum())
         total += len(split)
     return {"global_validation": float(f"{100 * right / total:.6g}"), "round_seconds": float(f"{seconds:.4g}")}
 

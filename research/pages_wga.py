@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from summaries import Evaluation, Run, Runs, difference, last, spread, table
 
 from fedloom.algorithms.collaboration import CollaborationConstants
+from fedloom.data.inputs import single
 from fedloom.experiment import load
 from fedloom.reporting.drawing import FULL
 from fedloom.runner import assemble
@@ -67,7 +68,7 @@ def best_loss(folder: Path) -> dict[str, float]:
     if e.model.name != "quadratic":
         return {}
     dataset = assemble.make_partition(e)
-    test = dataset.client(dataset.manifest.clients[0].id).test.x.double()
+    test = single(dataset.client(dataset.manifest.clients[0].id).test.x).double()
     return {"best_loss": float(f"{(test - test.mean(0)).square().sum(1).mean() / 2:.6g}")}
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fedloom.data.federated import FederatedDataset
+from fedloom.data.inputs import single
 
 
 def pixels(dataset: FederatedDataset) -> tuple[Tensor, Tensor, list[dict[str, list[int]]]]:
@@ -37,7 +38,7 @@ def pixels(dataset: FederatedDataset) -> tuple[Tensor, Tensor, list[dict[str, li
         client, lies = dataset.client(entry.id), {}
         for name, split in (("train", client.train), ("test", client.validation)):
             assert split.y is not None
-            images.append((255 * (split.x * std + mean)).round())
+            images.append((255 * (single(split.x) * std + mean)).round())
             labels.append(split.y.long())
             lies[name] = list(range(count, count + len(split.y)))
             count += len(split.y)

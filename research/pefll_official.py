@@ -25,13 +25,14 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedloom.data.federated import FederatedDataset, Split
+from fedloom.data.inputs import single
 
 
 def loader(split: Split, classes: int, batch_size: int, *, train: bool) -> Any:
     """Return a split in the form of the authors' code: batches of normalized images and one-hot labels."""
     assert split.y is not None
     one_hot = F.one_hot(split.y.long(), classes).float()
-    return DataLoader(TensorDataset(split.x, one_hot), batch_size=batch_size, shuffle=train, drop_last=train)
+    return DataLoader(TensorDataset(single(split.x), one_hot), batch_size=batch_size, shuffle=train, drop_last=train)
 
 
 def nodes(dataset: FederatedDataset, batch_size: int) -> SimpleNamespace:

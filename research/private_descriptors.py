@@ -24,6 +24,7 @@ import torch
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.pefll import PEFLL
 from fedloom.data.federated import ClientData, FederatedDataset, Split
+from fedloom.data.inputs import single
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.randomness import generator
@@ -54,7 +55,7 @@ class Fewer:
         c = self._dataset.client(name)
         assert c.train.y is not None
         kept = torch.randperm(len(c.train), generator=generator(0, "fewer", name))[: self._most]
-        return dataclasses.replace(c, train=Split(c.train.x[kept], c.train.y[kept]))
+        return dataclasses.replace(c, train=Split(single(c.train.x)[kept], c.train.y[kept]))
 
 
 def accuracies(
@@ -67,7 +68,7 @@ def accuracies(
         for named, c in zip(predictors, group.clients, strict=True):
             data: Split = getattr(c, split)
             assert data.y is not None
-            right = named["personal"].log_probabilities(data.x).argmax(1) == data.y
+            right = named["personal"].log_probabilities(single(data.x)).argmax(1) == data.y
             found[c.id] = 100 * float(right.double().mean())
         return EvaluationPlan.of_classes(parts.setup.classes).nothing(len(predictors), len(loop.predictors))
 

@@ -38,6 +38,7 @@ from fedloom.algorithms.base import Algorithm, ClientGroup, Setup, find_algorith
 from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
+from fedloom.data.inputs import single
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.cohort import RoundAttempt, RoundConfig
@@ -257,7 +258,7 @@ def bare_loop(model: FlatModel, split: Split, theta: Tensor, s: LocalSGD) -> Non
     w = model.layout.leaves(theta, requires_grad=True)
     leaves = list(w.values())
     momentum = [torch.zeros_like(leaf) for leaf in leaves]
-    x, y = split.x[: s.batch_size], split.y[: s.batch_size] if split.y is not None else None
+    x, y = single(split.x)[: s.batch_size], split.y[: s.batch_size] if split.y is not None else None
     assert y is not None
     for _ in range(s.steps or 0):
         gradients = torch.autograd.grad(F.cross_entropy(model.forward(w, x), y), leaves)

@@ -79,9 +79,9 @@ def clients_of(task: str) -> dict[str, dict[str, Any]]:
         for i in range(1000):
             mine, held = order[50 * i : 50 * i + 50], other[10 * i : 10 * i + 10]
             found[f"user-{i:04d}"] = {
-                "train_x": np.concatenate([train.inputs[mine], test.inputs[held[:1]]]),
+                "train_x": np.concatenate([np.asarray(train.inputs)[mine], np.asarray(test.inputs)[held[:1]]]),
                 "train_y": np.concatenate([train.labels[mine], test.labels[held[:1]]]),
-                "test_x": test.inputs[held[1:]],
+                "test_x": np.asarray(test.inputs)[held[1:]],
                 "test_y": test.labels[held[1:]],
             }
         return found
@@ -103,9 +103,9 @@ def clients_of(task: str) -> dict[str, dict[str, Any]]:
         mine = mine[: (len(mine) - 1) // 10 * 10 + 1]
         held = np.concatenate([tests[(i + j) % 10][4 * (i // 10) : 4 * (i // 10) + 4] for j in (0, 1)])
         found[f"user-{i:04d}"] = {
-            "train_x": train.inputs[mine],
+            "train_x": np.asarray(train.inputs)[mine],
             "train_y": train.labels[mine],
-            "test_x": test.inputs[held],
+            "test_x": np.asarray(test.inputs)[held],
             "test_y": test.labels[held],
         }
     return found

@@ -31,6 +31,7 @@ from common import ROOT, describe, import_torch_s, machine, write_json
 from torch import nn
 
 from fedloom import experiment as experiments
+from fedloom.data.inputs import single
 from fedloom.runner.assemble import make_partition
 
 EXPERIMENT = ROOT / "experiments" / "pefll-fashion-mnist.yaml"
@@ -120,7 +121,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dataset = make_partition(experiments.load(EXPERIMENT))
     client = dataset.client(dataset.manifest.roster[0])
-    x, y = client.train.x, client.train.y
+    x, y = single(client.train.x), client.train.y
     assert y is not None
     if options.bare:
         print(bare_rate(x, y, options.seconds))

@@ -29,6 +29,7 @@ from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
+from fedloom.data.inputs import single
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.module import ModuleModel
@@ -83,7 +84,7 @@ def resnet18(turns: int) -> dict[str, object]:
         optimizer = torch.optim.SGD(bare.parameters(), lr=0.005, momentum=0.9)
         for index in batches(len(x), 32, steps, torch.Generator().manual_seed(1)):
             optimizer.zero_grad()
-            F.cross_entropy(bare(x[index]), y[index]).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(bare(single(x)[index]), y[index]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         return torch.cat([p.detach().flatten() for p in bare.parameters()])
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.federated import Split
+from fedloom.data.inputs import single
 from fedloom.models.embedding import EmbeddingNetwork
 from fedloom.models.flat import FlatModel
 from fedloom.models.hypernetwork import Hypernetwork
@@ -172,7 +173,7 @@ def _models(n: Networks, clients: Sequence[Split], variances: Variances | None, 
     if variances is not None:
         eta_v, eta_h = _drawn(eta_v, variances.v, generator), _drawn(eta_h, variances.h, generator)
     with torch.no_grad():
-        v = torch.stack([n.embedding.describe(eta_v, split.x, split.y) for split in clients])
+        v = torch.stack([n.embedding.describe(eta_v, single(split.x), split.y) for split in clients])
     return n.hypernetwork(eta_h, n.standardize(v))
 
 
@@ -184,7 +185,7 @@ def _errors(
     for mean, split in zip(theta, splits, strict=True):
         drawn = mean if variances is None else mean + math.sqrt(variances.theta) * _noise(mean, generator)
         with torch.no_grad():
-            predicted = model.logits(drawn, split.x).argmax(1)
+            predicted = model.logits(drawn, single(split.x)).argmax(1)
         assert split.y is not None
         errors.append(float(predicted.ne(split.y).double().mean()))
     return errors

@@ -23,9 +23,9 @@ from fedloom.cluster.api import Api
 from fedloom.cluster.tunnel import Tunnel
 from fedloom.data.datasets import find_dataset
 from fedloom.data.datasets.vowel import read_vowel
-from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
+from fedloom.data.requirements import Own
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.tokens import add_token
 

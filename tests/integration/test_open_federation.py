@@ -27,10 +27,10 @@ from transport_support import Hostile
 from fedloom.algorithms.base import find_algorithm
 from fedloom.data.datasets import find_dataset
 from fedloom.data.datasets.vowel import read_vowel
-from fedloom.data.manifest import Normalization
-from fedloom.data.own import Own
+from fedloom.data.input_spec import Normalization
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
+from fedloom.data.requirements import Own
 from fedloom.errors import ExperimentError
 from fedloom.experiment import OwnData, load
 from fedloom.federation.releases import count_releases

@@ -14,9 +14,9 @@ import torch
 from facts import tells
 from run_processes import ended, fedloom, rounds, started, until
 
-from fedloom.data.own import Own
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
+from fedloom.data.requirements import Own
 from fedloom.experiment import load
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment

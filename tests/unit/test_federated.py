@@ -20,7 +20,7 @@ from fedloom.data import partition as partitioning
 from fedloom.data.datasets import Dataset, Owners, Pool, RawDataset
 from fedloom.data.datasets.base import DataFile
 from fedloom.data.federated import FederatedDataset, Manifest, normalize
-from fedloom.data.manifest import Kind, Normalization
+from fedloom.data.input_spec import InputSpec, Kind, Normalization
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import ClassesScheme, NaturalScheme
 from fedloom.errors import DataError, ExitCode, ExperimentError
@@ -94,10 +94,10 @@ def test_normalization_by_channel_and_by_feature() -> None:
     by_two = Normalization((0.5, 0.2), (0.25, 0.1))
     pixels = torch.tensor([[[[0, 255]], [[51, 102]]]], dtype=torch.uint8)
     expected = torch.tensor([[[[-2.0, 2.0]], [[0.0, 2.0]]]])
-    assert torch.allclose(normalize(pixels, "pixels", by_two), expected, atol=1e-6)
+    assert torch.allclose(normalize(pixels, InputSpec("pixels", (2, 1, 2), by_two)), expected, atol=1e-6)
     features = torch.tensor([[0.75, 0.2], [0.0, 0.4]])
     expected = torch.tensor([[1.0, 0.0], [-2.0, 2.0]])
-    assert torch.allclose(normalize(features, "features", by_two), expected, atol=1e-6)
+    assert torch.allclose(normalize(features, InputSpec("features", (2,), by_two)), expected, atol=1e-6)
 
 
 OWNERS = np.arange(90) % 3
@@ -183,7 +183,7 @@ def test_owners_features_and_tokens_reach_the_client(
     for owner, entry in enumerate(manifest.clients):
         client, pool = dataset.client(entry.id), whole.test
         expected = torch.from_numpy(pool.inputs[pool.owners == owner].copy())
-        assert torch.equal(client.test.x, normalize(expected, kind, manifest.normalization))
+        assert torch.equal(client.test.x, normalize(expected, manifest.specs[""]))
         assert client.test.y.tolist() == pool.labels[pool.owners == owner].tolist()
 
 
@@ -332,8 +332,13 @@ def change_client(**values: Any) -> Callable[[dict[str, Any]], None]:
     ("damage", "words"),
     [
         (change(version=1), ["version is 1, and must be 3"]),
-        (change(kind="sounds"), ["kind: ", "'pixels', 'features' or 'tokens'"]),
-        (change(kind="features"), ["input_shape: [1, 6, 6]", "[features]"]),
+        (change(kind="sounds"), ["kind: ", "'pixels', 'features', 'tokens'"]),
+        (change(kind="pixels", input_shape=[6]), ["input_shape: [6]", "[channels, height, width]"]),
+        (change(kind="integers"), ["high"]),
+        (change(channel_axis="last"), ["channel_axis"]),
+        (change(kind="named"), ["inputs"]),
+        (change(kind="named", input_shape=[], inputs={}), ["inputs"]),
+        (change(targets={"task": "regression", "shape": [], "outputs": 1}), ["classes"]),
         (change(kind="tokens", input_shape=[6]), ["tokens need 0"]),
         (change(kind="features", input_shape=[6]), ["features need 6"]),
         (change(input_shape=[1, 0, 6]), ["input_shape: [1, 0, 6]"]),

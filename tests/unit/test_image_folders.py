@@ -26,10 +26,11 @@ from pydantic import ValidationError
 
 import fedloom
 from fedloom.data.federated import FederatedDataset
-from fedloom.data.own import Own, OwnClients
+from fedloom.data.own import OwnClients
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.pack.folder import Packed
+from fedloom.data.requirements import Own
 from fedloom.errors import DataError
 from fedloom.experiment import of
 

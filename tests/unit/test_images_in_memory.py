@@ -14,7 +14,7 @@ from facts import tells
 from PIL import Image
 
 import fedloom
-from fedloom.data.manifest import Normalization
+from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack.items import read_items
 from fedloom.errors import DataError

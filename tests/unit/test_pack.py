@@ -25,10 +25,12 @@ from PIL import Image
 
 from fedloom.core import digests
 from fedloom.data.federated import OwnDataset
-from fedloom.data.moments import Moments, moments_of, pooled_normalization
-from fedloom.data.own import Own, OwnClients, own_manifest, read_card
+from fedloom.data.input_spec import InputSpec, Normalization
+from fedloom.data.moments import Measured, Moments, measured_tensors, moments_of, pooled_normalization
+from fedloom.data.own import OwnClients, own_manifest, read_card
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
+from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExitCode, ExperimentError
 
 TABLE = Own(kind="features", input_shape=(3,), classes=("no", "yes", "perhaps"))
@@ -575,6 +577,11 @@ def test_columns_of_other_names_or_in_another_order_are_refused(tmp_path: Path) 
 # --- moments ----------------------------------------------------------------------------------------------------------
 
 
+def _pooled(spec: InputSpec, *clients: NDArray[Any]) -> Normalization:
+    specs = {"": spec}
+    return pooled_normalization(measured_tensors(specs, None), [moments_of(x, None, specs, None) for x in clients])
+
+
 @given(
     st.lists(
         arrays(np.float32, st.tuples(st.integers(1, 9), st.just(2)), elements=st.floats(-1e6, 1e6, width=32)),
@@ -583,7 +590,7 @@ def test_columns_of_other_names_or_in_another_order_are_refused(tmp_path: Path) 
     )
 )
 def test_moments_of_clients_give_those_of_all_examples(clients: list[NDArray[np.float32]]) -> None:
-    found = pooled_normalization("features", 2, [moments_of(x, "features") for x in clients])
+    found = _pooled(InputSpec("features", (2,)), *clients)
     whole = np.concatenate(clients).astype(np.float64)
     spread = np.abs(whole).max() + 1
     assert np.allclose(found.mean, whole.mean(0), rtol=0, atol=1e-12 * spread)
@@ -593,8 +600,8 @@ def test_moments_of_clients_give_those_of_all_examples(clients: list[NDArray[np.
 
 def test_moments_of_pixels_are_exact_whoever_has_them() -> None:
     x = np.random.default_rng(5).integers(0, 256, (50, 2, 3, 3), dtype=np.uint8)
-    apart = pooled_normalization("pixels", 2, [moments_of(x[:7], "pixels"), moments_of(x[7:], "pixels")])
-    assert apart == pooled_normalization("pixels", 2, [moments_of(x, "pixels")])
+    apart = _pooled(InputSpec("pixels", (2, 3, 3)), x[:7], x[7:])
+    assert apart == _pooled(InputSpec("pixels", (2, 3, 3)), x)
     assert np.allclose(apart.mean, (x / 255).mean((0, 2, 3)))
     assert np.allclose(apart.std, (x / 255).std((0, 2, 3)))
-    assert pooled_normalization("pixels", 1, [Moments(4, (40,), (400,))]).std == (1.0,)
+    assert pooled_normalization([Measured(1, 4, 255)], [Moments(4, (40,), (400,))]).std == (1.0,)

@@ -20,7 +20,7 @@ from fedloom.data import partition as partitioning
 from fedloom.data.apportion import largest_remainders, partition_classes, quotas, stratified
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.datasets import Pool, RawDataset
-from fedloom.data.manifest import Normalization
+from fedloom.data.input_spec import InputSpec, Normalization
 from fedloom.data.partition import measure_normalization
 from fedloom.data.schemes import (
     ClassesScheme,
@@ -371,7 +371,9 @@ def test_normalization_of_pixels_is_that_of_numpy(seed: int, count: int, channel
     images = np.random.default_rng(seed).integers(0, 256, (count, channels, 3, 3), dtype=np.uint8)
     pool = np.arange(0, count, 2)
     with mock.patch.object(partitioning, "CHUNK", chunk):
-        found = measure_normalization(both(images[: count // 2], images[count // 2 :]), "pixels", pool)
+        found = measure_normalization(
+            both(images[: count // 2], images[count // 2 :]), InputSpec("pixels", (channels, 3, 3)), pool
+        )
     scaled = images[pool].astype(np.float64) / 255
     assert found.mean == pytest.approx(scaled.mean((0, 2, 3)))
     assert found.std == pytest.approx(scaled.std((0, 2, 3)))
@@ -383,23 +385,23 @@ def test_normalization_of_features_is_that_of_numpy_and_knows_no_order(seed: int
     rng = np.random.default_rng(seed)
     features = (rng.normal(3, 2, (count, width)) * 10.0 ** rng.integers(-3, 4, width)).astype(np.float32)
     everything = np.arange(count)
-    found = measure_normalization(both(features[:1], features[1:]), "features", everything)
+    found = measure_normalization(both(features[:1], features[1:]), InputSpec("features", (width,)), everything)
     assert found.mean == pytest.approx(features.astype(np.float64).mean(0))
     assert found.std == pytest.approx(features.astype(np.float64).std(0))
     again = rng.permutation(features)
-    assert measure_normalization(both(again, again[:0]), "features", everything) == found
+    assert measure_normalization(both(again, again[:0]), InputSpec("features", (width,)), everything) == found
 
 
 def test_a_constant_channel_or_feature_is_not_divided_by_zero() -> None:
     pixels = np.full((4, 1, 2, 2), 7, dtype=np.uint8)
-    assert measure_normalization(both(pixels, pixels), "pixels", np.arange(4)).std == (1.0,)
+    assert measure_normalization(both(pixels, pixels), InputSpec("pixels", (1, 2, 2)), np.arange(4)).std == (1.0,)
     features = np.full((4, 2), 0.1, dtype=np.float32)
-    assert measure_normalization(both(features, features), "features", np.arange(4)).std == (1.0, 1.0)
+    assert measure_normalization(both(features, features), InputSpec("features", (2,)), np.arange(4)).std == (1.0, 1.0)
 
 
 def test_tokens_are_not_normalized() -> None:
     tokens = np.zeros((4, 5), dtype=np.uint8)
-    assert measure_normalization(both(tokens, tokens), "tokens", np.arange(4)) == Normalization((), ())
+    assert measure_normalization(both(tokens, tokens), InputSpec("tokens", (5,)), np.arange(4)) == Normalization((), ())
 
 
 GOLDEN = {

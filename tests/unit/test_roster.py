@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedloom.data.manifest import Manifest, Normalization
-from fedloom.data.own import Own, own_manifest
+from fedloom.data.input_spec import Normalization
+from fedloom.data.manifest import Manifest
+from fedloom.data.own import own_manifest
+from fedloom.data.requirements import Own
 from fedloom.errors import DataError, InterruptedRun
 from fedloom.federation.roster import AvailableClients, Change, FixedRoster, Member, OpenRoster, ReplayedRoster, between
 from fedloom.federation.silence import Silence

@@ -41,7 +41,7 @@ from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, PersonalizedModel
 from fedloom.cli.use import personalize_command as personalize
 from fedloom.core import digests
-from fedloom.data.manifest import Normalization
+from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
 from fedloom.data.pack import PackSettings, pack
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, StorageError

@@ -24,11 +24,12 @@ from torch import nn
 import fedloom
 from fedloom.data.datasets.base import FetchFailed
 from fedloom.data.datasets.locations import uncompressed
-from fedloom.data.manifest import Normalization
+from fedloom.data.input_spec import Normalization
 from fedloom.data.newcomer import Newcomer, Wanted
-from fedloom.data.own import Own, OwnClients
+from fedloom.data.own import OwnClients
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
+from fedloom.data.requirements import Own
 from fedloom.data.values import as_numbers, number
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import of
@@ -124,14 +125,34 @@ def test_classes_are_the_different_labels_at_every_entrance(
     assert abs(held - N // len(classes)) <= 3
 
 
-@pytest.mark.parametrize("entrance", ENTRANCES)
-@pytest.mark.parametrize("label", [np.random.default_rng(1).normal(size=N), np.arange(N), np.arange(N) % 2 * 0.7])
+FRACTIONS = (np.random.default_rng(1).normal(size=N), np.arange(N) % 2 * 0.7)
+
+
+@pytest.mark.parametrize(
+    ("entrance", "label"),
+    [
+        *((entrance, label) for entrance in (of_csv, of_parquet) for label in FRACTIONS),
+        *((entrance, np.arange(N)) for entrance in ENTRANCES),
+    ],
+)
 def test_a_measured_quantity_is_no_class_at_any_entrance(
     entrance: Callable[..., Any], label: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(DataError) as error:
         entrance(table(label), tmp_path)
-    assert tells(str(error.value), "measured", len(set(label)), "places")
+    assert tells(str(error.value), "measured", len(set(label)), "task", "regression", "places")
+
+
+@pytest.mark.parametrize("entrance", [of_npz, of_frame, of_arrays])
+@pytest.mark.parametrize("label", FRACTIONS)
+def test_typed_numbers_with_fractions_are_targets_of_regression(
+    entrance: Callable[..., Any], label: Any, tmp_path: Path
+) -> None:
+    manifest, opened = entrance(table(label), tmp_path)
+    assert (manifest.task, manifest.classes, manifest.targets.shape, manifest.outputs) == ("regression", 0, (), 1)
+    y = np.concatenate([opened.client(client).train.y.numpy() for client in manifest.roster])
+    assert y.mean() == pytest.approx(0, abs=1e-5)
+    assert y.std() == pytest.approx(1, abs=1e-5)
 
 
 def test_labels_and_owners_of_other_types_are_refused_with_their_count(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fedloom.algorithms.model_needs import Need, check_batches, check_masks, che
 from fedloom.core.plugins import entries, load_plugin
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
-from fedloom.data.manifest import Kind
+from fedloom.data.input_spec import Kind
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError
 from fedloom.messages import Message, Metrics, Replies
@@ -399,6 +399,8 @@ class Algorithm(ABC):
     """Tasks that the method does."""
     restriction: ClassVar[str] = ""
     """Reason in one sentence why it does no other task."""
+    needs_one_input: ClassVar[bool] = False
+    """True if an example must be one tensor; else its inputs may have names."""
     answers_privately: ClassVar[bool] = False
     """True if a new client can add noise to everything that it discloses (:meth:`private`)."""
 
@@ -453,6 +455,22 @@ class Algorithm(ABC):
                 key="model.buffers",
                 found="local",
                 allowed=["shared"],
+            )
+
+    def check_inputs(self, kind: Kind) -> None:
+        """Check that the method can use inputs of a kind.
+
+        Raises
+        ------
+        ExperimentError
+            If it needs one tensor for each example, and the inputs are named tensors.
+        """
+        if self.needs_one_input and kind == "named":
+            raise ExperimentError(
+                f"algorithm.name: {self.name} needs one input tensor for each example, but the data have named inputs; "
+                "join them into one, or choose another method",
+                key="algorithm.name",
+                found=self.name,
             )
 
     def check_client(self, settings: Any, examples: int, classes: int) -> str | None:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import zip_longest
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from fedloom.algorithms.local_optimizers import LocalStep, local_step
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_with, seed_from
 from fedloom.data.federated import ClientData, Split
+from fedloom.data.inputs import Inputs, first, joined, rows_of, take
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel, Leaves, masked
 
@@ -93,8 +94,8 @@ class Batch:
     Methods that use a batch several times in a step, such as for a difference of gradients, need that.
     """
 
-    x: Tensor  # [b, ...]
-    y: Tensor | None  # [b]
+    x: Any  # [b, ...], or such tensors by name
+    y: Tensor | None  # [b, ...]
     weight: Tensor  # [b], weight of each example in its client's loss
     active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
     seed: int | None = None  # of the draws; None if the model draws nothing
@@ -115,12 +116,12 @@ class Trained:
     )  # fields of the answer by name, which add to the usual ones or replace them
 
 
-def _joined(splits: Sequence[Split]) -> tuple[Tensor, Tensor | None]:
+def _joined(splits: Sequence[Split]) -> tuple[Inputs, Tensor | None]:
     """Return the examples of all clients, and their labels, unless one has none."""
     if len(splits) == 1:
         return splits[0].x, splits[0].y
     labels = [split.y for split in splits if split.y is not None]
-    return torch.cat([split.x for split in splits]), torch.cat(labels) if len(labels) == len(splits) else None
+    return joined([split.x for split in splits]), torch.cat(labels) if len(labels) == len(splits) else None
 
 
 class LocalTrainer:
@@ -157,7 +158,8 @@ class LocalTrainer:
         splits = [examples(client, labelled=model.needs_labels) for client in clients]
         self.sizes = [len(split) for split in splits]
         self._x, self._y = _joined(splits)
-        self._absent = torch.stack([~client.present for client in clients]).to(self._x.device) if mask_absent else None
+        self._device = first(self._x).device
+        self._absent = torch.stack([~client.present for client in clients]).to(self._device) if mask_absent else None
         self._model, self._measured = self._masked(model.in_training()), self._masked(model)
         self._layout = model.layout
 
@@ -256,7 +258,7 @@ class LocalTrainer:
         tables = [torch.stack(list(indices)) for indices in drawn]
         length = max(counts)
         table, weight = self._padded([torch.cat([t, t[-1:].expand(length - len(t), -1)]) for t in tables], each)
-        remaining = torch.tensor(counts, device=self._x.device)
+        remaining = torch.tensor(counts, device=self._device)
         for t in range(length):
             yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
 
@@ -292,12 +294,13 @@ class LocalTrainer:
         if self.stacked:
             return Batch(batch.x, batch.y, weight, seed=self.seed())
         y = None if batch.y is None else batch.y[chosen]
-        return Batch(batch.x[chosen], y, weight[chosen], seed=self.seed())
+        return Batch(take(batch.x, chosen), y, weight[chosen], seed=self.seed())
 
     def _weight(self, b: int, each: float) -> Tensor:
-        # Token inputs are integers, which cannot hold 1/b.
-        dtype = self._x.dtype if self._x.is_floating_point() else torch.get_default_dtype()
-        return torch.full((b,), each, dtype=dtype, device=self._x.device)
+        # Tokens and integers cannot hold 1/b.
+        x = first(self._x)
+        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        return torch.full((b,), each, dtype=dtype, device=self._device)
 
     def _padded(self, tables: Sequence[Tensor], each: Sequence[float]) -> tuple[Tensor, Tensor]:
         """Return indices into all clients' examples ``[g, t, b]``, and weights ``[g, b]``, 0 for padding."""
@@ -305,15 +308,15 @@ class LocalTrainer:
         first = torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
         index = torch.stack([F.pad(t, m) for t, m in zip(tables, missing, strict=True)]) + first[:, None, None]
         weights = [F.pad(self._weight(t.shape[1], w), m) for t, w, m in zip(tables, each, missing, strict=True)]
-        return index.to(self._x.device), torch.stack(weights)
+        return index.to(self._device), torch.stack(weights)
 
     def _take(self, index: Tensor, weight: Tensor, active: Tensor | None = None) -> Batch:
         if self.stacked:
             y = None if self._y is None else self._y[index]
-            return Batch(self._x[index], y, weight, active, self.seed())
-        index = index.to(self._x.device)  # same rows as by [index], in half the time on a CPU
+            return Batch(take(self._x, index), y, weight, active, self.seed())
+        index = index.to(self._device)  # same rows as by [index], in half the time on a CPU
         y = None if self._y is None else self._y.index_select(0, index)
-        return Batch(self._x.index_select(0, index), y, weight, seed=self.seed())
+        return Batch(rows_of(self._x, index), y, weight, seed=self.seed())
 
     def seed(self) -> int | None:
         """Return a new seed of draws from the clients' streams; None if the model draws nothing."""
@@ -362,7 +365,7 @@ class LocalTrainer:
         model: FlatModel,
         w: dict[str, Tensor],
         buffers: dict[str, Tensor],
-        x: Tensor,
+        x: Any,
         y: Tensor | None,
         weight: Tensor,
         absent: Tensor | None,

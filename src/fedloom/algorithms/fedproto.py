@@ -25,6 +25,7 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.moon import FROZEN, Anchored
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData
+from fedloom.data.inputs import pieces
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
@@ -172,7 +173,7 @@ def class_sums(model: FlatModel, theta: Tensor, client: ClientData) -> tuple[Ten
     """Return sums over the train examples of each class: of features ``[C, f]``, and of 1 ``[C]`` float64 (eq. 3)."""
     split, leaves = examples(client, labelled=True), model.layout.leaves(theta)
     assert split.y is not None
-    z = torch.cat([model.features(leaves, piece).flatten(1) for piece in torch.split(split.x, PIECE)])
+    z = torch.cat([model.features(leaves, piece).flatten(1) for piece in pieces(split.x, PIECE)])
     of = F.one_hot(split.y, client.classes)
     return of.to(z).T @ z, of.sum(0).double()
 

@@ -23,6 +23,7 @@ from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import PIECE, examples
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.data.inputs import single
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import ModelPredictor, Predictors
 
@@ -140,6 +141,7 @@ class KNNPer(FedAvg):
     tasks = ("classification", "regression")
     restriction = "Neighbours vote for one class, or average their numbers."
     needs = ("labels", "features")
+    needs_one_input = True
     predictors = {"personal": "kNN-Per", "global": "kNN-Per, shared model"}
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: KNNPerSettings) -> Predictors:
@@ -148,8 +150,8 @@ class KNNPer(FedAvg):
         for client, row in zip(group.clients, theta, strict=True):
             split = examples(client, labelled=True)
             assert split.y is not None
-            personal = Neighbours(model, row, split.x, split.y, s.scale)
-            personal.choose(split.x, s.neighbours, s.mixing)
+            personal = Neighbours(model, row, single(split.x), split.y, s.scale)
+            personal.choose(single(split.x), s.neighbours, s.mixing)
             found.append({"personal": personal, "global": ModelPredictor(model, row)})
         return found
 

@@ -17,6 +17,7 @@ from fedloom.algorithms.base import ClientGroup, Cohort, Round, Setup, Statistic
 from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
+from fedloom.data.inputs import first
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Replies
 from fedloom.models.predictors import Predictors, predictors_of
@@ -54,7 +55,7 @@ class LocalClient(base.ClientAlgorithm):
         """Train the client's predictor."""
         model, members = self.setup.model, range(len(clients))
         start = torch.stack([model.init(clients.generator(i, "init"), self.setup.dtype) for i in members])
-        theta = start.to(clients.clients[0].train.x.device)
+        theta = start.to(first(clients.clients[0].train.x).device)
         if self.settings.local.steps != 0:  # 0: untrained (``evaluation.own_steps``)
             theta = train(model, clients, theta, self.settings.local).theta
         return predictors_of(model, personal=theta)

@@ -26,6 +26,7 @@ from fedloom.algorithms.client import PIECE, LocalTrainer, Trained, examples
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.data.federated import ClientData
+from fedloom.data.inputs import single
 from fedloom.errors import DataError
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
@@ -270,7 +271,7 @@ def labelled(client: ClientData) -> tuple[Tensor, Tensor]:
     """Return a client's train examples and labels."""
     split = examples(client, labelled=True)
     assert split.y is not None
-    return split.x, split.y
+    return single(split.x), split.y
 
 
 def unusable(s: PFedGPSettings, examples: int, classes: int) -> str | None:
@@ -392,6 +393,7 @@ class PFedGP(FedAvg):
     restriction = "Its Gaussian processes decide between the two sides of splits of the classes."
     needs = ("labels", "default loss")
     augments = False
+    needs_one_input = True
     predictors = {"personal": "pFedGP"}
     shared = "body"
 

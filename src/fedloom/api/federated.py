@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from fedloom.data.federated import FederatedDataset
+    from fedloom.data.pack.examples import Request
 
 NATURAL: Mapping[str, Any] = {"scheme": "natural"}
 """Partition with one client per owner."""
@@ -61,6 +62,9 @@ class Federated:
         clients: Mapping[str, tuple[Any, Any] | Mapping[str, Any]],
         *,
         classes: Sequence[str] | None = None,
+        task: str | None = None,
+        outputs: int | None = None,
+        channel_axis: str = "first",
         root: str | Path | None = None,
         **settings: Any,
     ) -> Federated:
@@ -70,11 +74,22 @@ class Federated:
         ----------
         clients
             By name, ``(x, y)`` or ``{"train_x": ..., "train_y": ..., "test_x": ..., "test_y": ...}``: numpy arrays,
-            torch tensors or lists. ``x`` holds numbers ``[n, features]``, or pixels from 0 to 255 as uint8,
-            ``[n, height, width]`` or ``[n, channels, height, width]``. ``y`` ``[n]`` holds integers or class names: the
-            distinct values are the classes. If ``classes`` is given, an integer is an index into it.
+            torch tensors or lists. ``x`` holds numbers ``[n, ...]``, or pixels from 0 to 255 as uint8,
+            ``[n, height, width]`` or ``[n, channels, height, width]``; integers from 0 that are not pixels stay
+            integers. For several inputs it is a dict of them by name. ``y`` holds what the task predicts: classes
+            ``[n]``, integers or names, whose distinct values are the classes (if ``classes`` is given, an integer is an
+            index into it); numbers ``[n]`` or ``[n, k]``; 0 or 1 for each label, ``[n, K]``; masks
+            ``[n, height, width]``; or the next tokens, of the shape of ``x``.
         classes
-            Names of the classes, in the order of the labels; None: the values that occur.
+            Names of the classes, in the order of the labels; None: the values that occur. Of other tasks: names of the
+            labels, numbers, or classes of a pixel.
+        task
+            ``classification``, ``multilabel``, ``regression``, ``segmentation`` or ``next_token``; None: as the arrays
+            suggest (docs/data.md), which the log ``fedloom.data`` tells.
+        outputs
+            Least number of classes of a pixel, or of tokens, where the data may lack some.
+        channel_axis
+            Axis of an input along which features are standardized: ``first``, or ``last`` for ``[time, channels]``.
         root
             Folder to store the data in; None: ``$FEDLOOM_DATA``, else ``~/.cache/fedloom``.
         settings
@@ -93,7 +108,8 @@ class Federated:
         parts = [_named_arrays(name, given) for name, given in clients.items()]
         if (twice := named_twice([name for name, _ in parts])) is not None:
             raise DataError(f"clients has the name {twice!r} twice; give each client a unique name.", key="clients")
-        return cls._kept(parts, classes, root, {"partition": NATURAL, **settings})
+        request = _request(task=task, outputs=outputs, channel_axis=channel_axis)
+        return cls._kept(parts, classes, root, {"partition": NATURAL, **settings}, request)
 
     @classmethod
     def from_torchvision(
@@ -155,8 +171,10 @@ class Federated:
         cls,
         frame: DataFrame,
         *,
-        label: str | int,
+        label: str | int | Sequence[str],
         client: str | int | None = None,
+        task: str | None = None,
+        integers: bool | Sequence[str] = False,
         scheme: Mapping[str, Any] | None = None,
         root: str | Path | None = None,
         **settings: Any,
@@ -166,9 +184,15 @@ class Federated:
         Parameters
         ----------
         label
-            Column with the classes, by name or number.
+            Column with the classes, by name or number; or with numbers, for regression. A list of columns: several
+            numbers, or 0 and 1 for each of several labels.
         client
             Column with the owner of each row. Every owner is a client, unless a scheme partitions the rows.
+        task
+            As in :meth:`from_arrays`. A column of floats with fractions is for regression.
+        integers
+            True if all columns of inputs are integers that stay as they are, such as category codes; or the columns
+            that are: the inputs are then ``features`` and ``integers``.
         scheme
             As in :meth:`from_torchvision`; required without ``client``.
         root, settings
@@ -187,7 +211,15 @@ class Federated:
         if client is None and scheme is None:
             raise ExperimentError("from_frame needs client or scheme, or both")
         partition = _partition(NATURAL if scheme is None else scheme)
-        path = of_frame(frame, str(label), None if client is None else str(client), root)
+        several = () if isinstance(label, str | int) else tuple(map(str, label))
+        request = _request(
+            task=task,
+            label=str(label),
+            targets=several,
+            client=None if client is None else str(client),
+            integers=integers if isinstance(integers, bool) else tuple(map(str, integers)),
+        )
+        path = of_frame(frame, request, root)
         return cls._at(path, root, {"partition": partition, **settings})
 
     @classmethod
@@ -197,10 +229,11 @@ class Federated:
         classes: Sequence[str] | None,
         root: str | Path | None,
         settings: Mapping[str, Any],
+        request: Request | None = None,
     ) -> Federated:
         from fedloom.data.local import of_arrays
 
-        return cls._at(of_arrays(parts, classes, root), root, settings)
+        return cls._at(of_arrays(parts, classes, root, request), root, settings)
 
     @classmethod
     def _at(cls, path: Path, root: str | Path | None, settings: Mapping[str, Any]) -> Federated:
@@ -249,8 +282,38 @@ def _named_arrays(name: Any, given: Any) -> tuple[str, dict[str, Any]]:
         if not isinstance(given, Sequence) or len(given) != 2:
             raise DataError(f"client {name} must be (x, y) or a dict (got a {type(given).__name__}).", key="clients")
         given = dict(zip("xy", given, strict=True))
-    arrays = {key: as_array(value, f"client {name}: {key}") for key, value in given.items()}
+    arrays: dict[str, Any] = {}
+    for key, value in given.items():
+        where = f"client {name}: {key}"
+        if isinstance(value, Mapping):
+            arrays[key] = {_input_name(each, where): as_array(x, f"{where}[{each!r}]") for each, x in value.items()}
+        else:
+            arrays[key] = as_array(value, where)
     return composed(name.strip()), arrays
+
+
+def _input_name(name: Any, where: str) -> str:
+    from fedloom.data.input_spec import INPUT_NAME
+
+    if not isinstance(name, str) or not INPUT_NAME.fullmatch(name):
+        raise DataError(f"{where} must have names of letters, digits and underscores (got {name!r}).", key="clients")
+    return name
+
+
+def _request(**options: Any) -> Request:
+    """Return how data in memory are read; raise ExperimentError for an unknown task or axis."""
+    from typing import get_args
+
+    from fedloom.data.input_spec import ChannelAxis
+    from fedloom.data.pack.examples import Request
+    from fedloom.tasks.names import TaskName
+
+    for key, allowed in (("task", get_args(TaskName)), ("channel_axis", get_args(ChannelAxis))):
+        found = options.get(key)
+        if found is not None and found not in allowed:
+            message = f"{key} must be one of {', '.join(allowed)} (got {found!r})."
+            raise ExperimentError(message, key=key, found=found, allowed=allowed)
+    return Request(None, keys="", **options)
 
 
 def _partition(scheme: Mapping[str, Any]) -> dict[str, Any]:

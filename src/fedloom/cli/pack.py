@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from fedloom.api.progress import show_progress
+
+if TYPE_CHECKING:
+    from fedloom.tasks.names import TaskName
 
 
 def pack_command(
@@ -33,6 +36,28 @@ def pack_command(
         str | None,
         typer.Option(help="For a table: the column with train, validation or test.", metavar="COLUMN"),
     ] = None,
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            help="For a table: the columns with the targets, separated by commas, in place of --label.",
+            metavar="COLUMN,...",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="The task of the targets: classification, multilabel, regression, segmentation or next_token. By "
+            "default as the experiment requires, or as the data suggest.",
+            metavar="NAME",
+        ),
+    ] = None,
+    integers: Annotated[
+        str | None,
+        typer.Option(
+            help="For a table: the columns of integers that stay as they are, separated by commas, or `all`.",
+            metavar="COLUMN,...",
+        ),
+    ] = None,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="The data have no labels.")] = False,
     resize: Annotated[bool, typer.Option("--resize", help="Resize images of another size.")] = False,
     test_fraction: Annotated[float, typer.Option(help="Fraction of the examples for testing.", metavar="F")] = 0.2,
@@ -42,6 +67,7 @@ def pack_command(
     seed: Annotated[int, typer.Option(help="Seed of the random split.", min=0)] = 1,
 ) -> None:
     """Pack a client's own data. They are checked, split, and written to a folder for `fedloom worker --data`."""
+    from fedloom.core.words import pluralize
     from fedloom.data.pack import PackSettings
     from fedloom.data.pack import pack as pack_client
     from fedloom.data.pack.examples import Request, listed
@@ -61,12 +87,24 @@ def pack_command(
         own = data.own
     elif set_:
         raise ExperimentError("--set needs --experiment.", key="set")
-    request = Request(own, not unlabelled, label, split, resize)
+    request = Request(
+        own,
+        not unlabelled,
+        label,
+        split,
+        resize,
+        task=_task(task),
+        targets=_columns(targets),
+        integers=integers == "all" or _columns(integers),
+    )
     with show_progress() as tell:
         packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), tell)
     card = packed.card
     shape = " x ".join(map(str, card.input_shape))
     classes = f"{len(card.classes)} classes" if card.labelled else "no labels"
+    if card.targets is not None:
+        classes = f"{card.targets.task} of {pluralize(card.targets.outputs, 'output')}"
+    shape = shape or ", ".join(f"{name} {' x '.join(map(str, spec.shape))}" for name, spec in card.specs.items())
     typer.echo(
         f"{card.id}: {card.train:,} train, {card.validation:,} validation and {card.test:,} test examples of {shape} "
         f"{card.kind}, {classes}"
@@ -78,3 +116,21 @@ def pack_command(
     for note in packed.notes:
         typer.echo(note)
     typer.echo(f"in {out}")
+
+
+def _columns(text: str | None) -> tuple[str, ...]:
+    return () if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _task(name: str | None) -> TaskName | None:
+    from fedloom.errors import ExperimentError
+    from fedloom.tasks.names import TaskName
+
+    for known in get_args(TaskName):
+        if name == known:
+            task: TaskName = known
+            return task
+    if name is None:
+        return None
+    allowed = get_args(TaskName)
+    raise ExperimentError(f"--task must be one of {', '.join(allowed)} (got {name!r}).", key="task", allowed=allowed)

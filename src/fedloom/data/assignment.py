@@ -14,7 +14,7 @@ so that all splits of a client have the same class mix:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ from fedloom.data.schemes import (
     Scheme,
     unseen_count,
 )
+from fedloom.data.targets import Targets
 from fedloom.errors import ExperimentError
 
 UNUSED = 0.2
@@ -63,8 +64,8 @@ class PartitionSettings:
                 raise ExperimentError(
                     f"data.{key}: {found} is out of range; set it to a number {range_}", key=f"data.{key}", found=found
                 )
-        self.scheme.check(source.classes)
-        self.scheme.check_inputs(source.kind, source.input_shape)
+        self.scheme.check(self.scheme.groups(source.classes, source.targets))
+        self.scheme.check_inputs(source.kind, source.input_shape, source.task)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +102,11 @@ class Assignment:
 
 
 def assign_examples(
-    official: RawDataset, classes: int, settings: PartitionSettings, dataset: str = "the data set"
+    official: RawDataset,
+    classes: int,
+    settings: PartitionSettings,
+    dataset: str = "the data set",
+    targets: Targets | None = None,
 ) -> Assignment:
     """Assign the examples of a source to clients.
 
@@ -114,9 +119,14 @@ def assign_examples(
         C.
     dataset
         Name of the source in errors.
+    targets
+        Description of targets that are not classes.
     """
     scheme = settings.scheme
     assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"
+    if targets is not None:
+        classes = scheme.groups(classes, targets)
+        official = _grouped(official, classes)
     if not isinstance(scheme, NaturalScheme):
         return _assign_by_mix(official, classes, scheme, settings)
     owned = assign_owners(official, scheme, settings.validation_fraction, settings.seed, dataset)
@@ -162,6 +172,30 @@ def _assign_by_mix(official: RawDataset, classes: int, scheme: MixScheme, settin
     of_unseen = [mine for mine, is_seen in zip(examples["train"], seen, strict=True) if not is_seen]
     measured = np.setdiff1d(pool, np.concatenate(of_unseen), assume_unique=True) if of_unseen else pool
     return Assignment(seen, examples, pool, measured, (None,) * scheme.clients, reserved, tuple(notes))
+
+
+def _grouped(official: RawDataset, groups: int) -> RawDataset:
+    """Return the data set with the group of each example as its label: one, or quantiles of its target.
+
+    Raise ExperimentError if the training targets have too few different values.
+    """
+    pools = official.train, official.test
+    if groups == 1:
+        labels = [np.zeros(len(pool), dtype=np.int64) for pool in pools]
+    else:
+        numbers = [pool.labels.reshape(-1) for pool in pools]
+        edges = np.quantile(numbers[0], np.arange(1, groups) / groups) if len(numbers[0]) else np.zeros(groups - 1)
+        labels = [np.searchsorted(edges, each, side="right").astype(np.int64) for each in numbers]
+        found = len(np.unique(labels[0]))
+        if found < groups:
+            raise ExperimentError(
+                f"data.partition.quantiles: {groups} groups are not possible, because so many targets are equal that "
+                f"only {found} are not empty; use at most {max(found, 2)}",
+                key="data.partition.quantiles",
+                found=groups,
+            )
+    train, test = (replace(pool, labels=each) for pool, each in zip(pools, labels, strict=True))
+    return replace(official, train=train, test=test)
 
 
 def draw_seen(clients: int, held_out_fraction: float, seed: int) -> NDArray[np.bool_]:

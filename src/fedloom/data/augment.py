@@ -18,9 +18,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 from torch import Tensor
 
 from fedloom.core.draws import drawing_from
-from fedloom.data.federated import normalize
-from fedloom.data.manifest import Kind, Normalization
+from fedloom.data.federated import standardize
+from fedloom.data.input_spec import InputSpec, Kind, Normalization
 from fedloom.errors import ExperimentError
+from fedloom.tasks.names import TaskName
 
 KEY = "data.augment"
 STANDARDIZED = "ToDtype", "ConvertImageDtype", "ToTensor", "Normalize"
@@ -80,7 +81,7 @@ class Augmentation:
         """
         with drawing_from(generator):
             changed = torch.stack([applied(self.transforms, image) for image in self.pixels(x)])
-        return normalize(changed, "pixels", self.normalization).to(x)
+        return standardize(changed, InputSpec("pixels", tuple(changed.shape[1:]), self.normalization)).to(x)
 
     def pixels(self, x: Tensor) -> Tensor:
         """Return the pixels that standardize to x, exactly: uint8 on the CPU."""
@@ -115,7 +116,9 @@ def augmentation(described: Sequence[Any], normalization: Normalization) -> Augm
     return Augmentation(made(described), normalization) if described else None
 
 
-def check_augment(described: Sequence[Any], kind: Kind, shape: Sequence[int]) -> None:
+def check_augment(
+    described: Sequence[Any], kind: Kind, shape: Sequence[int], task: TaskName = "classification"
+) -> None:
     """Check transforms by making them and applying them to random images of this shape.
 
     Raises
@@ -126,6 +129,8 @@ def check_augment(described: Sequence[Any], kind: Kind, shape: Sequence[int]) ->
     """
     if not described:
         return
+    if task == "segmentation":
+        raise ExperimentError(f"{KEY}: transforms would change images, but not their masks; leave it out", key=KEY)
     if kind != "pixels":
         raise ExperimentError(f"{KEY}: transforms change images, and the inputs are {kind}; leave it out", key=KEY)
     transforms, random = made(described), torch.Generator().manual_seed(0)

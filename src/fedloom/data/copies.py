@@ -15,12 +15,18 @@ from numpy.typing import NDArray
 
 from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data.apportion import held_out, largest_remainders, stratified
+from fedloom.data.input_spec import RawInputs, named_arrays
 
 Positions: TypeAlias = NDArray[np.int64]
 
 
-def equal_inputs(x: NDArray[Any]) -> Positions:
-    """Return the position of the first example with the same input, ``[n]``."""
+def equal_inputs(x: RawInputs) -> Positions:
+    """Return the position of the first example with the same input, or the same named inputs, ``[n]``."""
+    groups = [_equal_rows(each) for each in named_arrays(x).values()]
+    return groups[0] if len(groups) == 1 else _equal_rows(np.stack(groups, 1))
+
+
+def _equal_rows(x: NDArray[Any]) -> Positions:
     rows = np.ascontiguousarray(x.reshape(len(x), -1) + x.dtype.type(0))  # -0.0 becomes 0.0
     raw = rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).reshape(-1)
     _, first, inverse = np.unique(raw, return_index=True, return_inverse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,13 +12,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedloom.data.input_spec import InputSpec, Normalization, unnamed
+from fedloom.data.input_spec import entry as in_shard
+from fedloom.data.inputs import Inputs, count, each_named
 from fedloom.data.manifest import (
     FIX,
     SPLITS,
     ClientEntry,
-    Kind,
     Manifest,
-    Normalization,
     examples_fault,
     read_manifest,
     read_shard,
@@ -26,6 +27,7 @@ from fedloom.data.manifest import (
 )
 from fedloom.data.own import AGAIN, SHARD, OwnClients, read_own_shard
 from fedloom.data.remote import Remote
+from fedloom.data.targets import Targets
 from fedloom.errors import DataError, argument
 from fedloom.storage import is_url, open_store
 
@@ -34,16 +36,23 @@ __all__ = ["ClientData", "ClientEntry", "FederatedDataset", "Manifest", "Normali
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Examples of one client: ``x`` [n, *input_shape]; ``y`` [n] int64, or None if unlabelled.
+    """Examples of one client.
 
-    ``x`` is normalized float32 for pixels and features, and unchanged uint8 for tokens.
+    Attributes
+    ----------
+    x
+        ``[n, *input_shape]``: normalized float32 for pixels and features, unchanged uint8 for tokens and int64 for
+        integers; or such tensors by name.
+    y
+        Targets, or None if unlabelled: ``[n]`` int64 classes; ``[n, K]`` float32 0 or 1 for each label; ``[n]`` or
+        ``[n, k]`` float32 numbers, standardized; ``[n, height, width]`` int64 masks; ``[n, length]`` int64 tokens.
     """
 
-    x: Tensor
+    x: Inputs
     y: Tensor | None
 
     def __len__(self) -> int:
-        return int(self.x.shape[0])
+        return count(self.x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +66,7 @@ class ClientData:
     train, validation, test
         Disjoint splits with the same class mix.
     classes
-        C, number of classes in the whole data set.
+        C, number of classes in the whole data set; 0 if the targets are not classes.
     """
 
     id: str
@@ -156,6 +165,18 @@ class FederatedDataset:
             self._loaded[client] = self._load(self.manifest.entry(client))
         return self._loaded[client]
 
+    def standardized(self, client: str) -> ClientData:
+        """Return one client's data like :meth:`client`, with integers standardized like features."""
+        data = self.client(client)
+        specs = {name: spec for name, spec in self.manifest.specs.items() if spec.kind == "integers"}
+
+        def changed(split: Split) -> Split:
+            return Split(
+                each_named(split.x, lambda name, x: standardize(x, specs[name]) if name in specs else x), split.y
+            )
+
+        return ClientData(client, changed(data.train), changed(data.validation), changed(data.test), data.classes)
+
     def _path(self, client: str) -> Path:
         return shard_path(self.folder, client)
 
@@ -183,19 +204,20 @@ class FederatedDataset:
         return ClientData(entry.id, train, validation, test, self.manifest.classes)
 
     def _split(self, entry: ClientEntry, name: str, tensors: dict[str, Tensor], path: Path) -> Split:
-        x, y = tensors.get(f"{name}_x"), tensors.get(f"{name}_y")
-        about, fault = self.manifest, None
-        if x is None or len(x) != entry.size(name):
-            fault = (
-                f"it has {0 if x is None else len(x)} examples, and must have {entry.size(name)} according to the "
-                "manifest"
-            )
+        about = self.manifest
+        found = {key: tensors.get(in_shard(name, "x", key)) for key in about.specs}
+        y, x = tensors.get(f"{name}_y"), {key: each for key, each in found.items() if each is not None}
+        sizes = {len(each) for each in x.values()} if len(x) == len(found) else {0}
+        fault = None
+        if sizes != {entry.size(name)} or len(x) < len(found):
+            has = " and ".join(map(str, sorted(sizes)))
+            fault = f"it has {has} examples, and must have {entry.size(name)} according to the manifest"
         else:
-            labels = None if y is None else y.numpy()
-            fault = examples_fault(x.numpy(), labels, about.input_shape, about.kind, about.classes)
-        if x is None or fault is not None:
+            arrays = {key: each.numpy() for key, each in x.items()}
+            fault = examples_fault(unnamed(arrays), None if y is None else y.numpy(), about)
+        if fault is not None:
             raise DataError(f"{name} examples in {path}: {fault}", hint=self.hint)
-        return Split(normalize(x, about.kind, about.normalization), y)
+        return normalized_split(x, y, about.specs, about.targets)
 
 
 class OwnDataset(FederatedDataset):
@@ -228,23 +250,45 @@ class OwnDataset(FederatedDataset):
         return read_own_shard(self.clients.folders[entry.id], self.clients.cards[entry.id])
 
 
-def normalize(x: Tensor, kind: Kind, normalization: Normalization) -> Tensor:
-    """Standardize inputs.
+def normalized_split(
+    x: Mapping[str, Tensor], y: Tensor | None, specs: Mapping[str, InputSpec], targets: Targets | None
+) -> Split:
+    """Return examples as a client's model gets them, from inputs by name and targets as shards hold them."""
+    inputs = {name: normalize(x[name], spec) for name, spec in specs.items()}
+    return Split(inputs.get("", inputs), None if y is None else targets_of(y, targets))
+
+
+def normalize(x: Tensor, spec: InputSpec) -> Tensor:
+    """Standardize an input tensor.
 
     Parameters
     ----------
     x
         Pixels, uint8 ``[n, channels, ...]``, are scaled to 0 ... 1 and standardized per channel; features, float32
-        ``[n, f]``, are standardized per feature; tokens are returned unchanged.
+        ``[n, ...]``, are standardized per entry of the channel axis; tokens and integers are returned unchanged.
 
     Returns
     -------
     Tensor
-        Same shape; float32, or the tokens.
+        Same shape; float32, or the tokens or integers.
     """
-    if kind == "tokens":
-        return x
-    per_channel = (1, -1, *[1] * (x.dim() - 2))
-    mean = torch.tensor(normalization.mean, dtype=torch.float32).reshape(per_channel)
-    std = torch.tensor(normalization.std, dtype=torch.float32).reshape(per_channel)
-    return ((x.float() / 255 if kind == "pixels" else x) - mean) / std
+    return x if spec.kind in ("tokens", "integers") else standardize(x, spec)
+
+
+def standardize(x: Tensor, spec: InputSpec) -> Tensor:
+    """Standardize pixels, features or integers ``[n, *shape]``; same shape, float32."""
+    mean = torch.tensor(spec.normalization.mean, dtype=torch.float32).reshape(spec.broadcast)
+    std = torch.tensor(spec.normalization.std, dtype=torch.float32).reshape(spec.broadcast)
+    return ((x.float() / 255 if spec.kind == "pixels" else x.float()) - mean) / std
+
+
+def targets_of(y: Tensor, targets: Targets | None) -> Tensor:
+    """Return targets as a client's model gets them (:class:`Split`), from those that a shard holds."""
+    if targets is None:
+        return y
+    if targets.task == "regression":
+        mean, std = (
+            torch.tensor(each, dtype=torch.float32).reshape(targets.shape) for each in (targets.mean, targets.std)
+        )
+        return (y - mean) / std
+    return y.float() if targets.task == "multilabel" else y.long()

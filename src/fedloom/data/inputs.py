@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,9 +19,21 @@ def each(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:
     return function(x) if isinstance(x, Tensor) else {name: function(tensor) for name, tensor in x.items()}
 
 
+def each_named(x: Inputs, function: Callable[[str, Tensor], Tensor]) -> Inputs:
+    """Return inputs after a function of each name and tensor; the name of a single tensor is empty."""
+    return function("", x) if isinstance(x, Tensor) else {name: function(name, tensor) for name, tensor in x.items()}
+
+
 def first(x: Inputs) -> Tensor:
     """Return the inputs, or the first of named ones: any tells the number of examples and the device."""
     return x if isinstance(x, Tensor) else next(iter(x.values()))
+
+
+def single(x: Inputs) -> Tensor:
+    """Return the one input tensor; raise TypeError for named ones, which the caller has refused."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"one input tensor is needed, and there are {', '.join(x)}")
+    return x
 
 
 def count(x: Inputs) -> int:
@@ -32,6 +44,16 @@ def count(x: Inputs) -> int:
 def take(x: X, rows: Tensor | slice) -> X:
     """Return some examples."""
     return cast("X", each(x, lambda tensor: tensor[rows]))
+
+
+def rows_of(x: Inputs, index: Tensor) -> Inputs:
+    """Return the examples at some positions ``[m]``: as :func:`take` by these, in half the time on a CPU."""
+    return each(x, lambda tensor: tensor.index_select(0, index))
+
+
+def pieces(x: Inputs, size: int) -> Iterator[Any]:
+    """Yield the examples in pieces of at most ``size``."""
+    return (take(x, slice(start, start + size)) for start in range(0, count(x), size))
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:

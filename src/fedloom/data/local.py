@@ -28,20 +28,36 @@ from fedloom.core.words import parsed_json, pluralize
 from fedloom.data.copies import draw_splits, equal_inputs
 from fedloom.data.datasets.base import DataFile, Dataset, Owners, Pool, RawDataset
 from fedloom.data.folders import data_root, locked, naming_owner, published
+from fedloom.data.input_spec import (
+    ChannelAxis,
+    InputSpec,
+    Kind,
+    RawInputs,
+    described,
+    named_arrays,
+    unnamed,
+    without_defaults,
+)
+from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.listing import files_below
-from fedloom.data.manifest import Kind, read_stored, text_fault
+from fedloom.data.manifest import read_stored, text_fault
 from fedloom.data.pack.arrays import examples_of, read_arrays
+from fedloom.data.pack.collections import read_medmnist, read_saved
 from fedloom.data.pack.columns import read_frame, read_parquet
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
+from fedloom.data.pack.tokens import TextColumn
+from fedloom.data.requirements import Words
+from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError
 from fedloom.storage.folder import fill, sync, write_atomically
+from fedloom.tasks.names import TaskName
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-LOCAL = ("arrays", "folder", "table")
+LOCAL = ("arrays", "folder", "huggingface", "medmnist", "table")
 """Values of ``data.dataset`` for local data sets."""
 
 CARD, EXAMPLES = "dataset.json", "examples.safetensors"
@@ -53,11 +69,13 @@ Reader = Callable[[Path, Request, ValidationErrors, Tell], Examples]
 READERS: Mapping[str, Mapping[str, Reader]] = {
     "arrays": {".npz": read_arrays, ".safetensors": read_arrays},
     "folder": {"": read_images},
+    "huggingface": {"": read_saved},
+    "medmnist": {".npz": read_medmnist},
     "table": {".csv": read_csv, ".parquet": read_parquet, ".pq": read_parquet},
 }
 """Readers by data set and file extension; a folder has no extension."""
 
-READ = 2
+READ = 3
 """Version of the reading rules; sources read under another version are read again."""
 
 COLUMNS = (
@@ -71,8 +89,9 @@ class LocalFiles(Settings):
 
     path: str = Field(
         min_length=1,
-        description="The folder of images, CLASS/NAME.png, or with train/ and test/ above; the .csv or "
-        ".parquet file; or the .npz or .safetensors file with x and y. A relative path starts from the current folder; "
+        description="The folder of images, CLASS/NAME.png, or with train/ and test/ above, or images/NAME.png and "
+        "masks/NAME.png; the .csv or .parquet file; the .npz or .safetensors file with x and y; MedMNIST's .npz file; "
+        "or the folder saved by datasets. A relative path starts from the current folder; "
         "a run records it as an absolute one.",
     )
     client: str | None = Field(
@@ -82,6 +101,36 @@ class LocalFiles(Settings):
         "folders, OWNER/CLASS/NAME.png. Null: no owners.",
     )
     label: str = Field(default="label", min_length=1, description="Column with the labels.")
+    targets: Words = Field(
+        default=(),
+        description="Columns of a table with the targets, in place of `label`: numbers, or 0 and 1 for each of several "
+        "labels.",
+    )
+    task: TaskName | None = Field(
+        default=None,
+        description="Task of the targets: classification, multilabel, regression, segmentation or next_token. Null: as "
+        "the data suggest (docs/data.md).",
+    )
+    outputs: int | None = Field(
+        default=None,
+        ge=1,
+        description="Least number of classes of a pixel, or of tokens, where the data may lack some; null: as many as "
+        "they have.",
+    )
+    integers: bool | Words = Field(
+        default=False,
+        description="Of a table: true if all columns of inputs are integers that stay as they are, such as category "
+        "codes; or the columns that are.",
+    )
+    text: TextColumn | None = Field(
+        default=None,
+        description="Of huggingface: the column of texts, which become integers, and the tokenizer: {column, "
+        "tokenizer, length, mask}; null: none.",
+    )
+    channel_axis: ChannelAxis = Field(
+        default="first",
+        description="Of arrays: axis of an input along which features are standardized, first or last.",
+    )
     split: str | None = Field(
         default=None, min_length=1, description="Column with train, validation or test; null: none."
     )
@@ -103,10 +152,15 @@ class DatasetCard:
     divided: bool
     size: int
     sha256: str
+    channel_axis: ChannelAxis = "first"
+    high: int | None = None
+    inputs: Mapping[str, InputSpec] | None = None
+    targets: Targets | None = None
 
     def to_json(self) -> str:
-        """Return the card as JSON."""
-        return json.dumps(vars(self), sort_keys=True, ensure_ascii=False, indent=1) + "\n"
+        """Return the card as JSON; its hash names the data set."""
+        known = without_defaults(dict(vars(self)))
+        return json.dumps(known, sort_keys=True, ensure_ascii=False, indent=1) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> DatasetCard:
@@ -147,7 +201,21 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
         kept = parsed_json(record.read_bytes())
         return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
     errors = ValidationErrors(str(path))
-    request = Request(None, True, files.label, files.split, files.resize, files.client, "data.source.")
+    request = Request(
+        None,
+        True,
+        files.label,
+        files.split,
+        files.resize,
+        files.client,
+        "data.source.",
+        files.task,
+        files.outputs,
+        files.targets,
+        files.integers,
+        files.channel_axis,
+        files.text,
+    )
     try:
         examples = reader(path, request, errors, lambda what, done, total: None)
         errors.refuse()
@@ -156,6 +224,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     except DataError as error:
         raise error.with_hint(COLUMNS if dataset == "table" else None) from error
     name = keep(dataset, examples, str(path), root)
+    tell_targets(examples, str(path))
     if examples.features is not None:
         log.info("%s: features %s", path, listed(examples.features))
     with naming_owner(record):
@@ -170,6 +239,15 @@ def tell_notes(notes: Sequence[str]) -> None:
         log.warning("%s", note)
 
 
+def tell_targets(examples: Examples, where: str) -> None:
+    """Log the task that the targets are for, unless they are classes, and the inputs that stay integers."""
+    if (targets := examples.targets) is not None:
+        log.info("%s: task %s, targets %s, %d outputs", where, targets.task, list(targets.shape), targets.outputs)
+    for name, spec in examples.specs.items():
+        if spec.kind == "integers":
+            log.info("%s: %s: integers from 0 to %d", where, f"x.{name}" if name else "x", (spec.high or 1) - 1)
+
+
 def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
     """Store a data set in the data root and return its name there.
 
@@ -180,7 +258,7 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     where
         Name of the data set in errors.
     """
-    n = len(examples.x)
+    n = len(examples)
     if not n or examples.y is None:
         raise DataError(f"{where}: it has {n} examples; give labelled examples")
     test = _tested(examples)
@@ -192,15 +270,26 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     owners = np.array([place[owner] for owner in examples.owners or ()], dtype=np.int64)
     tensors: dict[str, NDArray[Any]] = {}
     for part, chosen in (("train", ~test), ("test", test)):
-        tensors[f"{part}_x"] = np.ascontiguousarray(examples.x[chosen])
+        inputs = named_arrays(examples.chosen(chosen))
+        tensors |= {in_shard(part, "x", name): each for name, each in inputs.items()}
         tensors[f"{part}_y"] = examples.y[chosen]
         if names is not None:
             tensors[f"{part}_owner"] = owners[chosen]
     content = safetensors.numpy.save(tensors)
-    shape = tuple(int(size) for size in examples.x.shape[1:])
     given = examples.split is not None
     digest = hashlib.sha256(content).hexdigest()
-    card = DatasetCard(1, examples.kind, shape, examples.classes, names, given, len(content), digest)
+    about = described(examples.specs)
+    del about["normalization"]
+    card = DatasetCard(
+        version=1,
+        classes=examples.classes,
+        owners=names,
+        divided=given,
+        size=len(content),
+        sha256=digest,
+        targets=examples.targets,
+        **about,
+    )
     text = card.to_json()
     name = f"{dataset}{_named_by(text.encode())}"
     folder = data_root(root) / "datasets" / name
@@ -223,11 +312,11 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
 
     def read(contents: Mapping[str, bytes]) -> RawDataset:
         tensors = safetensors.numpy.load(contents[EXAMPLES])
-        train, test = (
-            Pool(tensors[f"{part}_x"], tensors[f"{part}_y"], tensors.get(f"{part}_owner")) for part in ("train", "test")
-        )
+        train, test = (_pool(tensors, part, card.inputs) for part in ("train", "test"))
         owners = None if card.owners is None else Owners(card.owners, divided=card.divided)
-        return RawDataset(train, test, owners, equal_inputs(np.concatenate([train.inputs, test.inputs])))
+        pairs = zip(named_arrays(train.inputs).items(), named_arrays(test.inputs).values(), strict=True)
+        joined = {name: np.concatenate([one, other]) for (name, one), other in pairs}
+        return RawDataset(train, test, owners, equal_inputs(unnamed(joined)))
 
     return Dataset(
         name=name,
@@ -240,16 +329,26 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
         kind=card.kind,
         at=home / name,
         notes=notes,
+        channel_axis=card.channel_axis,
+        high=card.high,
+        inputs=card.inputs,
+        targets=card.targets,
     )
+
+
+def _pool(tensors: Mapping[str, NDArray[Any]], part: str, inputs: Mapping[str, InputSpec] | None) -> Pool:
+    x = {name: tensors[in_shard(part, "x", name)] for name in (("",) if inputs is None else inputs)}
+    return Pool(unnamed(x), tensors[f"{part}_y"], tensors.get(f"{part}_owner"))
 
 
 def _reader(dataset: str, path: Path) -> Reader:
     readers = READERS[dataset]
-    what = "a folder of images" if dataset == "folder" else f"a file that ends in {', '.join(readers)}"
+    folders = {"folder": "a folder of images", "huggingface": "a folder saved by datasets (save_to_disk)"}
+    what = folders.get(dataset, f"a file that ends in {', '.join(readers)}")
     if not path.exists():
         raise ExperimentError(f"data.source.path: {path.absolute()} does not exist; give {what}")
     ending = path.suffix.lower() if path.is_file() else ""
-    if path.is_dir() is not (dataset == "folder") or ending not in (readers if path.is_file() else ("",)):
+    if path.is_dir() is not (dataset in folders) or ending not in (readers if path.is_file() else ("",)):
         raise ExperimentError(f"data.source.path: {path} is not of the dataset type {dataset}; give {what}")
     return readers[ending]
 
@@ -257,15 +356,18 @@ def _reader(dataset: str, path: Path) -> Reader:
 def _stamp(dataset: str, files: LocalFiles, path: Path) -> str:
     """Return a digest that changes whenever the files at the path or the reading options may have changed."""
     told = hashlib.sha256(json.dumps([READ, dataset, files.model_dump(), str(path.resolve())]).encode())
-    for file in files_below(path) if path.is_dir() else [path]:
+    read = [path] if files.text is None else [path, expanded(files.text.tokenizer)]
+    for file in (each for root in read for each in (files_below(root) if root.is_dir() else [root])):
+        if not file.exists() and not file.is_symlink():
+            continue
         about = file.stat() if file.exists() else file.lstat()  # a broken link has only its own status
-        read = [str(file), about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
-        told.update(json.dumps(read).encode())
+        facts = [str(file), about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+        told.update(json.dumps(facts).encode())
     return told.hexdigest()
 
 
 def _tested(examples: Examples) -> NDArray[np.bool_]:
-    """Return the examples for testing, ``[n]`` bool: those that the source marks, else a fraction of each class.
+    """Return the examples for testing, ``[n]`` bool: those that the source marks, else a fraction (of each class).
 
     Equal inputs go to the same side.
     """
@@ -273,14 +375,15 @@ def _tested(examples: Examples) -> NDArray[np.bool_]:
     if examples.split is not None:
         return np.asarray(examples.split == 2)
     rng = make_rng(1, "local", "test")
-    split = draw_splits(examples.y, equal_inputs(examples.x), {2: TEST_FRACTION}, lambda place: rng)
+    split = draw_splits(examples.strata, equal_inputs(examples.x), {2: TEST_FRACTION}, lambda place: rng)
     return np.asarray(split == 2)
 
 
 def of_arrays(
-    parts: Sequence[tuple[str | None, Mapping[str, NDArray[Any]]]],
+    parts: Sequence[tuple[str | None, Mapping[str, RawInputs]]],
     classes: Sequence[str] | None,
     root: Path | str | None,
+    request: Request | None = None,
 ) -> Path:
     """Store arrays as a data set and return its folder, which ``data.source.path`` may name.
 
@@ -289,25 +392,22 @@ def of_arrays(
     Parameters
     ----------
     parts
-        The owner's name (None: no owner), and ``x`` ``[n, *input_shape]`` with ``y`` ``[n]``; or ``train_x``,
-        ``train_y``, ``test_x``, ``test_y``, and optionally ``validation_x`` and ``validation_y``.
+        The owner's name (None: no owner), and ``x`` ``[n, *input_shape]``, or such arrays by name, with ``y``
+        ``[n, ...]``; or ``train_x``, ``train_y``, ``test_x``, ``test_y``, and optionally ``validation_x`` and
+        ``validation_y``.
     classes
-        Class names in label order; None: those found.
+        Names of the classes, or of other outputs, in order; None: those found.
+    request
+        Task, outputs and channel axis; None: as the arrays suggest.
     """
-    return keep_in_memory(examples_of(parts, classes), "the arrays", root)
+    return keep_in_memory(examples_of(parts, classes, request), "the arrays", root)
 
 
-def of_frame(frame: DataFrame, label: str, client: str | None, root: Path | str | None) -> Path:
+def of_frame(frame: DataFrame, request: Request, root: Path | str | None) -> Path:
     """Store the rows of a DataFrame as a data set and return its folder, which ``data.source.path`` may name.
 
     Raise DataError if the frame is invalid; lists all errors, with a count of each kind.
-
-    Parameters
-    ----------
-    label, client
-        Columns with the classes and with the owner of each row (None: no owners).
     """
-    request = Request(None, True, label, None, False, client, keys="")
     return keep_in_memory(read_frame(frame, request, ValidationErrors("the frame")), "the frame", root)
 
 
@@ -315,4 +415,5 @@ def keep_in_memory(examples: Examples, where: str, root: Path | str | None) -> P
     """Store in-memory examples, log the notes on them, and return their folder."""
     folder = data_root(root) / "datasets" / keep("arrays", examples, where, root)
     tell_notes([f"{where} ({folder.name}): {note}" for note in examples.notes])
+    tell_targets(examples, where)
     return folder

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,34 +20,33 @@ from pydantic import TypeAdapter, ValidationError
 from fedloom.core import digests
 from fedloom.core.words import parsed_json
 from fedloom.data.folders import naming_owner
+from fedloom.data.input_spec import (
+    ChannelAxis,
+    DescribesInputs,
+    InputSpec,
+    Kind,
+    Normalization,
+    RawInputs,
+    inputs_fault,
+    joined_normalization,
+    named_arrays,
+    specs_of,
+    without_defaults,
+)
 from fedloom.data.reserve import Reserved
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError, as_storage_error
 from fedloom.storage.folder import read_file
+from fedloom.tasks.names import TaskName
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Kind: TypeAlias = Literal["pixels", "features", "tokens"]
-"""Kind of input.
-
-``pixels`` [channels, height, width] uint8, standardized per channel after division by 255; ``features`` [f] float32,
-standardized per feature; ``tokens`` [length] uint8, indices into a vocabulary that is the list of classes (next-token
-prediction), used unchanged.
-"""
 
 MeasuredOn: TypeAlias = Literal["seen", "pool"]
 """Training examples that normalization is measured on.
 
 ``seen``: all but those of unseen clients; ``pool``: all, as publications do that use a data set's own figures.
 """
-
-AXES: Mapping[Kind, tuple[str, ...]] = {
-    "pixels": ("channels", "height", "width"),
-    "features": ("features",),
-    "tokens": ("tokens",),
-}
-"""Names of the axes of one input."""
 
 CLIENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Pattern of client ids. An id names a file, so it must not be able to name one in another folder."""
@@ -93,17 +91,6 @@ class ClientEntry:
 
 
 @dataclass(frozen=True)
-class Normalization:
-    """Mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature, over the training pool.
-
-    Empty for tokens.
-    """
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Manifest:
     """Federated data set without its data: each client's examples by split and class, and how the partition was made.
 
@@ -112,7 +99,8 @@ class Manifest:
     version
         Version of this format.
     dataset, classes, class_names, input_shape, kind
-        The source: its name, C, class names, shape of one input, and kind of input.
+        The source: its name, C, class names, shape of one input, and kind of input. C is 0 if the targets are not
+        classes, or there are none.
     scheme, seed, held_out_fraction, validation_fraction
         Settings that the partition was made with.
     normalization
@@ -128,6 +116,12 @@ class Manifest:
         JSON, if the data are unchanged.
     measured_on
         Examples that normalization was measured on; omitted from the JSON if ``seen``.
+    channel_axis, high
+        As in :class:`~fedloom.data.input_spec.InputSpec`, of a single input; omitted from the JSON if ``first``, None.
+    inputs
+        Named inputs, sorted by name; None, and omitted from the JSON, for a single input.
+    targets
+        Targets that are not classes; None, and omitted from the JSON, for classes.
     """
 
     version: int
@@ -146,6 +140,37 @@ class Manifest:
     reserved: Reserved | None = None
     shift_groups: tuple[int, ...] | None = None
     measured_on: MeasuredOn = "seen"
+    channel_axis: ChannelAxis = "first"
+    high: int | None = None
+    inputs: Mapping[str, InputSpec] | None = None
+    targets: Targets | None = None
+
+    @property
+    def specs(self) -> Mapping[str, InputSpec]:
+        """Input tensors by name; the name of a single one is empty."""
+        return specs_of(self)
+
+    @property
+    def task(self) -> TaskName:
+        """Name of the task that the targets are for."""
+        return "classification" if self.targets is None else self.targets.task
+
+    @property
+    def outputs(self) -> int:
+        """Number of outputs K of a model: classes, labels, numbers, classes of a pixel, or tokens."""
+        return self.classes if self.targets is None else self.targets.outputs
+
+    @property
+    def figures(self) -> Normalization:
+        """Normalization of all inputs, then of the targets, which follow each other; empty if it is not known."""
+        targets = () if self.targets is None else (self.targets.normalization,)
+        return joined_normalization([*(spec.normalization for spec in self.specs.values()), *targets])
+
+    @property
+    def numbers(self) -> int:
+        """Length of the normalization of all inputs and targets."""
+        targets = 0 if self.targets is None else self.targets.numbers
+        return sum(spec.numbers for spec in self.specs.values()) + targets
 
     @cached_property
     def roster(self) -> tuple[str, ...]:
@@ -161,16 +186,6 @@ class Manifest:
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, hex; identifies this partition."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    @property
-    def targets(self) -> Targets | None:
-        """Description of targets that are not classes."""
-        return None
-
-    @property
-    def outputs(self) -> int:
-        """Number of outputs K of a model: classes, labels, numbers, classes of a pixel, or tokens."""
-        return self.classes if self.targets is None else self.targets.outputs
 
     @cached_property
     def _entries(self) -> dict[str, ClientEntry]:
@@ -216,7 +231,7 @@ class Manifest:
         """Return the canonical JSON: sorted keys, no spaces, and a digest of the rest at its end."""
         # Not dataclasses.asdict, which copies every count and takes seconds for a thousand clients.
         known = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        known |= {"normalization": vars(self.normalization), "clients": [vars(client) for client in self.clients]}
+        known = without_defaults(known) | {"clients": [vars(client) for client in self.clients]}
         if self.reserved is None:
             del known["reserved"]  # omitted, as before the key existed: the text identifies the partition
         else:
@@ -259,6 +274,18 @@ class Manifest:
 
 
 _ADAPTER = TypeAdapter(Manifest)
+
+
+class DescribesExamples(DescribesInputs, Protocol):
+    """Anything that describes inputs and targets: a manifest, a source."""
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 if there are none."""
+
+    @property
+    def targets(self) -> Targets | None:
+        """Targets that are not classes."""
 
 
 def _version(text: str | bytes) -> int | None:
@@ -339,7 +366,7 @@ def _contradiction(manifest: Manifest) -> str | None:
         return f"version is {manifest.version}, and must be {VERSION}"
     if len(manifest.class_names) != manifest.classes:
         return f"class_names has {len(manifest.class_names)} names, and must have {manifest.classes} (classes)"
-    fault = inputs_fault(manifest.kind, manifest.input_shape, manifest.normalization)
+    fault = inputs_fault(manifest) or targets_fault(manifest.targets, manifest.classes, manifest.class_names)
     if fault is not None:
         return fault
     if not manifest.clients and manifest.dataset != "own":  # clients may join later
@@ -354,47 +381,37 @@ def _contradiction(manifest: Manifest) -> str | None:
     return next((fault for each in manifest.clients if (fault := entry_contradiction(each, manifest.classes))), None)
 
 
-def shape_fault(kind: Kind, shape: Sequence[int]) -> str | None:
-    """Return why a shape of inputs does not fit their kind, or None."""
-    axes = AXES[kind]
-    if len(shape) == len(axes) and min(shape) >= 1:
-        return None
-    return f"input_shape: {list(shape)} must be [{', '.join(axes)}] for {kind}, each at least 1"
-
-
-def inputs_fault(kind: Kind, shape: Sequence[int], normalization: Normalization) -> str | None:
-    """Return a contradiction within a description of inputs, or None."""
-    if (fault := shape_fault(kind, shape)) is not None:
-        return fault
-    mean, std = normalization.mean, normalization.std
-    needed = 0 if kind == "tokens" else shape[0]
-    if not len(mean) == len(std) == needed:
-        return f"normalization: {len(mean)} means and {len(std)} deviations; {kind} need {needed} of each"
-    if not all(map(math.isfinite, mean)):
-        return f"normalization: mean is {list(mean)}; the numbers must be finite"
-    if not all(0 < each < math.inf for each in std):
-        return f"normalization: std is {list(std)}; the numbers must be finite and above 0"
-    return None
-
-
-def examples_fault(
-    x: NDArray[Any], y: NDArray[Any] | None, shape: tuple[int, ...], kind: Kind, classes: int
-) -> str | None:
-    """Return why examples are not of a kind, shape and number of classes, or None."""
-    dtype = np.dtype(np.float32 if kind == "features" else np.uint8)
-    if x.shape[1:] != shape or x.dtype != dtype:
-        return f"the inputs are {x.dtype} of shape {list(x.shape[1:])}; {kind} must be {dtype} of shape {list(shape)}"
-    if kind == "features" and not np.isfinite(x).all():
-        return f"a feature is {x[~np.isfinite(x)][0]}; features must be finite"
-    if kind == "tokens" and len(x) and int(x.max()) >= classes:
-        return f"a token is {int(x.max())}; tokens must be 0 to {classes - 1}"
+def examples_fault(x: RawInputs, y: NDArray[Any] | None, about: DescribesExamples) -> str | None:
+    """Return why examples, as a shard holds them, do not fit a description of inputs and targets, or None."""
+    specs, arrays = specs_of(about), named_arrays(x)
+    if set(arrays) != set(specs):
+        return f"the inputs are {', '.join(arrays) or '(none)'}; they must be {', '.join(specs)}"
+    for name, spec in specs.items():
+        what = f"the inputs {name} are" if name else "the inputs are"
+        if (fault := spec.values_fault(arrays[name], about.classes, what)) is not None:
+            return fault
+    counts = {len(each) for each in arrays.values()}
+    if len(counts) > 1:
+        return f"the inputs have {' and '.join(map(str, sorted(counts)))} examples; their numbers must be equal"
+    count = counts.pop()
     if y is None:
         return None
-    if y.dtype != np.int64 or y.shape != x.shape[:1]:
-        return f"the labels are {y.dtype} of shape {list(y.shape)}; they must be int64, [{len(x)}]"
-    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
-        return f"the labels are {int(y.min())} to {int(y.max())}; they must be 0 to {classes - 1}"
+    if about.targets is not None:
+        return about.targets.values_fault(y, count)
+    if y.dtype != np.int64 or y.shape != (count,):
+        return f"the labels are {y.dtype} of shape {list(y.shape)}; they must be int64, [{count}]"
+    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < about.classes:
+        return f"the labels are {int(y.min())} to {int(y.max())}; they must be 0 to {about.classes - 1}"
     return None
+
+
+def targets_fault(targets: Targets | None, classes: int, class_names: Sequence[str]) -> str | None:
+    """Return a contradiction between a description of targets and the classes, or None."""
+    if targets is None:
+        return None
+    if classes or class_names:
+        return f"targets is {targets.task}, so classes must be 0 and have no names (got {classes})"
+    return targets.fault()
 
 
 def entry_contradiction(client: ClientEntry, classes: int) -> str | None:

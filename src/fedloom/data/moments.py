@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.manifest import Kind, Normalization
+from fedloom.data.input_spec import InputSpec, Normalization, RawInputs, named_arrays
+from fedloom.data.targets import Targets
 
 CHUNK = 4096
 """Examples whose pixels are counted at once."""
@@ -24,10 +25,10 @@ class Moments:
     Attributes
     ----------
     count
-        Number of values of each channel or feature.
+        Number of values of each channel or feature; of several tensors, their sum.
     sum, squares
-        Sum and sum of squares of each channel's values (0 ... 255, exact integers) or each feature's (correctly
-        rounded). Empty for tokens.
+        Sum and sum of squares of each channel's values (0 ... 255, exact integers) or each feature's or number's
+        (correctly rounded): of the inputs in order, then of regression's targets. Tokens have none.
     """
 
     count: int
@@ -59,38 +60,92 @@ def pixel_sums(pieces: Iterable[NDArray[Any]]) -> list[tuple[int, int, int]]:
     ]
 
 
-def moments_of(x: NDArray[Any], kind: Kind) -> Moments:
-    """Return the moments of inputs ``[n, *input_shape]``; exact, or correctly rounded."""
-    if kind == "tokens":
+@dataclass(frozen=True)
+class Measured:
+    """Tensor whose mean and standard deviation are measured.
+
+    Attributes
+    ----------
+    numbers
+        Number of means.
+    values
+        Values of one example that each mean covers.
+    scale
+        Divisor of raw values; 255 for pixels.
+    """
+
+    numbers: int
+    values: int
+    scale: int
+
+
+def measured_tensors(specs: Mapping[str, InputSpec], targets: Targets | None) -> list[Measured]:
+    """Return the tensors that are measured: the inputs, in order, then regression's targets."""
+    found = [Measured(spec.numbers, spec.values, spec.scale) for spec in specs.values()]
+    return found if targets is None or not targets.numbers else [*found, Measured(targets.numbers, 1, 1)]
+
+
+def moments_of(
+    x: RawInputs, y: NDArray[Any] | None, specs: Mapping[str, InputSpec], targets: Targets | None
+) -> Moments:
+    """Return the moments of inputs ``[n, *input_shape]``, or several by name, and of targets; exact, or rounded."""
+    arrays = named_arrays(x)
+    found = [_of_input(arrays[name], spec) for name, spec in specs.items()]
+    if targets is not None and targets.numbers and y is not None:
+        found.append(_of_rows(targets.rows(y)))
+    return Moments(
+        sum(each.count for each in found),
+        tuple(number for each in found for number in each.sum),
+        tuple(number for each in found for number in each.squares),
+    )
+
+
+def _of_input(x: NDArray[Any], spec: InputSpec) -> Moments:
+    if spec.kind == "tokens":
         return Moments(len(x), (), ())
-    if kind == "features":
-        columns = x.astype(np.float64).T
-        sums, squares = ([math.fsum(column) for column in each] for each in (columns, columns * columns))
-        return Moments(len(x), tuple(sums), tuple(squares))
+    if spec.kind != "pixels":
+        return _of_rows(spec.rows(x))
     channels = pixel_sums(x[start : start + CHUNK] for start in range(0, max(len(x), 1), CHUNK))
     return Moments(channels[0][0], tuple(each[1] for each in channels), tuple(each[2] for each in channels))
 
 
-def pooled_normalization(kind: Kind, numbers: int, moments: Sequence[Moments]) -> Normalization:
+def _of_rows(values: NDArray[Any]) -> Moments:
+    """Return the moments of each row of ``[numbers, n]``."""
+    rows = values.astype(np.float64)
+    sums, squares = ([math.fsum(row) for row in each] for each in (rows, rows * rows))
+    return Moments(values.shape[1], tuple(sums), tuple(squares))
+
+
+def pooled_normalization(tensors: Sequence[Measured], moments: Sequence[Moments]) -> Normalization:
     """Return mean and standard deviation over all clients' training examples together, computed in exact arithmetic.
 
     Parameters
     ----------
-    numbers
-        Number of channels or features.
+    tensors
+        Tensors that are measured; their figures follow each other in the result.
     moments
         Moments of each client; at least one has an example.
     """
-    if kind == "tokens":
-        return Normalization((), ())
-    count = sum(one.count for one in moments)
-    scale = 255 if kind == "pixels" else 1
-    mean, std = [], []
-    for i in range(numbers):
-        first = sum((Fraction(one.sum[i]) for one in moments), Fraction(0))
-        second = sum((Fraction(one.squares[i]) for one in moments), Fraction(0))
-        mean.append(float(first / count / scale))
-        variance = max(Fraction(0), (second * count - first * first) / (count * count * scale * scale))
-        # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
-        std.append(math.sqrt(variance) or 1.0)
+    examples = Fraction(sum(one.count for one in moments), sum(each.values for each in tensors))
+    mean, std, i = [], [], 0
+    for tensor in tensors:
+        count, scale = examples * tensor.values, tensor.scale
+        for _ in range(tensor.numbers):
+            first = sum((Fraction(one.sum[i]) for one in moments), Fraction(0))
+            second = sum((Fraction(one.squares[i]) for one in moments), Fraction(0))
+            mean.append(float(first / count / scale))
+            variance = max(Fraction(0), (second * count - first * first) / (count * count * scale * scale))
+            # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
+            std.append(math.sqrt(variance) or 1.0)
+            i += 1
     return Normalization(tuple(mean), tuple(std))
+
+
+def divided_normalization(tensors: Sequence[Measured], found: Normalization) -> list[Normalization]:
+    """Return the normalization of each measured tensor, from figures that follow each other; empty ones stay empty."""
+    parts, start = [], 0
+    for tensor in tensors:
+        chosen = slice(start, start + tensor.numbers)
+        parts.append(Normalization(found.mean[chosen], found.std[chosen]))
+        start += tensor.numbers
+    return parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedloom.core.words import composed
-from fedloom.data.federated import ClientData, FederatedDataset, Split, normalize
-from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Kind, Manifest, Normalization
+from fedloom.data.federated import ClientData, FederatedDataset, Split, normalized_split
+from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization, described, specs_of
+from fedloom.data.input_spec import entry as in_shard
+from fedloom.data.inputs import Inputs, take
+from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manifest
 from fedloom.data.own import AGAIN, check_features, is_same, read_card, read_own_shard
 from fedloom.data.pack.arrays import numbered, with_channels
 from fedloom.data.pack.examples import ValidationErrors
 from fedloom.data.problem import Problem
-from fedloom.data.values import Rounding, as_array, as_numbers
+from fedloom.data.targets import Targets
+from fedloom.data.values import EXACT, Rounding, as_array, as_numbers
 from fedloom.errors import DataError
 
 MOST_EXAMPLES = 1_000_000
@@ -34,7 +38,7 @@ class Wanted:
 
     Attributes
     ----------
-    dataset, kind, input_shape, class_names, normalization
+    dataset, kind, input_shape, class_names, normalization, channel_axis, high, inputs, targets
         As in :class:`~fedloom.data.manifest.Manifest`.
     features
         As in :class:`~fedloom.data.own.Own`.
@@ -46,6 +50,15 @@ class Wanted:
     class_names: tuple[str, ...]
     normalization: Normalization
     features: tuple[str, ...] | None = None
+    channel_axis: ChannelAxis = "first"
+    high: int | None = None
+    inputs: Mapping[str, InputSpec] | None = None
+    targets: Targets | None = None
+
+    @property
+    def specs(self) -> Mapping[str, InputSpec]:
+        """Input tensors by name; the name of a single one is empty."""
+        return specs_of(self)
 
     @classmethod
     def of(cls, problem: Problem, features: tuple[str, ...] | None) -> Wanted:
@@ -57,6 +70,10 @@ class Wanted:
             problem.class_names,
             problem.normalization,
             features,
+            problem.channel_axis,
+            problem.high,
+            problem.inputs,
+            problem.targets,
         )
 
 
@@ -68,9 +85,10 @@ class Newcomer(FederatedDataset):
     client
         Its id.
     x
-        ``[n, *input_shape]``, raw: pixels uint8, features float32, tokens uint8.
+        ``[n, *input_shape]``, raw: pixels uint8, features float32, tokens uint8, integers int64; or such tensors by
+        name.
     y
-        ``[n]`` int64, or None.
+        ``[n]`` int64, or other targets of the run's task, in their own units; or None.
 
     Raises
     ------
@@ -78,36 +96,37 @@ class Newcomer(FederatedDataset):
         If the data do not meet the requirements.
     """
 
-    def __init__(self, client: str, x: Tensor, y: Tensor | None, wanted: Wanted) -> None:
+    def __init__(self, client: str, x: Inputs, y: Tensor | None, wanted: Wanted) -> None:
         if not CLIENT_ID.fullmatch(client):
             raise DataError(
                 f"client {client[:80]!r} must be up to 128 letters, digits, '.', '_' and '-'.", key="client"
             )
-        x, y = checked_inputs(x, wanted), None if y is None else checked_labels(y, len(x), len(wanted.class_names))
+        inputs = _checked_inputs(x, wanted)
+        size = len(next(iter(inputs.values())))
+        y = None if y is None else _checked_targets(y, size, wanted)
         counts = {split: (0,) * len(wanted.class_names) for split in SPLITS}
         manifest = Manifest(
             version=VERSION,
             dataset=wanted.dataset,
             classes=len(wanted.class_names),
             class_names=wanted.class_names,
-            input_shape=wanted.input_shape,
-            kind=wanted.kind,
             scheme={"scheme": "newcomer"},
             seed=0,
             held_out_fraction=0.0,
             validation_fraction=0.0,
-            normalization=wanted.normalization,
             source_sha256={},
-            clients=(ClientEntry(client, False, len(x), 0, 0, counts, "0" * 64),),
+            clients=(ClientEntry(client, False, size, 0, 0, counts, "0" * 64),),
+            targets=wanted.targets,
+            **described(wanted.specs),
         )
         super().__init__(Path(), manifest)
-        train = Split(normalize(x, wanted.kind, wanted.normalization), y)
-        nothing = Split(train.x[:0], None if y is None else y[:0])
+        train = normalized_split(inputs, y, wanted.specs, wanted.targets)
+        nothing = Split(take(train.x, slice(0, 0)), None if train.y is None else train.y[:0])
         self._loaded[client] = ClientData(client, train, nothing, nothing, len(wanted.class_names))
 
     @classmethod
     def from_arrays(cls, client: str, x: Any, y: Any, wanted: Wanted) -> Newcomer:
-        """Accept tensors, arrays, or anything numpy converts to arrays; labels may be class names.
+        """Accept tensors, arrays, or anything numpy converts to arrays, or a dict of them; labels may be class names.
 
         Raise DataError if the data do not meet the requirements.
         """
@@ -116,10 +135,16 @@ class Newcomer(FederatedDataset):
             raise DataError(
                 f"x has the columns {', '.join(columns)}; they must be {', '.join(wanted.features)}, in this order"
             )
-        inputs = as_array(x, "x")
-        if wanted.kind == "pixels":
-            inputs = with_channels(inputs)
-        return cls(client, _tensor(inputs, "x"), None if y is None else _positions(as_array(y, "y"), wanted), wanted)
+        named = {f"x[{name!r}]": (name, each) for name, each in x.items()} if isinstance(x, Mapping) else {"x": ("", x)}
+        inputs: dict[str, Tensor] = {}
+        for what, (name, each) in named.items():
+            array = as_array(each, what)
+            spec = wanted.specs.get(name)
+            if spec is not None and spec.kind == "pixels":
+                array = with_channels(array)
+            inputs[name] = _tensor(array, what)
+        labels = None if y is None else _positions(as_array(y, "y"), wanted)
+        return cls(client, inputs.get("", inputs), labels, wanted)
 
     @classmethod
     def from_folder(cls, folder: Path, wanted: Wanted) -> Newcomer:
@@ -130,9 +155,12 @@ class Newcomer(FederatedDataset):
         Raise DataError if the folder is missing, damaged, or does not meet the requirements.
         """
         card = read_card(folder)
+        needed_targets = wanted.targets and wanted.targets.plain()
         for what, found, needed in (
             ("kind", card.kind, wanted.kind),
             ("input_shape", list(card.input_shape), list(wanted.input_shape)),
+            ("inputs", _shapes(card.specs), _shapes(wanted.specs)),
+            ("targets", card.targets if card.labelled else needed_targets, needed_targets),
         ):
             if found != needed:
                 raise DataError(f"{folder}: {what} is {found}, and must be {needed} as in the run")
@@ -146,14 +174,14 @@ class Newcomer(FederatedDataset):
             )
         try:
             tensors = safetensors.torch.load(read_own_shard(folder, card))
-            x = tensors["train_x"]
+            x = {name: tensors[in_shard("train", "x", name)] for name in card.specs}
         except (SafetensorError, KeyError) as error:
             raise DataError(f"{folder}: the shard is damaged: {error}", hint=AGAIN) from error
         y = tensors.get("train_y")
-        if y is not None and card.labelled:
+        if y is not None and card.labelled and wanted.targets is None:
             places = torch.tensor([place[composed(name)] for name in card.classes])
-            y = places[checked_labels(y, len(x), len(card.classes))]
-        return cls(card.id, x, y, wanted)
+            y = places[checked_labels(y, card.train, len(card.classes))]
+        return cls(card.id, x.get("", x), y, wanted)
 
     @property
     def client_id(self) -> str:
@@ -164,20 +192,63 @@ class Newcomer(FederatedDataset):
         """Do nothing, since the data were checked on construction."""
 
 
-def checked_inputs(x: Tensor, wanted: Wanted) -> Tensor:
-    """Return inputs in the form that the run's shards have.
+def _shapes(specs: Mapping[str, InputSpec]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (spec.kind, spec.shape) for name, spec in specs.items() if name}
 
-    Raise DataError if the kind, shape, number or range differs.
+
+def _checked_inputs(x: Inputs, wanted: Wanted) -> dict[str, Tensor]:
+    """Return inputs by name, in the form that the run's shards have.
+
+    Raise DataError if their names, kind, shape, number or range differ.
     """
-    shape = list(wanted.input_shape)
+    named = {"": x} if isinstance(x, Tensor) else dict(x)
+    specs = wanted.specs
+    if set(named) != set(specs):
+        found, needed = (", ".join(sorted(filter(None, each))) or "one tensor" for each in (named, specs))
+        raise DataError(f"x has {found}; the run's inputs are {needed}", key="x")
+    inputs = {
+        name: _checked_input(named[name], f"x[{name!r}]" if name else "x", spec, len(wanted.class_names))
+        for name, spec in specs.items()
+    }
+    if len({len(each) for each in inputs.values()}) > 1:
+        sizes = ", ".join(f"{len(each)} of {name}" for name, each in inputs.items())
+        raise DataError(f"x has different numbers of examples ({sizes}); give as many of each input", key="x")
+    return inputs
+
+
+def _checked_input(x: Tensor, what: str, spec: InputSpec, classes: int) -> Tensor:
+    shape = list(spec.shape)
     if list(x.shape[1:]) != shape or x.dim() == 0:
-        raise DataError(f"x has the shape {list(x.shape)}; it must be [n, {', '.join(map(str, shape))}].", key="x")
+        raise DataError(f"{what} has the shape {list(x.shape)}; it must be [n, {', '.join(map(str, shape))}].", key="x")
     if not 1 <= len(x) <= MOST_EXAMPLES:
-        raise DataError(f"x has {len(x):,} examples; give 1 to {MOST_EXAMPLES:,}.", key="x")
-    if wanted.kind == "features":
-        return _features(x, wanted.normalization.std)
-    most = 255 if wanted.kind == "pixels" else len(wanted.class_names) - 1
-    return _whole(x, "x", wanted.kind, most).to(torch.uint8)
+        raise DataError(f"{what} has {len(x):,} examples; give 1 to {MOST_EXAMPLES:,}.", key="x")
+    if spec.kind == "features":
+        return _features(x, what, spec)
+    if spec.kind == "integers":
+        return _whole(x, what, spec.kind, EXACT).long()
+    most = 255 if spec.kind == "pixels" else classes - 1
+    return _whole(x, what, spec.kind, most).to(torch.uint8)
+
+
+def _checked_targets(y: Tensor, examples: int, wanted: Wanted) -> Tensor:
+    """Return targets in the form that the run's shards have; raise DataError if they are not those of its task."""
+    targets = wanted.targets
+    if targets is None:
+        return checked_labels(y, examples, len(wanted.class_names))
+    needed = [examples, *targets.shape]
+    if list(y.shape) != needed:
+        raise DataError(f"y has the shape {list(y.shape)}; {targets.task} needs {needed}.", key="y")
+    if targets.task == "regression":
+        if y.is_complex():
+            raise DataError(f"y is {y.dtype}; targets are numbers.", key="y")
+        kept = y.float()
+    else:
+        whole = y.long() if y.dtype == torch.bool or bool((y == y.round()).all()) else y
+        most = 1 if targets.task == "multilabel" else targets.outputs - 1
+        kept = torch.from_numpy(_whole(whole, "y", "targets", most).numpy().astype(targets.stored))
+    if (fault := targets.values_fault(kept.numpy(), examples)) is not None:
+        raise DataError(f"y: {fault}", key="y")
+    return kept
 
 
 def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
@@ -200,35 +271,29 @@ def _whole(values: Tensor, name: str, what: str, most: int) -> Tensor:
     return values
 
 
-def _features(x: Tensor, spread: Sequence[float]) -> Tensor:
-    """Return features as 32-bit floats, by the same rule as the run's training data.
-
-    Parameters
-    ----------
-    spread
-        Standard deviations ``[f]`` of the training data.
-    """
+def _features(x: Tensor, what: str, spec: InputSpec) -> Tensor:
+    """Return features as 32-bit floats, by the same rule as the run's training data."""
     try:
         values = as_numbers((x.double() if x.is_floating_point() else x).numpy())
     except ValueError as error:
-        raise DataError(f"x: {error}; features are numbers") from None
+        raise DataError(f"{what}: {error}; features are numbers") from None
     kept = x.float()
     if not bool(kept.isfinite().all()):
         raise DataError(
-            f"x has the feature {kept[~kept.isfinite()][0]}; features must be finite 32-bit floats.", key="x"
+            f"{what} has the feature {kept[~kept.isfinite()][0]}; features must be finite 32-bit floats.", key="x"
         )
-    rounding = Rounding(len(spread))
-    rounding.add(values, kept.numpy())
-    if lost := rounding.lost(spread):
+    rounding = Rounding(spec.numbers)
+    rounding.add(spec.rows(values).T, spec.rows(kept.numpy()).T)
+    if lost := rounding.lost(spec.normalization.std):
         raise DataError(
-            f"x[:, {lost[0]}]: 32-bit floats cannot distinguish values of this size as the run's models do; scale them "
-            "like the run's data"
+            f"{what}[:, {lost[0]}]: 32-bit floats cannot distinguish values of this size as the run's models do; scale "
+            "them like the run's data"
         )
     return kept
 
 
 def _positions(y: NDArray[Any], wanted: Wanted) -> Tensor:
-    """Return labels as positions in the run's classes; they may be the names of these."""
+    """Return labels as positions in the run's classes; they may be the names of these. Other targets stay."""
     if y.ndim != 1 or not wanted.class_names:
         return _tensor(y, "y")  # refused for that
     errors = ValidationErrors("y", outcome="")

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fedloom.data.federated import FederatedDataset
+from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.manifest import SPLITS, Manifest
 from fedloom.data.shift import Shift
 
@@ -52,7 +53,7 @@ def apart_by_reserve(trained_on: Manifest, new: Manifest) -> Overlap | None:
 
 
 def overlap(trained_on: FederatedDataset, new: FederatedDataset) -> Overlap:
-    """Compare every example of ``new``, input and label, with the train splits of the seen clients of ``trained_on``.
+    """Compare every example of ``new``, inputs and target, with the train splits of the seen clients of ``trained_on``.
 
     Raise DataError if a shard is missing or damaged.
     """
@@ -71,11 +72,16 @@ def overlap(trained_on: FederatedDataset, new: FederatedDataset) -> Overlap:
 def _digests(dataset: FederatedDataset, client: str, shard: Mapping[str, Tensor], split: str) -> Iterator[bytes]:
     """Yield a digest for each example of a split, in its form before any shift."""
     manifest = dataset.manifest
-    x, y = shard[f"{split}_x"].numpy(), shard.get(f"{split}_y")
-    labels = np.full(len(x), -1) if y is None else y.numpy()
+    inputs = {name: shard[in_shard(split, "x", name)].numpy() for name in manifest.specs}
+    found = shard.get(f"{split}_y")
+    y = np.full(manifest.entry(client).size(split), -1) if found is None else found.numpy()
     if manifest.shift_groups is not None:
         shift = Shift.model_validate(manifest.scheme["shift"])
         group = manifest.shift_groups[[entry.id for entry in manifest.clients].index(client)]
-        x, labels = shift.undone(x, labels, group, manifest.classes, manifest.seed)
-    for values, label in zip(x.reshape(len(x), -1), labels.tolist(), strict=True):
-        yield hashlib.blake2b(values.tobytes(), digest_size=16, salt=label.to_bytes(8, "little", signed=True)).digest()
+        inputs[""], y = shift.undone(inputs[""], y, group, manifest.classes, manifest.seed)
+    rows = [np.ascontiguousarray(each).reshape(len(each), -1) for each in inputs.values()]
+    for *values, target in zip(*rows, y.reshape(len(y), -1), strict=True):
+        digest = hashlib.blake2b(target.tobytes(), digest_size=16)
+        for each in values:
+            digest.update(each.tobytes())
+        yield digest.digest()

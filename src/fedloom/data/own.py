@@ -8,28 +8,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import TypeAdapter, ValidationError
 
 from fedloom.core import digests
-from fedloom.core.settings import Settings
-from fedloom.core.words import composed, named_twice, pluralize
+from fedloom.core.words import composed, pluralize
+from fedloom.data.input_spec import (
+    NOTHING,
+    ChannelAxis,
+    InputSpec,
+    Kind,
+    Normalization,
+    described,
+    inputs_fault,
+    specs_of,
+    with_normalizations,
+    without_defaults,
+)
 from fedloom.data.manifest import (
     SPLITS,
     VERSION,
     ClientEntry,
-    Kind,
     Manifest,
-    Normalization,
     check_shard,
     entry_contradiction,
-    inputs_fault,
     read_stored,
-    shape_fault,
     text_fault,
 )
-from fedloom.data.moments import Moments, pooled_normalization
+from fedloom.data.moments import Measured, Moments, divided_normalization, measured_tensors, pooled_normalization
+from fedloom.data.requirements import Given, Own, PlainInputs
+from fedloom.data.targets import Targets, same_targets
 from fedloom.errors import DataError, argument
 
 CARD = "client.json"
@@ -38,55 +47,6 @@ CARD_VERSION = 3
 AGAIN = "pack it again: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT"
 OWN = "own"
 """Data-set name of clients with their own data, in manifests and summaries."""
-
-
-AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-Numbers: TypeAlias = Annotated[tuple[float, ...], AsTuple]
-Words: TypeAlias = Annotated[tuple[str, ...], AsTuple]
-
-
-class Given(Settings):
-    """Normalization given in advance."""
-
-    mean: Numbers = Field(description="Mean of each channel (of pixels scaled to 0 ... 1) or feature.")
-    std: Numbers = Field(description="Standard deviation of each channel or feature, above 0.")
-
-
-class Own(Settings):
-    """Requirements on every client's data."""
-
-    kind: Kind = Field(description="Kind of input: pixels, features, or tokens (docs/data.md).")
-    input_shape: Annotated[tuple[int, ...], AsTuple] = Field(
-        description="Shape of one input: [channels, height, width], [features], or [tokens]."
-    )
-    classes: Words = Field(description="Names of the classes, in label order; for tokens, the vocabulary.")
-    features: Words | None = Field(default=None, description="For features: names of the columns, in order. Null: any.")
-    normalization: Literal["measured"] | Given = Field(
-        default="measured",
-        description="measured: mean and std of all clients' training examples, from announced counts, sums and sums of "
-        "squares; or {mean, std}, each a list.",
-    )
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> Own:
-        shape = self.input_shape
-        if (fault := shape_fault(self.kind, shape)) is not None:
-            raise ValueError(fault)
-        if not self.classes:
-            raise ValueError("classes: the list is empty; give at least one name")
-        if (twice := named_twice(self.classes)) is not None:
-            raise ValueError(f"classes: {twice!r} occurs twice; give each class a unique name")
-        if self.kind == "tokens" and len(self.classes) > 256:
-            raise ValueError(f"classes: {len(self.classes)} names; tokens are single bytes, so give at most 256")
-        if self.features is not None and self.kind != "features":
-            raise ValueError(f"features: names are only for kind features (got {self.kind})")
-        if self.features is not None and len(set(map(composed, self.features))) != shape[0]:
-            raise ValueError(f"features: must be {shape[0]} different names (got {list(self.features)})")
-        if isinstance(self.normalization, Given):
-            given = Normalization(self.normalization.mean, self.normalization.std)
-            if (fault := inputs_fault(self.kind, shape, given)) is not None:
-                raise ValueError(fault)
-        return self
 
 
 @dataclass(frozen=True)
@@ -112,7 +72,9 @@ class ClientCard:
     source
         Format of the source.
     features
-        Column names of features from a table, in order. None: the source has no names.
+        Column names of features, then of integers, from a table, in order. None: the source has no names.
+    channel_axis, high, inputs, targets
+        As in :class:`~fedloom.data.manifest.Manifest`, without normalizations.
     """
 
     version: int
@@ -130,6 +92,20 @@ class ClientCard:
     division: Mapping[str, Any]
     source: str
     features: tuple[str, ...] | None = None
+    channel_axis: ChannelAxis = "first"
+    high: int | None = None
+    inputs: Mapping[str, InputSpec] | None = None
+    targets: Targets | None = None
+
+    @property
+    def specs(self) -> Mapping[str, InputSpec]:
+        """Input tensors by name; the name of a single one is empty."""
+        return specs_of(PlainInputs.of(self))
+
+    @property
+    def measured(self) -> list[Measured]:
+        """Tensors that the moments are of."""
+        return measured_tensors(self.specs, self.targets if self.labelled else None)
 
     def entry(self, *, seen: bool = True) -> ClientEntry:
         """Return the client's manifest entry; a client that is not seen is evaluated but never trains."""
@@ -139,7 +115,8 @@ class ClientCard:
 
     def to_json(self) -> str:
         """Return the JSON of ``client.json``: one key per line, and its digest."""
-        lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in asdict(self).items())
+        known = without_defaults(dict(vars(self))) | {"moments": asdict(self.moments)}
+        lines = (f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in known.items())
         return digests.with_digest(CARD, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -162,11 +139,14 @@ def read_card(folder: Path) -> ClientCard:
 def _contradiction(card: ClientCard) -> str | None:
     if card.version != CARD_VERSION:
         return f"version is {card.version}, and must be {CARD_VERSION}"
-    if (fault := shape_fault(card.kind, card.input_shape)) is not None:
+    if (fault := inputs_fault(PlainInputs.of(card), normalized=False)) is not None:
         return fault
-    numbers, moments = 0 if card.kind == "tokens" else card.input_shape[0], card.moments
-    if card.features is not None and len(card.features) != numbers:
-        return f"features must have {numbers} names"
+    if card.targets is not None and (card.classes or (fault := card.targets.fault(normalized=False)) is not None):
+        return fault or "classes must be empty, because there are targets"
+    numbers, moments = sum(each.numbers for each in card.measured), card.moments
+    columns = sum(spec.numbers for spec in card.specs.values())
+    if card.features is not None and len(card.features) != columns:
+        return f"features must have {columns} names"
     if not len(moments.sum) == len(moments.squares) == numbers:
         return f"moments must have {numbers} sums and squares"
     if not all(map(math.isfinite, (*moments.sum, *moments.squares))) or moments.count < 1:
@@ -239,6 +219,11 @@ class OwnClients:
         for name, card in self.cards.items():
             check_same_data(self.folders[name], card, own, "data.own")
             check_features(self.folders[name], card, own.features)
+            needed, found = own.wanted, card.targets
+            if card.labelled and not same_targets(found, needed):
+                raise DataError(
+                    f"{self.folders[name]}: targets is {_targets(found)}; data.own needs {_targets(needed)}", hint=AGAIN
+                )
 
     def check_labels(self) -> None:
         """Reject training clients without labels.
@@ -266,14 +251,20 @@ class OwnClients:
 
         Raise DataError if it must be measured and no client trains.
         """
-        training = [card.moments for name, card in self.cards.items() if name not in self.observers]
+        needed = 0 if own.wanted is None else own.wanted.numbers
+        cards = [card for name, card in self.cards.items() if name not in self.observers]
+        training = [card.moments for card in cards if card.labelled or not needed]
         return own_normalization(own, training)
 
 
 def check_same_data(folder: Path, card: ClientCard, needed: Any, where: str) -> None:
     """Raise DataError if a client's kind, input shape or classes differ from those needed."""
-    for what in ("kind", "input_shape", "classes"):
+    for what in ("kind", "input_shape", "channel_axis", "high", "inputs", "classes"):
         found, wanted = getattr(card, what), getattr(needed, what)
+        if what == "inputs":
+            found, wanted = PlainInputs.of(card).inputs, PlainInputs.of(needed).inputs
+        if what == "high" and isinstance(needed, ClientCard):  # a client has some of the values
+            continue
         if not is_same(found, wanted):
             raise DataError(f"{folder}: {what} is {_shown(found)}; {where} needs {_shown(wanted)}", hint=AGAIN)
 
@@ -298,27 +289,38 @@ def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
     """
     if isinstance(own.normalization, Given):
         return Normalization(own.normalization.mean, own.normalization.std)
-    if own.kind != "tokens" and not moments:
+    if not own.numbers:
+        return NOTHING
+    if not moments:
         raise DataError("data.own.normalization is measured, but no client trains; give mean and std")
-    return pooled_normalization(own.kind, own.input_shape[0], moments)
+    return pooled_normalization(own.measured, moments)
 
 
 def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Normalization) -> Manifest:
-    """Return the manifest of clients with their own data, in the order given."""
+    """Return the manifest of clients with their own data, in the order given.
+
+    Parameters
+    ----------
+    found
+        Normalization of the inputs, and then of the targets; empty if it is not known yet.
+    """
+    specs, targets = own.specs, own.wanted
+    parts = divided_normalization(own.measured, found)
+    if targets is not None and targets.numbers:
+        targets = targets.normalized(parts.pop())
     return Manifest(
         version=VERSION,
         dataset=OWN,
         classes=len(own.classes),
         class_names=own.classes,
-        input_shape=own.input_shape,
-        kind=own.kind,
         scheme={"scheme": OWN},
         seed=seed,
         held_out_fraction=0.0,
         validation_fraction=0.0,
-        normalization=found,
         source_sha256={},
         clients=tuple(entries),
+        targets=targets,
+        **described(with_normalizations(specs, parts)),
     )
 
 
@@ -349,7 +351,16 @@ def is_same(one: object, other: object) -> bool:
     return one == other
 
 
+def _targets(targets: Targets | None) -> str:
+    if targets is None:
+        return "classes"
+    named = f" {_shown(targets.names)}" if targets.names else ""
+    return f"{targets.task} of shape {list(targets.shape)} with {targets.outputs} outputs{named}"
+
+
 def _shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {spec.kind} {list(spec.shape)}" for name, spec in value.items())
     if isinstance(value, tuple):
         words = [str(item) for item in value]
         text = ", ".join(words if len(words) <= 12 else [*words[:12], "..."])

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.numpy
@@ -17,15 +18,25 @@ from fedloom.data import datasets
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.datasets import Dataset, Pool, RawDataset
 from fedloom.data.folders import data_root, locked, published
+from fedloom.data.input_spec import (
+    NOTHING,
+    InputSpec,
+    Normalization,
+    RawInputs,
+    described,
+    named_arrays,
+    specs_of,
+    unnamed,
+    with_normalizations,
+)
+from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.manifest import (
     FIX,
     SPLITS,
     VERSION,
     ClientEntry,
-    Kind,
     Manifest,
     MeasuredOn,
-    Normalization,
     examples_fault,
     read_manifest,
     read_shard,
@@ -34,6 +45,7 @@ from fedloom.data.manifest import (
 from fedloom.data.means import draw_means
 from fedloom.data.moments import CHUNK, pixel_sums
 from fedloom.data.schemes import MeansScheme, Scheme
+from fedloom.data.targets import Targets
 from fedloom.errors import DataError
 from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
 
@@ -126,7 +138,7 @@ def _make(
             official = datasets.load_dataset(source, root)
             for name, pool in (("train", official.train), ("test", official.test)):
                 check_pool(source, name, pool)
-            assignment = assign_examples(official, source.classes, settings, source.name)
+            assignment = assign_examples(official, source.classes, settings, source.name, source.targets)
         with published(folder) as staging:
             write(staging, source, checksums, official, settings, assignment)
 
@@ -143,29 +155,30 @@ def check_pool(source: Dataset, name: str, pool: Pool) -> None:
     """Reject examples that do not match the description of their source.
 
     Raise DataError if inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are
-    not below C, or if labels are outside 0 ... C - 1.
+    not below C, or if labels are outside 0 ... C - 1, or targets are not those of its task.
 
     Parameters
     ----------
     name
         Name of the pool: ``train`` or ``test``.
     """
-    fault = examples_fault(pool.inputs, pool.labels, source.input_shape, source.kind, source.classes)
+    fault = examples_fault(pool.inputs, pool.labels, source)
     if fault is not None:
         raise DataError(f"{name} examples of {source.name}: {fault}")
 
 
-def take(
-    official: RawDataset, positions: NDArray[np.int64]
-) -> tuple[NDArray[np.uint8] | NDArray[np.float32], NDArray[np.int64]]:
-    """Return inputs and labels at ascending positions in the official train, then test examples."""
+def take(official: RawDataset, positions: NDArray[np.int64]) -> tuple[RawInputs, NDArray[Any]]:
+    """Return inputs and targets at ascending positions in the official train, then test examples."""
     first_test = len(official.train)
     parts = (
         (official.train, positions[positions < first_test]),
         (official.test, positions[positions >= first_test] - first_test),
     )
-    inputs = np.concatenate([pool.inputs[chosen] for pool, chosen in parts])
-    return inputs, np.concatenate([pool.labels[chosen] for pool, chosen in parts])
+    inputs = {
+        name: np.concatenate([named_arrays(pool.inputs)[name][chosen] for pool, chosen in parts])
+        for name in named_arrays(official.train.inputs)
+    }
+    return unnamed(inputs), np.concatenate([pool.labels[chosen] for pool, chosen in parts])
 
 
 def write(
@@ -178,8 +191,9 @@ def write(
 ) -> Manifest:
     """Write a manifest and one shard per client into an empty folder, and return the manifest.
 
-    A shard is a safetensors file with ``train_x`` [n, *input_shape] (uint8; features float32), ``train_y`` [n]
-    int64 unless the data have no classes, and the same for validation and test.
+    A shard is a safetensors file with ``train_x`` [n, *input_shape] (uint8; features float32; integers int64), or
+    ``train_x.NAME`` of each named input; ``train_y``, the targets, unless there are none (of classes: [n] int64); and
+    the same for validation and test.
 
     Parameters
     ----------
@@ -193,15 +207,18 @@ def write(
     shift = None if isinstance(settings.scheme, MeansScheme) else settings.scheme.shift
     groups = None if shift is None else shift.deal(len(assignment.seen), settings.seed)
     for client, (is_seen, owner) in enumerate(zip(assignment.seen, assignment.owners, strict=True)):
-        tensors: dict[str, NDArray[np.uint8] | NDArray[np.float32] | NDArray[np.int64]] = {}
+        tensors: dict[str, NDArray[Any]] = {}
         counts: dict[str, tuple[int, ...]] = {}
         for split in SPLITS:
             inputs, labels = take(official, assignment.examples[split][client])
             if shift is not None and groups is not None:
+                assert not isinstance(inputs, Mapping), "checked: a shift needs a single input"
                 inputs, labels = shift.shifted(inputs, labels, groups[client], source.classes, settings.seed)
-            tensors[f"{split}_x"], counts[split] = inputs, ()
-            if source.classes:
+            tensors |= {in_shard(split, "x", name): each for name, each in named_arrays(inputs).items()}
+            counts[split] = ()
+            if source.classes or source.targets is not None:
                 tensors[f"{split}_y"] = labels
+            if source.classes:
                 counts[split] = tuple(np.bincount(labels, minlength=source.classes).tolist())
         # Without metadata: safetensors writes several metadata keys in arbitrary order.
         content = safetensors.numpy.save(tensors)
@@ -214,31 +231,53 @@ def write(
     sync(shards)
     if assignment.notes:
         fill(folder / NOTES, json.dumps({"version": NOTES_VERSION, "notes": assignment.notes}).encode())
-    identity = Normalization((0.0,) * source.input_shape[0], (1.0,) * source.input_shape[0])  # synthetic: as drawn
     pool = assignment.measured if settings.normalization == "seen" else assignment.training_pool
+    if source.synthetic:  # as drawn
+        size = source.input_shape[0]
+        specs: Mapping[str, InputSpec] = with_normalizations(
+            specs_of(source), [Normalization((0.0,) * size, (1.0,) * size)]
+        )
+    else:
+        specs = measured_inputs(official, source, pool)
     manifest = Manifest(
         version=VERSION,
         dataset=source.name,
         classes=source.classes,
         class_names=source.class_names,
-        input_shape=source.input_shape,
-        kind=source.kind,
         scheme=settings.scheme.model_dump(mode="json"),
         seed=settings.seed,
         held_out_fraction=settings.held_out_fraction,
         validation_fraction=settings.validation_fraction,
-        normalization=identity if source.synthetic else measure_normalization(official, source.kind, pool),
         source_sha256=dict(checksums),
         clients=tuple(entries),
         reserved=assignment.reserved,
         shift_groups=groups,
         measured_on=settings.normalization,
+        targets=measured_targets(official, source.targets, pool),
+        **described(specs),
     )
     fill(folder / "partition.json", manifest.to_json().encode())
     return manifest
 
 
-def measure_normalization(official: RawDataset, kind: Kind, pool: NDArray[np.int64]) -> Normalization:
+def measured_inputs(official: RawDataset, source: Dataset, pool: NDArray[np.int64]) -> Mapping[str, InputSpec]:
+    """Return the input tensors with the normalization of the examples at these ascending positions."""
+    specs = specs_of(source)
+    return with_normalizations(
+        specs, [measure_normalization(official, spec, pool, name) for name, spec in specs.items()]
+    )
+
+
+def measured_targets(official: RawDataset, targets: Targets | None, pool: NDArray[np.int64]) -> Targets | None:
+    """Return the targets with the normalization of the examples at these ascending positions."""
+    if targets is None or not targets.numbers:
+        return targets
+    return targets.normalized(_of_rows(targets.rows(take(official, pool)[1])))
+
+
+def measure_normalization(
+    official: RawDataset, spec: InputSpec, pool: NDArray[np.int64], name: str = ""
+) -> Normalization:
     """Return mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature; empty for tokens.
 
     The sums are exact, so that they are the same on every machine.
@@ -247,21 +286,26 @@ def measure_normalization(official: RawDataset, kind: Kind, pool: NDArray[np.int
     ----------
     pool
         Positions of the training examples to measure, ascending.
+    name
+        Name of the input tensor; empty for a single one.
     """
-    if kind == "tokens":
-        return Normalization((), ())
-    if kind == "pixels":
-        sums = pixel_sums(take(official, pool[start : start + CHUNK])[0] for start in range(0, len(pool), CHUNK))
+    if spec.kind == "tokens":
+        return NOTHING
+    if spec.kind == "pixels":
+        pieces = (take(official, pool[start : start + CHUNK])[0] for start in range(0, len(pool), CHUNK))
+        sums = pixel_sums(named_arrays(images)[name] for images in pieces)
         moments = [(first / n / 255, (n * second - first * first) ** 0.5 / n / 255) for n, first, second in sums]
-    else:
-        columns = take(official, pool)[0].astype(np.float64).T
-        means = [math.fsum(column) / len(column) for column in columns]
-        moments = [
-            (mean, math.sqrt(math.fsum((column - mean) ** 2) / len(column)))
-            for mean, column in zip(means, columns, strict=True)
-        ]
-    # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
-    return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
+        # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
+        return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
+    return _of_rows(spec.rows(named_arrays(take(official, pool)[0])[name]))
+
+
+def _of_rows(values: NDArray[Any]) -> Normalization:
+    """Return mean and standard deviation of each row of ``[numbers, n]``."""
+    rows = [row.astype(np.float64) for row in values]
+    means = [math.fsum(row) / len(row) for row in rows]
+    deviations = [math.sqrt(math.fsum((row - mean) ** 2) / len(row)) for mean, row in zip(means, rows, strict=True)]
+    return Normalization(tuple(means), tuple(std or 1.0 for std in deviations))
 
 
 def _key(source: Dataset, checksums: Mapping[str, str], settings: PartitionSettings) -> str:

@@ -5,11 +5,14 @@ It comes from a server and is untrusted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedloom.data.manifest import Kind, Normalization, inputs_fault, text_fault
+from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization, inputs_fault
+from fedloom.data.manifest import targets_fault, text_fault
+from fedloom.data.targets import Targets
 from fedloom.errors import DataError
 
 LONGEST = 16 * 2**20
@@ -22,7 +25,7 @@ class Problem:
 
     Attributes
     ----------
-    dataset, kind, input_shape, class_names, normalization
+    dataset, kind, input_shape, class_names, normalization, channel_axis, high, inputs, targets
         As in :class:`~fedloom.data.manifest.Manifest`.
     clients
         Number of the run's own clients.
@@ -37,6 +40,10 @@ class Problem:
     normalization: Normalization
     clients: int
     constants: dict[str, str] = field(default_factory=dict)
+    channel_axis: ChannelAxis = "first"
+    high: int | None = None
+    inputs: Mapping[str, InputSpec] | None = None
+    targets: Targets | None = None
 
     @classmethod
     def from_json(cls, text: str) -> Problem:
@@ -47,7 +54,7 @@ class Problem:
             problem = _PROBLEM.validate_json(text)  # rejects deep nesting itself
         except ValidationError as error:
             raise DataError(f"the server's problem description is damaged: {text_fault(error)}") from None
-        fault = inputs_fault(problem.kind, problem.input_shape, problem.normalization)
+        fault = inputs_fault(problem) or targets_fault(problem.targets, 0, problem.class_names)
         if problem.clients < 0:
             fault = f"clients is {problem.clients}; it must be 0 or more"
         if fault is not None:

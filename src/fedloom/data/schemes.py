@@ -24,6 +24,7 @@ from fedloom.data.copies import fill_pools, hold_out
 from fedloom.data.manifest import SPLITS
 from fedloom.data.reserve import Reserve
 from fedloom.data.shift import Shift
+from fedloom.data.targets import Targets
 from fedloom.errors import ExperimentError
 
 ByClass: TypeAlias = Sequence[NDArray[np.int64]]
@@ -45,8 +46,15 @@ class _Scheme(BaseModel):
         if classes == 0:
             raise _refusal("scheme", getattr(self, "scheme", None), "needs data with classes", "use means")
 
-    def check_inputs(self, kind: str, shape: Sequence[int]) -> None:
-        """Raise ExperimentError if a kind or shape of inputs does not fit the settings."""
+    def groups(self, classes: int, targets: Targets | None) -> int:
+        """Return the number of groups of examples that the scheme assigns by: the classes, or one of all examples.
+
+        Raise ExperimentError if the scheme cannot assign examples with such targets.
+        """
+        return classes if targets is None else 1
+
+    def check_inputs(self, kind: str, shape: Sequence[int], task: str = "classification") -> None:
+        """Raise ExperimentError if inputs of this kind and shape, for a task, do not fit the settings."""
 
 
 class _ReservingScheme(_Scheme):
@@ -69,21 +77,51 @@ class _ReservingScheme(_Scheme):
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
         """Omit unset keys: this JSON determines the names of partitions."""
         written: dict[str, object] = handler(self)
-        for key in ("reserve", "shift"):
-            if written[key] is None:
+        for key in ("reserve", "shift", "quantiles"):
+            if written.get(key, 0) is None:
                 del written[key]
         return written
 
-    def check_inputs(self, kind: str, shape: Sequence[int]) -> None:
-        """Reject a shift that the inputs do not allow."""
+    def check_inputs(self, kind: str, shape: Sequence[int], task: str = "classification") -> None:
+        """Reject a shift that the inputs or the task do not allow."""
         if self.shift is not None:
-            self.shift.check(kind, shape)
+            self.shift.check(kind, shape, task)
 
 
 class MixScheme(_ReservingScheme):
     """Scheme that assigns pools of examples by class, with methods to override."""
 
     clients: int = Field(ge=1, description=_CLIENTS)
+    quantiles: int | None = Field(
+        default=None,
+        ge=2,
+        description="For regression of one number: assign by this many groups of about equal size, by the quantiles "
+        "of the target, as if they were classes; null: by classes.",
+    )
+
+    @property
+    def by_class(self) -> bool:
+        """True if clients differ in their class mixes."""
+        return True
+
+    def groups(self, classes: int, targets: Targets | None) -> int:
+        """Return the number of classes, of quantiles of the target, or 1 for a scheme that needs neither."""
+        if self.quantiles is not None and (targets is None or targets.task != "regression" or targets.outputs != 1):
+            found = "classes" if targets is None else f"targets of {targets.task} ({targets.outputs} outputs)"
+            raise _refusal(
+                "quantiles",
+                self.quantiles,
+                f"is for regression of one number, and the data have {found}",
+                "leave it out",
+            )
+        if targets is None or self.quantiles is not None:
+            return self.quantiles or classes
+        if self.by_class:
+            name = getattr(self, "scheme", None)
+            one = targets.task == "regression" and targets.outputs == 1
+            remedy = "set data.partition.quantiles, or use natural or iid" if one else "use natural or iid"
+            raise _refusal("scheme", name, f"needs classes, and the task is {targets.task}", remedy)
+        return 1
 
     @abstractmethod
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
@@ -199,6 +237,11 @@ class IidScheme(_CappedScheme):
 
     scheme: Literal["iid"] = "iid"
 
+    @property
+    def by_class(self) -> bool:
+        """False, since all clients have the same mix."""
+        return False
+
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
         """Give every client the same mix."""
         return np.tile(available / available.sum(), (self.clients, 1))
@@ -245,6 +288,11 @@ class ImbalancedScheme(MixScheme):
         "client has the mix of the whole data set.",
     )
     test_per_client: int | None = Field(default=None, ge=1, description=_TEST_CAP)
+
+    @property
+    def by_class(self) -> bool:
+        """True if clients have a dominant class, or a few classes."""
+        return self.dominant_share is not None or self.classes_per_client is not None
 
     @model_validator(mode="after")
     def _fit_together(self) -> ImbalancedScheme:

@@ -7,7 +7,7 @@ a group depend on neither the seed nor the data, so that clients of another part
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ _SEED = 0
 
 TURNS = 4
 
-X: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
+X: TypeAlias = NDArray[Any]
 
 
 class Shift(BaseModel):
@@ -51,10 +51,12 @@ class Shift(BaseModel):
             raise ValueError(f"groups: {self.groups} cannot be rotated evenly; with kind rotation set 2 or {TURNS}")
         return self
 
-    def check(self, kind: str, shape: Sequence[int]) -> None:
+    def check(self, kind: str, shape: Sequence[int], task: str = "classification") -> None:
         """Raise ExperimentError if inputs cannot be rotated, or labels permuted; it names the key."""
         fault = None
-        if self.kind == "labels" and kind == "tokens":
+        if self.kind == "labels" and task != "classification":
+            fault = f"kind: labels permutes classes, but the task is {task}; use rotation, or null"
+        elif self.kind == "labels" and kind == "tokens":
             fault = "kind: labels of tokens are the next tokens, which cannot be permuted; use pixels or features"
         elif self.kind == "rotation" and kind != "pixels":
             fault = f"kind: rotation needs images, but the inputs are {kind}"
@@ -70,24 +72,24 @@ class Shift(BaseModel):
         dealt = shuffled(make_rng(seed, "shift"), clients) % self.groups
         return tuple(int(group) for group in dealt)
 
-    def shifted(self, x: X, y: NDArray[np.int64], group: int, classes: int, seed: int) -> tuple[X, NDArray[np.int64]]:
-        """Return a client's examples after the shift.
+    def shifted(self, x: X, y: NDArray[Any], group: int, classes: int, seed: int) -> tuple[X, NDArray[Any]]:
+        """Return a client's examples after the shift; masks turn with their images.
 
         Parameters
         ----------
         x, y
-            Inputs ``[n, ...]`` and labels ``[n]`` of the data set.
+            Inputs ``[n, ...]`` and labels ``[n]``, or other targets, of the data set.
         seed
             Seed of the partition.
         """
         if self.kind == "rotation":
-            return self._turned(x, group), y
+            return self._turned(x, group), self._turned(y, group) if y.ndim == 3 else y
         return x, self.permutation(group, classes, seed)[y]
 
-    def undone(self, x: X, y: NDArray[np.int64], group: int, classes: int, seed: int) -> tuple[X, NDArray[np.int64]]:
+    def undone(self, x: X, y: NDArray[Any], group: int, classes: int, seed: int) -> tuple[X, NDArray[Any]]:
         """Return a client's examples before the shift: the inverse of :meth:`shifted`."""
         if self.kind == "rotation":
-            return self._turned(x, -group), y
+            return self._turned(x, -group), self._turned(y, -group) if y.ndim == 3 else y
         return x, np.argsort(self.permutation(group, classes, seed))[y]
 
     def permutation(self, group: int, classes: int, seed: int) -> NDArray[np.int64]:
@@ -96,6 +98,6 @@ class Shift(BaseModel):
             return shuffled(make_rng(seed, "shift", "client", group), classes)
         return shuffled(make_rng(_SEED, "shift", group), classes) if group else np.arange(classes)
 
-    def _turned(self, x: X, group: int) -> X:
+    def _turned(self, x: NDArray[Any], group: int) -> NDArray[Any]:
         assert self.groups is not None, "checked: rotation has groups"
-        return np.ascontiguousarray(np.rot90(x, group * (TURNS // self.groups), axes=(-2, -1)))  # type: ignore[return-value]
+        return np.ascontiguousarray(np.rot90(x, group * (TURNS // self.groups), axes=(-2, -1)))

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.core.words import named_twice
+from fedloom.data.input_spec import NOTHING, Normalization
 from fedloom.tasks.names import TaskName
+
+SHAPES = {
+    "multilabel": "[n, K], 0 or 1 for each of K labels",
+    "regression": "[n] or [n, k], numbers",
+    "segmentation": "[n, height, width], the class of each pixel",
+    "next_token": "[n, length], token ids",
+}
+"""Shapes of targets, for messages."""
 
 
 @dataclass(frozen=True)
@@ -33,3 +48,70 @@ class Targets:
     names: tuple[str, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+
+    @property
+    def numbers(self) -> int:
+        """Length of the normalization: K for regression, else 0."""
+        return self.outputs if self.task == "regression" else 0
+
+    @property
+    def normalization(self) -> Normalization:
+        """Mean and standard deviation of each number; empty unless the task is regression."""
+        return Normalization(self.mean, self.std)
+
+    @property
+    def stored(self) -> np.dtype[Any]:
+        """Type in which shards hold targets."""
+        small = self.task == "multilabel" or (self.task == "segmentation" and self.outputs <= 256)
+        return np.dtype(np.float32 if self.task == "regression" else np.uint8 if small else np.int64)
+
+    def normalized(self, found: Normalization) -> Targets:
+        """Return the targets with a normalization."""
+        return replace(self, mean=found.mean, std=found.std)
+
+    def plain(self) -> Targets:
+        """Return the targets without a normalization, as cards and comparisons have them."""
+        return self.normalized(NOTHING)
+
+    def fault(self, *, normalized: bool = True) -> str | None:
+        """Return a contradiction within the description, or None; ``normalized``: its normalization is known."""
+        rank = {"multilabel": (1,), "regression": (0, 1), "segmentation": (2,), "next_token": (1,)}
+        if self.task not in rank:
+            return f"targets.task is {self.task}; classes are described by class_names"
+        if len(self.shape) not in rank[self.task] or min(self.shape, default=1) < 1:
+            return f"targets.shape is {list(self.shape)}; {self.task} has targets {SHAPES[self.task]}"
+        entries = math.prod(self.shape)
+        if self.outputs < 1 or (self.task in ("multilabel", "regression") and self.outputs != entries):
+            return f"targets.outputs is {self.outputs}; {self.task} of targets {list(self.shape)} has {entries}"
+        if self.names and (len(self.names) != self.outputs or named_twice(self.names) is not None):
+            return f"targets.names has {len(self.names)} names; it must have {self.outputs} different ones, or none"
+        needed = self.numbers if normalized else 0
+        if not len(self.mean) == len(self.std) == needed:
+            return f"targets: {len(self.mean)} means and {len(self.std)} deviations; there must be {needed} of each"
+        if not all(map(math.isfinite, self.mean)) or not all(0 < each < math.inf for each in self.std):
+            return "targets: means must be finite, and deviations finite and above 0"
+        return None
+
+    def values_fault(self, y: NDArray[Any], count: int) -> str | None:
+        """Return why an array cannot hold the targets of ``count`` examples as a shard does, or None."""
+        if y.dtype != self.stored or y.shape != (count, *self.shape):
+            needed = [count, *self.shape]
+            return f"the targets are {y.dtype} of shape {list(y.shape)}; they must be {self.stored} of shape {needed}"
+        if not y.size:
+            return None
+        if self.task == "regression":
+            wrong = ~np.isfinite(y)
+            return f"a target is {y[wrong][0]}; targets must be finite" if wrong.any() else None
+        most = 1 if self.task == "multilabel" else self.outputs - 1
+        if not 0 <= int(y.min()) <= int(y.max()) <= most:
+            return f"the targets are {int(y.min())} to {int(y.max())}; they must be 0 to {most}"
+        return None
+
+    def rows(self, y: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers ``[n, *shape]`` as ``[K, n]``."""
+        return y.reshape(len(y), self.numbers).T
+
+
+def same_targets(one: Targets | None, other: Targets | None) -> bool:
+    """Return whether two descriptions are equal but for their normalization."""
+    return (one and one.plain()) == (other and other.plain())

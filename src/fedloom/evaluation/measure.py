@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import take
+from fedloom.data.inputs import Inputs, take
 from fedloom.evaluation.plan import SPLITS, EvaluationPlan
 from fedloom.evaluation.uncertainty import EnsemblePredictor, averaged, calibration_counts, uncertainty_counts
 from fedloom.messages import Metrics
@@ -216,7 +216,8 @@ def _measure(
             sums = _SplitSums(plan)
             for start in range(0, len(split), batch_size):
                 batch = slice(start, start + batch_size)
-                x, y = take(split.x, batch), split.y[batch]
+                x: Any = take(split.x, batch)
+                y = split.y[batch]
                 if plan.classes:
                     log_p = _measure_classes(predictor, x, y, found, s, mask)
                     sums.add(log_p, y)
@@ -230,7 +231,7 @@ def _measure(
 
 
 def _measure_classes(
-    predictor: Predictor, x: Tensor, y: Tensor, found: Measurements, s: int, mask: Tensor | None
+    predictor: Predictor, x: Any, y: Tensor, found: Measurements, s: int, mask: Tensor | None
 ) -> Tensor:
     """Add a batch of split ``s`` to all measurements but the sums; return its log-probabilities ``[b, C]``."""
     draws = predictor.draws_log_probabilities(x) if isinstance(predictor, EnsemblePredictor) else None
@@ -287,7 +288,7 @@ def _task_losses(plan: EvaluationPlan, predictions: Tensor, y: Tensor) -> Tensor
 class OwnLoss(Protocol):
     """Predictor that computes its model's own loss, which data without classes need."""
 
-    def losses(self, x: Tensor, y: Tensor | None) -> Tensor:
+    def losses(self, x: Inputs, y: Tensor | None) -> Tensor:
         """Return the loss of each example, ``[b, ...], [b] -> [b]``."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,14 +11,17 @@ from functools import cached_property
 from fedloom.algorithms.base import Algorithm, find_algorithm
 from fedloom.data.augment import check_augment
 from fedloom.data.datasets import Dataset
+from fedloom.data.input_spec import specs_of
 from fedloom.data.local import tell_notes
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
 from fedloom.experiment.validation_errors import SettingError
+from fedloom.models.fitting import fitted
 from fedloom.models.module import MEMORY
 from fedloom.models.registry import ModuleSettings, VGGSettings
 from fedloom.tasks.own_metric import MEMORY as METRIC_IN_MEMORY
+from fedloom.tasks.registry import task_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ def _check_partition(c: _Combination) -> Iterator[SettingError]:
     if isinstance(data, OwnData) or c.source is None:
         return
     try:
-        data.partition.check(c.source.classes)
-        data.partition.check_inputs(c.source.kind, _input_shape(data, c.source))
+        data.partition.check(data.partition.groups(c.source.classes, c.source.targets))
+        data.partition.check_inputs(c.source.kind, _input_shape(data, c.source), c.source.task)
     except ExperimentError as error:
         yield _error_of(error, "data.partition")
 
@@ -96,15 +100,20 @@ def _input_shape(data: Data, source: Dataset) -> tuple[int, ...]:
 def _check_model(c: _Combination) -> Iterator[SettingError]:
     e = c.experiment
     if isinstance(e.data, OwnData):
-        shape, classes, kind = e.data.own.input_shape, len(e.data.own.classes), e.data.own.kind
+        specs, classes, targets = e.data.own.specs, len(e.data.own.classes), e.data.own.wanted
     else:
         assert c.source is not None
-        shape, classes, kind = _input_shape(e.data, c.source), c.source.classes, c.source.kind
+        source = dataclasses.replace(c.source, input_shape=_input_shape(e.data, c.source))
+        specs, classes, targets = specs_of(source), source.classes, source.targets
+    outputs, shape = (classes, ()) if targets is None else (targets.outputs, targets.shape)
     try:
-        model = e.model.build(shape, classes, kind)
-        c.algorithm.check_model(e.algorithm.settings, model)
+        c.algorithm.check_inputs("named" if "" not in specs else specs[""].kind)
+        name = "classification" if targets is None else targets.task
+        task = e.task if e.task is not None and e.task.name == name else task_of(name, outputs)
+        found = fitted(e.model, specs, outputs, task, shape)
+        c.algorithm.check_model(e.algorithm.settings, found.model)
         twice = c.algorithm.differentiates_twice(e.algorithm.settings)
-        model.check_steps(clients=e.runtime.clients_at_once, twice=twice)
+        found.model.check_steps(clients=e.runtime.clients_at_once, twice=twice)
     except ExperimentError as error:
         yield _error_of(error, "model")
 
@@ -116,9 +125,10 @@ def _check_augment(c: _Combination) -> Iterator[SettingError]:
         return
     try:
         if isinstance(e.data, OwnData):
-            check_augment(e.data.augment, e.data.own.kind, e.data.own.input_shape)
+            own = e.data.own
+            check_augment(e.data.augment, own.kind, own.input_shape, own.task)
         elif c.source is not None:
-            check_augment(e.data.augment, c.source.kind, _input_shape(e.data, c.source))
+            check_augment(e.data.augment, c.source.kind, _input_shape(e.data, c.source), c.source.task)
     except ExperimentError as error:
         yield _error_of(error, "data.augment")
 

@@ -32,7 +32,8 @@ from fedloom.data.datasets import DATASETS, Dataset
 from fedloom.data.folders import data_root
 from fedloom.data.local import LOCAL, LocalFiles, local_source
 from fedloom.data.manifest import MeasuredOn
-from fedloom.data.own import OWN, Own
+from fedloom.data.own import OWN
+from fedloom.data.requirements import Own
 from fedloom.data.schemes import Scheme, unseen_count
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import abbreviated
@@ -69,6 +70,14 @@ def _folder(text: str) -> str:
 
 def _absolute(path: str) -> str:
     return str(expanded(path).absolute())
+
+
+def _located_source(source: LocalFiles) -> LocalFiles:
+    """Return a source with absolute paths."""
+    changed: dict[str, Any] = {"path": _absolute(source.path)}
+    if source.text is not None:
+        changed["text"] = source.text.model_copy(update={"tokenizer": _absolute(source.text.tokenizer)})
+    return source.model_copy(update=changed)
 
 
 def _place(text: str) -> str:
@@ -425,7 +434,7 @@ class Experiment(Section):
             if self.data.root is not None:
                 of_data["root"] = _absolute(self.data.root)
             if self.data.source is not None:
-                of_data["source"] = self.data.source.model_copy(update={"path": _absolute(self.data.source.path)})
+                of_data["source"] = _located_source(self.data.source)
             changed["data"] = self.data.model_copy(update=of_data)
         if self.storage is not None and not is_url(self.storage):
             changed["storage"] = _absolute(self.storage)

@@ -14,6 +14,7 @@ from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation
 from fedloom.core import tracing
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData, Split
+from fedloom.data.inputs import each
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, safe_reason
 from fedloom.federation.randomness import generator
@@ -407,7 +408,7 @@ def _to(client: ClientData, device: torch.device) -> ClientData:
         return client
 
     def moved(split: Split) -> Split:
-        return Split(split.x.to(device), None if split.y is None else split.y.to(device))
+        return Split(each(split.x, lambda x: x.to(device)), None if split.y is None else split.y.to(device))
 
     return ClientData(client.id, moved(client.train), moved(client.validation), moved(client.test), client.classes)
 

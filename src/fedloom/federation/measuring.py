@@ -7,15 +7,15 @@ computes the normalization for all rounds from their answers, in exact arithmeti
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from fedloom.data.manifest import Normalization
+from fedloom.data.input_spec import Normalization
 from fedloom.data.moments import Moments, pooled_normalization
-from fedloom.data.own import ClientCard, Own
+from fedloom.data.own import ClientCard
+from fedloom.data.requirements import Own
 from fedloom.errors import QuorumError, argument
 from fedloom.federation.states import Versions
 from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
@@ -29,11 +29,14 @@ KEY = ConversationKey(0, 0, 0, "measure")
 class MeasureInputs(Message):
     """Request for :class:`InputMoments`."""
 
-    numbers: Tensor = broadcast(Quantity.COUNT)  # [1] float64, channels or features
+    numbers: Tensor = broadcast(Quantity.COUNT)  # [1] float64, channels, features and numbers of targets
 
 
 class InputMoments(Message):
-    """Count, sums and sums of squares of the values of each channel or feature, over the training examples."""
+    """Count, sums and sums of squares over the training examples, of each channel, feature and number of targets.
+
+    The count is that of the values of one channel or feature; of several tensors, the sum of theirs.
+    """
 
     count: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] float64
     sum: Tensor = rows(Quantity.OTHER, "numbers")  # [c, numbers] float64
@@ -52,7 +55,7 @@ def measured_normalization(
 
     Raise QuorumError if no client answers plausibly.
     """
-    clients, numbers = tuple(examples), own.input_shape[0]
+    clients, numbers = tuple(examples), own.numbers
     asked = torch.tensor([float(numbers)], dtype=torch.float64)
     call = Call(
         key=KEY,
@@ -82,20 +85,22 @@ def measured_normalization(
             hint=f"continue with {argument('resume')}, or give mean and std",
             key="data.own.normalization",
         )
-    return pooled_normalization(own.kind, numbers, sensible)
+    return pooled_normalization(own.measured, sensible)
 
 
 def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:
     """Return a client's moments; None if they are impossible for this number of examples."""
     count, first, second = float(answer.count[0, 0]), answer.sum[0].tolist(), answer.squares[0].tolist()
-    if count != examples * math.prod(own.input_shape[1:]):
+    if count != examples * sum(each.values for each in own.measured):
         return None
-    for total, squares in zip(first, second, strict=True):
+    measured = [each for each in own.measured for _ in range(each.numbers)]
+    for total, squares, each in zip(first, second, measured, strict=True):
+        values = examples * each.values
         possible = max(abs(total), squares) <= LOSS_LIMIT
         # Cauchy-Schwarz, with tolerance for rounded sums
-        possible = possible and total**2 <= count * squares * (1 + 1e-9)
-        if own.kind == "pixels":  # each from 0 to 255
-            possible = possible and 0 <= squares <= 255 * total <= 255**2 * count
+        possible = possible and total**2 <= values * squares * (1 + 1e-9)
+        if each.scale != 1:  # pixels, each from 0 to 255
+            possible = possible and 0 <= squares <= 255 * total <= 255**2 * values
         if not possible:
             return None
     return Moments(int(count), tuple(first), tuple(second))
@@ -123,6 +128,9 @@ class MeasuringSession:
                 yield row, Lost(f"client {client} is not served here")
                 continue
             moments = self._cards[client].moments
+            if len(moments.sum) != int(message.tensors()["numbers"][0]):
+                yield row, Lost(f"client {client} has no targets to measure")
+                continue
             yield (
                 row,
                 InputMoments(

@@ -193,6 +193,8 @@ EMBEDDINGS: dict[str, tuple[str, ...]] = {
     "pixels": ("lenet", "linear", "mlp"),
     "features": ("mlp", "linear"),
     "tokens": ("lstm", "linear"),
+    "integers": ("linear",),
+    "named": ("linear",),
 }
 """Kind of input -> embedding networks that accept it, the recommended one first."""
 

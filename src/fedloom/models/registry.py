@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
@@ -31,7 +32,7 @@ from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.names import TaskName
 
 Kind: TypeAlias = Literal["pixels", "features", "tokens", "integers", "named"]
-"""Kind of an input, as in ``fedloom.data.manifest.Kind``; models do not import the data package."""
+"""Kind of an input, as in ``fedloom.data.input_spec.Kind``; models do not import the data package."""
 
 Width: TypeAlias = Annotated[int, Field(ge=1)]
 Curvature: TypeAlias = Annotated[float, Field(gt=0)]
@@ -55,7 +56,7 @@ class ModelChoice(Settings):
 
     def build(
         self,
-        input_shape: tuple[int, ...],
+        input_shape: InputShape,
         classes: int,
         kind: Kind = "pixels",
         task: PredictionTask = CLASSIFICATION,
@@ -75,10 +76,17 @@ class ModelChoice(Settings):
         ExperimentError
             If this network does not accept such inputs, or has no outputs of the task's shape.
         """
-        if task.output_shape(classes, target_shape) != (classes,) and classes:
+        if classes and task.output_shape(classes, target_shape) != (classes,):
             shape = list(task.output_shape(classes, target_shape))
             raise ExperimentError(
                 f"model.name: {self.name} has one row of outputs, but {task.name} needs outputs {shape}; use module",
+                key="model.name",
+                found=self.name,
+            )
+        if isinstance(input_shape, Mapping):
+            raise ExperimentError(
+                f"model.name: {self.name} accepts one input of {' or '.join(self.takes)}, but the inputs are "
+                f"{', '.join(f'{name} ({spec.kind})'.strip() for name, spec in input_shape.items())}; use module",
                 key="model.name",
                 found=self.name,
             )

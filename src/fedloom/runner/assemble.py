@@ -17,9 +17,10 @@ import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Setup, find_algorithm
 from fedloom.core.words import pluralize
 from fedloom.data.augment import augmentation
-from fedloom.data.federated import ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
-from fedloom.data.own import Own, OwnClients, own_manifest
+from fedloom.data.federated import ClientData, ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
+from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import partition_dataset
+from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.measure import metrics
 from fedloom.evaluation.plan import EvaluationPlan
@@ -36,6 +37,7 @@ from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
 from fedloom.federation.transport import Transport
 from fedloom.messages import Message
+from fedloom.models.fitting import fitted
 from fedloom.models.module_state import digests_of
 from fedloom.models.predictors import Predictors
 from fedloom.runner.evaluation_plan import evaluation_plan
@@ -59,6 +61,11 @@ class RunContext:
     algorithm: Algorithm
     setup: Setup
     plan: EvaluationPlan
+    standardizes: bool = False  # integers are standardized like features, because the model cannot take them
+
+    def examples_of(self, dataset: FederatedDataset) -> Callable[[str], ClientData]:
+        """Return a function of a client's id that returns its data as the model takes them."""
+        return dataset.standardized if self.standardizes else dataset.client
 
     @property
     def settings(self) -> Any:
@@ -91,20 +98,23 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     plan = evaluation_plan(experiment, manifest)
     if (until := experiment.federation.until) is not None:
         until.check(plan.task.headline)
-    model = experiment.model.build(manifest.input_shape, manifest.outputs, manifest.kind, plan.task, plan.targets.shape)
+    found = fitted(experiment.model, manifest.specs, manifest.outputs, plan.task, plan.targets.shape)
+    model, kind = found.model, manifest.kind
     brought = isinstance(experiment.data, OwnData)
     setup = Setup(
         model=model,
         classes=manifest.classes,
         input_shape=manifest.input_shape,
-        kind=manifest.kind,
+        kind="features" if found.standardizes and kind == "integers" else kind,
+        targets=manifest.targets,
         clients=0 if brought else len(trained_on.clients),
         dtype=DTYPE,
         roster=() if brought else trained_on.roster,
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
         targets=manifest.targets,
     )
-    parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan)
+    parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan, found.standardizes)
+    parts.algorithm.check_inputs(kind)
     parts.algorithm.check_model(parts.settings, model)
     if experiment.evaluation.label_mask and plan.task.name != "classification":
         raise ExperimentError(
@@ -229,7 +239,8 @@ def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
     ExperimentError if the method cannot train with a client.
     """
     clients.check(own)
-    if experiment.model.build(own.input_shape, len(own.classes), own.kind).needs_labels:
+    manifest = own_manifest(own, (), experiment.seed, Normalization((0.0,) * own.numbers, (1.0,) * own.numbers))
+    if make_parts(experiment, manifest).setup.model.needs_labels:
         clients.check_labels()
     check_clients(experiment, clients.entries)
 
@@ -351,7 +362,7 @@ def client_side(
     return ClientSide(
         algorithm,
         vocabulary(parts.algorithm),
-        dataset.client,
+        parts.examples_of(dataset),
         conclude or evaluate,
         config,
         states=StoredStates(open_store(states)) if algorithm.stateful and states is not None else None,
@@ -393,8 +404,8 @@ def welcome(parts: RunContext) -> str:
     """
     about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
     if isinstance(parts.experiment.data, OwnData):
-        found = parts.manifest.normalization
-        about = {"normalization": vars(found) if found.mean or parts.manifest.kind == "tokens" else None}
+        found = parts.manifest.figures
+        about = {"normalization": vars(found) if len(found.mean) == parts.manifest.numbers else None}
     if constants := digests_of(parts.setup.model.constants):
         about["constants"] = constants
     return json.dumps({"experiment": parts.experiment.shared_json(), **about})

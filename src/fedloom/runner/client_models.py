@@ -52,8 +52,8 @@ def client_models(
     made: dict[str, PersonalModel] = {}
 
     def chosen(dataset: FederatedDataset) -> Sequence[str]:
-        if not dataset.manifest.classes:
-            raise DataError(f"{run}: the data have no classes, so its models predict none")
+        if not dataset.manifest.outputs:
+            raise DataError(f"{run}: the data have no targets, so its models predict none")
         entries = dataset.manifest.clients if clients is None else map(dataset.manifest.named, clients)
         return [entry.id for entry in entries]
 
@@ -147,6 +147,7 @@ def _give(
                     predictor=predictor,
                     model=e.model.name,
                     client=client.id,
+                    standardizes=parts.standardizes,
                 )
                 use(client.id, PersonalModel(predictor_of(client.id, named, predictor), card))
             return parts.plan.nothing(len(predictors), len(loop.predictors))

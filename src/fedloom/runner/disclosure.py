@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedloom.algorithms.base import Algorithm
-from fedloom.data.manifest import Normalization
+from fedloom.data.input_spec import Normalization
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.errors import ExperimentError, argument
 from fedloom.evaluation.plan import EvaluationPlan
@@ -102,8 +102,7 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Dis
         )
     own = experiment.data.own
     assemble.check_own(experiment, own, clients)
-    numbers = 0 if own.kind == "tokens" else own.input_shape[0]
-    unknown = Normalization((0.0,) * numbers, (1.0,) * numbers)  # no shape depends on it
+    unknown = Normalization((0.0,) * own.numbers, (1.0,) * own.numbers)  # no shape depends on it
     parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
     predictors = len(parts.client_algorithm().predictors)
     return answers(parts.algorithm, parts.server_algorithm().sizes), measures(predictors, parts.plan)
@@ -116,7 +115,7 @@ def announcements(clients: OwnClients, *, class_counts: bool) -> list[dict[str, 
 
 def is_measured(experiment: Experiment | None, clients: OwnClients) -> bool:
     """Return whether the aggregator may ask, once, for the moments of these clients' inputs."""
-    if all(name in clients.observers or card.kind == "tokens" for name, card in clients.cards.items()):
+    if all(name in clients.observers or not card.moments.sum for name, card in clients.cards.items()):
         return False
     own = None if experiment is None else own_of(experiment)
     return own is None or own.normalization == "measured"

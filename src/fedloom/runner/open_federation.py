@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from fedloom.data.manifest import Manifest, Normalization
-from fedloom.data.own import Given, Own, own_manifest, own_normalization
+from fedloom.data.input_spec import Normalization
+from fedloom.data.manifest import Manifest
+from fedloom.data.own import own_manifest, own_normalization
+from fedloom.data.requirements import Given, Own
 from fedloom.errors import NEW_RUN, DataError, ExperimentError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.runs.folder import RunFolder
@@ -20,12 +22,10 @@ def known_normalization(own: Own, folder: RunFolder) -> Normalization | None:
 
     Raise DataError if the run's manifest is damaged.
     """
-    if isinstance(own.normalization, Given) or own.kind == "tokens":
+    if isinstance(own.normalization, Given) or not own.numbers:
         return own_normalization(own, ())
     before = folder.read("partition.json")
-    return (
-        None if before is None else Manifest.from_json(before, where=str(folder.path / "partition.json")).normalization
-    )
+    return None if before is None else Manifest.from_json(before, where=str(folder.path / "partition.json")).figures
 
 
 def open_manifest(experiment: Experiment, own: Own, found: Normalization | None) -> Manifest:
@@ -35,7 +35,7 @@ def open_manifest(experiment: Experiment, own: Own, found: Normalization | None)
 
 def is_known(manifest: Manifest) -> bool:
     """Return whether the manifest's normalization is known."""
-    return manifest.kind == "tokens" or bool(manifest.normalization.mean)
+    return len(manifest.figures.mean) == manifest.numbers
 
 
 def check_changes(old: dict[str, object], new: dict[str, object]) -> None:

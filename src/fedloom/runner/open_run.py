@@ -6,7 +6,8 @@ import math
 import time
 import uuid
 
-from fedloom.data.manifest import Manifest, Normalization
+from fedloom.data.input_spec import Normalization
+from fedloom.data.manifest import Manifest
 from fedloom.errors import QuorumError
 from fedloom.federation.measuring import measured_normalization
 from fedloom.federation.roster import POLL_S, AvailableClients, OpenRoster

@@ -5,17 +5,28 @@ from __future__ import annotations
 import io
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from fedloom.core.words import printable
-from fedloom.data.manifest import Kind, Normalization
+from fedloom.data.input_spec import (
+    DTYPES,
+    ChannelAxis,
+    InputSpec,
+    Kind,
+    Normalization,
+    specs_of,
+    without_defaults,
+)
 from fedloom.data.problem import Problem
+from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.predictors import Predictor
 from fedloom.storage.folder import write_atomically
@@ -71,12 +82,15 @@ class ModelCard:
         Name of the network.
     client
         Id of the client.
-    kind, input_shape, classes, normalization
-        Inputs (pixels from 0 to 255, or unchanged features or tokens) and outputs, in the order of ``classes``.
+    kind, input_shape, classes, normalization, channel_axis, high, inputs, targets
+        Inputs (pixels from 0 to 255, or unchanged features, tokens or integers; or several by name) and outputs, in the
+        order of ``classes``, as in :class:`~fedloom.data.manifest.Manifest`.
     precision
         Precision of the transfer: float32, or bfloat16, which rounds.
     privacy
         Privacy guarantee of the client's answer; None: no guarantee.
+    standardizes
+        True if the model standardizes integers like features.
     """
 
     run: str
@@ -92,10 +106,32 @@ class ModelCard:
     normalization: Normalization
     precision: str = "float32"
     privacy: PrivacyGuarantee | None = None
+    channel_axis: ChannelAxis = "first"
+    high: int | None = None
+    inputs: Mapping[str, InputSpec] | None = None
+    targets: Targets | None = None
+    standardizes: bool = False
+
+    @property
+    def specs(self) -> Mapping[str, InputSpec]:
+        """Input tensors by name; the name of a single one is empty."""
+        return specs_of(self)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for JSON, without those of inputs and targets at their defaults."""
+        known = without_defaults(dict(vars(self)))
+        known["privacy"] = None if self.privacy is None else asdict(self.privacy)
+        if not self.standardizes:
+            del known["standardizes"]
+        return known
 
 
 class PersonalModel(nn.Module):
-    """Personalized model that maps raw inputs ``[b, *input_shape]``, a tensor or an array, to probabilities ``[b, C]``.
+    """Personalized model that maps raw inputs to probabilities, or to numbers in the units of the targets.
+
+    Inputs are a tensor or an array ``[b, *input_shape]``, or a dict of them by name. The outputs are probabilities
+    ``[b, C]`` of classes, ``[b, K]`` of labels, ``[b, C, height, width]`` of a pixel's classes or ``[b, length, K]`` of
+    next tokens; or numbers ``[b, K]``.
 
     Its ``state_dict`` uses the network's names. Parameters have ``requires_grad=False``; call ``requires_grad_()`` to
     train them.
@@ -115,10 +151,15 @@ class PersonalModel(nn.Module):
         self._predict = predictor.predict
         for name, tensor in predictor.named().items():
             _put(self, name.split("."), tensor)
-        axes = (1, -1, *[1] * (len(card.input_shape) - 1))
-        for key in ("mean", "std"):
-            numbers = torch.tensor(getattr(card.normalization, key), dtype=torch.float32)
-            self.register_buffer(key, numbers.reshape(axes) if len(numbers) else numbers, persistent=False)
+        for name, spec in card.specs.items():
+            for key in ("mean", "std"):
+                numbers = torch.tensor(getattr(spec.normalization, key), dtype=torch.float32)
+                shaped = numbers.reshape(spec.broadcast) if len(numbers) else numbers
+                self.register_buffer(f"{key}_{name}" if name else key, shaped, persistent=False)
+        if card.targets is not None and card.targets.numbers:
+            for key in ("mean", "std"):
+                numbers = torch.tensor(getattr(card.targets, key), dtype=torch.float32)
+                self.register_buffer(f"target_{key}", numbers, persistent=False)
         self.eval()
 
     @property
@@ -127,31 +168,59 @@ class PersonalModel(nn.Module):
         return self.card.classes
 
     def forward(self, x: Any) -> Tensor:
-        """Return class probabilities, ``[b, *input_shape] -> [b, C]``, of a tensor, an array or a list.
+        """Return probabilities, or numbers, of a tensor, an array or a list; of named inputs, of a dict of them.
 
         Raises
         ------
         DataError
-            If pixels are not integers: floats from a transform such as ``ToTensor`` would be divided by 255 again.
+            If pixels are not integers: floats from a transform such as ``ToTensor`` would be divided by 255 again; or
+            if the names of the inputs are others.
         """
-        if not isinstance(x, Tensor):
-            x = torch.as_tensor(x, device=self.mean.device)
-        if self.card.kind == "pixels":
-            if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
-                raise DataError(
-                    f"x: pixels are of type {x.dtype}; give whole numbers from 0 to 255, such as torch.uint8"
-                )
-            x = (x.float() / 255 - self.mean) / self.std
-        elif self.card.kind == "features":
-            x = (x.float() - self.mean) / self.std
+        specs = self.card.specs
+        if "" in specs:
+            inputs: Any = self._normalized(x, "", specs[""])
+        else:
+            if not isinstance(x, Mapping) or set(x) != set(specs):
+                found = ", ".join(map(str, x)) if isinstance(x, Mapping) else type(x).__name__
+                raise DataError(f"x must be a dict of {', '.join(specs)} (got {found})", key="x")
+            inputs = {name: self._normalized(x[name], name, spec) for name, spec in specs.items()}
         named = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        return self._predict(named, x).exp()
+        return self._finished(self._predict(named, inputs))
+
+    def _normalized(self, x: Any, name: str, spec: InputSpec) -> Tensor:
+        """Return an input tensor as the network takes it."""
+        mean, std = (getattr(self, f"{key}_{name}" if name else key) for key in ("mean", "std"))
+        tensor = x if isinstance(x, Tensor) else torch.as_tensor(x, device=mean.device)
+        if spec.kind == "pixels":
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+                raise DataError(
+                    f"{name or 'x'}: pixels are of type {tensor.dtype}; give whole numbers from 0 to 255, such as "
+                    "torch.uint8"
+                )
+            tensor = tensor.float() / 255
+        elif spec.kind == "tokens" or (spec.kind == "integers" and not self.card.standardizes):
+            return tensor
+        standardized: Tensor = (tensor.float() - mean) / std
+        return standardized
+
+    def _finished(self, predictions: Tensor) -> Tensor:
+        """Return probabilities, or numbers in their own units, given predictions in the form of the task."""
+        targets = self.card.targets
+        if targets is None or targets.task in ("segmentation", "next_token"):
+            return predictions.exp()
+        if targets.task == "multilabel":
+            return predictions.sigmoid()
+        mean, std = self.get_buffer("target_mean"), self.get_buffer("target_std")
+        return predictions * std + mean
 
     @property
-    def example(self) -> Tensor:
-        """Batch of two zero inputs of the right shape and type."""
-        dtype = torch.float32 if self.card.kind == "features" else torch.uint8
-        return torch.zeros(2, *self.card.input_shape, dtype=dtype)
+    def example(self) -> Any:
+        """Batch of two zero inputs of the right shapes and types; a dict of named ones."""
+        zeros = {
+            name: torch.from_numpy(np.zeros((2, *spec.shape), dtype=DTYPES[spec.kind]))
+            for name, spec in self.card.specs.items()
+        }
+        return zeros.get("", zeros)
 
     def save(self, path: str | Path) -> list[Path]:
         """Save the model and return the files written.
@@ -181,7 +250,7 @@ class PersonalModel(nn.Module):
     def weights(self) -> bytes:
         """Return the weights as a safetensors file with the :class:`ModelCard` in its metadata."""
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        about = json.dumps({"version": 1, **asdict(self.card)}, sort_keys=True)
+        about = json.dumps({"version": 1, **self.card.as_json()}, sort_keys=True)
         return safetensors.torch.save(tensors, metadata={"fedloom": about})
 
     def exported(self) -> bytes:
@@ -216,7 +285,9 @@ class PersonalModel(nn.Module):
     def _program(self) -> Any:
         with torch.no_grad():
             self(self.example)  # a module copies its constants at its first call, which must not be traced
-        return torch.export.export(self, (self.example,), dynamic_shapes=({0: torch.export.Dim("b", min=1)},))
+        batch = {0: torch.export.Dim("b", min=1)}
+        named = dict.fromkeys(self.card.specs, batch)
+        return torch.export.export(self, (self.example,), dynamic_shapes=(named.get("", named),))
 
     def _readme(self, name: str) -> str:
         """Return a short text on how to use the weights."""
@@ -225,24 +296,43 @@ class PersonalModel(nn.Module):
             "pixels": "pixels 0 ... 255: x = (pixels / 255 - mean) / std, of each channel",
             "features": "features: x = (features - mean) / std",
             "tokens": "tokens, unchanged",
-        }[c.kind]
+            "integers": "integers: x = (integers - mean) / std" if c.standardizes else "integers, unchanged",
+        }
+        inputs = [
+            f"Input{f' `{name}`' if name else ''}: [b, {', '.join(map(str, spec.shape))}] of {goes_in[spec.kind]}; "
+            f"mean {list(spec.normalization.mean)}, std {list(spec.normalization.std)}."
+            for name, spec in c.specs.items()
+        ]
         return "\n".join(
             (
                 f"Weights of a `{c.model}` for client {c.client}: run {c.run}, round {c.round} ({c.digest[:12]}), "
                 f"{c.algorithm}, {c.precision}.",
                 f'Read them: `weights = safetensors.torch.load_file("{name}")`, a `state_dict` of '
                 f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
-                f"Input: [b, {', '.join(map(str, c.input_shape))}] of {goes_in}; mean {list(c.normalization.mean)}, "
-                "std "
-                f"{list(c.normalization.std)}.",
-                f"Output: logits; their softmax gives the probabilities of {', '.join(c.classes)}, in this order."
-                if c.classes
-                else "Output: the network's raw output; the data have no classes.",
+                *inputs,
+                _output(c),
                 "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model includes "
                 "its network.",
                 "",
             )
         )
+
+
+def _output(card: ModelCard) -> str:
+    """Return a sentence on the outputs of a network."""
+    targets = card.targets
+    if card.classes:
+        return f"Output: logits; their softmax gives the probabilities of {', '.join(card.classes)}, in this order."
+    if targets is None:
+        return "Output: the network's raw output; the data have no classes."
+    named = f" ({', '.join(targets.names)}, in this order)" if targets.names else ""
+    if targets.task == "regression":
+        units = f"output * std + mean, mean {list(targets.mean)}, std {list(targets.std)}"
+        return f"Output: standardized numbers{named}; in the targets' own units: {units}."
+    if targets.task == "multilabel":
+        return f"Output: logits of {targets.outputs} labels{named}; their sigmoid gives the probabilities."
+    what = "classes of each pixel" if targets.task == "segmentation" else "next tokens"
+    return f"Output: logits of {targets.outputs} {what}{named}; their softmax gives the probabilities."
 
 
 def check_format(path: Path) -> None:
@@ -285,5 +375,9 @@ def card_of(problem: Problem, **others: Any) -> ModelCard:
         input_shape=problem.input_shape,
         classes=problem.class_names,
         normalization=problem.normalization,
+        channel_axis=problem.channel_axis,
+        high=problem.high,
+        inputs=problem.inputs,
+        targets=problem.targets,
         **others,
     )

@@ -80,8 +80,8 @@ class PersonalizationRequest:
         if (self.x is None) is (self.data is None):
             given = "neither is given" if self.x is None else "both are given"
             raise ExperimentError(f"Give either x or a packed folder ({argument('data')}): {given}.", key="data")
-        if not wanted.class_names:
-            raise DataError("The run's data have no classes, so its models predict none.")
+        if not wanted.class_names and wanted.targets is None:
+            raise DataError("The run's data have no targets, so its models predict none.")
         if self.data is None:
             return Newcomer.from_arrays(self.client or CLIENT, self.x, self.y, wanted)
         if self.y is not None or self.client is not None:

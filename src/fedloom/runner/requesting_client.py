@@ -170,6 +170,7 @@ class RequestingClient:
             client=self.id,
             precision=answered.precision,
             privacy=guarantee,
+            standardizes=self.parts.standardizes,
         )
         return PersonalModel(predictor_of(self.id, predictors, name), card)
 
@@ -229,7 +230,7 @@ class PersonalizationClient:
         self._side = ClientSide(
             parts.client_algorithm(),
             vocabulary(parts.algorithm),
-            data.client,
+            parts.examples_of(data),
             self._conclude,
             ClientConfig(
                 parts.experiment.seed,

@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import Field
 
 from fedloom.core.settings import Settings
+from fedloom.data.input_spec import without_defaults
 from fedloom.federation.served import About, ServedRound, served_round
 from fedloom.models.module_state import digests_of
 from fedloom.runner import assemble
@@ -52,14 +53,20 @@ class ModelServerSettings(Settings):
 def about(parts: RunContext) -> About:
     """Return the description of a run that a client needs to request a model."""
     manifest = parts.manifest
-    problem = {
-        "dataset": manifest.dataset,
-        "kind": manifest.kind,
-        "input_shape": manifest.input_shape,
-        "class_names": manifest.class_names,
-        "normalization": vars(manifest.normalization),
-        "clients": parts.setup.clients,
-    }
+    problem = without_defaults(
+        {
+            "dataset": manifest.dataset,
+            "kind": manifest.kind,
+            "input_shape": manifest.input_shape,
+            "class_names": manifest.class_names,
+            "normalization": manifest.normalization,
+            "clients": parts.setup.clients,
+            "channel_axis": manifest.channel_axis,
+            "high": manifest.high,
+            "inputs": manifest.inputs,
+            "targets": manifest.targets,
+        }
+    )
     if constants := digests_of(parts.setup.model.constants):
         problem["constants"] = constants
     e = parts.experiment

@@ -91,7 +91,7 @@ def evaluate_served(
     clients = tuple(entry.id for entry in dataset.manifest.clients)
     measured = metrics(
         made,
-        [dataset.client(client) for client in clients],
+        [parts.examples_of(dataset)(client) for client in clients],
         loop.predictors,
         batch_size=parts.experiment.evaluation.batch_size,
         plan=parts.plan,

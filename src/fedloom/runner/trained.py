@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from fedloom.core.words import pluralize
 from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
 from fedloom.data.folders import data_root
+from fedloom.data.input_spec import described
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
@@ -115,6 +116,16 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
     return dataclasses.asdict(found)
 
 
+_COMPARED: Mapping[str, Callable[[Manifest], object]] = {
+    "dataset": lambda manifest: manifest.dataset,
+    "classes": lambda manifest: manifest.classes,
+    "input_shape": lambda manifest: manifest.input_shape,
+    "inputs": lambda manifest: {name: (spec.kind, spec.shape) for name, spec in manifest.specs.items()},
+    "targets": lambda manifest: manifest.targets and manifest.targets.plain(),
+}
+"""Properties in which the data of new clients must be those of a run."""
+
+
 def restore(
     run: Path, checkpoint: str = "last", partition: str | Path | None = None, data: Sequence[Path] = ()
 ) -> tuple[RunContext, Evaluator, FederatedDataset]:
@@ -127,14 +138,15 @@ def restore(
     folder = RunFolder.open(run)
     trained_on, e = folder.manifest(), folder.experiment()
     dataset = _clients_of(folder, e, trained_on, partition, data)
-    for what in ("dataset", "classes", "input_shape"):
-        found, needed = getattr(dataset.manifest, what), getattr(trained_on, what)
+    for what, of in _COMPARED.items():
+        found, needed = of(dataset.manifest), of(trained_on)
         if found != needed:
             raise DataError(f"{dataset.folder}: {what} is {found}, the run was trained with {needed}")
     if partition is not None and not is_url(partition):  # a store's shards are checked as they are fetched
         dataset.verify()
     # The models were trained on inputs normalized as in the training partition.
-    manifest = dataclasses.replace(dataset.manifest, normalization=trained_on.normalization)
+    inputs = described(trained_on.specs)
+    manifest = dataclasses.replace(dataset.manifest, targets=trained_on.targets, **inputs)
     dataset = dataset.described_by(manifest)
     if partition is None and isinstance(e.data, Data) and manifest.fingerprint != trained_on.fingerprint:
         raise DataError(

@@ -15,7 +15,8 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
-from fedloom.data.own import AGAIN, Own, OwnClients, own_manifest, read_own_shard
+from fedloom.data.own import AGAIN, OwnClients, own_manifest, read_own_shard
+from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError, RefusedError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuringSession

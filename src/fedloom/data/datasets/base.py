@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.manifest import Kind
+from fedloom.data.input_spec import NOTHING, ChannelAxis, InputSpec, Kind, Normalization, RawInputs, named_arrays
+from fedloom.data.targets import Targets
 from fedloom.errors import DataError
+from fedloom.tasks.names import TaskName
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,19 +23,21 @@ class Pool:
     Attributes
     ----------
     inputs
-        ``[n, *input_shape]``: uint8 for pixels and tokens, float32 for features (see :data:`Kind`).
+        ``[n, *input_shape]``: uint8 for pixels and tokens, float32 for features, int64 for integers (see
+        :data:`Kind`); or such arrays by name.
     labels
-        ``[n]`` int64.
+        ``[n]`` int64; or other targets, as shards hold them (:class:`~fedloom.data.targets.Targets`).
     owners
         ``[n]`` int64, the owner of each example as an index into ``Owners.names``; None where owners are unknown.
     """
 
-    inputs: NDArray[np.uint8] | NDArray[np.float32]
-    labels: NDArray[np.int64]
+    inputs: RawInputs
+    labels: NDArray[Any]
     owners: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        counts = {"inputs": len(self.inputs), "labels": len(self.labels)}
+        counts = {f"inputs {name}".strip(): len(each) for name, each in named_arrays(self.inputs).items()}
+        counts["labels"] = len(self.labels)
         if self.owners is not None:
             counts["owners"] = len(self.owners)
         if len(set(counts.values())) > 1:
@@ -165,7 +169,7 @@ class Dataset:
     locations
         Where the files are, in the order tried (:mod:`fedloom.data.datasets.locations`).
     kind
-        Kind of input, see :data:`~fedloom.data.manifest.Kind`.
+        Kind of input, see :data:`~fedloom.data.input_spec.Kind`.
     needs
         Other data sets whose files ``read`` also finds among its contents.
     own
@@ -177,6 +181,8 @@ class Dataset:
         Folder of a local data set's files; None: the name decides.
     notes
         Changes to the examples of a local data set that their owner should know.
+    channel_axis, high, inputs, targets
+        As in :class:`~fedloom.data.manifest.Manifest`.
     """
 
     name: str
@@ -193,11 +199,25 @@ class Dataset:
     synthetic: bool = False
     at: Path | None = None
     notes: tuple[str, ...] = ()
+    channel_axis: ChannelAxis = "first"
+    high: int | None = None
+    inputs: Mapping[str, InputSpec] | None = None
+    targets: Targets | None = None
+
+    @property
+    def normalization(self) -> Normalization:
+        """No normalization: it depends on the partition."""
+        return NOTHING
 
     @property
     def classes(self) -> int:
         """Number of classes C; 0 for data without classes."""
         return len(self.class_names)
+
+    @property
+    def task(self) -> TaskName:
+        """Name of the task that the targets are for."""
+        return "classification" if self.targets is None else self.targets.task
 
     def folder(self, root: Path) -> Path:
         """Return the folder of the data set's files under a data root."""

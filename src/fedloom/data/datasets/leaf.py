@@ -63,7 +63,7 @@ def read_leaf(contents: Mapping[str, bytes], encode: Encode, overlap: int = 0) -
     pools = [_pool(contents, part, encode, index) for part in (DIVIDED if divided else WHOLE)]
     if not divided:
         train = pools[0]
-        pools.append(Pool(train.inputs[:0], train.labels[:0], np.empty(0, dtype=np.int64)))
+        pools.append(Pool(np.asarray(train.inputs)[:0], train.labels[:0], np.empty(0, dtype=np.int64)))
     return RawDataset(pools[0], pools[1], Owners(tuple(index), divided, overlap))
 
 

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from fedloom.core.words import named_twice
-from fedloom.data.manifest import SPLITS, Kind
+from fedloom.data.input_spec import InputSpec, Kind, RawInputs, TensorKind, named_arrays, unnamed
+from fedloom.data.manifest import SPLITS
 from fedloom.data.pack.examples import (
     Batches,
     Examples,
@@ -29,7 +30,10 @@ from fedloom.data.pack.examples import (
     notes_of_classes,
     owner_names,
     positions,
+    spec_of,
 )
+from fedloom.data.pack.targets import inferred_task, read_targets
+from fedloom.data.targets import SHAPES
 from fedloom.data.values import are_numbers, as_numbers, found_classes, label_text
 from fedloom.errors import DataError, argument
 
@@ -42,42 +46,57 @@ MOST_CHANNELS = 4
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Inputs of one split or owner; ``name`` and ``place`` are what errors call the array and its examples."""
+    """Inputs of one split or owner; ``name`` and ``place`` are what errors call the arrays and their examples."""
 
     name: str
     place: str
-    x: NDArray[Any]
+    x: Mapping[str, NDArray[Any]]
     y: NDArray[Any] | None
     split: int | None
     owners: NDArray[Any] | str | None
 
+    def __len__(self) -> int:
+        return len(next(iter(self.x.values())))
+
+    def called(self, name: str) -> str:
+        """Return what errors call an input tensor."""
+        return f"{self.name}.{name}" if name else self.name
+
 
 def read_arrays(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
-    """Read the arrays of a file; ``y`` holds positions in the classes, from 0, or class names."""
+    """Read the arrays of a file.
+
+    ``y`` holds positions in the classes, from 0, or class names; or other targets. Named inputs are ``x.NAME``.
+    """
     tell("reading arrays", 0, None)
-    arrays = _npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
-    prefixes, own, client = _prefixes(arrays), request.own, request.client
-    wanted = ["x", *["y"] * request.labelled, *[client] * (client is not None)]
+    arrays = read_npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
+    prefixes, client = _prefixes(arrays), request.client
+    prefix = next(iter(prefixes))
+    tensors = sorted(name[len(prefix) :] for name in arrays if name.startswith(f"{prefix}x."))
+    inputs = ["x"] if f"{prefix}x" in arrays or not tensors else tensors
+    wanted = [*inputs, *["y"] * request.labelled, *[client] * (client is not None)]
     needed = [f"{prefix}{name}" for prefix in prefixes for name in wanted]
     if missing := [name for name in needed if name not in arrays]:
         without = "" if request.keys is not None else f", or x alone with {argument('unlabelled')}"
         raise DataError(
             f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}, but no {', '.join(missing)}; it must have "
-            f"x and y, or train_x, train_y and so on{without}"
+            f"x and y, or train_x, train_y and so on; x.NAME for each of several inputs{without}"
         )
     parts = []
     for prefix, split in prefixes.items():
-        x, y = with_channels(arrays[f"{prefix}x"]), arrays[f"{prefix}y"] if request.labelled else None
+        x = {name[2:]: with_channels(arrays[f"{prefix}{name}"]) for name in inputs}
+        y = arrays[f"{prefix}y"] if request.labelled else None
         owners = None if client is None else arrays[f"{prefix}{client}"]
         parts.append(_Part(f"{prefix}x", f"{prefix}x", x, y, split, owners))
-    kind, shape = _form(parts[0], errors) if own is None else (own.kind, own.input_shape)
-    examples = _joined(parts, kind, shape, None if own is None else own.classes, errors)
+    examples = _joined(parts, request, errors)
     unused = sorted(set(arrays) - set(needed))
     return replace(examples, notes=(*examples.notes, *[f"arrays ignored: {listed(unused)}"] * bool(unused)))
 
 
 def examples_of(
-    parts: Sequence[tuple[str | None, Mapping[str, NDArray[Any]]]], classes: Sequence[str] | None
+    parts: Sequence[tuple[str | None, Mapping[str, RawInputs]]],
+    classes: Sequence[str] | None,
+    request: Request | None = None,
 ) -> Examples:
     """Return in-memory arrays as examples; all owners' arrays must have the same kind and shape.
 
@@ -87,9 +106,11 @@ def examples_of(
     ----------
     parts
         An owner's name (None: no owner), and ``x`` with ``y``; or ``train_x``, ``train_y``, ``test_x``, ``test_y``, and
-        optionally ``validation_x`` and ``validation_y``.
+        optionally ``validation_x`` and ``validation_y``. Inputs are an array, or arrays by name.
     classes
-        Class names in label order; None: those found.
+        Names of the classes, or of other outputs, in order; None: those found.
+    request
+        Task, outputs and channel axis; None: as the arrays suggest.
     """
     errors = ValidationErrors("the arrays")
     names = None if classes is None else _given_classes(classes)
@@ -97,19 +118,19 @@ def examples_of(
     if not found or len({(part.split is None, part.owners is None) for part in found}) > 1:
         what = "some clients have train_x and test_x, and others x" if found else "it has no arrays"
         raise DataError(f"{errors.source}: {what}; give the same arrays for every client")
-    kind, shape = _form(found[0], errors)
-    examples = _joined(found, kind, shape, names, errors, in_order=True)
+    examples = _joined(found, Request(None) if request is None else request, errors, names, in_order=True)
     errors.refuse()
     return examples
 
 
-def _prefixes(arrays: Mapping[str, NDArray[Any]]) -> dict[str, int | None]:
+def _prefixes(arrays: Iterable[str]) -> dict[str, int | None]:
     """Return the prefixes of the arrays' names, with the position of the split that each stands for, if any."""
+    arrays = {name.partition(".")[0] for name in arrays}
     given: dict[str, int | None] = {f"{name}_": i for i, name in enumerate(SPLITS) if f"{name}_x" in arrays}
     return given if "x" not in arrays and {0, 2} <= {*given.values()} else {"": None}
 
 
-def _parts_in_memory(owner: str | None, arrays: Mapping[str, NDArray[Any]]) -> Iterator[_Part]:
+def _parts_in_memory(owner: str | None, arrays: Mapping[str, RawInputs]) -> Iterator[_Part]:
     whose = "" if owner is None else f"client {owner}: "
     prefixes = _prefixes(arrays)
     known = [f"{prefix}{name}" for prefix in prefixes for name in "xy"]
@@ -122,59 +143,146 @@ def _parts_in_memory(owner: str | None, arrays: Mapping[str, NDArray[Any]]) -> I
         raise DataError(
             f"{whose}{', '.join(foreign)} would not be used besides {', '.join(known)}; use the names {names}"
         )
-    if not any(len(arrays[f"{prefix}x"].shape) == 0 or len(arrays[f"{prefix}x"]) for prefix in prefixes):
+    inputs = {prefix: named_arrays(arrays[f"{prefix}x"]) for prefix in prefixes}
+    if any(not named for named in inputs.values()):
+        raise DataError(f"{whose}x has no arrays; give an array, or arrays by name")
+    if not any(each.ndim == 0 or len(each) for named in inputs.values() for each in named.values()):
         raise DataError(f"{whose}it has no examples; leave such a client out")
     for prefix, split in prefixes.items():
-        name, x, y = f"{whose}{prefix}", with_channels(arrays[f"{prefix}x"]), arrays[f"{prefix}y"]
-        yield _Part(f"{name}x", f"{name}y", x, y, split, owner)
+        y = arrays[f"{prefix}y"]
+        if isinstance(y, Mapping):
+            raise DataError(f"{whose}{prefix}y must be one array (got arrays by name)")
+        x = {name: with_channels(each) for name, each in sorted(inputs[prefix].items())}
+        yield _Part(f"{whose}{prefix}x", f"{whose}{prefix}y", x, y, split, owner)
 
 
-def _form(part: _Part, errors: ValidationErrors) -> tuple[Kind, tuple[int, ...]]:
-    """Return the kind and shape of inputs inferred from an array."""
-    x = part.x
+def _kind(parts: Sequence[_Part], name: str, errors: ValidationErrors) -> TensorKind:
+    """Return the kind of an input tensor inferred from its arrays.
+
+    Integers that are not pixels stay integers if all of them are 0 or more; with negative ones they are measurements.
+    """
+    first, x = parts[0], parts[0].x[name]
     if x.ndim == 4 and x.dtype == np.uint8:
         if x.shape[1] > MOST_CHANNELS >= x.shape[3]:
             raise DataError(
-                f"{errors.source}: {part.name} has images of shape {list(x.shape[1:])}; they must be [channels, "
-                "height, width], as x.transpose(0, 3, 1, 2) makes them"
+                f"{errors.source}: {first.called(name)} has images of shape {list(x.shape[1:])}; they must be "
+                "[channels, height, width], as x.transpose(0, 3, 1, 2) makes them"
             )
-        return "pixels", tuple(int(size) for size in x.shape[1:])
-    if x.ndim == 2 and x.dtype.kind in "iufb":
-        return "features", (int(x.shape[1]),)
+        return "pixels"
+    arrays = [part.x[name] for part in parts]
+    if all(each.dtype.kind in "iu" and int(each.min(initial=0)) >= 0 for each in arrays) and x.ndim > 1:
+        return "integers"
+    if x.ndim > 1 and x.dtype.kind in "iufb":
+        return "features"
     raise DataError(
-        f"{errors.source}: {part.name} is {x.dtype} of shape {list(x.shape)}; it must be numbers [n, features], or "
-        "pixels from 0 to 255 as uint8, [n, height, width] or [n, channels, height, width]"
+        f"{errors.source}: {first.called(name)} is {x.dtype} of shape {list(x.shape)}; it must be "
+        "numbers, [n, features] or [n, ...] of any shape, or pixels from 0 to 255 as uint8, [n, height, width] or "
+        "[n, channels, height, width]"
     )
 
 
 def _joined(
     parts: Sequence[_Part],
-    kind: Kind,
-    shape: tuple[int, ...],
-    classes: tuple[str, ...] | None,
+    request: Request,
     errors: ValidationErrors,
+    names: tuple[str, ...] | None = None,
     *,
     in_order: bool = False,
 ) -> Examples:
-    """Return all parts as examples; see :func:`numbered` for ``classes`` and ``in_order``."""
-    batches = Batches(kind, shape, len(classes or ()), errors, _column("x", shape))
-    for part in parts:
-        _take(batches, part)
-    sizes = [len(part.x) for part in parts]
+    """Return all parts as examples.
+
+    Parameters
+    ----------
+    names
+        Names of the classes, or of other outputs; None: those of the experiment, or those found.
+    in_order
+        As in :func:`numbered`.
+    """
+    sizes = _sizes(parts, errors)
     starts = np.cumsum([0, *sizes])
 
     def where(i: int) -> str:
         part = int(np.searchsorted(starts, i, side="right")) - 1
         return f"{parts[part].place}[{i - starts[part]}]"
 
-    y, names = None, classes or ()
-    if ys := [part.y for part in parts if part.y is not None]:
-        y, names = numbered(ys, classes, kind, where, errors, in_order=in_order)
+    x, specs, notes = _inputs(parts, request, names, errors)
     owners = _owners(parts, where, errors)
-    x, notes = batches.joined()
     split = np.repeat([-1 if part.split is None else part.split for part in parts], sizes).astype(np.int64)
-    notes += notes_of_classes(names) if classes is None else ()
-    return Examples(kind, names, x, y, split if (split >= 0).any() else None, where, notes=notes, owners=owners)
+    known = Examples(specs, (), unnamed(x), None, split if (split >= 0).any() else None, where, owners=owners)
+    given = names if request.own is None else request.own.classes
+    ys = [part.y for part in parts if part.y is not None]
+    if not ys:
+        return replace(known, classes=given or (), notes=notes)
+    task = request.wanted_task or inferred_task(ys, specs)
+    if request.wanted_task is None and task == "regression" and names and len(names) != math.prod(ys[0].shape[1:]):
+        task = "classification"  # the names are those of classes
+    if task != "classification":
+        named = names or (() if request.own is None or request.own.targets is None else request.own.targets.names)
+        outputs = request.outputs if request.own is None or request.own.targets is None else request.own.targets.outputs
+        y, targets, told = read_targets(ys, task, specs, where, errors, names=named, outputs=outputs)
+        return replace(known, y=y, targets=targets, notes=(*notes, *told))
+    _check_labels(parts, errors)
+    labels, classes = numbered(ys, given, known.kind, where, errors, in_order=in_order)
+    notes += notes_of_classes(classes) if given is None else ()
+    return replace(known, y=labels, classes=classes, notes=notes)
+
+
+def _sizes(parts: Sequence[_Part], errors: ValidationErrors) -> list[int]:
+    """Return the number of examples of each part; refuse arrays of different names or lengths."""
+    for part in parts:
+        if set(part.x) != set(parts[0].x):
+            raise DataError(
+                f"{errors.source}: {part.name} has the inputs {listed(sorted(part.x))}, and {parts[0].name} has "
+                f"{listed(sorted(parts[0].x))}; give the same names everywhere"
+            )
+        for name, x in part.x.items():
+            if not x.ndim:
+                raise DataError(f"{errors.source}: {part.called(name)} is of shape []; it must be [n, ...]")
+        lengths = {part.called(name): len(x) for name, x in part.x.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"{errors.source}: {lengths} examples; give as many of each input")
+        size, y = next(iter(lengths.values())), part.y
+        if y is not None and (not y.ndim or len(y) != size):
+            raise DataError(
+                f"{errors.source}: {part.name[:-1]}y is of shape {list(y.shape)}; it must be [{size}], as many as "
+                f"{part.name} has examples"
+            )
+    return [len(part) for part in parts]
+
+
+def _check_labels(parts: Sequence[_Part], errors: ValidationErrors) -> None:
+    for part in parts:
+        if part.y is not None and part.y.ndim != 1:
+            raise DataError(
+                f"{errors.source}: {part.name[:-1]}y is of shape {list(part.y.shape)}; it must be [{len(part)}], a "
+                "class of each example. For targets of several values, set the task: "
+                + "; ".join(f"{task} {shape}" for task, shape in SHAPES.items())
+            )
+
+
+def _inputs(
+    parts: Sequence[_Part], request: Request, names: Sequence[str] | None, errors: ValidationErrors
+) -> tuple[dict[str, NDArray[Any]], dict[str, InputSpec], tuple[str, ...]]:
+    """Return the inputs by name, their descriptions, and notes on changes."""
+    own = request.own
+    needed = None if own is None else own.specs
+    if needed is not None and set(needed) != set(parts[0].x):
+        found, wanted = (listed(sorted(each)) or "a single input" for each in (parts[0].x, needed))
+        raise DataError(f"{errors.source}: the inputs are {found}; data.own needs {wanted}")
+    x, specs, notes = {}, {}, tuple[str, ...]()
+    for name in sorted(parts[0].x):
+        spec = None if needed is None else needed[name]
+        kind = _kind(parts, name, errors) if spec is None else spec.kind
+        shape = tuple(int(size) for size in parts[0].x[name].shape[1:]) if spec is None else spec.shape
+        classes = len(names or ()) if own is None else len(own.classes)
+        column = _column(f"x.{name}" if name else "x", shape)
+        batches = Batches(kind, shape, classes, errors, column, None if spec is None else spec.high)
+        for part in parts:
+            _take(batches, part, name)
+        x[name], told = batches.joined()
+        specs[name] = spec_of(kind, x[name], request.channel_axis) if spec is None else spec
+        notes += told
+    return x, specs, notes
 
 
 def _owners(parts: Sequence[_Part], where: Callable[[int], str], errors: ValidationErrors) -> tuple[str, ...] | None:
@@ -184,11 +292,11 @@ def _owners(parts: Sequence[_Part], where: Callable[[int], str], errors: Validat
         if found is None:
             return None
         if isinstance(found, str):
-            return tuple(str(part.owners) for part in parts for _ in range(len(part.x)))
-        if found.shape != (len(part.x),) or found.dtype.kind not in "iufUS":
+            return tuple(str(part.owners) for part in parts for _ in range(len(part)))
+        if found.shape != (len(part),) or found.dtype.kind not in "iufUS":
             raise DataError(
                 f"{errors.source}: the owners of {part.name} are {found.dtype} of shape {list(found.shape)}; they "
-                f"must be whole numbers or names, [{len(part.x)}]"
+                f"must be whole numbers or names, [{len(part)}]"
             )
         owners += found.tolist()
     return owner_names(owners, where, errors)
@@ -261,7 +369,8 @@ def with_channels(x: NDArray[Any]) -> NDArray[Any]:
     return x[:, None] if x.ndim == 3 and x.dtype == np.uint8 else x
 
 
-def _npz(path: Path) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an npz file; raise DataError if it is damaged, or holds anything else."""
     try:
         with zipfile.ZipFile(path) as archive:
             check_unpacked(path, sum(member.file_size for member in archive.infolist()))
@@ -296,25 +405,20 @@ def _safetensors(path: Path) -> dict[str, NDArray[Any]]:
         raise DataError(f"{path} is not an intact safetensors file that numpy can read: {error}") from error
 
 
-def _take(batches: Batches, part: _Part) -> None:
-    x, shape, source = part.x, batches.shape, batches.errors.source
+def _take(batches: Batches, part: _Part, name: str) -> None:
+    x, shape, source, called = part.x[name], batches.shape, batches.errors.source, part.called(name)
     if x.shape[1:] != shape:
-        raise DataError(f"{source}: {part.name} is of shape {list(x.shape)}; it must be [n, {_listed(shape)}]")
-    if part.y is not None and part.y.shape != x.shape[:1]:
-        raise DataError(
-            f"{source}: {part.name[:-1]}y is of shape {list(part.y.shape)}; it must be [{len(x)}], as many as "
-            f"{part.name} has examples"
-        )
+        raise DataError(f"{source}: {called} is of shape {list(x.shape)}; it must be [n, {_listed(shape)}]")
     if 0 in shape:
-        raise DataError(f"{source}: {part.name} is of shape {list(x.shape)}, and an input needs at least one number")
+        raise DataError(f"{source}: {called} is of shape {list(x.shape)}, and an input needs at least one number")
     rows = max(1, VALUES // math.prod(shape))
     for start in range(0, len(x), rows):
         piece = x[start : start + rows]
         try:
             values = as_numbers(piece).reshape(len(piece), -1)
         except ValueError as error:
-            raise DataError(f"{source}: {part.name}: {error}") from None
-        batches.add(values, _place(part.name, start, shape), np.zeros(values.shape, dtype=np.bool_))
+            raise DataError(f"{source}: {called}: {error}") from None
+        batches.add(values, _place(called, start, shape), np.zeros(values.shape, dtype=np.bool_))
 
 
 def _place(name: str, start: int, shape: tuple[int, ...]) -> Callable[[int, int], str]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, check_unpacked
 from fedloom.data.pack.tables import ROWS, TableBuilder, table_builder
+from fedloom.data.pack.targets import inferred_task
 from fedloom.data.values import as_numbers, found_classes
 from fedloom.errors import DataError, ExperimentError
 
@@ -82,6 +83,10 @@ def read_frame(frame: DataFrame, request: Request, errors: ValidationErrors) -> 
         )
     header = [str(name) for name in frame.columns]
     frame = frame.set_axis(header, axis=1)
+    if request.wanted_task is None and not request.targets and request.label in header:
+        label = frame[request.label]
+        if label.dtype.kind == "f" and inferred_task([label.to_numpy(dtype=np.float64)], {}) == "regression":
+            request = replace(request, task="regression")
     table = table_builder(header, request, errors, "row")
     for name in table.features:
         if frame[name].dtype.kind not in NUMERIC:
@@ -111,7 +116,7 @@ def _grouped_by_owner(examples: Examples) -> Examples:
     order = np.argsort([place[owner] for owner in examples.owners], kind="stable")
     return replace(
         examples,
-        x=examples.x[order],
+        x=examples.chosen(order),
         y=None if examples.y is None else examples.y[order],
         split=None if examples.split is None else examples.split[order],
         where=lambda i: examples.where(int(order[i])),
@@ -135,7 +140,7 @@ def _take(
             values[:, j] = as_numbers(np.where(mask, found.dtype.type(0), found))
         except ValueError as error:
             known[:, j] = True
-            errors.add(str(error), f"{table.batches.name(j)}")
+            errors.add(str(error), f"column {table.features[j]}")
     where = table.cell(first)
     places_of_missing = (where(int(i), int(j)) for i, j in zip(*np.nonzero(missing), strict=True))
     errors.add_many("value missing", int(missing.sum()), places_of_missing)

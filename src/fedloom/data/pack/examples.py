@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.core.words import composed, pluralize, shortened
-from fedloom.data.manifest import Kind
-from fedloom.data.own import Own
+from fedloom.data.input_spec import (
+    DTYPES,
+    ChannelAxis,
+    InputSpec,
+    Kind,
+    RawInputs,
+    TensorKind,
+    named_arrays,
+    unnamed,
+)
+from fedloom.data.pack.tokens import TextColumn
+from fedloom.data.requirements import Own
+from fedloom.data.targets import Targets
 from fedloom.data.values import (
+    EXACT,
     EXPANSION,
     FEW,
     LARGE,
@@ -25,8 +38,7 @@ from fedloom.data.values import (
     plain_numbers,
 )
 from fedloom.errors import DataError, argument
-
-Inputs: TypeAlias = NDArray[np.uint8] | NDArray[np.float32]
+from fedloom.tasks.names import TaskName
 
 Tell: TypeAlias = Callable[[str, float, float | None], None]
 """FetchProgress callback: the current step, amount done, and total (None if unknown)."""
@@ -44,9 +56,10 @@ class Examples:
     kind, classes
         As in :class:`~fedloom.data.own.Own`.
     x
-        ``[n, *input_shape]``: uint8 for pixels and tokens, float32 for features.
+        ``[n, *input_shape]``: uint8 for pixels and tokens, float32 for features, int64 for integers; or such arrays by
+        name.
     y
-        ``[n]`` positions in ``classes``; None if unlabelled.
+        ``[n]`` positions in ``classes``; or other targets, as shards hold them; None if unlabelled.
     split
         ``[n]`` positions in ``SPLITS``, where the source sets the splits; else None.
     where
@@ -58,19 +71,41 @@ class Examples:
     owners
         ``[n]`` owner names, where the source has the examples of several owners; else None.
     features
-        Column names of features from a table, in order; else None.
+        Column names of features and then of integers from a table, in order; else None.
+    specs
+        Input tensors, without a normalization.
+    targets
+        Targets that are not classes, without a normalization.
     """
 
-    kind: Kind
+    specs: Mapping[str, InputSpec]
     classes: tuple[str, ...]
-    x: Inputs
-    y: NDArray[np.int64] | None
+    x: RawInputs
+    y: NDArray[Any] | None
     split: NDArray[np.int64] | None
     where: Callable[[int], str]
     overlap: int = 0
     notes: tuple[str, ...] = ()
     owners: tuple[str, ...] | None = None
     features: tuple[str, ...] | None = None
+    targets: Targets | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(named_arrays(self.x).values())))
+
+    @property
+    def kind(self) -> Kind:
+        """Kind of the inputs."""
+        return self.specs[""].kind if "" in self.specs else "named"
+
+    @property
+    def strata(self) -> NDArray[np.int64]:
+        """Class of each example, ``[n]``, by which splits are drawn; 0 if the examples have none."""
+        return np.zeros(len(self), dtype=np.int64) if self.y is None or self.targets is not None else self.y
+
+    def chosen(self, rows: NDArray[Any]) -> RawInputs:
+        """Return the inputs of some examples."""
+        return unnamed({name: np.ascontiguousarray(x[rows]) for name, x in named_arrays(self.x).items()})
 
 
 @dataclass(frozen=True)
@@ -92,6 +127,18 @@ class Request:
         outermost folders. None: they are all of one.
     keys
         Prefix of the keys, or arguments, that name the columns (``data.source.``); None: those of packing do.
+    task
+        Name of the task; None: as the data suggest, or as the experiment requires.
+    outputs
+        Least number of outputs of segmentation and next_token; None: as many as the data have.
+    targets
+        Columns of a table with the targets, in place of ``label``.
+    integers
+        True if the inputs of a table are integers, or the columns that are; in arrays, the type decides.
+    channel_axis
+        Axis of features and integers along which they are standardized.
+    text
+        Column of texts that become tokens; None: there is none.
     """
 
     own: Own | None
@@ -101,6 +148,19 @@ class Request:
     resize: bool = False
     client: str | None = None
     keys: str | None = None
+    task: TaskName | None = None
+    outputs: int | None = None
+    targets: tuple[str, ...] = ()
+    integers: bool | tuple[str, ...] = False
+    channel_axis: ChannelAxis = "first"
+    text: TextColumn | None = None
+
+    @property
+    def wanted_task(self) -> TaskName | None:
+        """Name of the task, if the request or the experiment states it."""
+        if self.own is None:
+            return self.task
+        return "classification" if self.own.targets is None else self.own.targets.task
 
     def called(self, name: str) -> str:
         """Return the name of ``label``, ``split`` or ``client`` in messages."""
@@ -151,13 +211,15 @@ class ValidationErrors:
 class Batches:
     """Inputs that arrive as chunks of float64, checked and stored in the dtype of their kind."""
 
-    kind: Kind
+    kind: TensorKind
     shape: tuple[int, ...]
     classes: int
     errors: ValidationErrors
     name: Callable[[int], str]
     """Returns the name of the j-th number of an input."""
-    _kept: list[Inputs] = field(default_factory=list)
+    high: int | None = None
+    """Bound that integers must be below, if it is known."""
+    _kept: list[NDArray[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rounding = Rounding(int(np.prod(self.shape)))
@@ -182,10 +244,14 @@ class Batches:
             self._rounding.add(values, kept)
             self._kept.append(kept.reshape(-1, *self.shape))
             return
-        top = 255 if self.kind == "pixels" else self.classes - 1
+        if self.kind == "integers":
+            top = EXACT if self.high is None else self.high - 1
+            self._rounding.add(values, values.astype(np.float32))  # a model may get them as 32-bit floats
+        else:
+            top = 255 if self.kind == "pixels" else self.classes - 1
         wrong = ~((values >= 0) & (values <= top) & (values == np.floor(values)))
         self._note(f"not an integer from 0 to {top}", wrong & ~known, values, where)
-        self._kept.append(np.where(wrong, 0, values).astype(np.uint8).reshape(-1, *self.shape))
+        self._kept.append(np.where(wrong, 0, values).astype(DTYPES[self.kind]).reshape(-1, *self.shape))
 
     def _note(
         self, what: str, wrong: NDArray[np.bool_], values: NDArray[np.float64], where: Callable[[int, int], str]
@@ -193,7 +259,7 @@ class Batches:
         places = (f"{where(int(i), int(j))}: {values[i, j]:g}" for i, j in zip(*np.nonzero(wrong), strict=True))
         self.errors.add_many(what, int(wrong.sum()), places)
 
-    def joined(self) -> tuple[Inputs, tuple[str, ...]]:
+    def joined(self) -> tuple[NDArray[Any], tuple[str, ...]]:
         """Return all inputs, ``[n, *shape]``, and notes on changes that their owner should know."""
         lost, noted = self._rounding.lost(), self._rounding.noted()
         self.errors.add_many(
@@ -202,9 +268,49 @@ class Batches:
             (self.name(j) for j in lost),
         )
         notes = (f"rounded to the precision of 32-bit floats: {listed([self.name(j) for j in noted])}",)
-        dtype = np.float32 if self.kind == "features" else np.uint8
-        x = np.concatenate([np.zeros((0, *self.shape), dtype=dtype), *self._kept])
+        x = np.concatenate([np.zeros((0, *self.shape), dtype=DTYPES[self.kind]), *self._kept])
         return x, notes if noted else ()
+
+
+@dataclass
+class ColumnBatches:
+    """Inputs that are columns of rows: of one tensor, or of several named ones.
+
+    Attributes
+    ----------
+    parts
+        Chunks of each tensor, and the positions of its columns.
+    """
+
+    parts: Mapping[str, tuple[Batches, NDArray[np.int64]]]
+
+    @property
+    def errors(self) -> ValidationErrors:
+        """Errors found so far."""
+        return next(iter(self.parts.values()))[0].errors
+
+    def add(self, values: NDArray[np.float64], where: Callable[[int, int], str], known: NDArray[np.bool_]) -> None:
+        """Add ``[m, f]`` values, as :meth:`Batches.add` does."""
+        for batches, columns in self.parts.values():
+            batches.add(values[:, columns], _of_columns(where, columns), known[:, columns])
+
+    def joined(self) -> tuple[dict[str, NDArray[Any]], tuple[str, ...]]:
+        """Return all inputs by name, and notes on changes that their owner should know."""
+        found = {name: batches.joined() for name, (batches, _) in self.parts.items()}
+        return {name: x for name, (x, _) in found.items()}, tuple(note for _, notes in found.values() for note in notes)
+
+
+def _of_columns(where: Callable[[int, int], str], columns: NDArray[np.int64]) -> Callable[[int, int], str]:
+    return lambda i, j: where(i, int(columns[j]))
+
+
+def spec_of(
+    kind: TensorKind, x: NDArray[Any], channel_axis: ChannelAxis = "first", high: int | None = None
+) -> InputSpec:
+    """Return the description of an input tensor ``[n, *shape]``; the largest integer is found unless it is given."""
+    found = max(high or 1, int(x.max(initial=0)) + 1) if kind == "integers" else None
+    axis = channel_axis if kind in ("features", "integers") and x.ndim > 2 else "first"
+    return InputSpec(kind, tuple(int(size) for size in x.shape[1:]), channel_axis=axis, high=found)
 
 
 def names_of(
@@ -288,7 +394,7 @@ def _classes_of(labels: Sequence[str | None], where: Callable[[int], str], error
     places = [i for i, label in enumerate(labels) if label in quantity]
     errors.add_many(
         f"a measured quantity ({pluralize(len(different), 'different number')}); classes must be names or whole "
-        "numbers that repeat",
+        "numbers that repeat; for numbers as targets, set task: regression",
         len(places),
         (f"{where(i)}: {labels[i]}" for i in places),
     )
@@ -317,9 +423,10 @@ def listed(words: Sequence[str], most: int = 12) -> str:
 
 def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]:
     """Return the required shape of inputs, if the number of values fits it; raise DataError if it does not."""
-    needed = int(np.prod(own.input_shape))
+    needed = sum(math.prod(spec.shape) for spec in own.specs.values())
     if found != needed:
-        raise DataError(f"{source} has {found:,} {what}; data.own.input_shape {list(own.input_shape)} needs {needed:,}")
+        where = "data.own.inputs" if own.inputs is not None else f"data.own.input_shape {list(own.input_shape)}"
+        raise DataError(f"{source} has {found:,} {what}; {where} needs {needed:,}")
     return own.input_shape
 
 

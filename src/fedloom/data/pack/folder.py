@@ -17,6 +17,8 @@ from fedloom.core.words import pluralize
 from fedloom.data.apportion import held_out
 from fedloom.data.copies import draw_splits, equal_inputs
 from fedloom.data.folders import published
+from fedloom.data.input_spec import described, named_arrays
+from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.moments import moments_of
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
@@ -26,6 +28,7 @@ from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
 from fedloom.data.pack.texts import read_characters
+from fedloom.data.targets import same_targets
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, sync
 
@@ -117,8 +120,9 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
     except OSError as error:
         raise DataError(f"{source} cannot be read ({error.strerror or error})") from error
     errors.refuse()
-    if not len(examples.x):
+    if not len(examples):
         raise DataError(f"{source} has no examples")
+    _check_targets(examples, settings.request, str(source))
     tell("checking", 0, None)
     split, notes = _divided(examples, settings, name, errors)
     tensors, counts = _tensors(examples, split)
@@ -126,11 +130,12 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
     drawn = {"seed": settings.seed, "test_fraction": settings.test_fraction}
     drawn["validation_fraction"] = settings.validation_fraction
     train, validation, test = (int(np.count_nonzero(split == place)) for place in range(len(SPLITS)))
+    about = described(examples.specs)
+    del about["normalization"]
+    training = None if examples.y is None else examples.y[split == 0]
     card = ClientCard(
         version=CARD_VERSION,
         id=name,
-        kind=examples.kind,
-        input_shape=tuple(int(size) for size in examples.x.shape[1:]),
         classes=examples.classes,
         labelled=examples.y is not None,
         train=train,
@@ -138,10 +143,12 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         test=test,
         class_counts=counts,
         sha256=hashlib.sha256(content).hexdigest(),
-        moments=moments_of(examples.x[split == 0], examples.kind),
+        moments=moments_of(examples.chosen(split == 0), training, examples.specs, examples.targets),
         division={"given": True} if examples.split is not None else drawn,
         source=form,
         features=examples.features,
+        targets=examples.targets,
+        **about,
     )
     tell("writing", 0, None)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -152,6 +159,17 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
             (staging / file).chmod(0o600)
         sync(staging)
     return Packed(card, (*examples.notes, *notes))
+
+
+def _check_targets(examples: Examples, request: Request, source: str) -> None:
+    """Reject targets that are not those that an experiment requires."""
+    own = request.own
+    if own is not None and examples.y is not None and not same_targets(examples.targets, own.wanted):
+        found, needed = (
+            "classes" if each is None else f"{each.task} of shape {list(each.shape)} with {each.outputs} outputs"
+            for each in (examples.targets, own.wanted)
+        )
+        raise DataError(f"{source}: the targets are {found}; data.own needs {needed}")
 
 
 def _reader(source: Path) -> tuple[str, Reader]:
@@ -170,15 +188,17 @@ def _divided(
     """Return each example's position in ``SPLITS``, ``[n]``, and notes on the split."""
     notes: list[str] = []
     if examples.overlap:
-        split = _by_time(len(examples.x), settings, examples.overlap)
+        split = _by_time(len(examples), settings, examples.overlap)
         left_out = int(np.count_nonzero(split < 0))
         notes.append(f"{left_out} windows left out, so that splits do not share characters")
     else:
         group = equal_inputs(examples.x)
         if examples.split is None:
-            labels = np.zeros(len(group), dtype=np.int64) if examples.y is None else examples.y
             split = draw_splits(
-                labels, group, settings.fractions, lambda place: make_rng(settings.seed, "pack", name, SPLITS[place])
+                examples.strata,
+                group,
+                settings.fractions,
+                lambda place: make_rng(settings.seed, "pack", name, SPLITS[place]),
             )
             copies = len(group) - len(np.unique(group))
             if copies:
@@ -190,7 +210,7 @@ def _divided(
     empty = [SPLITS[place] for place in range(len(SPLITS)) if not (split == place).any()]
     if empty:
         raise DataError(
-            f"{errors.source}: none of {pluralize(len(examples.x), 'example')} is for {', '.join(empty)}; each split "
+            f"{errors.source}: none of {pluralize(len(examples), 'example')} is for {', '.join(empty)}; each split "
             "needs its own inputs"
         )
     return split, notes
@@ -231,9 +251,11 @@ def _tensors(
     counts: dict[str, tuple[int, ...]] = {}
     for place, name in enumerate(SPLITS):
         chosen = split == place
-        tensors[f"{name}_x"] = np.ascontiguousarray(examples.x[chosen])
+        inputs = named_arrays(examples.chosen(chosen))
+        tensors |= {in_shard(name, "x", key): each for key, each in inputs.items()}
         counts[name] = (0,) * len(examples.classes)
         if examples.y is not None:
             tensors[f"{name}_y"] = examples.y[chosen]
+        if examples.y is not None and examples.classes:
             counts[name] = tuple(np.bincount(examples.y[chosen], minlength=len(examples.classes)).tolist())
     return tensors, counts

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fedloom.core.words import composed, pluralize
+from fedloom.core.words import composed
 from fedloom.data.listing import files_below, folders_in
-from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, ValidationErrors, listed
-from fedloom.data.pack.pixels import GREY, UnfitImage, endings, read_picture
+from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, ValidationErrors, listed, spec_of
+from fedloom.data.pack.masks import has_masks, read_masked
+from fedloom.data.pack.pixels import ImageStack, UnfitImage, endings, read_picture
 from fedloom.data.values import found_classes
-from fedloom.errors import DataError, ExperimentError, argument
+from fedloom.errors import DataError, ExperimentError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    pass
 
 
 def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
-    """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on.
+    """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on; or images with their masks.
 
     Hidden files and those that operating systems leave behind are skipped; links to folders are followed. With
     ``client``, the owners' folders are above those of the classes. Without ``data.own``, the images are greyscale if
@@ -37,7 +36,14 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: 
     files = list(files_below(folder))
     given = _are_splits(folder, () if own is None else own.classes)
     depth = int(given) + int(request.client is not None)
-    taken = _Taken(None if own is None else own.input_shape, request.resize)
+    if request.labelled and request.wanted_task in (None, "segmentation") and has_masks(folder, depth):
+        return read_masked(folder, depth, request, errors, tell)
+    if request.wanted_task not in (None, "classification"):
+        raise DataError(
+            f"{folder}: task {request.wanted_task} cannot be read from images in folders; segmentation needs folders "
+            "images and masks, and other targets a table or arrays"
+        )
+    taken = ImageStack(None if own is None else own.input_shape, request.resize)
     owners: list[str] = []
     labels: list[str] = []
     splits: list[int] = []
@@ -67,7 +73,7 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: 
     place = {composed(name): i for i, name in enumerate(classes)}
     x = taken.joined()
     return Examples(
-        kind="pixels",
+        specs={"": spec_of("pixels", x)},
         classes=classes,
         x=x,
         y=np.array([place[label] for label in labels], dtype=np.int64) if request.labelled else None,
@@ -119,69 +125,6 @@ def _check_place(path: Path, label: str | None, request: Request, known: frozens
         raise UnfitImage(f"label missing: an image outside the folders of {where}", "")
     if request.own is not None and label not in map(composed, request.own.classes):
         raise UnfitImage(f"unknown class of folder; classes are {listed(request.own.classes)}", "")
-
-
-@dataclass
-class _Taken:
-    """Images of one size, and the changes made to them.
-
-    Attributes
-    ----------
-    shape
-        ``(channels, height, width)``; None: greyscale if all images are, else RGB, of the size of the first.
-    resize
-        True if images of another size are resized.
-    """
-
-    shape: tuple[int, ...] | None
-    resize: bool
-    _size: tuple[int, int] | None = None
-    _pixels: list[NDArray[np.uint8]] = field(default_factory=list)
-    _changed: dict[str, int] = field(default_factory=dict)
-    _grey: int = 0
-
-    def add(self, image: Image, notes: tuple[str, ...]) -> None:
-        """Add an image, converted to the required mode and size."""
-        size = self._wanted_size(image)
-        if image.size != size and not self.resize:
-            fault = f"another size (height x width) than {size[1]} x {size[0]}; resize it, or use {argument('resize')}"
-            raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
-        grey = image.mode in GREY if self.shape is None else self.shape[0] == 1
-        mode = "L" if grey else "RGB"
-        changed = list(notes)
-        if image.mode != mode:
-            changed.append(f"converted from {image.mode} to {mode}")
-            image = image.convert(mode)
-        if image.size != size:
-            from PIL.Image import Resampling
-
-            changed.append(f"resized to {size[1]} x {size[0]}")
-            image = image.resize(size, Resampling.BILINEAR)
-        for what in changed:
-            self._changed[what] = self._changed.get(what, 0) + 1
-        self._grey += grey
-        self._pixels.append(np.asarray(image, dtype=np.uint8).reshape(size[1], size[0], -1).transpose(2, 0, 1))
-
-    def _wanted_size(self, image: Image) -> tuple[int, int]:
-        """Return the required (width, height)."""
-        if self._size is None:
-            self._size = image.size if self.shape is None else (self.shape[2], self.shape[1])
-        return self._size
-
-    def joined(self) -> NDArray[np.uint8]:
-        """Return all images, ``[n, channels, height, width]``; greyscale images among RGB ones become RGB."""
-        channels = max(len(each) for each in self._pixels)
-        if channels == 3 and self._grey and self.shape is None:
-            self._changed["converted from L to RGB"] = self._grey
-        first = self._pixels[0]
-        x = np.empty((len(self._pixels), channels, *first.shape[1:]), dtype=np.uint8)
-        for i, each in enumerate(self._pixels):
-            x[i] = each
-        return x
-
-    def notes(self) -> tuple[str, ...]:
-        """Return how many images were changed, and how."""
-        return tuple(f"{pluralize(count, 'image')} {what}" for what, count in self._changed.items())
 
 
 def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.core.words import pluralize
+from fedloom.errors import argument
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -174,3 +181,72 @@ def _failures_named(path: Path) -> Iterator[None]:
             said = str(error).replace(str(path), path.name)
             formats = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
             raise UnfitImage(f"damaged image, or not one of the formats {formats}", said) from error
+
+
+@dataclass
+class ImageStack:
+    """Images of one size, and the changes made to them.
+
+    Attributes
+    ----------
+    shape
+        ``(channels, height, width)``; None: greyscale if all images are, else RGB, of the size of the first.
+    resize
+        True if images of another size are resized.
+    """
+
+    shape: tuple[int, ...] | None
+    resize: bool
+    _size: tuple[int, int] | None = None
+    _pixels: list[NDArray[np.uint8]] = field(default_factory=list)
+    _changed: dict[str, int] = field(default_factory=dict)
+    _grey: int = 0
+
+    def add(self, image: Image, notes: tuple[str, ...]) -> None:
+        """Add an image, converted to the required mode and size."""
+        size = self._wanted_size(image)
+        if image.size != size and not self.resize:
+            fault = f"another size (height x width) than {size[1]} x {size[0]}; resize it, or use {argument('resize')}"
+            raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
+        grey = image.mode in GREY if self.shape is None else self.shape[0] == 1
+        mode = "L" if grey else "RGB"
+        changed = list(notes)
+        if image.mode != mode:
+            changed.append(f"converted from {image.mode} to {mode}")
+            image = image.convert(mode)
+        if image.size != size:
+            from PIL.Image import Resampling
+
+            changed.append(f"resized to {size[1]} x {size[0]}")
+            image = image.resize(size, Resampling.BILINEAR)
+        for what in changed:
+            self._changed[what] = self._changed.get(what, 0) + 1
+        self._grey += grey
+        self._pixels.append(np.asarray(image, dtype=np.uint8).reshape(size[1], size[0], -1).transpose(2, 0, 1))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) of all images, once there is one."""
+        assert self._size is not None
+        return self._size
+
+    def _wanted_size(self, image: Image) -> tuple[int, int]:
+        """Return the required (width, height)."""
+        if self._size is None:
+            self._size = image.size if self.shape is None else (self.shape[2], self.shape[1])
+        return self._size
+
+    def joined(self) -> NDArray[np.uint8]:
+        """Return all images, ``[n, channels, height, width]``; greyscale images among RGB ones become RGB."""
+        channels = max(len(each) for each in self._pixels)
+        if channels == 3 and self._grey and self.shape is None:
+            self._changed["converted from L to RGB"] = self._grey
+        first = self._pixels[0]
+        x = np.empty((len(self._pixels), channels, *first.shape[1:]), dtype=np.uint8)
+        for i, each in enumerate(self._pixels):
+            x[i] = each
+        return x
+
+    def notes(self) -> tuple[str, ...]:
+        """Return how many images were changed, and how."""
+        return tuple(f"{pluralize(count, 'image')} {what}" for what, count in self._changed.items())

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.core.words import composed, named_twice
+from fedloom.data.input_spec import InputSpec, unnamed
 from fedloom.data.pack.examples import (
     Batches,
+    ColumnBatches,
     Examples,
     Request,
     Tell,
@@ -25,9 +31,12 @@ from fedloom.data.pack.examples import (
     notes_of_classes,
     owner_names,
     positions,
+    spec_of,
     split_positions,
     undecodable_line,
 )
+from fedloom.data.pack.targets import inferred_task, read_targets
+from fedloom.data.targets import Targets
 from fedloom.data.values import EXACT, TRUTHS, number, whole
 from fedloom.errors import DataError
 
@@ -36,6 +45,9 @@ ROWS = 4096
 
 INDEX = re.compile(r"__index_level_[0-9]+__")
 """Column in which pandas stores an unnamed index in a Parquet file."""
+
+FEATURES, INTEGERS = "features", "integers"
+"""Names of the inputs of a table with columns of measurements and columns of integers."""
 
 UNNAMED = re.compile(r"Unnamed: [0-9]+")
 """Column that had no name when pandas read it."""
@@ -47,19 +59,21 @@ class TableBuilder:
 
     Attributes
     ----------
-    inputs, label, split, client
+    inputs, label, split, client, targets
         Positions of the columns in the header; None: no such column.
     """
 
     request: Request
     header: Sequence[str]
     row_name: str
-    batches: Batches
+    batches: ColumnBatches
     inputs: tuple[int, ...]
     label: int | None
     split: int | None
     client: int | None
     notes: tuple[str, ...]
+    targets: tuple[int, ...] = ()
+    numbers: list[list[object]] = field(default_factory=list)
     labels: list[object] = field(default_factory=list)
     splits: list[object] = field(default_factory=list)
     owners: list[object] = field(default_factory=list)
@@ -73,7 +87,7 @@ class TableBuilder:
     @property
     def named(self) -> list[str]:
         """Names of the columns of labels, splits and owners."""
-        return [self.header[i] for i in (self.label, self.split, self.client) if i is not None]
+        return [self.header[i] for i in (self.label, self.split, self.client, *self.targets) if i is not None]
 
     def where(self, i: int) -> str:
         """Return the place of the i-th row."""
@@ -89,32 +103,65 @@ class TableBuilder:
         for position, taken in ((self.label, self.labels), (self.split, self.splits), (self.client, self.owners)):
             if position is not None:
                 taken += column(position)
+        self.numbers += [list(row) for row in zip(*(column(position) for position in self.targets), strict=True)]
 
     def examples(self) -> Examples:
         """Return the parsed examples, and record errors in labels, splits and owners."""
         errors, own = self.batches.errors, self.request.own
-        y, classes = None, () if own is None else own.classes
-        notes = self.notes
-        if self.label is not None:
+        y: NDArray[Any] | None = None
+        classes = () if own is None else own.classes
+        notes, targets = self.notes, None
+        x, changed = self.batches.joined()
+        specs = self._specs(x)
+        if self.targets:
+            y, targets, told = self._read_targets(specs)
+            notes += told
+        elif self.label is not None:
             labels = names_of(self.labels, self.where, errors)
             y, classes = positions(labels, None if own is None else own.classes, self.where, errors)
             notes += notes_of_classes(classes) if own is None else ()
         split = None
         if self.split is not None:
             split = split_positions(names_of(self.splits, self.where, errors, "split"), self.where, errors)
-        kind = self.batches.kind
-        x, changed = self.batches.joined()
         return Examples(
-            kind,
+            specs,
             classes,
-            x,
+            unnamed(x),
             y,
             split,
             self.where,
             notes=(*notes, *changed),
             owners=None if self.client is None else owner_names(self.owners, self.where, errors),
-            features=tuple(self.features) if kind == "features" else None,
+            features=None if "" in specs and specs[""].kind in ("pixels", "tokens") else tuple(self.features),
+            targets=targets,
         )
+
+    def _specs(self, x: Mapping[str, NDArray[Any]]) -> Mapping[str, InputSpec]:
+        if self.request.own is not None:
+            return self.request.own.specs
+        return {name: spec_of(self.batches.parts[name][0].kind, each) for name, each in x.items()}
+
+    def _read_targets(self, specs: Mapping[str, InputSpec]) -> tuple[NDArray[Any], Targets, tuple[str, ...]]:
+        """Return the numbers of the columns of targets, their description, and notes."""
+        errors, request = self.batches.errors, self.request
+        values = np.zeros((len(self.numbers), len(self.targets)))
+        for i, row in enumerate(self.numbers):
+            for j, cell in enumerate(row):
+                found = _cell_number(cell)
+                if found is None:
+                    missing = cell is None or not str(cell).strip()
+                    fault = "target missing" if missing else "target that is no number"
+                    errors.add(fault, f"{self.where(i)}, column {self.header[self.targets[j]]}: {cell!r}")
+                else:
+                    values[i, j] = found
+        own = None if request.own is None else request.own.wanted
+        names = tuple(self.header[i] for i in self.targets) if own is None else own.names
+        single = not request.targets if own is None else not own.shape
+        y = values[:, 0] if single else values
+        task = request.wanted_task or inferred_task([y], specs)
+        if task == "classification":  # whole numbers, in one column or several
+            task = "regression"
+        return read_targets([y], task, specs, self.where, errors, names=names)
 
 
 def table_builder(
@@ -140,9 +187,15 @@ def table_builder(
             raise DataError(f"{source}: there is no column {name!r} ({key}); the columns are {listed(header)}")
         return names.index(composed(name))
 
-    asked = {"label": request.label if request.labelled else None, "split": request.split, "client": request.client}
+    numeric = request.labelled and (bool(request.targets) or request.wanted_task not in (None, "classification"))
+    required = () if own is None or own.targets is None else own.targets.names
+    several = request.targets or required
+    of_targets = (several or (request.label,)) if numeric else ()
+    targets = tuple(column(name, request.called("targets" if several else "label")) for name in of_targets)
+    label = request.label if request.labelled and not numeric else None
+    asked = {"label": label, "split": request.split, "client": request.client}
     chosen = {key: None if name is None else column(name, request.called(key)) for key, name in asked.items()}
-    rest = [i for i in range(len(header)) if i not in chosen.values()]
+    rest = [i for i in range(len(header)) if i not in chosen.values() and i not in targets]
     if own is not None and own.features is not None:
         inputs = [column(name, "data.own.features") for name in own.features]
         ignored, why = [header[i] for i in rest if i not in inputs], "columns ignored"
@@ -151,17 +204,57 @@ def table_builder(
         inputs = [i for i in rest if i not in rows]
         ignored = [repr(header[i]) if header[i] else "the first, without a name" for i in rows]
         why = "columns left out, as an index that numbers the rows"
-    if own is not None:
-        kind, classes, shape = own.kind, len(own.classes), input_shape(own, len(inputs), "columns of inputs", source)
-    elif inputs:
-        kind, classes, shape = "features", 0, (len(inputs),)
-    else:
+    if own is None and not inputs:
         raise DataError(f"{source}: it has no feature columns besides {listed(header)}")
-    batches = Batches(kind, shape, classes, errors, lambda j: f"column {header[inputs[j]]}")
+    if own is None and isinstance(request.integers, tuple):
+        of_integers = [column(name, request.called("integers")) for name in request.integers]
+        inputs = [*(i for i in inputs if i not in of_integers), *of_integers]
+    batches = _batches(header, inputs, request, errors)
     notes = (f"{why}: {listed(ignored)}",) if ignored else ()
-    return TableBuilder(
-        request, header, row_name, batches, tuple(inputs), chosen["label"], chosen["split"], chosen["client"], notes
-    )
+    found = chosen["label"], chosen["split"], chosen["client"]
+    return TableBuilder(request, header, row_name, batches, tuple(inputs), *found, notes, targets)
+
+
+def _batches(header: Sequence[str], inputs: Sequence[int], request: Request, errors: ValidationErrors) -> ColumnBatches:
+    """Return where the columns of inputs go: one tensor, or features and integers.
+
+    Raise DataError if their number does not fit what an experiment requires.
+    """
+    own, specs = request.own, dict[str, InputSpec]()
+    if own is not None:
+        specs = dict(own.specs)
+        input_shape(own, len(inputs), "columns of inputs", errors.source)
+        if "" not in specs and set(specs) - {FEATURES, INTEGERS}:
+            found = listed(sorted(specs))
+            raise DataError(f"{errors.source}: data.own.inputs has {found}; a table has only {FEATURES} and {INTEGERS}")
+    elif request.integers and isinstance(request.integers, tuple) and len(request.integers) < len(inputs):
+        integers = len(request.integers)
+        specs = {
+            FEATURES: InputSpec("features", (len(inputs) - integers,)),
+            INTEGERS: InputSpec("integers", (integers,)),
+        }
+    else:
+        specs = {"": InputSpec("integers" if request.integers else "features", (len(inputs),))}
+    parts, start = {}, 0
+    for name, spec in specs.items():
+        columns = np.arange(start, start + math.prod(spec.shape))
+        called = partial(_called, header, [inputs[j] for j in columns.tolist()])
+        classes = 0 if own is None else len(own.classes)
+        parts[name] = Batches(spec.kind, spec.shape, classes, errors, called, spec.high), columns
+        start += len(columns)
+    return ColumnBatches(parts)
+
+
+def _called(header: Sequence[str], inputs: Sequence[int], j: int) -> str:
+    return f"column {header[inputs[j]]}"
+
+
+def _cell_number(cell: object) -> float | None:
+    """Return the number in a cell of a column of targets; None if there is none."""
+    if isinstance(cell, str):
+        found = number(cell)
+        return TRUTHS.get(cell.strip().lower()) if found is None else found
+    return float(cell) if isinstance(cell, int | float | Decimal) else None
 
 
 def _index(header: Sequence[str], rest: Sequence[int], index: Sequence[str], source: str) -> list[int]:
@@ -238,7 +331,8 @@ class _CsvReader:
         """Return the examples, and record columns that mix truth values and numbers."""
         self._take()
         mixed = sorted(self.truths & self.digits)
-        self.errors.add_many("true or false among numbers", len(mixed), (self.table.batches.name(j) for j in mixed))
+        names = (f"column {self.table.features[j]}" for j in mixed)
+        self.errors.add_many("true or false among numbers", len(mixed), names)
         return self.table.examples()
 
     def _take(self) -> None:

@@ -1,0 +1,166 @@
+"""Data sets in the formats of other libraries: MedMNIST's npz files, and folders saved by ``datasets``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.input_spec import INPUT_NAME, RawInputs
+from fedloom.data.manifest import SPLITS
+from fedloom.data.pack.arrays import examples_of, read_npz
+from fedloom.data.pack.columns import read_frame
+from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, ValidationErrors, listed
+from fedloom.data.pack.items import read_items
+from fedloom.data.pack.tokens import tokenized
+from fedloom.errors import DataError, ExperimentError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MEDMNIST = {"train": "train", "val": "validation", "test": "test"}
+"""Prefixes of MedMNIST's arrays, and the splits that they are for."""
+
+
+def read_medmnist(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+    """Read an npz file of MedMNIST (https://medmnist.com): images or volumes, with one class or several labels.
+
+    Raise DataError if it has other arrays; ExperimentError if owners are asked for, which it does not have.
+    """
+    if request.client is not None:
+        key = "data.source.client"
+        raise ExperimentError(f"{key}: MedMNIST's files have no owners; leave it out", key=key)
+    tell("reading arrays", 0, None)
+    arrays = read_npz(path)
+    needed = [f"{prefix}_{what}" for prefix in MEDMNIST for what in ("images", "labels")]
+    if missing := [name for name in needed if name not in arrays]:
+        raise DataError(f"{path} has no {', '.join(missing)}, as MedMNIST's files have")
+    given: dict[str, RawInputs] = {}
+    for prefix, split in MEDMNIST.items():
+        given[f"{split}_x"] = _images(arrays[f"{prefix}_images"])
+        labels = arrays[f"{prefix}_labels"]
+        given[f"{split}_y"] = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    return examples_of([(None, given)], None, request)
+
+
+def _images(images: NDArray[Any]) -> NDArray[Any]:
+    """Return images ``[n, channels, height, width]``, or volumes ``[n, 1, depth, height, width]`` of 0 ... 1."""
+    if images.ndim == 4 and images.shape[3] == 3 and images.shape[1] != 3:
+        return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+    if images.ndim == 4:
+        return (images[:, None] / np.float32(255)).astype(np.float32)
+    return images
+
+
+def read_saved(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+    """Read a folder that ``datasets`` has saved (``save_to_disk``), one table or several splits.
+
+    The columns are those of a table; a column of images makes pixels, columns of equally long lists make named inputs,
+    and a column of text (``text``) becomes the tokens of a tokenizer.
+
+    Raise ExperimentError if ``datasets`` is not installed; DataError if the folder is not such a data set.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ExperimentError(
+            f"reading {path} needs the package datasets, which is not installed", hint="pip install datasets"
+        ) from None
+    tell("reading the data set", 0, None)
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (FileNotFoundError, ValueError, OSError) as error:
+        said = str(error).splitlines()[0]
+        raise DataError(f"{path} is not a data set that datasets has saved: {said}") from error
+    parts: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"": found}
+    splits = [SPLIT_NAMES.get(name.lower()) for name in parts] if "" not in parts else [None]
+    if "" not in parts and None in splits:
+        raise DataError(f"{path}: the splits are {listed(list(parts))}; they must be {', '.join(SPLIT_NAMES)}")
+    columns = list(next(iter(parts.values())).column_names)
+    images = [name for name, kind in next(iter(parts.values())).features.items() if type(kind).__name__ == "Image"]
+    if images:
+        return _of_images(parts, splits, images, request, str(path))
+    frames = [part.to_pandas() for part in parts.values()]
+    lists = [name for name in columns if frames[0][name].map(lambda value: isinstance(value, list | np.ndarray)).all()]
+    if lists or request.text is not None:
+        return _of_lists(frames, splits, lists, request, errors)
+    return _of_frames(frames, splits, request, errors)
+
+
+def _of_images(
+    parts: Mapping[str, Any], splits: Sequence[int | None], images: Sequence[str], request: Request, where: str
+) -> Examples:
+    columns = next(iter(parts.values())).column_names
+    if len(images) > 1 or request.label not in columns:
+        raise DataError(
+            f"{where}: it has the columns {listed(columns)}; a column of images and one of labels "
+            f"({request.called('label')}) are needed"
+        )
+    given: dict[str, RawInputs] = {}
+    classes: Sequence[str] | None = None
+    owners: list[str] = []
+    for (name, part), split in zip(parts.items(), splits, strict=True):
+        items = [(row[images[0]], row[request.label]) for row in part]
+        prefix = "" if split is None else f"{SPLITS[split]}_"
+        given[f"{prefix}x"], given[f"{prefix}y"], _ = read_items(items, f"{where} {name}".strip())
+        classes = getattr(part.features[request.label], "names", None)
+        if request.client is not None:
+            owners += [str(each) for each in part[request.client]]
+    examples = examples_of([(None, given)], classes, request)
+    return examples if request.client is None else replace(examples, owners=tuple(owners))
+
+
+def _of_frames(
+    frames: Sequence[DataFrame], splits: Sequence[int | None], request: Request, errors: ValidationErrors
+) -> Examples:
+    import pandas
+
+    if splits == [None]:
+        return read_frame(frames[0], request, errors)
+    named = [frame.assign(**{_SPLIT: SPLITS[split or 0]}) for frame, split in zip(frames, splits, strict=True)]
+    return read_frame(pandas.concat(named, ignore_index=True), replace(request, split=_SPLIT), errors)
+
+
+_SPLIT = "fedloom split"
+"""Column that says which split a row is from."""
+
+
+def _of_lists(
+    frames: Sequence[DataFrame],
+    splits: Sequence[int | None],
+    lists: Sequence[str],
+    request: Request,
+    errors: ValidationErrors,
+) -> Examples:
+    """Return columns of lists, or the tokens of a text, as inputs; the column of labels may be a list, too."""
+    if request.label not in frames[0].columns:
+        raise DataError(
+            f"{errors.source}: there is no column {request.label!r} ({request.called('label')}); the columns are "
+            f"{listed(list(frames[0].columns))}"
+        )
+    given: dict[str, RawInputs] = {}
+    owners: list[str] = []
+    for frame, split in zip(frames, splits, strict=True):
+        prefix = "" if split is None else f"{SPLITS[split]}_"
+        inputs = {name: _stacked(frame, name, errors.source) for name in lists if name != request.label}
+        if request.text is not None:
+            inputs |= tokenized(frame[request.text.column].tolist(), request.text, errors.source)
+        if wrong := [name for name in inputs if not INPUT_NAME.fullmatch(name)]:
+            raise DataError(f"{errors.source}: column {wrong[0]!r} cannot name an input; use letters and digits")
+        labels = _stacked(frame, request.label, errors.source) if request.label in lists else frame[request.label]
+        given[f"{prefix}x"] = next(iter(inputs.values())) if len(inputs) == 1 else inputs
+        given[f"{prefix}y"] = np.asarray(labels)
+        owners += [] if request.client is None else [str(each) for each in frame[request.client]]
+    examples = examples_of([(None, given)], None, request)
+    return examples if request.client is None else replace(examples, owners=tuple(owners))
+
+
+def _stacked(frame: DataFrame, name: str, source: str) -> NDArray[Any]:
+    try:
+        return np.stack([np.asarray(value) for value in frame[name]])
+    except ValueError as error:
+        raise DataError(f"{source}: column {name}: lists must be of one length ({error}); pad them first") from error

@@ -1,0 +1,169 @@
+"""Targets of examples: the task that arrays suggest, and the targets of a task as shards hold them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.pack.examples import ValidationErrors, listed
+from fedloom.data.targets import SHAPES, Targets
+from fedloom.data.values import Rounding, as_numbers
+from fedloom.errors import DataError
+from fedloom.tasks.names import TaskName
+
+
+def inferred_task(ys: Sequence[NDArray[Any]], specs: Mapping[str, InputSpec]) -> TaskName:
+    """Return the task that targets suggest, given the input tensors.
+
+    Numbers with fractions, ``[n]`` or ``[n, k]``, are for regression; ``[n, K]`` of 0 and 1, K > 1, for multilabel;
+    integers of an image's height and width for segmentation; integers of the shape of integer inputs for next_token;
+    everything else is for classification.
+
+    Parameters
+    ----------
+    ys
+        Targets of all parts.
+    specs
+        Input tensors; their normalization is not used.
+    """
+    kinds, shapes = {y.dtype.kind for y in ys}, {y.shape[1:] for y in ys}
+    if not kinds <= set("iufb") or len(shapes) > 1:
+        return "classification"
+    shape = shapes.pop()
+    if len(shape) < 2 and kinds & {"f"} and any(_has_fraction(y) for y in ys):
+        return "regression"
+    if len(shape) == 1 and shape[0] > 1 and all(bool(((y == 0) | (y == 1)).all()) for y in ys):
+        return "multilabel"
+    if kinds <= set("iub") and len(shape) == 2 and any(_plane(spec) == shape for spec in specs.values()):
+        return "segmentation"
+    if kinds <= set("iu") and any(spec.kind == "integers" and spec.shape == shape for spec in specs.values()):
+        return "next_token" if len(shape) == 1 else "classification"
+    return "classification"
+
+
+def read_targets(
+    ys: Sequence[NDArray[Any]],
+    task: TaskName,
+    specs: Mapping[str, InputSpec],
+    where: Callable[[int], str],
+    errors: ValidationErrors,
+    *,
+    names: Sequence[str] = (),
+    outputs: int | None = None,
+) -> tuple[NDArray[Any], Targets, tuple[str, ...]]:
+    """Return the targets of a task as shards hold them, ``[n, ...]``, their description, and notes.
+
+    Raise DataError if arrays do not have the shape or type of the task's targets.
+
+    Parameters
+    ----------
+    ys
+        Targets of all parts.
+    where
+        Returns the place of the i-th example.
+    names
+        Names of the labels, numbers or classes; empty if they have none.
+    outputs
+        Least number of outputs, of segmentation and next_token: the data may lack some.
+    """
+    shapes = {y.shape[1:] for y in ys}
+    if len(shapes) > 1:
+        raise DataError(
+            f"{errors.source}: targets have the shapes {listed([str(list(s)) for s in sorted(shapes)])}; give one"
+        )
+    y, shape = np.concatenate(ys), shapes.pop()
+    rank = {"multilabel": (1,), "regression": (0, 1), "segmentation": (2,), "next_token": (1,)}[task]
+    if len(shape) not in rank or y.dtype.kind not in "iufb" or 0 in shape:
+        raise DataError(
+            f"{errors.source}: targets are {y.dtype} of shape {list(y.shape)}; task {task} needs {SHAPES[task]}"
+        )
+    _check_shape(task, shape, specs, errors.source)
+    if task == "regression":
+        numbers, notes = _numbers(y, where, errors)
+        return numbers, Targets(task, shape, math.prod(shape), tuple(names)), notes
+    most, known = _most(task, y, specs, names, outputs, shape, errors.source)
+    with np.errstate(invalid="ignore"):
+        wrong = ~((y >= 0) & (y <= most) & (y == np.floor(y)))
+    places = (f"{where(int(i[0]))}: {y[tuple(i)]}" for i in np.argwhere(wrong))
+    errors.add_many(f"target that is not a whole number from 0 to {most}", int(wrong.sum()), places)
+    targets = Targets(task, shape, known, tuple(names))
+    return np.where(wrong, 0, y).astype(targets.stored), targets, ()
+
+
+def _has_fraction(y: NDArray[Any]) -> bool:
+    finite = y[np.isfinite(y)] if y.dtype.kind == "f" else y[:0]
+    return bool((finite != np.floor(finite)).any())
+
+
+def _plane(spec: InputSpec) -> tuple[int, ...] | None:
+    """Return height and width of an image, or None."""
+    if spec.kind not in ("pixels", "features") or len(spec.shape) != 3:
+        return None
+    return spec.shape[1:] if spec.channel_axis == "first" else spec.shape[:2]
+
+
+def _check_shape(task: TaskName, shape: tuple[int, ...], specs: Mapping[str, InputSpec], source: str) -> None:
+    """Reject masks of another size than the images, and tokens of another length than the inputs."""
+    fits: list[tuple[int, ...]] = []
+    if task == "segmentation":
+        fits = [plane for spec in specs.values() if (plane := _plane(spec)) is not None]
+    elif task == "next_token":
+        fits = [spec.shape for spec in specs.values() if spec.kind == "integers" and len(spec.shape) == 1]
+    else:
+        return
+    if shape not in fits:
+        needed = (
+            " or ".join(str(list(each)) for each in fits) or "that of images" * (task == "segmentation") or "integers"
+        )
+        raise DataError(f"{source}: targets of {task} have the shape {list(shape)}; the inputs' is {needed}")
+
+
+def _most(
+    task: TaskName,
+    y: NDArray[Any],
+    specs: Mapping[str, InputSpec],
+    names: Sequence[str],
+    outputs: int | None,
+    shape: tuple[int, ...],
+    source: str,
+) -> tuple[int, int]:
+    """Return the largest value of a target, and the number of outputs."""
+    if task == "multilabel":
+        return 1, shape[0]
+    if names:
+        return len(names) - 1, len(names)
+    with np.errstate(invalid="ignore"):
+        found = int(y.max()) + 1 if y.size and np.isfinite(y).all() else 1
+    if task == "next_token":
+        found = max(found, *(spec.high or 1 for spec in specs.values()))
+    if outputs is not None and outputs < found:
+        raise DataError(f"{source}: outputs is {outputs}, and the data have {found}; set it to {found} or more")
+    known = max(found, outputs or 1)
+    return known - 1, known
+
+
+def _numbers(
+    y: NDArray[Any], where: Callable[[int], str], errors: ValidationErrors
+) -> tuple[NDArray[np.float32], tuple[str, ...]]:
+    """Return numbers as 32-bit floats, and a note if they are rounded visibly."""
+    try:
+        values = as_numbers(y).reshape(len(y), -1)
+    except ValueError as error:
+        raise DataError(f"{errors.source}: targets: {error}") from None
+    with np.errstate(over="ignore", invalid="ignore"):
+        kept = values.astype(np.float32)
+    wrong = ~np.isfinite(kept)
+    places = (f"{where(int(i))}: {values[i, j]:g}" for i, j in np.argwhere(wrong))
+    errors.add_many("target that is not a finite 32-bit number", int(wrong.sum()), places)
+    rounding = Rounding(values.shape[1])
+    rounding.add(values, kept)
+    lost = [f"target {j}" for j in rounding.lost()]
+    errors.add_many("targets that 32-bit floats cannot tell apart (subtract an offset first)", len(lost), lost)
+    noted = [f"target {j}" for j in rounding.noted()]
+    notes = (f"rounded to the precision of 32-bit floats: {listed(noted)}",) if noted else ()
+    return kept.reshape(y.shape), notes

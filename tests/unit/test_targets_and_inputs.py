@@ -1,0 +1,666 @@
+"""Targets that are not classes, and inputs beside pixels, features and tokens: from arrays to clients and models."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from facts import mentions
+from numpy.typing import NDArray
+from PIL import Image
+
+import fedloom
+from fedloom.data.federated import FederatedDataset, OwnDataset
+from fedloom.data.input_spec import InputSpec, Normalization, without_defaults
+from fedloom.data.manifest import Manifest
+from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.overlap import overlap
+from fedloom.data.own import OwnClients, own_manifest, read_card
+from fedloom.data.pack import PackSettings, pack
+from fedloom.data.pack.examples import Request
+from fedloom.data.pack.tokens import TextColumn, tokenized
+from fedloom.data.problem import Problem
+from fedloom.data.requirements import Own
+from fedloom.errors import DataError, ExperimentError
+from fedloom.models.fitting import fitted
+from fedloom.models.registry import LeNetSettings, LogisticSettings, MLPSettings
+from fedloom.runner.personal_model import ModelCard, PersonalModel
+
+N = 60
+RNG = np.random.default_rng(35)
+FEATURES = RNG.normal(3, 2, (2 * N, 4)).astype(np.float32)
+SIGNALS = RNG.normal(1, 2, (2 * N, 3, 10)).astype(np.float32)
+IMAGES = RNG.integers(0, 256, (2 * N, 3, 6, 6), dtype=np.uint8)
+TOKENS = RNG.integers(0, 700, (2 * N, 5))
+CODES = RNG.integers(0, 9, (2 * N, 3))
+CLASSES = np.arange(2 * N) % 3
+PRICES = (FEATURES @ np.array([5.0, -3.0, 2.0, 1.0]) + 100).astype(np.float64)
+
+
+def two(x: Any, y: NDArray[Any]) -> dict[str, tuple[Any, NDArray[Any]]]:
+    """Return examples of two owners."""
+
+    def part(rows: slice) -> Any:
+        return {name: each[rows] for name, each in x.items()} if isinstance(x, Mapping) else x[rows]
+
+    return {name: (part(rows), y[rows]) for name, rows in (("a", slice(0, N)), ("b", slice(N, None)))}
+
+
+def opened(x: Any, y: NDArray[Any], root: Path, **settings: Any) -> FederatedDataset:
+    """Return the partition of two owners' arrays."""
+    return fedloom.Federated.from_arrays(two(x, y), root=root, held_out_fraction=0.0, **settings).open()
+
+
+MASKS = (IMAGES[:, 0] > 100).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "task", "outputs", "shape", "dtype"),
+    [
+        (FEATURES, PRICES, "regression", 1, (), torch.float32),
+        (FEATURES, np.stack([PRICES, -PRICES], 1), "regression", 2, (2,), torch.float32),
+        (SIGNALS, RNG.integers(0, 2, (2 * N, 5)), "multilabel", 5, (5,), torch.float32),
+        (SIGNALS, RNG.integers(0, 2, (2 * N, 5)) > 0, "multilabel", 5, (5,), torch.float32),
+        (IMAGES, MASKS, "segmentation", 2, (6, 6), torch.int64),
+        (IMAGES, MASKS > 0, "segmentation", 2, (6, 6), torch.int64),
+        (TOKENS, TOKENS, "next_token", int(TOKENS.max()) + 1, (5,), torch.int64),
+        (FEATURES, CLASSES, "classification", 3, (), torch.int64),
+        (FEATURES, CLASSES.astype(float), "classification", 3, (), torch.int64),
+    ],
+)
+def test_targets_say_their_task(
+    x: NDArray[Any],
+    y: NDArray[Any],
+    task: str,
+    outputs: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "fedloom.data"):
+        dataset = opened(x, y, tmp_path)
+    manifest = dataset.manifest
+    assert (manifest.task, manifest.outputs) == (task, outputs)
+    assert (manifest.classes == 0) is (task != "classification")
+    assert any(task in record.message for record in caplog.records) is (task != "classification")
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    found = torch.cat([dataset.client(client).train.y for client in manifest.roster])
+    assert found.dtype == dtype
+    assert found.shape[1:] == shape
+
+
+def test_regression_is_standardized_over_the_training_targets_of_seen_clients(tmp_path: Path) -> None:
+    many = {name: (FEATURES[i::6], PRICES[i::6]) for i, name in enumerate("abcdef")}
+    data = fedloom.Federated.from_arrays(many, root=tmp_path, held_out_fraction=0.5)
+    for measured_on in ("seen", "pool"):
+        section = data.section | {"normalization": measured_on}
+        dataset = fedloom.Federated(section).open()
+        manifest = dataset.manifest
+        names = manifest.roster if measured_on == "seen" else (*manifest.roster, *manifest.unseen)
+        raw = np.concatenate([dataset.tensors(name)["train_y"].numpy() for name in names]).astype(np.float64)
+        assert manifest.targets is not None
+        assert manifest.targets.mean == pytest.approx((raw.mean(),), rel=1e-12)
+        assert manifest.targets.std == pytest.approx((raw.std(),), rel=1e-12)
+        split, kept = dataset.client(names[0]).test, dataset.tensors(names[0])["test_y"].numpy()
+        expected = (kept - raw.mean()) / raw.std()
+        assert np.allclose(split.y.numpy(), expected, atol=1e-5)
+
+
+def test_a_task_that_is_named_is_taken_or_refused(tmp_path: Path) -> None:
+    whole = np.arange(2 * N) % 7
+    manifest = opened(FEATURES, whole, tmp_path, task="regression").manifest
+    assert (manifest.task, manifest.outputs) == ("regression", 1)
+    assert opened(IMAGES, MASKS, tmp_path, outputs=4).manifest.outputs == 4
+    assert opened(TOKENS, TOKENS, tmp_path, outputs=1000).manifest.outputs == 1000
+    assert opened(IMAGES, MASKS, tmp_path, classes=["ground", "sky"]).manifest.targets.names == ("ground", "sky")
+    cases: list[tuple[Any, Any, dict[str, Any], tuple[str, ...]]] = [
+        (FEATURES, CLASSES, {"task": "multilabel"}, ("multilabel", "[n, K]")),
+        (FEATURES, CLASSES, {"task": "segmentation"}, ("segmentation", "height")),
+        (FEATURES, np.stack([CLASSES, CLASSES], 1), {"task": "multilabel"}, ("0 to 1", "client a: y[2]")),
+        (IMAGES, MASKS[:, :4], {"task": "segmentation"}, ("[4, 6]", "[6, 6]")),
+        (TOKENS, TOKENS[:, 1:], {"task": "next_token"}, ("[4]", "[5]")),
+        (FEATURES, np.stack([CLASSES, CLASSES], 1), {}, ("[60, 2]", "multilabel", "regression")),
+        (IMAGES, MASKS * 3, {"outputs": 2}, ("outputs is 2", "4")),
+        (IMAGES, MASKS * 3, {"classes": ["p", "q"]}, ("0 to 1", "client a: y[0]")),
+        (FEATURES, np.where(PRICES > 100, np.nan, PRICES), {}, ("finite", "client a: y[")),
+        (FEATURES, PRICES * 1e-3 + 1e7, {}, ("32-bit",)),
+        (FEATURES, np.array(["p", "q"] * N), {"task": "regression"}, ("<U1", "regression")),
+    ]
+    for x, y, settings, facts in cases:
+        with pytest.raises(DataError) as error:
+            opened(x, y, tmp_path, **settings)
+        assert mentions(str(error.value), *facts), str(error.value)
+    with pytest.raises(ExperimentError) as unknown:
+        opened(FEATURES, CLASSES, tmp_path, task="ranking")
+    assert (unknown.value.key, unknown.value.found) == ("task", "ranking")
+
+
+def test_integers_stay_and_features_of_any_rank_are_standardized_along_an_axis(tmp_path: Path) -> None:
+    dataset = opened(TOKENS, CLASSES, tmp_path)
+    manifest = dataset.manifest
+    assert (manifest.kind, manifest.high, manifest.input_shape) == ("integers", int(TOKENS.max()) + 1, (5,))
+    raw = torch.cat([dataset.tensors(name)["train_x"] for name in manifest.roster])
+    kept = torch.cat([dataset.client(name).train.x for name in manifest.roster])
+    assert kept.dtype == torch.int64
+    assert torch.equal(kept, raw)
+    as_numbers = torch.cat([dataset.standardized(name).train.x for name in manifest.roster])
+    expected = (raw.double() - raw.double().mean(0)) / raw.double().std(0, correction=0)
+    assert as_numbers.dtype == torch.float32
+    assert torch.allclose(as_numbers.double(), expected, atol=1e-5)
+    for axis, size, others in (("first", 3, (0, 2)), ("last", 10, (0, 1))):
+        dataset = opened(SIGNALS, CLASSES, tmp_path, channel_axis=axis)
+        assert len(dataset.manifest.normalization.mean) == size
+        assert ('"channel_axis":"last"' in dataset.manifest.to_json()) is (axis == "last")
+        x = torch.cat([dataset.client(name).train.x for name in dataset.manifest.roster]).double()
+        assert torch.allclose(x.mean(others), torch.zeros(size, dtype=torch.float64), atol=1e-6)
+        assert torch.allclose(x.square().mean(others), torch.ones(size, dtype=torch.float64), atol=1e-5)
+
+
+def test_integers_below_zero_are_measurements(tmp_path: Path) -> None:
+    assert opened(CODES - 4, CLASSES, tmp_path).manifest.kind == "features"
+    assert opened(CODES.astype(np.float32), CLASSES, tmp_path).manifest.kind == "features"
+
+
+def test_named_inputs_reach_clients_each_of_its_kind(tmp_path: Path) -> None:
+    x = {"image": IMAGES, "row": FEATURES, "codes": CODES}
+    dataset = opened(x, PRICES, tmp_path)
+    manifest = dataset.manifest
+    assert (manifest.kind, manifest.input_shape, manifest.normalization) == ("named", (), Normalization((), ()))
+    assert {name: spec.kind for name, spec in manifest.specs.items()} == {
+        "codes": "integers",
+        "image": "pixels",
+        "row": "features",
+    }
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    alone = opened(FEATURES, PRICES, tmp_path).manifest.specs[""]
+    assert manifest.specs["row"] == alone
+    train = dataset.client(manifest.roster[0]).train
+    assert {name: each.dtype for name, each in train.x.items()} == {
+        "codes": torch.int64,
+        "image": torch.float32,
+        "row": torch.float32,
+    }
+    assert len(train) == len(train.x["row"]) == len(train.y)
+    rows = {tuple(row) for row in CODES[:N].tolist()}
+    assert {tuple(row) for row in train.x["codes"].tolist()} <= rows
+    found = overlap(dataset, dataset)
+    assert (found.train, found.validation, found.test) == (sum(entry.train for entry in manifest.clients), 0, 0)
+
+
+def test_repeated_named_inputs_stay_in_one_split(tmp_path: Path) -> None:
+    x = {"row": np.repeat(FEATURES[: N // 2], 4, axis=0), "codes": np.repeat(CODES[: N // 2], 4, axis=0)}
+    dataset = opened(x, CLASSES, tmp_path)
+    seen: dict[bytes, str] = {}
+    for client in dataset.manifest.roster:
+        tensors = dataset.tensors(client)
+        for split in ("train", "validation", "test"):
+            for row in tensors[f"{split}_x.row"].numpy():
+                assert seen.setdefault(row.tobytes(), split) == split
+
+
+@pytest.mark.parametrize(
+    ("x", "facts"),
+    [
+        ({"row": FEATURES, "image": IMAGES[:-1]}, ("60", "59", "as many of each")),
+        ({"row": FEATURES, "a b": IMAGES}, ("'a b'", "letters")),
+        ({"row": FEATURES[:, 0]}, ("x.row", "[60]", "[n, features]")),
+        ({}, ("x",)),
+    ],
+)
+def test_wrong_named_inputs_are_refused(x: dict[str, NDArray[Any]], facts: tuple[str, ...], tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        opened(x, CLASSES, tmp_path)
+    assert mentions(str(error.value), *facts), str(error.value)
+
+
+def test_clients_have_the_same_names(tmp_path: Path) -> None:
+    clients = {"a": ({"row": FEATURES[:N]}, CLASSES[:N]), "b": ({"line": FEATURES[N:]}, CLASSES[N:])}
+    with pytest.raises(DataError) as error:
+        fedloom.Federated.from_arrays(clients, root=tmp_path)
+    assert mentions(str(error.value), "client b", "row", "line")
+
+
+SCHEMES: list[tuple[dict[str, Any], str | None]] = [
+    ({"scheme": "iid", "clients": 4}, None),
+    ({"scheme": "imbalanced", "clients": 4, "large_size": 20, "small_size": 10}, None),
+    ({"scheme": "natural"}, None),
+    ({"scheme": "dirichlet", "clients": 4, "alpha": 1.0}, "data.partition.scheme"),
+    ({"scheme": "classes", "clients": 4, "classes_per_client": 2}, "data.partition.scheme"),
+    ({"scheme": "iid", "clients": 4, "shift": {"kind": "labels"}}, "data.partition.shift.kind"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "key"), SCHEMES)
+def test_schemes_that_need_classes_refuse_numbers(scheme: dict[str, Any], key: str | None, tmp_path: Path) -> None:
+    if key is None:
+        assert opened(FEATURES, PRICES, tmp_path, partition=scheme).manifest.task == "regression"
+        return
+    with pytest.raises(ExperimentError) as error:
+        opened(FEATURES, PRICES, tmp_path, partition=scheme)
+    assert key in str(error.value)
+
+
+def test_quantiles_of_the_target_are_dealt_like_classes(tmp_path: Path) -> None:
+    scheme = {"scheme": "classes", "clients": 6, "classes_per_client": 1, "quantiles": 3}
+    dataset = opened(FEATURES, PRICES, tmp_path, partition=scheme)
+    ranges = []
+    for client in dataset.manifest.roster:
+        y = torch.cat([dataset.tensors(client)[f"{split}_y"] for split in ("train", "validation")])
+        ranges.append((float(y.min()), float(y.max())))
+    thirds = {low: max(high for other, high in ranges if other == low) for low, _ in ranges}
+    assert len(ranges) == 6
+    ordered = sorted(ranges)
+    for pair in (ordered[1], ordered[2]), (ordered[3], ordered[4]):
+        assert pair[0][1] < pair[1][0]  # two clients of each third, which do not overlap
+    assert thirds
+    for y, facts in ((CLASSES, ("quantiles", "classes")), (MASKS, ("quantiles", "segmentation"))):
+        with pytest.raises(ExperimentError) as error:
+            opened(IMAGES, y, tmp_path, partition=scheme)
+        assert mentions(str(error.value), *facts)
+    with pytest.raises(ExperimentError) as error:
+        opened(FEATURES, np.where(np.arange(2 * N) % 9, 1.5, PRICES), tmp_path, partition=scheme)
+    assert error.value.key == "data.partition.quantiles"
+
+
+def test_masks_turn_with_their_images(tmp_path: Path) -> None:
+    scheme = {"scheme": "iid", "clients": 4, "shift": {"kind": "rotation", "groups": 4}}
+    dataset = opened(IMAGES, MASKS, tmp_path, partition=scheme)
+    assert dataset.manifest.shift_groups is not None
+    for client in dataset.manifest.roster:
+        tensors = dataset.tensors(client)
+        assert torch.equal(tensors["train_y"].bool(), tensors["train_x"][:, 0] > 100)
+    assert overlap(dataset, opened(IMAGES, MASKS, tmp_path)).any
+
+
+# --- tables and folders -----------------------------------------------------------------------------------------------
+
+
+def frame() -> pandas.DataFrame:
+    """Return a table with measurements, codes, an owner, and targets."""
+    return pandas.DataFrame(FEATURES, columns=list("pqrs")).assign(
+        code=CODES[:, 0], kind=CODES[:, 1], site=["u", "v"] * N, price=PRICES, low=PRICES < 100, high=PRICES > 90
+    )
+
+
+def test_frames_have_numbers_labels_and_codes_as_they_are_asked(tmp_path: Path) -> None:
+    def made(**how: Any) -> Manifest:
+        drop = how.pop("drop", [])
+        data = fedloom.Federated.from_frame(
+            frame().drop(columns=drop), client="site", root=tmp_path, held_out_fraction=0.0, **how
+        )
+        return data.open().manifest
+
+    found = made(label="price")
+    assert (found.task, found.targets.names, found.kind) == ("regression", ("price",), "features")
+    found = made(label=["low", "high"])
+    assert (found.task, found.targets.names, found.targets.shape) == ("multilabel", ("low", "high"), (2,))
+    found = made(label=["price", "p"])
+    assert (found.task, found.targets.shape) == ("regression", (2,))
+    found = made(label="kind", integers=["code"])
+    assert (found.classes, found.kind) == (9, "named")
+    assert {name: spec.shape for name, spec in found.specs.items()} == {"features": (7,), "integers": (1,)}
+    assert found.specs["integers"].high == 9
+    found = made(label="price", integers=True, drop=list("pqrs"))
+    assert (found.kind, found.input_shape) == ("integers", (4,))
+    with pytest.raises(DataError) as error:
+        made(label="price", integers=["code", "p"])
+    assert mentions(str(error.value), "column p", "integer")
+    with pytest.raises(DataError) as error:
+        made(label="price", integers=["nothing"])
+    assert mentions(str(error.value), "'nothing'", "integers")
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_tables_take_a_task_columns_of_targets_and_integers(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"t.{ending}"
+    frame().to_csv(path, index=False) if ending == "csv" else frame().to_parquet(path, index=False)
+
+    def made(**how: Any) -> Manifest:
+        source = {"path": str(path), "client": "site", **how}
+        section = {"dataset": "table", "source": source, "root": str(tmp_path), "partition": {"scheme": "natural"}}
+        return fedloom.Federated(section).open().manifest
+
+    with pytest.raises(DataError) as error:
+        made(label="price")
+    assert mentions(str(error.value), "measured", "task: regression")
+    found = made(label="price", task="regression")
+    assert found.targets.mean == pytest.approx((PRICES.mean(),), rel=0.1)
+    assert made(targets=["low", "high"]).task == "multilabel"
+    assert made(targets=["low", "high"], task="regression").task == "regression"
+    assert made(label="price", task="regression", integers=["code", "kind"]).specs["integers"].shape == (2,)
+
+
+def masked_folder(folder: Path, *, prefix: str = "", scale: int = 255) -> None:
+    """Write 12 images with masks of 0 and ``scale``."""
+    for i in range(12):
+        for kind, values in (("images", IMAGES[i].transpose(1, 2, 0)), ("masks", (MASKS[i] * scale).astype(np.uint8))):
+            path = folder / prefix / kind / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(values).save(path)
+
+
+@pytest.mark.parametrize("scale", [1, 255])
+def test_a_folder_of_images_and_masks_is_segmentation(scale: int, tmp_path: Path) -> None:
+    for owner in ("ann", "bob"):
+        masked_folder(tmp_path / "data", prefix=owner, scale=scale)
+    source = {"path": str(tmp_path / "data"), "client": "folder"}
+    section = {
+        "dataset": "folder",
+        "source": source,
+        "root": str(tmp_path),
+        "partition": {"scheme": "iid", "clients": 2},
+    }
+    dataset = fedloom.Federated(section).open()
+    assert (dataset.manifest.task, dataset.manifest.outputs, dataset.manifest.kind) == ("segmentation", 2, "pixels")
+    for client in dataset.manifest.roster:
+        tensors = dataset.tensors(client)
+        assert torch.equal(tensors["train_y"].bool(), tensors["train_x"][:, 0] > 100)
+
+
+def test_images_without_masks_and_masks_of_other_sizes_are_named(tmp_path: Path) -> None:
+    masked_folder(tmp_path / "data", scale=1)
+    (tmp_path / "data/masks/3.png").unlink()
+    (tmp_path / "data/images/4.png").unlink()
+    Image.fromarray(np.zeros((5, 6), np.uint8)).save(tmp_path / "data/masks/5.png")
+    Image.fromarray(np.zeros((6, 6, 3), np.uint8)).save(tmp_path / "data/masks/6.png")
+    with pytest.raises(DataError) as error:
+        pack(tmp_path / "data", tmp_path / "out", PackSettings())
+    facts = ("without a mask", "images/3.png", "without an image", "masks/4.png", "5 x 6", "channels")
+    assert mentions(str(error.value), *facts), str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def read(dataset: str, path: Path, root: Path, **source: Any) -> FederatedDataset:
+    """Return the partition of a source in another library's format."""
+    partition = {"scheme": "iid", "clients": 2}
+    section = {"dataset": dataset, "source": {"path": str(path), **source}, "root": str(root), "partition": partition}
+    return fedloom.Federated(section).open()
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "kind", "shape", "task"),
+    [
+        (IMAGES[:, 0], CLASSES[:, None], "pixels", (1, 6, 6), "classification"),
+        (IMAGES.transpose(0, 2, 3, 1), CLASSES[:, None], "pixels", (3, 6, 6), "classification"),
+        (np.stack([IMAGES[:, 0]] * 6, 1), CLASSES[:, None], "features", (1, 6, 6, 6), "classification"),
+        (IMAGES[:, 0], RNG.integers(0, 2, (2 * N, 4)), "pixels", (1, 6, 6), "multilabel"),
+    ],
+)
+def test_medmnist_files_have_images_volumes_and_labels(
+    images: NDArray[Any], labels: NDArray[Any], kind: str, shape: tuple[int, ...], task: str, tmp_path: Path
+) -> None:
+    parts = {"train": slice(0, 80), "val": slice(80, 100), "test": slice(100, None)}
+    arrays = {f"{name}_images": images[rows] for name, rows in parts.items()}
+    arrays |= {f"{name}_labels": labels[rows].astype(np.uint8) for name, rows in parts.items()}
+    np.savez(tmp_path / "m.npz", **arrays)
+    manifest = read("medmnist", tmp_path / "m.npz", tmp_path).manifest
+    assert (manifest.kind, manifest.input_shape, manifest.task) == (kind, shape, task)
+    assert 16 <= sum(entry.test for entry in manifest.clients) <= 20  # of each class as many for both
+    del arrays["val_labels"]
+    np.savez(tmp_path / "n.npz", **arrays)
+    with pytest.raises(DataError) as error:
+        read("medmnist", tmp_path / "n.npz", tmp_path)
+    assert mentions(str(error.value), "val_labels")
+
+
+def test_saved_datasets_need_their_package_or_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    try:
+        import datasets
+    except ImportError:
+        with pytest.raises(ExperimentError) as error:
+            read("huggingface", folder, tmp_path)
+        assert mentions(str(error.value), "datasets", "install")
+        return
+    with pytest.raises(DataError):
+        read("huggingface", folder, tmp_path)
+    rows = {"input_ids": TOKENS.tolist(), "attention_mask": np.ones_like(TOKENS).tolist(), "label": CLASSES.tolist()}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "tokens"))
+    manifest = read("huggingface", tmp_path / "tokens", tmp_path).manifest
+    assert {name: spec.kind for name, spec in manifest.specs.items()} == dict.fromkeys(
+        ("attention_mask", "input_ids"), "integers"
+    )
+    images = [Image.fromarray(image.transpose(1, 2, 0)) for image in IMAGES]
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["p", "q", "r"])})
+    made = datasets.Dataset.from_dict({"image": images, "label": CLASSES.tolist()}, features=kinds)
+    datasets.DatasetDict(train=made, test=made.select(range(9))).save_to_disk(str(tmp_path / "images"))
+    manifest = read("huggingface", tmp_path / "images", tmp_path).manifest
+    assert (manifest.kind, manifest.class_names) == ("pixels", ("p", "q", "r"))
+    frame()[["p", "q", "price"]].pipe(datasets.Dataset.from_pandas).save_to_disk(str(tmp_path / "table"))
+    assert read("huggingface", tmp_path / "table", tmp_path, label="price").manifest.task == "regression"
+
+
+def test_texts_become_the_tokens_of_a_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(str(tmp_path / "tokenizer"))
+    how = TextColumn(column="text", tokenizer=str(tmp_path / "tokenizer"), length=5)
+    found = tokenized(["good bad", "bad bad bad bad", "odd"], how, "the texts")
+    assert found["input_ids"].tolist() == [[2, 5, 6, 3, 0], [2, 6, 6, 6, 3], [2, 1, 3, 0, 0]]
+    assert found["attention_mask"].sum(1).tolist() == [4, 5, 3]
+    assert list(tokenized(["good"], how.model_copy(update={"mask": False}), "the texts")) == ["input_ids"]
+    for change, texts in (({"tokenizer": str(tmp_path / "none")}, ["good"]), ({}, ["good", None])):
+        with pytest.raises(DataError):
+            tokenized(texts, how.model_copy(update=change), "the texts")
+
+
+# --- own data and newcomers -------------------------------------------------------------------------------------------
+
+OWN = {
+    "kind": "named",
+    "inputs": {
+        "row": {"kind": "features", "shape": [4]},
+        "codes": {"kind": "integers", "shape": [3], "high": 9},
+    },
+    "targets": {"task": "regression"},
+}
+
+
+def packed(tmp_path: Path, own: Own) -> OwnClients:
+    """Pack two clients, and open them."""
+    for name, rows in (("a", slice(0, N)), ("b", slice(N, None))):
+        np.savez(tmp_path / f"{name}.npz", **{"x.row": FEATURES[rows], "x.codes": CODES[rows], "y": PRICES[rows]})
+        pack(tmp_path / f"{name}.npz", tmp_path / "packed" / name, PackSettings(request=Request(own)))
+    return OwnClients.open([tmp_path / "packed"])
+
+
+def test_targets_of_own_data_are_measured_exactly(tmp_path: Path) -> None:
+    own = Own.model_validate(OWN)
+    clients = packed(tmp_path, own)
+    clients.check(own)
+    found = clients.measured(own)
+    manifest = own_manifest(own, clients.entries, 1, found)
+    assert (manifest.figures, manifest.numbers) == (found, 8)
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    dataset = OwnDataset(clients, manifest)
+    raw = [dataset.tensors(name) for name in clients.cards]
+    y = np.concatenate([tensors["train_y"].numpy() for tensors in raw]).astype(np.float64)
+    assert manifest.targets.mean == pytest.approx((y.mean(),), rel=1e-12)
+    assert manifest.targets.std == pytest.approx((y.std(),), rel=1e-9)
+    codes = np.concatenate([tensors["train_x.codes"].numpy() for tensors in raw])
+    assert manifest.specs["codes"].normalization.mean == pytest.approx(tuple(codes.mean(0)), rel=1e-12)
+    both = torch.cat([dataset.client(name).train.y for name in clients.cards])
+    assert float(both.mean()) == pytest.approx(0, abs=1e-5)
+    other = Own.model_validate(OWN | {"targets": {"task": "multilabel", "shape": [1]}})
+    with pytest.raises(DataError) as error:
+        clients.check(other)
+    assert mentions(str(error.value), "targets", "regression", "multilabel")
+
+
+@pytest.mark.parametrize(
+    ("change", "facts"),
+    [
+        ({"targets": None}, ("classes",)),
+        ({"classes": ["p"]}, ("classes", "targets")),
+        ({"targets": {"task": "segmentation", "shape": [6, 6]}}, ("outputs",)),
+        ({"targets": {"task": "multilabel"}}, ("multilabel",)),
+        ({"inputs": None}, ("inputs",)),
+        ({"inputs": {"codes": {"kind": "integers", "shape": [3]}}}, ("codes", "high")),
+        ({"inputs": {"a b": {"kind": "features", "shape": [3]}}}, ("a b",)),
+        ({"input_shape": [3]}, ("input_shape",)),
+        ({"normalization": {"mean": [0.0], "std": [1.0]}}, ("1 means", "8")),
+    ],
+)
+def test_requirements_that_contradict_themselves_are_refused(change: dict[str, Any], facts: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as error:
+        Own.model_validate(OWN | change)
+    assert mentions(str(error.value), *facts), str(error.value)
+
+
+def test_packing_checks_targets_against_the_experiment(tmp_path: Path) -> None:
+    own = Own.model_validate(
+        {
+            "kind": "features",
+            "input_shape": [4],
+            "targets": {"task": "multilabel", "shape": [2], "names": ["low", "high"]},
+        }
+    )
+    table = frame()[["p", "q", "r", "s", "low", "high"]]
+    table.to_csv(tmp_path / "t.csv", index=False)
+    card = pack(tmp_path / "t.csv", tmp_path / "out", PackSettings(request=Request(own))).card
+    assert read_card(tmp_path / "out") == card
+    assert (card.targets, card.features) == (own.wanted, ("p", "q", "r", "s"))
+    np.savez(tmp_path / "t.npz", x=FEATURES, y=RNG.integers(0, 2, (2 * N, 3)))
+    with pytest.raises(DataError) as error:
+        pack(tmp_path / "t.npz", tmp_path / "other", PackSettings(request=Request(own)))
+    assert mentions(str(error.value), "[3]", "[2]")
+
+
+def described(dataset: FederatedDataset) -> Wanted:
+    """Return the requirements of a run on a partition, as a server sends them."""
+    manifest = dataset.manifest
+    names = ("kind", "input_shape", "class_names", "normalization", "channel_axis", "high", "inputs", "targets")
+    about = without_defaults({"dataset": "d", "clients": 2, **{name: getattr(manifest, name) for name in names}})
+    return Wanted.of(Problem.from_json(json.dumps(about)), None)
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (FEATURES, PRICES),
+        (SIGNALS, RNG.integers(0, 2, (2 * N, 5))),
+        (IMAGES, MASKS),
+        (TOKENS, TOKENS),
+        ({"row": FEATURES, "codes": CODES}, PRICES),
+        ({"image": IMAGES, "row": FEATURES}, CLASSES),
+    ],
+)
+def test_newcomers_have_the_same_examples_as_clients(x: Any, y: NDArray[Any], tmp_path: Path) -> None:
+    dataset = opened(x, y, tmp_path)
+    client = dataset.manifest.roster[0]
+    tensors = dataset.tensors(client)
+    raw = {name: tensors[f"train_x.{name}"] for name in x} if isinstance(x, Mapping) else tensors["train_x"]
+    new = Newcomer.from_arrays("new", raw, tensors["train_y"], described(dataset)).client("new").train
+    old = dataset.client(client).train
+    assert torch.equal(new.y, old.y)
+    for name in x if isinstance(x, Mapping) else ("",):
+        assert torch.equal(new.x[name] if name else new.x, old.x[name] if name else old.x)
+
+
+def test_newcomers_with_other_targets_or_inputs_are_refused(tmp_path: Path) -> None:
+    numbers, named = (
+        described(opened(FEATURES, PRICES, tmp_path)),
+        described(opened({"row": FEATURES}, CLASSES, tmp_path)),
+    )
+    labels = described(opened(FEATURES, RNG.integers(0, 2, (2 * N, 5)), tmp_path))
+    cases: list[tuple[Wanted, Any, Any, tuple[str, ...]]] = [
+        (numbers, FEATURES[:3], PRICES[:2], ("[2]", "[3]")),
+        (numbers, FEATURES[:3], np.full(3, np.inf), ("finite",)),
+        (labels, FEATURES[:3], np.full((3, 5), 2), ("0 to 1",)),
+        (labels, FEATURES[:3], np.full((3, 5), 0.5), ("y",)),
+        (named, FEATURES[:3], None, ("row",)),
+        (named, {"line": FEATURES[:3]}, None, ("line", "row")),
+        (numbers, {"row": FEATURES[:3]}, None, ("row",)),
+        (named, {"row": FEATURES[:3, :2]}, None, ("[3, 2]",)),
+    ]
+    for wanted, x, y, facts in cases:
+        with pytest.raises(DataError) as error:
+            Newcomer.from_arrays("new", x, y, wanted)
+        assert mentions(str(error.value), *facts), str(error.value)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_built_in_models_get_integers_standardized_and_refuse_named_inputs() -> None:
+    specs = {"": InputSpec("integers", (3,), Normalization((1.0,) * 3, (2.0,) * 3), high=9)}
+    for choice in (MLPSettings(), LogisticSettings()):
+        found = fitted(choice, specs, 4)
+        assert found.standardizes
+        plain = fitted(choice, {"": InputSpec("features", (3,))}, 4)
+        assert found.model.layout == plain.model.layout
+        assert not plain.standardizes
+    with pytest.raises(ExperimentError) as error:
+        fitted(LeNetSettings(), specs, 4)
+    assert error.value.key == "model.name"
+    with pytest.raises(ExperimentError) as error:
+        fitted(MLPSettings(), {"row": specs[""], "codes": specs[""]}, 4)
+    assert mentions(str(error.value), "mlp", "row", "codes")
+
+
+class _Fixed:
+    """Predictor whose predictions are given."""
+
+    def __init__(self, function: Callable[[Any], torch.Tensor]) -> None:
+        self.function = function
+
+    def named(self) -> dict[str, torch.Tensor]:
+        return {"weight": torch.zeros(1)}
+
+    def predict(self, named: Mapping[str, torch.Tensor], x: Any) -> torch.Tensor:
+        return self.function(x) + named["weight"]
+
+
+def card(manifest: Manifest, **others: Any) -> ModelCard:
+    """Return the card of a model for a manifest's data."""
+    names = ("kind", "input_shape", "normalization", "channel_axis", "high", "inputs", "targets")
+    about = {name: getattr(manifest, name) for name in names} | {"classes": manifest.class_names} | others
+    about |= {"run": "r", "round": 1, "digest": "0" * 64, "algorithm": "fedavg", "predictor": "personal"}
+    return ModelCard(model="mlp", client="c", **about)
+
+
+def test_personal_models_predict_in_the_units_of_the_targets(tmp_path: Path) -> None:
+    manifest = opened(FEATURES, PRICES, tmp_path).manifest
+    model = PersonalModel(_Fixed(lambda x: x[:, :1]), card(manifest))  # type: ignore[arg-type]
+    x = torch.from_numpy(FEATURES[:5])
+    mean, std = manifest.normalization.mean[0], manifest.normalization.std[0]
+    expected = (FEATURES[:5, :1] - mean) / std * manifest.targets.std[0] + manifest.targets.mean[0]
+    assert np.allclose(model(x).numpy(), expected, rtol=1e-5)
+    assert json.loads(json.dumps(model.card.as_json()))["targets"]["task"] == "regression"
+    labels = opened(SIGNALS, RNG.integers(0, 2, (2 * N, 5)), tmp_path).manifest
+    model = PersonalModel(_Fixed(lambda x: x[:, 0, :5]), card(labels))  # type: ignore[arg-type]
+    assert torch.allclose(
+        model(SIGNALS[:4]),
+        torch.sigmoid(
+            (torch.from_numpy(SIGNALS[:4, 0, :5]) - labels.normalization.mean[0]) / labels.normalization.std[0]
+        ),
+        atol=1e-6,
+    )
+
+
+def test_personal_models_take_named_inputs_and_are_exported_with_them(tmp_path: Path) -> None:
+    manifest = opened({"row": FEATURES, "codes": CODES}, PRICES, tmp_path).manifest
+    predictor: Any = _Fixed(lambda x: x["row"][:, :1] + x["codes"][:, :1])
+    model = PersonalModel(predictor, card(manifest, standardizes=True))
+    x = {"row": torch.from_numpy(FEATURES[:5]), "codes": torch.from_numpy(CODES[:5])}
+    found = model(x)
+    assert found.shape == (5, 1)
+    model.save(tmp_path / "m.pt2")
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    assert torch.allclose(program(x), found, rtol=1e-5)
+    for wrong in (FEATURES[:5], {"row": FEATURES[:5]}):
+        with pytest.raises(DataError):
+            model(wrong)
+    model.save(tmp_path / "m.safetensors")
+    readme = (tmp_path / "m.md").read_text()
+    assert mentions(readme, "row", "codes", "mean", "standardized")
