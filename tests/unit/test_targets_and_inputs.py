@@ -29,6 +29,7 @@ from fedloom.data.pack.tokens import TextColumn, tokenized
 from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment.loading import of
 from fedloom.models.fitting import fitted
 from fedloom.models.registry import LeNetSettings, LogisticSettings, MLPSettings
 from fedloom.runner.personal_model import ModelCard, PersonalModel
@@ -336,6 +337,28 @@ def test_tables_take_a_task_columns_of_targets_and_integers(ending: str, tmp_pat
     assert made(targets=["low", "high"]).task == "multilabel"
     assert made(targets=["low", "high"], task="regression").task == "regression"
     assert made(label="price", task="regression", integers=["code", "kind"]).specs["integers"].shape == (2,)
+
+
+def test_the_task_of_an_experiment_is_that_of_its_source(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    frame()[["p", "q", "kind"]].to_csv(path, index=False)
+    section = {"dataset": "table", "source": {"path": str(path), "label": "kind"}, "root": str(tmp_path)}
+    section |= {"partition": {"scheme": "iid", "clients": 2}}
+    plain = {
+        "name": "t",
+        "data": section,
+        "model": {"name": "mlp"},
+        "algorithm": {"name": "fedavg", "local": {"steps": 1}},
+        "federation": {"rounds": 1, "clients_per_round": 1},
+    }
+    assert of(plain).data.opened().task == "classification"
+    experiment = of({**plain, "task": {"name": "regression"}})
+    assert experiment.data.opened().task == "regression"
+    kept = {**section, "dataset": "arrays", "source": {"path": str(experiment.data.opened().at)}}
+    assert of({**plain, "data": kept}).data.opened().task == "regression"
+    with pytest.raises(ExperimentError) as error:
+        of({**plain, "data": kept, "task": {"name": "classification"}})
+    assert mentions(str(error.value), "task", "regression", "classification")
 
 
 def masked_folder(folder: Path, *, prefix: str = "", scale: int = 255) -> None:

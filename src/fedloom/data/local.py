@@ -193,7 +193,16 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     """
     path = expanded(files.path)
     if (path / CARD).is_file():  # read before, and given by its kept folder
-        return _source(path.parent, path.name)
+        kept_source = _source(path.parent, path.name)
+        if files.task not in (None, kept_source.task):
+            raise ExperimentError(
+                f"data.source.task: the examples at {path} are for {kept_source.task} (got {files.task}); store them "
+                "again with that task, or leave it out",
+                key="data.source.task",
+                found=files.task,
+                allowed=[kept_source.task],
+            )
+        return kept_source
     reader = _reader(dataset, path)
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"

@@ -415,6 +415,15 @@ class Experiment(Section):
         "packages add by the entry point fedloom.observers (docs/tracking.md). They do not affect results.",
     )
 
+    @model_validator(mode="after")
+    def _tell_source(self) -> Self:
+        """Let the experiment's task be that of a data set of one's own, unless the source names one."""
+        data = self.data
+        if self.task is not None and isinstance(data, Data) and data.source is not None and data.source.task is None:
+            source = data.source.model_copy(update={"task": self.task.name})
+            object.__setattr__(self, "data", data.model_copy(update={"source": source}))
+        return self
+
     @property
     def runs(self) -> Path:
         """Parent folder of the run's own folder."""
