@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from fedloom.data.assignment import PartitionSettings, assign_examples
 from fedloom.data.datasets import Pool, RawDataset
-from fedloom.data.schemes import ClassesScheme, DirichletScheme, MixScheme
+from fedloom.data.scheme_base import MixScheme
+from fedloom.data.schemes import ClassesScheme, DirichletScheme
 
 partitioners = pytest.importorskip("flwr_datasets.partitioner", reason="flwr-datasets is not installed")
 

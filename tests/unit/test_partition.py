@@ -22,6 +22,7 @@ from fedloom.data.assignment import Assignment, PartitionSettings, assign_exampl
 from fedloom.data.datasets import Pool, RawDataset
 from fedloom.data.input_spec import InputSpec, Normalization
 from fedloom.data.partition import measure_normalization
+from fedloom.data.scheme_base import MixScheme
 from fedloom.data.schemes import (
     ClassesScheme,
     DirichletScheme,
@@ -29,7 +30,6 @@ from fedloom.data.schemes import (
     FixedScheme,
     IidScheme,
     ImbalancedScheme,
-    MixScheme,
     Scheme,
     unseen_count,
 )

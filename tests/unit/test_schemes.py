@@ -17,7 +17,8 @@ from fedloom.data import datasets
 from fedloom.data.apportion import partition_classes
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
 from fedloom.data.datasets import Pool, RawDataset
-from fedloom.data.schemes import DominantScheme, FixedScheme, ImbalancedScheme, MixScheme, Scheme
+from fedloom.data.scheme_base import MixScheme
+from fedloom.data.schemes import DominantScheme, FixedScheme, ImbalancedScheme, Scheme
 from fedloom.errors import ExperimentError
 
 SEEDS = st.integers(0, 2**63)

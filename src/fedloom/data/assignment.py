@@ -26,13 +26,12 @@ from fedloom.data.datasets import Dataset, RawDataset
 from fedloom.data.manifest import SPLITS, MeasuredOn
 from fedloom.data.natural import assign_owners
 from fedloom.data.reserve import Reserved, reserved_classes
+from fedloom.data.scheme_base import ByClass, MixScheme
 from fedloom.data.schemes import (
-    ByClass,
     ClassesScheme,
     FixedScheme,
     ImbalancedScheme,
     MeansScheme,
-    MixScheme,
     NaturalScheme,
     Scheme,
     unseen_count,

@@ -10,151 +10,22 @@ known owners of the examples (``fedloom.data.natural``). The last, ``means``, dr
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from fedloom.core.keyed import make_rng, shuffled
-from fedloom.data.apportion import Mixes, feasible_sizes, partition_classes
-from fedloom.data.copies import fill_pools, hold_out
+from fedloom.data.apportion import Mixes, partition_classes
+from fedloom.data.copies import fill_pools
 from fedloom.data.manifest import SPLITS
-from fedloom.data.reserve import Reserve
-from fedloom.data.shift import Shift
-from fedloom.data.targets import Targets
-from fedloom.errors import ExperimentError
+from fedloom.data.scheme_base import CLIENTS, ByClass, MixScheme, ReservingScheme, SchemeSettings, refusal
 
-ByClass: TypeAlias = Sequence[NDArray[np.int64]]
-"""Positions of the examples of each class, C arrays."""
-
-_CLIENTS = "Number of clients, seen and unseen."
 _TRAIN_CAP = "Maximum number of training examples per client; the class mix is kept."
 FEWER = "fewer examples per class, or for fewer clients or labels_per_client"
 _TEST_CAP = "Maximum number of test examples per client; the class mix is kept."
-
-
-class _Scheme(BaseModel):
-    """Base of all schemes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    def check(self, classes: int) -> None:
-        """Raise ExperimentError if ``classes`` classes cannot satisfy the settings; 0 means data without classes."""
-        if classes == 0:
-            raise _refusal("scheme", getattr(self, "scheme", None), "needs data with classes", "use means")
-
-    def groups(self, classes: int, targets: Targets | None) -> int:
-        """Return the number of groups of examples that the scheme assigns by: the classes, or one of all examples.
-
-        Raise ExperimentError if the scheme cannot assign examples with such targets.
-        """
-        return classes if targets is None else 1
-
-    def check_inputs(self, kind: str, shape: Sequence[int], task: str = "classification") -> None:
-        """Raise ExperimentError if inputs of this kind and shape, for a task, do not fit the settings."""
-
-
-class _ReservingScheme(_Scheme):
-    """Scheme that can reserve examples for new clients and shift clients' data."""
-
-    reserve: Reserve | None = Field(
-        default=None,
-        description=(
-            "Examples reserved for new clients before the assignment: {share | count, deal} (data.md); null: none."
-        ),
-    )
-    shift: Shift | None = Field(
-        default=None,
-        description=(
-            "Shift of clients' data, by permuted labels or rotated images: {kind, groups} (data.md); null: none."
-        ),
-    )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Omit unset keys: this JSON determines the names of partitions."""
-        written: dict[str, object] = handler(self)
-        for key in ("reserve", "shift", "quantiles"):
-            if written.get(key, 0) is None:
-                del written[key]
-        return written
-
-    def check_inputs(self, kind: str, shape: Sequence[int], task: str = "classification") -> None:
-        """Reject a shift that the inputs or the task do not allow."""
-        if self.shift is not None:
-            self.shift.check(kind, shape, task)
-
-
-class MixScheme(_ReservingScheme):
-    """Scheme that assigns pools of examples by class, with methods to override."""
-
-    clients: int = Field(ge=1, description=_CLIENTS)
-    quantiles: int | None = Field(
-        default=None,
-        ge=2,
-        description="For regression of one number: assign by this many groups of about equal size, by the quantiles "
-        "of the target, as if they were classes; null: by classes.",
-    )
-
-    @property
-    def by_class(self) -> bool:
-        """True if clients differ in their class mixes."""
-        return True
-
-    def groups(self, classes: int, targets: Targets | None) -> int:
-        """Return the number of classes, of quantiles of the target, or 1 for a scheme that needs neither."""
-        if self.quantiles is not None and (targets is None or targets.task != "regression" or targets.outputs != 1):
-            found = "classes" if targets is None else f"targets of {targets.task} ({targets.outputs} outputs)"
-            raise _refusal(
-                "quantiles",
-                self.quantiles,
-                f"is for regression of one number, and the data have {found}",
-                "leave it out",
-            )
-        if targets is None or self.quantiles is not None:
-            return self.quantiles or classes
-        if self.by_class:
-            name = getattr(self, "scheme", None)
-            one = targets.task == "regression" and targets.outputs == 1
-            remedy = "set data.partition.quantiles, or use natural or iid" if one else "use natural or iid"
-            raise _refusal("scheme", name, f"needs classes, and the task is {targets.task}", remedy)
-        return 1
-
-    @abstractmethod
-    def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
-        """Return the class mix π_i of every client.
-
-        Parameters
-        ----------
-        available
-            ``[C]``: examples of each class in the train pool.
-        seen
-            ``[n]``: the clients that take part in training.
-        """
-
-    def cap(self, split: str) -> int | None:
-        """Return the maximum number of examples of a split per client; None means no limit."""
-        return None
-
-    def sizes(
-        self, split: str, mixes: Mixes, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int
-    ) -> NDArray[np.int64]:
-        """Return how many examples each client gets of a split, ``[n]``: as many as its mix and the pool allow."""
-        return feasible_sizes(mixes, available, self.cap(split))
-
-    def pools(
-        self, train: ByClass, test: ByClass, group: NDArray[np.int64], validation_fraction: float, seed: int
-    ) -> Mapping[str, ByClass]:
-        """Return the disjoint pools that the three splits are drawn from.
-
-        The test pool is the official test set; ``validation_fraction`` of each class of the official train set is held
-        out. Groups of equal inputs, ``[n]``, stay whole (:mod:`fedloom.data.copies`).
-        """
-        kept, validation = hold_out(train, group, validation_fraction, seed)
-        return {"train": kept, "validation": validation, "test": test}
 
 
 class _CappedScheme(MixScheme):
@@ -348,14 +219,14 @@ class ImbalancedScheme(MixScheme):
             fault = (
                 f"needs {size.sum():,} training examples for {self.clients} clients, and there are {available.sum():,}"
             )
-            raise _refusal("large_size", self.large_size, fault, smaller)
+            raise refusal("large_size", self.large_size, fault, smaller)
         needed = size @ mixes
         c = int((needed - available).argmax())
         if needed[c] > available[c] + 1e-6:
             fault = (
                 f"needs {math.ceil(needed[c] - 1e-6):,} training examples of class {c}, and there are {available[c]:,}"
             )
-            raise _refusal("large_size", self.large_size, fault, f"{smaller}, or for more even mixes")
+            raise refusal("large_size", self.large_size, fault, f"{smaller}, or for more even mixes")
         return size
 
     def _large(self, seen: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
@@ -411,7 +282,7 @@ class FixedScheme(MixScheme):
                 f"leaves no training example of a label besides {validation} for validation (validation_from: train)"
             )
             remedy = "use more, or a smaller data.validation_fraction"
-            raise _refusal("train_per_class", self.train_per_class, fault, remedy)
+            raise refusal("train_per_class", self.train_per_class, fault, remedy)
         per_client = np.array([kept, validation, self.test_per_class])
         held = partition_classes(self.clients, len(train), self.labels_per_client, seed)
         holders = np.bincount(held.reshape(-1), minlength=len(train))
@@ -427,7 +298,7 @@ class FixedScheme(MixScheme):
                     f"needs {needed[short, place]:,} {split} examples of class {short}, and there are "
                     f"{len(pool[short]):,}, because equal inputs stay in one split"
                 )
-                raise _refusal("train_per_class", self.train_per_class, fault, f"ask for {FEWER}")
+                raise refusal("train_per_class", self.train_per_class, fault, f"ask for {FEWER}")
         return pools
 
     def _refuse_shortage(
@@ -448,10 +319,10 @@ class FixedScheme(MixScheme):
             f"needs {holders[c] * per_client.sum():,} examples of class {c}, and there are {available[c]:,}: "
             f"{holders[c]} clients hold it, each with {train} training, {validation} validation, {test} test examples"
         )
-        raise _refusal("train_per_class", self.train_per_class, fault, f"ask for {remedy}")
+        raise refusal("train_per_class", self.train_per_class, fault, f"ask for {remedy}")
 
 
-class NaturalScheme(_ReservingScheme):
+class NaturalScheme(ReservingScheme):
     """One client per owner (a writer, a speaker, a role of a play); its own examples make its splits."""
 
     scheme: Literal["natural"] = "natural"
@@ -472,7 +343,7 @@ class NaturalScheme(_ReservingScheme):
     test_per_client: int | None = Field(default=None, ge=1, description=_TEST_CAP)
 
 
-class MeansScheme(_Scheme):
+class MeansScheme(SchemeSettings):
     """Examples drawn for each client around its own mean: the data of the noisy quadratic model (papers/004, §6).
 
     User 0 is the first seen client. Its mean m_0 lies at ``distance`` from 0, where the quadratic model starts. The
@@ -481,7 +352,7 @@ class MeansScheme(_Scheme):
     """
 
     scheme: Literal["means"] = "means"
-    clients: int = Field(ge=1, description=_CLIENTS)
+    clients: int = Field(ge=1, description=CLIENTS)
     dimension: int = Field(default=1, ge=1, description="Features of an example.")
     bias: float = Field(default=1.0, ge=0, description="How far the other clients' means are from user 0's, together.")
     spread: float = Field(default=0.0, ge=0, description="How far each of them is from that, on its own.")
@@ -495,7 +366,7 @@ class MeansScheme(_Scheme):
         if classes:
             others = "classes, dirichlet, dominant, imbalanced, fixed, natural or iid"
             fault = "draws its own examples, and the data set has some"
-            raise _refusal("scheme", "means", fault, f"use dataset gaussian with it, or {others}")
+            raise refusal("scheme", "means", fault, f"use dataset gaussian with it, or {others}")
 
 
 Scheme: TypeAlias = Annotated[
@@ -534,15 +405,9 @@ def _dominant(clients: int, classes: int, share: float) -> Mixes:
 def _check_dominant(key: str, share: float, classes: int) -> None:
     if share < (1 - 1e-9) / classes:
         fault = f"is below 1/{classes}, so the class would not dominate"
-        raise _refusal(key, share, fault, f"set it to {1 / classes:g} or more, at most 1")
+        raise refusal(key, share, fault, f"set it to {1 / classes:g} or more, at most 1")
 
 
 def _check_classes(key: str, per_client: int, classes: int) -> None:
     if per_client > classes:
-        raise _refusal(key, per_client, "exceeds the number of classes of the data set", f"set it to {classes} or less")
-
-
-def _refusal(key: str, found: object, fault: str, remedy: str) -> ExperimentError:
-    value = f"{found:g}" if isinstance(found, float) else f"{found}"
-    path = f"data.partition.{key}"
-    return ExperimentError(f"{path}: {value} {fault}; {remedy}", key=path, found=found)
+        raise refusal(key, per_client, "exceeds the number of classes of the data set", f"set it to {classes} or less")
