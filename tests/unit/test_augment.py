@@ -25,7 +25,8 @@ from fedloom.algorithms.client import LocalTrainer, train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_from
 from fedloom.data.augment import Augmentation, augmentation, check_augment, describe_transforms, made
-from fedloom.data.federated import ClientData, Normalization, Split, normalize
+from fedloom.data.federated import ClientData, Normalization, Split, standardize
+from fedloom.data.input_spec import InputSpec
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import load
 from fedloom.experiment.loading import of_run
@@ -44,8 +45,13 @@ def pixels(n: int, seed: int = 0, shape: tuple[int, ...] = IMAGE) -> Tensor:
     return torch.randint(256, (n, *shape), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
 
 
+def normalized(x: Tensor, about: Normalization) -> Tensor:
+    """Return standardized pixels."""
+    return standardize(x, InputSpec("pixels", tuple(x.shape[1:]), about))
+
+
 def client(id: str, n: int, seed: int = 0, change: Callable[[Tensor], Tensor] = lambda x: x) -> ClientData:
-    part = Split(normalize(change(pixels(n, seed)), "pixels", SHAPE), torch.arange(n) % CLASSES)
+    part = Split(normalized(change(pixels(n, seed)), SHAPE), torch.arange(n) % CLASSES)
     return ClientData(id, part, part, part, CLASSES)
 
 
@@ -62,22 +68,22 @@ def start(g: int) -> Tensor:
 def test_pixels_are_recovered_exactly(mean: float, std: float) -> None:
     about = Normalization((mean, 0.5), (std, 0.25))
     x = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 2, 16, 16)
-    assert torch.equal(Augmentation([], about).pixels(normalize(x, "pixels", about)), x)
+    assert torch.equal(Augmentation([], about).pixels(normalized(x, about)), x)
 
 
 def test_each_image_is_changed_by_its_own_draws_as_torchvision_does() -> None:
     x, transforms = pixels(64), v2.Compose([v2.RandomCrop(16, padding=3), v2.RandomHorizontalFlip()])
     augment = augmentation(CROP_AND_FLIP, SHAPE)
     assert augment is not None
-    found = augment(normalize(x, "pixels", SHAPE), torch.Generator().manual_seed(3))
+    found = augment(normalized(x, SHAPE), torch.Generator().manual_seed(3))
     with drawing_from(torch.Generator().manual_seed(3)):
         expected = torch.stack([transforms(image) for image in x])
-    assert torch.equal(found, normalize(expected, "pixels", SHAPE))
-    same = (found == normalize(x, "pixels", SHAPE)).flatten(1).all(1)
+    assert torch.equal(found, normalized(expected, SHAPE))
+    same = (found == normalized(x, SHAPE)).flatten(1).all(1)
     assert 0 <= int(same.sum()) < 10
     flipped = augmentation(["RandomHorizontalFlip"], SHAPE)
     assert flipped is not None
-    changed = (flipped(normalize(x, "pixels", SHAPE), torch.Generator()) != normalize(x, "pixels", SHAPE)).flatten(1)
+    changed = (flipped(normalized(x, SHAPE), torch.Generator()) != normalized(x, SHAPE)).flatten(1)
     assert 15 < int(changed.any(1).sum()) < 49  # some are, and some are not
 
 
