@@ -74,7 +74,8 @@ def predicted(folder: RunFolder, clients: Sequence[str]) -> dict[str, tuple[Inpu
         def keep(predictors: Predictors, group: ClientGroup) -> Message:
             for named, client in zip(predictors, group.clients, strict=True):
                 if "personal" in named and client.test.y is not None:
-                    x, y = take(client.test.x, slice(MOST)), client.test.y[:MOST]
+                    x: Any = take(client.test.x, slice(MOST))
+                    y = client.test.y[:MOST]
                     found[client.id] = x, y.cpu(), named["personal"].predictions(x).cpu()
             return parts.plan.nothing(len(predictors), len(loop.predictors))
 
