@@ -111,7 +111,6 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         dtype=DTYPE,
         roster=() if brought else trained_on.roster,
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
-        targets=manifest.targets,
     )
     parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan, found.standardizes)
     parts.algorithm.check_inputs(kind)
