@@ -354,7 +354,7 @@ class LibraryChoice(ModelChoice):
 
     def build(
         self,
-        input_shape: tuple[int, ...],
+        input_shape: InputShape,
         classes: int,
         kind: Kind = "pixels",
         task: PredictionTask = CLASSIFICATION,
@@ -362,7 +362,8 @@ class LibraryChoice(ModelChoice):
     ) -> FlatModel:
         """Make the module, and try it on inputs; arguments and errors are those of :meth:`ModelChoice.build`."""
         found = kind if kind not in self.takes else task.name if task.name not in self.tasks or not classes else None
-        if found is not None:
+        shape = shape_of(input_shape)
+        if found is not None or isinstance(shape, dict):
             takes = f"{' or '.join(self.takes)} in {', '.join(self.tasks)}"
             raise ExperimentError(
                 f"model.name: {self.name} is for {takes}, but the data are {kind} with {classes} outputs in "
@@ -371,10 +372,10 @@ class LibraryChoice(ModelChoice):
                 found=self.name,
             )
         try:
-            self.module(input_shape, classes, task)
+            self.module(shape, classes, task)
         except ValueError as error:
             raise ExperimentError(f"model.name: {self.name}: {error}", key="model.name", found=self.name) from error
-        make = functools.partial(self.module, input_shape, classes, task)
+        make = functools.partial(self.module, shape, classes, task)
         buffers: Literal["shared", "local"] = getattr(self, "buffers", "shared")
         model: FlatModel = ModuleModel(
             make, input_shape, classes, kind, buffers=buffers, task=task, target_shape=target_shape
