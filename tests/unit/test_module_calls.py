@@ -23,7 +23,7 @@ from fedloom.algorithms.fedrod import FEDROD
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import PER_FEDAVG
 from fedloom.models.module import ModuleModel
-from fedloom.models.module_inputs import SingleInput
+from fedloom.models.module_inputs import SingleInput, trial_inputs
 from fedloom.models.registry import ModuleSettings
 from fedloom.tasks.multilabel import Multilabel
 from fedloom.tasks.next_token import NextToken
@@ -151,6 +151,18 @@ def test_an_own_loss_gets_the_outputs_that_the_module_gave() -> None:
 def test_probabilities_are_refused(layers: list[nn.Module]) -> None:
     with refused("model.factory", "Sequential", "probabilities", type(layers[1]).__name__.lower()):
         model_of(lambda: nn.Sequential(*layers))
+
+
+def test_one_logit_may_come_from_a_module_with_running_statistics() -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+
+    model = ModuleModel(made, (3,), 2, "features")
+    assert model.layout.buffers == ("1.running_mean", "1.running_var")
+    labels = ModuleModel(
+        lambda: nn.Sequential(made(), nn.Linear(1, 2)), (3,), 2, "features", task=Multilabel(), target_shape=(2,)
+    )
+    assert labels.layout.buffers == ("0.1.running_mean", "0.1.running_var")
 
 
 def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs() -> None:
@@ -284,6 +296,22 @@ def test_columns_of_codes_may_have_tables_of_their_own() -> None:
     assert model.layout.head == ("last.weight", "last.bias")
     with refused("'tables.0'", "Embedding", "IndexError"):  # no column has the largest code
         ModuleModel(Columns, {"": SingleInput("integers", (3,), 8)}, 2, "integers")
+
+
+def test_a_column_beyond_its_table_in_some_trial_alone_is_found() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Embedding(12, 2), nn.Embedding(6, 2), nn.Linear(8, 3)
+
+        def forward(self, numbers: Tensor, codes: Tensor) -> Tensor:
+            found: Tensor = self.last(torch.cat([numbers, self.first(codes[:, 0]), self.second(codes[:, 1])], 1))
+            return found
+
+    specs = {"codes": SingleInput("integers", (2,), 12), "numbers": SingleInput("features", (4,))}
+    first, other = (trial_inputs(specs, seed)["codes"][:, 1] for seed in (0, 1))
+    assert first.max() < 6 <= other.max()
+    assert ModuleModel(Two, specs, 3, "named").layout.head == ("last.weight", "last.bias")
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------

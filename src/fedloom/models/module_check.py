@@ -346,8 +346,9 @@ class _Trial:
 
     def _is_in_unit_interval(self, function: ModuleFunction) -> bool:
         """Return True if a module's tensor stays between 0 and 1 far from its initial parameters, too."""
+        at = self._contiguous()
         for factor in (1.0, 10.0, -10.0):
-            parameters = {name: factor * p for name, p in self._contiguous().items()}
+            parameters = Leaves({name: factor * p for name, p in at.items()}, at.buffers)
             with torch.no_grad():
                 z = self.call.unshaped(function(parameters, self.data.x))
             if bool((z < 0).any() or (z > 1).any()):

@@ -18,9 +18,9 @@ def within_tables(module: nn.Module, call: Call, *trials: ModuleInputs) -> list[
     The data are described by the largest integer of all columns, so one column at least must take it. Otherwise the
     inputs stay as they are, and the check rejects the module at the layer that fails.
     """
-    x = trials[0]
-    if not _is_beyond(module, call, x):
+    if not any(_is_beyond(module, call, trial) for trial in trials):
         return list(trials)
+    x = trials[0]
     names = [""] if isinstance(x, Tensor) else list(x)
     limits = {name: limit for name in names if (limit := _limits(module, call, x, name)) is not None}
     return [_limited(trial, limits) for trial in trials]
