@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from every_method import NORMALIZED
+from every_method import run as run_method
 from federations import (
     CLASSES,
     IMAGE,
@@ -17,6 +20,7 @@ from federations import (
     clients,
     federation,
     group,
+    made_by,
     setup,
 )
 from pydantic import ValidationError
@@ -25,11 +29,14 @@ from torch import Tensor
 from fedloom.algorithms.client import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.fedrod import FEDROD, FedRoDSettings, TwoHeads, raised
+from fedloom.algorithms.moon import Anchored
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
+from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.models.registry import MODELS
+from fedloom.tasks.regression import Regression
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations
@@ -152,6 +159,34 @@ def test_the_first_head_is_that_of_every_model(choice: Any) -> None:
     w = model.layout.split(model.init(torch.Generator().manual_seed(1)))
     assert torch.equal(F.linear(model.features(w, x), *(w[name] for name in model.layout.head)), model.forward(w, x))
     assert TwoHeads(model).layout.head == ("raised.by",)
+
+
+class OddModel(MLP):
+    """Model of which everything but its outputs is unusual."""
+
+    draws, in_bfloat16, needs_labels, has_features = ("torch",), True, False, False
+    needs_whole_batches, least_batch, constrained, predicts_by_batch = True, 2, True, True
+    task, constants, unsaved = Regression(), {"scale": torch.ones(1)}, frozenset({"scale"})
+
+
+@pytest.mark.parametrize("derived", [TwoHeads, lambda m: Anchored(m, {"w": (2,)})], ids=["fedrod", "anchored"])
+def test_what_holds_of_a_model_holds_of_one_made_from_it(derived: Callable[[FlatModel], FlatModel]) -> None:
+    model = OddModel(IMAGE, [5], CLASSES)
+    for made_from in (derived(model), derived(model).in_training()):
+        for name in FlatModel.__annotations__.keys() - {"layout"}:
+            assert getattr(made_from, name) == getattr(model, name) != getattr(FlatModel, name), name
+
+
+@pytest.mark.parametrize("name", ["fedrod", "fedproto", "moon"])
+def test_clients_of_a_model_that_normalizes_by_the_batch_are_not_padded_together(name: str, tmp_path: Path) -> None:
+    """Groups of clients are then served one by one, to the same bits."""
+    local = LOCAL | {"batch_size": 5}  # one client has 4 examples
+    found = [
+        made_by(run_method(tmp_path / str(at_once), name, NORMALIZED, at_once=at_once, local=local))
+        for at_once in (1, 3)
+    ]
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
 
 
 def test_a_group_in_which_one_lacks_a_label_answers_as_its_clients_do_alone() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from every_method import LOCAL, METHODS, PLAIN, SIZES, run
+from every_method import LOCAL, METHODS, NORMALIZED, PLAIN, SIZES, run
 from facts import tells
 from federations import CLASSES, IMAGE, clients, federation, group, made_by, setup
 from torch import Tensor
@@ -19,13 +19,15 @@ from fedloom.algorithms.client import batches, train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
+from fedloom.models.convnet import BatchNormConvNet
+from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.models.precision import bfloat16
 
 SEED = 7  # of the federations
 
 
-class Smoothed(MLP):
+class SmoothedLoss(FlatModel):
     """Twice the cross-entropy with smoothed labels."""
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
@@ -39,13 +41,25 @@ def smoothed(logits: Tensor, y: Tensor) -> Tensor:
     return -2 * (0.7 * log_p[torch.arange(len(y)), y] + 0.3 * log_p.mean(1))
 
 
+class Smoothed(SmoothedLoss, MLP):
+    """MLP with that loss."""
+
+
+class SmoothedNormalized(SmoothedLoss, BatchNormConvNet):
+    """Network with normalization layers and that loss."""
+
+
 OWN = Smoothed(IMAGE, [5], CLASSES)
+MODELS: dict[str, tuple[FlatModel, FlatModel]] = {"fedbn": (SmoothedNormalized(IMAGE, [3], [], CLASSES), NORMALIZED)}
+"""Models of methods that need normalization layers, with the own loss and with the cross-entropy."""
 
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"pfedgp"}))
 def test_every_method_trains_with_the_models_own_loss(tmp_path: Path, name: str) -> None:
     """Both the state and each client's own model differ from those that the cross-entropy leads to."""
-    own, plain = (made_by(run(tmp_path / str(i), name, model)) for i, model in enumerate((OWN, PLAIN)))
+    own, plain = (
+        made_by(run(tmp_path / str(i), name, model)) for i, model in enumerate(MODELS.get(name, (OWN, PLAIN)))
+    )
     assert own.keys() == plain.keys()
     trained = [key for key in own if key in ("theta", "v", "eta_v", "eta_h.fc1.weight") or ".personal." in key]
     assert len(trained) > len(SIZES) - 1

@@ -23,10 +23,10 @@ from fedloom.algorithms.client import Trained, examples, train
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
-from fedloom.models.flat import FlatModel, Layout, with_forward
+from fedloom.models.flat import DerivedModel, FlatModel, Layout, with_forward
 
 
-class TwoHeads(FlatModel):
+class TwoHeads(DerivedModel):
     """Model with a second head and untrained logit offsets.
 
     θ consists of the model's θ, the second head [h], and the offsets [C], in this order. The offsets take the head's
@@ -38,9 +38,8 @@ class TwoHeads(FlatModel):
         heads = tuple((f"personal.{name}", shapes[name]) for name in model.layout.head)
         classes = shapes[model.layout.head[0]][0]
         entries = (*model.layout.entries, *heads, ("raised.by", (classes,)))
-        self.layout = Layout(entries, channels_last=model.layout.channels_last, buffers=model.layout.buffers)
-        self.model = model
-        self.task, self.draws = model.task, model.draws
+        buffers = model.layout.buffers
+        super().__init__(model, Layout(entries, channels_last=model.layout.channels_last, buffers=buffers))
 
     def in_training(self) -> FlatModel:
         """Return the two-headed model on top of the model in training mode."""

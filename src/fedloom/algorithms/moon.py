@@ -20,7 +20,7 @@ from torch import Tensor
 from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
-from fedloom.models.flat import FlatModel, Leaves, with_forward
+from fedloom.models.flat import DerivedModel, FlatModel, Leaves, with_forward
 
 FROZEN = "frozen tensors"
 """Beginning of the names of frozen tensors; a layer's name has no space."""
@@ -29,7 +29,7 @@ FEATURES = "features of the batch"
 """Name under which the features of a batch pass from the loss to the last layer."""
 
 
-class Anchored(FlatModel):
+class Anchored(DerivedModel):
     """Model with frozen tensors behind its parameters, and a term on its features that depends on them.
 
     θ consists of the model's θ and the frozen tensors, in this order. These take the head's place in the layout, so
@@ -38,9 +38,9 @@ class Anchored(FlatModel):
 
     def __init__(self, model: FlatModel, frozen: Mapping[str, tuple[int, ...]]) -> None:
         entries = tuple((f"{FROZEN}.{name}", shape) for name, shape in frozen.items())
-        self.layout = replace(model.layout, entries=(*model.layout.entries, *entries), headless=False, last=FROZEN)
-        self.model, self.predicting, self.task = model, model, model.task
-        self.needs_whole_batches, self.predicts_by_batch = model.needs_whole_batches, model.predicts_by_batch
+        layout = replace(model.layout, entries=(*model.layout.entries, *entries), headless=False, last=FROZEN)
+        super().__init__(model, layout)
+        self.predicting = model
 
     def in_training(self) -> FlatModel:
         """Return the same with the model in training mode; frozen models still predict."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -202,7 +201,7 @@ class FlatModel(FlatNetwork):
     in_bfloat16: bool = False
     """True if convolutions and matrix products run in bfloat16."""
 
-    needs_labels: ClassVar[bool] = True
+    needs_labels: bool = True
     """True if the loss uses labels."""
 
     has_features: bool = True
@@ -272,6 +271,26 @@ class FlatModel(FlatNetwork):
         """
         assert y is not None
         return self.task.loss(self.forward(parameters, x), y)
+
+
+FACTS = tuple(name for name in FlatModel.__annotations__ if name != "layout")
+"""Names of the facts about a model that its users decide by."""
+
+
+class DerivedModel(FlatModel):
+    """Model that calls another one on the same inputs, and of which the same facts hold.
+
+    Parameters
+    ----------
+    model
+        Model that is called.
+    layout
+        Layout of this model's θ.
+    """
+
+    def __init__(self, model: FlatModel, layout: Layout) -> None:
+        vars(self).update({name: getattr(model, name) for name in FACTS})
+        self.model, self.layout = model, layout
 
 
 def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tensor], Tensor]) -> FlatModel:
