@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from summaries import Evaluation, Runs, evaluations, read
 
 from fedloom.errors import InterruptedRun
-from fedloom.experiment import Point, load
+from fedloom.experiment import Point, load_experiment
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.sweep import SweepObserver, run_points
@@ -344,7 +344,8 @@ PARTS = {"robust": ("robust-two-classes", "robust-iid"), "adapt": ("adapt", "ada
 def run(folder: Path, file: str, points: Mapping[str, Sequence[str]], parallel: int) -> None:
     """Start or resume runs, given their names and overrides; a run that diverges is a result too."""
     experiments = [
-        Point(name, tuple(those), load(ROOT / "experiments" / f"{file}.yaml", those)) for name, those in points.items()
+        Point(name, tuple(those), load_experiment(ROOT / "experiments" / f"{file}.yaml", those))
+        for name, those in points.items()
     ]
     options = RunOptions(resume=True, report=False, signals=True)
     for name, error in run_points(experiments, folder, options, Tells(), parallel=parallel).items():

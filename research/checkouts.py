@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from fedloom.data.federated import FederatedDataset
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.runner import assemble
 from fedloom.runs.files import EXPERIMENT
 
@@ -37,4 +37,4 @@ def opened(
         if not path.exists():
             arguments.error(f"found no {path}; allowed: {allowed}")
     sys.path.insert(0, str(given.checkout.resolve()))
-    return given, assemble.make_partition(load(given.run / EXPERIMENT))
+    return given, assemble.make_partition(load_experiment(given.run / EXPERIMENT))

@@ -122,7 +122,7 @@ TABLE_3 = (  # method, its folder, the settings that tell its runs apart, as sho
 def measured_too(folder: Path) -> dict[str, float]:
     """Return quantities that runs do not record: the global distribution's validation accuracy, and time in rounds."""
     seconds = sum(float(line.get("seconds", 0.0)) for line in RunFolder.open(folder).lines("journal.jsonl"))
-    e = experiments.load(folder / "experiment.yaml")
+    e = experiments.load_experiment(folder / "experiment.yaml")
     if e.algorithm.name != "pfedbayes":
         return {"round_seconds": float(f"{seconds:.4g}")}
     dataset = assemble.make_partition(e)

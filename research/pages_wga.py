@@ -12,7 +12,7 @@ from summaries import Evaluation, Run, Runs, difference, last, spread, table
 
 from fedloom.algorithms.collaboration import CollaborationConstants
 from fedloom.data.inputs import single
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.reporting.drawing import FULL
 from fedloom.runner import assemble
 
@@ -64,7 +64,7 @@ def tables(runs: Runs) -> Iterator[str]:
 
 def best_loss(folder: Path) -> dict[str, float]:
     """Return user 0's test loss at its own test mean, for the quadratic model."""
-    e = load(folder / "experiment.yaml")
+    e = load_experiment(folder / "experiment.yaml")
     if e.model.name != "quadratic":
         return {}
     dataset = assemble.make_partition(e)

@@ -28,7 +28,7 @@ THETA_ALPHAS = (1e-3, 1e-2, 1e-1, 1.0)
 
 def networks(run: Path, which: str | int) -> tuple[Networks, FederatedDataset]:
     """Return a trained PeFLL and its training partition."""
-    e = experiments.load(run / "experiment.yaml")
+    e = experiments.load_experiment(run / "experiment.yaml")
     dataset = assemble.make_partition(e)
     parts = assemble.make_parts(e, dataset.manifest)
     server = parts.server_algorithm()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.pefll import PEFLL
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.inputs import single

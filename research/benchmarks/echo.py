@@ -24,7 +24,6 @@ from torch import Tensor
 from fedloom.algorithms.base import (
     Algorithm,
     ClientAlgorithm,
-    ClientGroup,
     Cohort,
     Conversation,
     Round,
@@ -33,6 +32,7 @@ from fedloom.algorithms.base import (
     Statistics,
     conversation,
 )
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.pefll import (
     PEFLL,
     Descriptor,

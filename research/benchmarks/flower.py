@@ -119,7 +119,7 @@ def export(experiment: Path, folder: Path) -> None:
     from fedloom import experiment as experiments
     from fedloom.runner.assemble import make_partition
 
-    dataset = make_partition(experiments.load(experiment))
+    dataset = make_partition(experiments.load_experiment(experiment))
     for i, entry in enumerate(dataset.manifest.clients):
         client = dataset.client(entry.id)
         splits = {"train": client.train, "test": client.test}

@@ -34,8 +34,9 @@ import torch.nn.functional as F
 from common import describe, machine, table
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientGroup, Setup, find_algorithm
+from fedloom.algorithms.base import Algorithm, Setup, find_algorithm
 from fedloom.algorithms.client import train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import single

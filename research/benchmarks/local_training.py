@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dataset = make_partition(experiments.load(EXPERIMENT))
+    dataset = make_partition(experiments.load_experiment(EXPERIMENT))
     client = dataset.client(dataset.manifest.roster[0])
     x, y = single(client.train.x), client.train.y
     assert y is not None

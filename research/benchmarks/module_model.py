@@ -25,8 +25,9 @@ from common import describe, machine, write_json
 from local_training import BareLeNet
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import single

@@ -75,7 +75,7 @@ EXPERIMENT: dict[str, Any] = {
 def make_run(folder: Path) -> tuple[PeFLLServer, int]:
     """Create a run's folder with an untrained checkpoint; return its server algorithm and the descriptors' length."""
     manifest = made_up_manifest("fashion-mnist", (f"c{i}" for i in range(CLIENTS)), CLASSES, 6)
-    e = experiments.loads(yaml.safe_dump(EXPERIMENT))
+    e = experiments.parse_experiment(yaml.safe_dump(EXPERIMENT))
     parts = assemble.make_parts(e, manifest)
     run = RunFolder(folder)
     run.make(e.resolved_yaml())
@@ -340,7 +340,7 @@ def beside_training(folder: Path, seconds: float, rate: float, size: int) -> dic
         address = f"127.0.0.1:{free.getsockname()[1]}"
     out = folder / "out"
     none = subprocess.DEVNULL
-    partition = assemble.make_partition(experiments.load(path)).folder
+    partition = assemble.make_partition(experiments.load_experiment(path)).folder
     options = ["--listen", address, "--out", str(out), "--no-report"]
     aggregator = subprocess.Popen([*PROGRAM, "aggregator", str(path), *options], stdout=none, stderr=none)
     whose = ["--aggregator", address, "--partition", str(partition)]

@@ -15,7 +15,8 @@ import yaml
 from torch import Tensor
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation, find_algorithm
+from fedloom.algorithms.base import ClientAlgorithm, Conversation, find_algorithm
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.data.federated import FederatedDataset
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.inprocess import InProcess
@@ -267,7 +268,7 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
     }
     path = tmp / "experiment.yaml"
     path.write_text(yaml.safe_dump(tree))
-    e = experiments.load(path)
+    e = experiments.load_experiment(path)
     dataset = assemble.make_partition(e)
     assert {entry.train for entry in dataset.manifest.clients} == {15, 22, 33}
     return Federation(assemble.make_parts(e, dataset.manifest), dataset, tmp)
@@ -276,7 +277,7 @@ def federation(tmp: Path, root: Path, algorithm: str, settings: Mapping[str, Any
 def _parts(tmp: Path, tree: dict[str, Any], dataset: FederatedDataset) -> RunContext:
     path = tmp / "changed.yaml"
     path.write_text(yaml.safe_dump(tree))
-    return assemble.make_parts(experiments.load(path), dataset.manifest)
+    return assemble.make_parts(experiments.load_experiment(path), dataset.manifest)
 
 
 def state(loop: Loop) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from fedloom.algorithms.base import (
     Algorithm,
     ClientAlgorithm,
-    ClientGroup,
     Cohort,
     Conversation,
     Round,
@@ -20,6 +19,7 @@ from fedloom.algorithms.base import (
     Statistics,
     conversation,
 )
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors, predictors_of

@@ -69,7 +69,7 @@ def case(place: Place, fashion_mnist_root: Path, tmp_path_factory: pytest.TempPa
     (folder / "root").mkdir()
     (folder / "root" / "datasets").symlink_to(fashion_mnist_root.resolve() / "datasets")
     (folder / "experiment.yaml").write_text(yaml.safe_dump(dealt_here))
-    dataset = assemble.make_partition(experiments.load(folder / "experiment.yaml"))
+    dataset = assemble.make_partition(experiments.load_experiment(folder / "experiment.yaml"))
     fingerprint = dataset.manifest.fingerprint
     publish(dataset.folder, place.store.under(f"partitions/{fingerprint}"))
     place.store.write("reference.yaml", text.encode())

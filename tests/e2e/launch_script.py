@@ -19,7 +19,7 @@ try:
     for entry in shards.entries():
         shards.download(entry.name, work / "partition" / entry.name)
     federate(
-        experiments.load(work / "experiment.yaml"),
+        experiments.load_experiment(work / "experiment.yaml"),
         work / "partition",
         work / "out",
         backend="kubernetes",

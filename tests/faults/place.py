@@ -64,7 +64,7 @@ class Place:
         self._truths: dict[tuple[Path, str], Path] = {}
         self._counts: dict[Path, int] = {}
         self._numbers = iter(range(1, 1 << 62))
-        dataset = assemble.make_partition(experiments.load(self.experiment("fedavg")))
+        dataset = assemble.make_partition(experiments.load_experiment(self.experiment("fedavg")))
         self.partition = dataset.folder
         self.clients = [entry.id for entry in dataset.manifest.clients]
 
@@ -79,7 +79,7 @@ class Place:
 
     def other_partition(self) -> Path:
         """One that no experiment here is of."""
-        other = experiments.load(self.experiment("fedavg"), ["seed=6"])
+        other = experiments.load_experiment(self.experiment("fedavg"), ["seed=6"])
         return assemble.make_partition(other).folder
 
     def experiment(self, method: str, every: int = 3, **federation: Any) -> Path:

@@ -46,7 +46,7 @@ from fedloom import experiment
 from fedloom.cluster.federate import federate
 from fedloom.cluster.settings import ClusterSettings
 file, partition, out, storage, settings, run_id = sys.argv[1:]
-federate(experiment.load(file, [f"storage={storage}"]), Path(partition), Path(out), backend="kubernetes",
+federate(experiment.load_experiment(file, [f"storage={storage}"]), Path(partition), Path(out), backend="kubernetes",
          cluster=ClusterSettings.from_json(settings), run_id=run_id)
 """
 
@@ -63,7 +63,7 @@ class Place:
     said: list[str] = field(default_factory=list)
 
     def experiment(self, *overrides: str) -> Experiment:
-        return experiments.load(self.file, [f"storage={self.storage}", *overrides])
+        return experiments.load_experiment(self.file, [f"storage={self.storage}", *overrides])
 
     def federate(self, *overrides: str, run_id: str = "run", out: str = "out", **changes: Any) -> Path:
         settings = ClusterSettings(**{**SETTINGS, **changes})
@@ -91,7 +91,7 @@ class Place:
 @pytest.fixture(scope="module")
 def partition(small_run: tuple[Path, Path]) -> Path:
     """The small experiment's, dealt on this machine."""
-    return assemble.make_partition(experiments.load(small_run[0])).folder
+    return assemble.make_partition(experiments.load_experiment(small_run[0])).folder
 
 
 @pytest.fixture
@@ -409,7 +409,7 @@ def test_submit_waits_and_fetches(place: Place, settings_file: Path) -> None:
 
 
 def locally(place: Place, *overrides: str, out: str = "out", **changes: Any) -> Path:
-    experiment = experiments.load(place.file, overrides)
+    experiment = experiments.load_experiment(place.file, overrides)
     settings = ClusterSettings(**changes)
     federate(
         experiment, place.partition, place.folder / out, backend="local", cluster=settings, run_id="run",
@@ -442,14 +442,14 @@ def test_local_uses_no_store(here: Place, small_run: tuple[Path, Path]) -> None:
 def test_a_local_failure_has_the_class_and_the_message_of_the_run(here: Place) -> None:
     with pytest.raises(FedloomError, match=r"nothing/partition\.json|found no partition|no partition") as error:
         federate(
-            experiments.load(here.file), here.folder / "nothing", here.folder / "out", backend="local",
+            experiments.load_experiment(here.file), here.folder / "nothing", here.folder / "out", backend="local",
             cluster=ClusterSettings(), run_id="run", say=here.said.append,
         )  # fmt: skip
     assert isinstance(error.value, DataError)
     assert not str(error.value).startswith("error:")
     with pytest.raises(ExperimentError, match=r"backend .*local .*kubernetes .*cloud"):
         federate(
-            experiments.load(here.file), here.partition, here.folder / "out", backend="cloud",
+            experiments.load_experiment(here.file), here.partition, here.folder / "out", backend="cloud",
             cluster=ClusterSettings(), run_id="run",
         )  # fmt: skip
 

@@ -46,7 +46,7 @@ def test_pefll_over_connections_that_are_cut_every_40_kilobytes(tiny_root: Path,
     tree = {**EXPERIMENT, "data": {**EXPERIMENT["data"], "root": str(tiny_root)}}
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(tree))
-    e = experiments.load(path)
+    e = experiments.load_experiment(path)
     dataset = assemble.make_partition(e)
     parts = assemble.make_parts(e, dataset.manifest)
 

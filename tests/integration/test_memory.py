@@ -54,7 +54,7 @@ def peak_memory(path: Path, out: Path) -> int:
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("runs")
 def test_ten_times_the_clients_take_no_more_memory(fresh_root: Path, tmp_path: Path) -> None:
-    from fedloom.experiment import load
+    from fedloom.experiment import load_experiment
     from fedloom.runner.assemble import make_partition
 
     peaks = []
@@ -70,7 +70,7 @@ def test_ten_times_the_clients_take_no_more_memory(fresh_root: Path, tmp_path: P
             algorithm={"name": "pefll", "local": {"steps": 2}, "descriptor": {"size": 8}},
             federation={"rounds": 4, "checkpoint_every_s": 30},
         )
-        make_partition(load(path))  # here, so that the aggregator does not do it
+        make_partition(load_experiment(path))  # here, so that the aggregator does not do it
         peaks.append(peak_memory(path, tmp_path / str(clients) / "run"))
     # 180 clients more have 28 MB of training images as bytes, four times that as numbers.
     assert abs(peaks[1] - peaks[0]) < 12 * MB, peaks

@@ -32,7 +32,7 @@ from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.requirements import Own
 from fedloom.errors import ExperimentError
-from fedloom.experiment import OwnData, load
+from fedloom.experiment import OwnData, load_experiment
 from fedloom.federation.releases import count_releases
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.runner.open_federation import open_manifest
@@ -116,7 +116,7 @@ class Federation:
             observe=tuple(self.members / f"s{i}" for i in observes),
             report=False,
         )
-        run_experiment(load(self.experiment), options)
+        run_experiment(load_experiment(self.experiment), options)
         return out
 
 
@@ -190,7 +190,7 @@ def test_a_replay_evaluates_before_other_settings_what_the_run_did(tmp_path: Pat
     """It was stopped after a round that was to be evaluated, and resumed with settings that do not want that."""
     path = tmp_path / "vowels.yaml"
     path.write_text(EXPERIMENT)
-    first, then = load(path), load(path, ["evaluation.every=7"])
+    first, then = load_experiment(path), load_experiment(path, ["evaluation.every=7"])
     folder = RunFolder(tmp_path)
     who = [{"id": "a", "train": 1, "validation": 1, "test": 1, "labelled": True, "observer": False, "class_counts": []}]
     lines = [Attempt(0, 0, EVALUATED, joined=who, experiment=first.shared_json())]
@@ -487,7 +487,7 @@ def test_rounds_end_when_it_is_enough(members: Path, tmp_path: Path) -> None:
             ("{not_better_for: 12}", lambda best, last: last - best["round"] >= 12),
         )
     ):
-        e = load(path, [f"federation.until={end}", "evaluation.every=3"])
+        e = load_experiment(path, [f"federation.until={end}", "evaluation.every=3"])
         summary = run_experiment(e, RunOptions(tmp_path / f"run-{i}", data=data, report=False)).summary
         assert summary["rounds"] % 3 == 0
         history = list(RunFolder(tmp_path / f"run-{i}").objects("metrics.jsonl"))
@@ -501,7 +501,7 @@ def test_rounds_end_when_it_is_enough(members: Path, tmp_path: Path) -> None:
 def test_threshold_of_the_wrong_direction_is_refused_before_round_1(members: Path, tmp_path: Path) -> None:
     path = tmp_path / "vowels.yaml"
     path.write_text(EXPERIMENT)
-    e = load(path, ["federation.until={at_most: 1.5}"])
+    e = load_experiment(path, ["federation.until={at_most: 1.5}"])
     data = tuple(members / f"s{i}" for i in range(3))
     with pytest.raises(ExperimentError) as error:
         run_experiment(e, RunOptions(tmp_path / "run", data=data, report=False))

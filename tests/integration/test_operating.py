@@ -17,7 +17,7 @@ from run_processes import ended, fedloom, rounds, started, until
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.requirements import Own
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.checkpoint import Checkpoints
@@ -114,7 +114,7 @@ def test_a_paused_federation_is_killed_goes_on_paused_and_is_stopped_and_the_rep
 
     data = tuple(tmp_path / name for name in MEMBERS)
     options = RunOptions(tmp_path / "again", replay=run, data=data, report=False)
-    run_experiment(load(tmp_path / "members.yaml"), options)
+    run_experiment(load_experiment(tmp_path / "members.yaml"), options)
     made, again = (Checkpoints(folder / "checkpoints").load().state for folder in (run, tmp_path / "again"))
     assert made.keys() == again.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())

@@ -16,7 +16,7 @@ import fedloom as python
 from fedloom.data.datasets import find_dataset
 from fedloom.data.datasets.vowel import FEATURES, read_vowel
 from fedloom.errors import DataError, ExperimentError
-from fedloom.experiment import Experiment, from_shared_json, load, loads
+from fedloom.experiment import Experiment, from_shared_json, load_experiment, parse_experiment
 from fedloom.runner import trained
 from fedloom.runner.client_models import save_models
 from fedloom.runner.options import RunOptions
@@ -77,7 +77,7 @@ def options(packed: Path, out: Path, trains: Sequence[int] = (0, 1, 2), observes
 
 
 def of(path: Path, *overrides: str) -> Experiment:
-    return load(path, overrides)
+    return load_experiment(path, overrides)
 
 
 def test_own_data_give_the_same_numbers_in_process_and_with_workers_and_on_replay(
@@ -204,7 +204,7 @@ def test_columns_in_another_order_get_no_model(packed: Path, experiment: Path, t
 
 def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(experiment: Path) -> None:
     e = of(experiment)
-    assert loads(e.resolved_yaml()) == e
+    assert parse_experiment(e.resolved_yaml()) == e
     assert from_shared_json(e.shared_json(), root="/nowhere").data == e.data
 
 
@@ -232,5 +232,5 @@ def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(exper
 )
 def test_what_the_experiment_may_not_say(override: str, facts: tuple[object, ...], experiment: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
-        load(experiment, [override])
+        load_experiment(experiment, [override])
     assert tells(str(caught.value), *facts), str(caught.value)

@@ -17,7 +17,7 @@ from run_processes import experiment, fedloom, final, scores
 from fedloom.cli.run import run_command as command
 from fedloom.core import digests
 from fedloom.errors import DataError, ExitCode, ExperimentError, FedloomError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
@@ -194,7 +194,7 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
     from fedloom.runner.assemble import make_partition
 
     path = experiment(tmp_path, fresh_root, data={"validation_fraction": 0.2})
-    dataset = make_partition(load(path))
+    dataset = make_partition(load_experiment(path))
     shard = dataset.folder / "shards" / "client-0003.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -205,7 +205,7 @@ def test_a_damaged_shard(fresh_root: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
     partition(path)
     assert shard.read_bytes() == whole
-    make_partition(load(path))
+    make_partition(load_experiment(path))
 
 
 def test_a_finished_run_that_is_started_again_says_which_round_is_durable(copy: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_finished_run_that_is_started_again_says_which_round_is_durable(copy: 
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
                     told.append(answer.read().decode())
 
-    e = load(copy / "experiment.yaml")
+    e = load_experiment(copy / "experiment.yaml")
     at = {"listen": "127.0.0.1:0", "metrics": f"127.0.0.1:{port}", "finished_grace_s": 0.1}
     run_experiment(e, RunOptions(copy, resume=True, report=False, **at), Asks())
     assert f"fedloom_durable_round {e.federation.rounds}.0" in told[0]

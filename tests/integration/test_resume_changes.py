@@ -16,7 +16,7 @@ from fedloom.cli.run import aggregator_command as aggregator
 from fedloom.cli.run import run_command as run
 from fedloom.core import digests
 from fedloom.errors import DataError, ExitCode, ExperimentError, StorageError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.runner import sweep
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.published import FOLDER, Record
@@ -137,14 +137,14 @@ def test_a_point_of_a_sweep_is_complete_once_it_is_reported_and_published(
     path = experiment("fedavg")
     out = tmp_path / "run"
     command(path, out=out)  # as if killed before the report was there
-    assert not sweep.complete(RunFolder(out), load(path))
-    assert sweep.complete(RunFolder(out), load(path), report=False)
+    assert not sweep.complete(RunFolder(out), load_experiment(path))
+    assert sweep.complete(RunFolder(out), load_experiment(path), report=False)
     run(path, out=out, publish=f"{bucket}/one", resume=True)
-    assert sweep.complete(RunFolder(out), load(path))
-    assert not sweep.complete(RunFolder(out), load(path, ["federation.rounds=2"]))
+    assert sweep.complete(RunFolder(out), load_experiment(path))
+    assert not sweep.complete(RunFolder(out), load_experiment(path, ["federation.rounds=2"]))
     # As if killed before it was published: this is what stands there while the run goes.
     RunFolder(out).write_json("published.json", {"url": f"{bucket}/one"})
-    assert not sweep.complete(RunFolder(out), load(path))
+    assert not sweep.complete(RunFolder(out), load_experiment(path))
 
 
 def test_a_run_without_a_report_says_nothing_of_one(
@@ -221,7 +221,7 @@ def test_a_finished_run_is_published_elsewhere_than_where_it_ended(
         assert store.read("summary.json") == summary
         assert store.read("report.html") == (tmp_path / there / "report.html").read_bytes()
         assert any(store.entries("figures/"))
-        assert sweep.complete(RunFolder(tmp_path / there), load(path))
+        assert sweep.complete(RunFolder(tmp_path / there), load_experiment(path))
     assert len([*open_store(place).entries("published/")]) == len([*record_numbers(place)])
 
 

@@ -114,7 +114,9 @@ def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path)
     changes = (f"data.root={root}", "federation.rounds=1", "algorithm.personalize_steps=1")
     points = [
         Point(
-            f"seed={seed}", (), experiments.load(REPOSITORY / "experiments" / "vowel.yaml", [*changes, f"seed={seed}"])
+            f"seed={seed}",
+            (),
+            experiments.load_experiment(REPOSITORY / "experiments" / "vowel.yaml", [*changes, f"seed={seed}"]),
         )
         for seed in (1, 2, 3)
     ]

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Normal
 
-from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Setup
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, Setup
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalization, Split

@@ -15,7 +15,8 @@ from facts import tells
 from federations import Federation, clients, federation, setup, variant
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, Conversation
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, Conversation
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedloom.algorithms.apfl import APFL, APFLSettings
-from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split

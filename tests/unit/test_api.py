@@ -133,12 +133,12 @@ def test_the_same_experiment_however_it_is_said(vowels: dict[str, Any], tmp_path
     import yaml
 
     (tmp_path / "e.yaml").write_text(yaml.safe_dump(vowels))
-    from fedloom.experiment import load, of
+    from fedloom.experiment import load_experiment, of
 
-    expected = load(tmp_path / "e.yaml", ["seed=3", "federation.rounds=7"])
+    expected = load_experiment(tmp_path / "e.yaml", ["seed=3", "federation.rounds=7"])
     assert of(tmp_path / "e.yaml", seed=3, federation__rounds=7) == expected
     assert of(vowels, seed=3, federation__rounds=7) == expected
-    assert of(load(tmp_path / "e.yaml"), seed=3, federation__rounds=7) == expected
+    assert of(load_experiment(tmp_path / "e.yaml"), seed=3, federation__rounds=7) == expected
     objects = fedloom.Federation(rounds=7, clients_per_round=3)
     assert of({**vowels, "federation": objects}, seed=3) == expected
     assert of(vowels, seed=3, federation=objects) == expected

@@ -20,15 +20,15 @@ from test_bad_settings import GOOD
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalTrainer, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_from
 from fedloom.data.augment import Augmentation, augmentation, check_augment, describe_transforms, made
 from fedloom.data.federated import ClientData, Normalization, Split, standardize
 from fedloom.data.input_spec import InputSpec
 from fedloom.errors import DataError, ExperimentError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.experiment.loading import of_run
 from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
@@ -312,12 +312,12 @@ FLIPPED = "clients: 4}, augment: [RandomHorizontalFlip]}"
 
 
 def test_a_file_is_refused_where_augmentation_would_be_ignored_or_fail(tmp_path: Path) -> None:
-    assert load(experiment(tmp_path, partition=FLIPPED)).data.augment == ("RandomHorizontalFlip",)
+    assert load_experiment(experiment(tmp_path, partition=FLIPPED)).data.augment == ("RandomHorizontalFlip",)
     with pytest.raises(ExperimentError) as error:
-        load(experiment(tmp_path, partition=FLIPPED, method="{name: pfedgp}"))
+        load_experiment(experiment(tmp_path, partition=FLIPPED, method="{name: pfedgp}"))
     assert tells(str(error.value), "data.augment: ", "pfedgp")
     with pytest.raises(ExperimentError) as error:
-        load(experiment(tmp_path, partition="clients: 4}, augment: [{RandomCrop: {}, RandomErasing: {}}]}"))
+        load_experiment(experiment(tmp_path, partition="clients: 4}, augment: [{RandomCrop: {}, RandomErasing: {}}]}"))
     assert tells(str(error.value), "data.augment", 2)
     with refusing(ExperimentError, "data.augment", "features"):
         check_augment(["RandomHorizontalFlip"], "features", (8,))
@@ -329,20 +329,20 @@ def test_clients_with_data_of_their_own_augment_too(tmp_path: Path) -> None:
     own = "{own: {kind: pixels, input_shape: [1, 16, 16], classes: [a, b]}, augment: [RandomHorizontalFlip]}"
     path = tmp_path / "own.yaml"
     path.write_text(GOOD.replace("{dataset: mnist, partition: {scheme: iid, clients: 4}}", own))
-    assert load(path).data.augment == ("RandomHorizontalFlip",)
+    assert load_experiment(path).data.augment == ("RandomHorizontalFlip",)
     path.write_text(path.read_text().replace("RandomHorizontalFlip", "Normalize"))
     with pytest.raises(ExperimentError) as error:
-        load(path)
+        load_experiment(path)
     assert tells(str(error.value), "data.augment: ", "Normalize")
 
 
 def test_without_torchvision_a_run_is_refused_and_can_still_be_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded = load(experiment(tmp_path, partition=FLIPPED)).resolved_yaml()
+    recorded = load_experiment(experiment(tmp_path, partition=FLIPPED)).resolved_yaml()
     monkeypatch.setitem(sys.modules, "torchvision.transforms", None)
     with pytest.raises(ExperimentError) as error:
-        load(experiment(tmp_path, partition=FLIPPED))
+        load_experiment(experiment(tmp_path, partition=FLIPPED))
     assert tells(str(error.value), "data.augment: ", "torchvision")
     with refusing(ExperimentError, "torchvision", "fedloom[vision]"):
         augmentation(["RandomHorizontalFlip"], SHAPE)

@@ -9,7 +9,7 @@ from facts import mentions, tells
 from federations import clients, manifest
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.runner.assemble import check_clients
 
 GOOD = """\
@@ -25,7 +25,7 @@ def refusal(tmp_path: Path, algorithm: str, key: str) -> str:
     """Return the text of the error after its key, for an ``algorithm`` with one wrong key."""
     (tmp_path / "bad.yaml").write_text(GOOD.replace("{name: fedavg}", algorithm))
     with pytest.raises(ExperimentError) as error:
-        load(tmp_path / "bad.yaml")
+        load_experiment(tmp_path / "bad.yaml")
     assert error.value.key == f"algorithm.{key}"
     place, told, text = str(error.value).partition(f"algorithm.{key}: ")
     assert told
@@ -90,7 +90,7 @@ def test_a_setting_without_a_meaning_is_refused(
 
 def test_clients_with_whom_a_method_cannot_train_are_counted(tmp_path: Path) -> None:
     (tmp_path / "few.yaml").write_text(GOOD.replace("fedavg", "knn-per"))
-    experiment = load(tmp_path / "few.yaml")
+    experiment = load_experiment(tmp_path / "few.yaml")
     with pytest.raises(ExperimentError) as refused:
         check_clients(experiment, manifest(clients((5, 4, 3, 2))).clients)
     assert refused.value.key == "algorithm.name"

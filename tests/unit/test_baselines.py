@@ -5,7 +5,7 @@ from __future__ import annotations
 import baselines
 import pytest
 
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 
 
 @pytest.mark.parametrize("name", sorted(baselines.REGIMES))
@@ -21,7 +21,7 @@ def test_the_ends_of_every_grid_are_experiments_and_no_method_has_more_rounds(na
     file = baselines.ROOT / "experiments" / f"{regime.file}.yaml"
     for where in (regime.search, *regime.tests.values()):
         rounds = {
-            load(file, [*where, *method.overrides(setting)]).federation.rounds
+            load_experiment(file, [*where, *method.overrides(setting)]).federation.rounds
             for method in regime.methods.values()
             for setting in (method.settings()[0], method.settings()[-1])
         }
@@ -32,5 +32,5 @@ def test_a_setting_reaches_all_keys_of_its_axis() -> None:
     regime = baselines.REGIMES["adapt"]
     ditto = regime.methods["ditto"]
     file = baselines.ROOT / "experiments" / f"{regime.file}.yaml"
-    found = load(file, [*regime.search, *ditto.overrides({"lr": 0.2, "proximity": 1})]).algorithm.settings
+    found = load_experiment(file, [*regime.search, *ditto.overrides({"lr": 0.2, "proximity": 1})]).algorithm.settings
     assert (found.local.lr, found.personal.lr, found.proximity) == (0.2, 0.2, 1)

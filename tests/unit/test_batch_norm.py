@@ -14,7 +14,8 @@ from federations import CLASSES, IMAGE, clients, group, made_by
 from torch import Tensor, nn
 
 from fedloom.algorithms.base import find_algorithm
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError
 from fedloom.models.convnet import STATISTICS, BatchNormConvNet

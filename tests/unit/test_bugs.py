@@ -22,7 +22,8 @@ from test_local_data import TASK, people
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import DataError, QuorumError, raised_at

@@ -515,7 +515,9 @@ def test_the_experiment_in_the_config_map_is_the_one_that_was_given(scenario: st
     (config,) = [item for item in of_kind(helm.rendered(scenario), "ConfigMap") if "experiment.yaml" in item["data"]]
     (tmp_path / "given.yaml").write_text(yaml.safe_dump(given))
     (tmp_path / "rendered.yaml").write_text(config["data"]["experiment.yaml"])
-    assert experiments.load(tmp_path / "given.yaml") == experiments.load(tmp_path / "rendered.yaml")
+    assert experiments.load_experiment(tmp_path / "given.yaml") == experiments.load_experiment(
+        tmp_path / "rendered.yaml"
+    )
 
 
 @pytest.mark.parametrize("tool", ["argocd", "flux"])
@@ -543,7 +545,7 @@ def test_an_example_of_gitops_names_what_is_there_and_installs(tool: str, tmp_pa
     assert done.returncode == 0, done.stderr
     (config,) = [item for item in of_kind(done.stdout, "ConfigMap") if "experiment.yaml" in item["data"]]
     (tmp_path / "experiment.yaml").write_text(config["data"]["experiment.yaml"])
-    assert experiments.load(tmp_path / "experiment.yaml").name == release
+    assert experiments.load_experiment(tmp_path / "experiment.yaml").name == release
     store = helm.rendered("trial", "--set", "seaweedfs.size=1Gi")
     claims = [*of_kind(done.stdout, "PersistentVolumeClaim"), *of_kind(store, "PersistentVolumeClaim")]
     assert len(claims) == 3

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fedloom.algorithms import client as client_side
 from fedloom.algorithms.apfl import APFL, APFLSettings
-from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import Batch, Change, Correction, LocalTrainer, Trained, batches, train
+from fedloom.algorithms.batches import Batch, batches
+from fedloom.algorithms.client import Change, Correction, LocalTrainer, Trained, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings

@@ -14,7 +14,7 @@ from facts import tells
 from federations import clients, group, setup
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import SharedModel, Update
 from fedloom.algorithms.pefll import (
     PEFLL,

@@ -22,7 +22,8 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from fedloom.algorithms import client as client_side
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import train
 from fedloom.algorithms.comfedl import (
     COMFEDL,
     ComFedLSettings,
@@ -569,7 +570,7 @@ def test_one_client_is_trained_without_sympy() -> None:
     """It takes torch seconds to import (docs/design.md, §9)."""
     program = """
 import json, sys, torch
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.comfedl import ComFedLSettings, compositional_sgd, loss_at_shared_model
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.lenet import LeNet

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom.cli.main import app
 from fedloom.data.assignment import Assignment, PartitionSettings, assign_examples
-from fedloom.data.copies import choose_about, equal_inputs, leading
+from fedloom.data.copies import choose_about, equal_inputs, first_groups
 from fedloom.data.datasets import Pool, RawDataset
 from fedloom.data.datasets.base import Owners
 from fedloom.data.federated import FederatedDataset
@@ -160,9 +160,11 @@ def test_groups_are_chosen_whole_and_near_to_the_target(sizes: list[int], target
     singles = np.ones(len(sizes), dtype=np.int64)
     few = min(target, len(sizes))
     assert (
-        choose_about(singles, few).tolist() == leading(singles, few).tolist() == (np.arange(len(sizes)) < few).tolist()
+        choose_about(singles, few).tolist()
+        == first_groups(singles, few).tolist()
+        == (np.arange(len(sizes)) < few).tolist()
     )
-    assert not (leading(whole, target) & ~leading(whole, target + more)).any()
+    assert not (first_groups(whole, target) & ~first_groups(whole, target + more)).any()
 
 
 def test_equal_inputs_are_equal_numbers() -> None:

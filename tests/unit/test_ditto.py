@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.ditto import DITTO, DittoSettings, train_near
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.local_sgd import LocalSGD

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.algorithms.afl import AFL, AFLSettings, project_onto_simplex
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.drfa import DRFA, DRFASettings, DRFATrainRequest, LossRequest
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.core.settings import Settings

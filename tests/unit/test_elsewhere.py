@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import fedloom
 from fedloom.cli.main import app
 from fedloom.errors import DataError, ExperimentError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.runner.trained import evaluate
 
 EXPERIMENT = """name: t
@@ -123,7 +123,7 @@ def test_an_absolute_path_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     np.savez(tmp_path / "d.npz", x=np.eye(12, 4, dtype="f4"), y=np.arange(12) % 3, who=np.zeros(12, dtype=int))
     text = EXPERIMENT.replace("path: d.npz", f"path: {tmp_path / 'd.npz'}").replace("root: data", f"root: {tmp_path}")
     (tmp_path / "e.yaml").write_text(text.replace("storage: kept", "storage: s3://bucket/prefix"))
-    e = load(tmp_path / "e.yaml")
+    e = load_experiment(tmp_path / "e.yaml")
     assert e.located() == e
     monkeypatch.chdir(tmp_path)
     assert fedloom.Federated.from_arrays({"a": (np.eye(12), np.arange(12))}, root="here").section["root"] == str(

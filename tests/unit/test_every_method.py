@@ -14,7 +14,7 @@ from federations import CLASSES, clients, held_out_elsewhere, made_by
 from fedloom.algorithms.base import find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.models.lstm import LSTM
 
 OWN = """\
@@ -52,10 +52,10 @@ def test_methods_that_need_a_roster_are_refused_where_clients_come_and_go(tmp_pa
     text = NORMALIZED if name == "fedbn" else OWN
     (tmp_path / "own.yaml").write_text(text.replace("fedavg", name).replace("rounds: 2", f"rounds: {rounds}"))
     if name not in ROSTER:
-        load(tmp_path / "own.yaml")
+        load_experiment(tmp_path / "own.yaml")
         return
     with pytest.raises(ExperimentError) as error:
-        load(tmp_path / "own.yaml")
+        load_experiment(tmp_path / "own.yaml")
     key = "descriptor.size" if name == "pefll" else "name"
     assert tells(str(error.value), f"line 4, algorithm.{key}: ", "with data.own")
 

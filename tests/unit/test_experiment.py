@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.errors import ExitCode, ExperimentError
-from fedloom.experiment import Runtime, from_shared_json, json_schema, load
+from fedloom.experiment import Runtime, from_shared_json, json_schema, load_experiment
 from fedloom.experiment.validation_errors import MOST_SHOWN
 
 GOOD = """\
@@ -46,7 +46,7 @@ def write(tmp_path: Path) -> Write:
 def refusal(path: Path, *overrides: str, key: str | None = None) -> str:
     """Return the message for an experiment that cannot run; with ``key``, that key alone is wrong."""
     with pytest.raises(ExperimentError) as caught:
-        load(path, overrides)
+        load_experiment(path, overrides)
     assert caught.value.exit_code is ExitCode.EXPERIMENT
     message = str(caught.value)
     assert len(message.splitlines()) <= 24, "more than a screen"
@@ -57,7 +57,7 @@ def refusal(path: Path, *overrides: str, key: str | None = None) -> str:
 
 
 def test_defaults_are_filled_in(write: Write) -> None:
-    experiment = load(write(GOOD))
+    experiment = load_experiment(write(GOOD))
     assert experiment.seed == 1
     assert experiment.data.held_out_fraction == 0.1
     assert experiment.data.seen == 90
@@ -73,8 +73,8 @@ def test_resolved_yaml_reads_back_to_the_same_experiment(write: Write, algorithm
     rounds = "federation.rounds=0" if algorithm == "local" else "federation.rounds=3"
     model = ["model={name: vgg, channels: [3], norm: batch}"] if algorithm == "fedbn" else []
     changes = [f"algorithm={{name: {algorithm}}}", rounds, "storage=here", "data.root=there", *model]
-    experiment = load(write(GOOD), changes)
-    again = load(write(experiment.resolved_yaml()))
+    experiment = load_experiment(write(GOOD), changes)
+    again = load_experiment(write(experiment.resolved_yaml()))
     assert again == experiment
     assert again.resolved_yaml() == experiment.resolved_yaml()
     assert yaml.safe_load(experiment.resolved_yaml()) == experiment.model_dump(mode="json"), "other readers agree"
@@ -87,15 +87,17 @@ def test_any_name_and_number_survive_a_round_trip(
 ) -> None:
     path = tmp_path_factory.mktemp("experiment") / "e.yaml"
     path.write_text(GOOD)
-    experiment = load(path, [f"name={json.dumps(name)}", f"data.held_out_fraction={fraction!r}", "federation.rounds=0"])
+    experiment = load_experiment(
+        path, [f"name={json.dumps(name)}", f"data.held_out_fraction={fraction!r}", "federation.rounds=0"]
+    )
     path.write_text(experiment.resolved_yaml())
     assert (experiment.name, experiment.data.held_out_fraction) == (name, fraction)
-    assert load(path) == experiment
+    assert load_experiment(path) == experiment
 
 
 def test_shared_json_leaves_out_what_is_a_machines_own(write: Write) -> None:
-    one = load(write(GOOD), ["runtime.workers=0", "data.root=/here", "storage=/runs"])
-    two = load(write(GOOD), ["runtime.threads=2", "data.root=/there"])
+    one = load_experiment(write(GOOD), ["runtime.workers=0", "data.root=/here", "storage=/runs"])
+    two = load_experiment(write(GOOD), ["runtime.threads=2", "data.root=/there"])
     assert one.shared_json() == two.shared_json()
     assert not {"runtime", "storage"} & set(json.loads(one.shared_json()))
     completed = from_shared_json(one.shared_json(), root="/there", runtime=Runtime(threads=2))
@@ -109,7 +111,7 @@ def test_shared_json_that_is_none_is_refused(text: str) -> None:
 
 
 def test_overrides_replace_values_and_whole_mappings(write: Write) -> None:
-    experiment = load(
+    experiment = load_experiment(
         write(GOOD),
         [
             "data.partition={scheme: iid, clients: 20}",
@@ -234,14 +236,14 @@ def test_many_mistakes_stay_on_one_screen(write: Write) -> None:
 def test_another_method_with_the_keys_of_the_files_is_told_how_to_replace_them(write: Write) -> None:
     path = write(GOOD)
     more = ["algorithm.personalize_steps=3", "federation.rounds=0"]
-    path.write_text(load(path, more).resolved_yaml())
+    path.write_text(load_experiment(path, more).resolved_yaml())
     hint = "'algorithm={name: local}'"
     with pytest.raises(ExperimentError, match=r"line \d+, algorithm\.personalize_steps: ") as refused:
-        load(path, ["algorithm.name=local"])
+        load_experiment(path, ["algorithm.name=local"])
     assert hint in str(refused.value.hint)
-    load(path, ["algorithm={name: local}"])
+    load_experiment(path, ["algorithm={name: local}"])
     with pytest.raises(ExperimentError) as refused:
-        load(path, ["algorithm={name: local, nothing: 1}"])
+        load_experiment(path, ["algorithm={name: local, nothing: 1}"])
     assert (refused.value.key, refused.value.hint) == ("algorithm.nothing", None)
 
 
@@ -249,7 +251,7 @@ def test_a_method_without_rounds_and_labels(write: Write) -> None:
     message = refusal(write(GOOD), "algorithm={name: local}")
     assert tells(message, "federation.rounds: ", "0", "local", "400")
     small = ["algorithm={name: local}", "federation.rounds=0", "data.partition.clients=2", "data.held_out_fraction=0.5"]
-    assert load(write(GOOD), small).data.seen == 1, "a cohort is of no matter without rounds"
+    assert load_experiment(write(GOOD), small).data.seen == 1, "a cohort is of no matter without rounds"
 
 
 @pytest.mark.parametrize(
@@ -305,7 +307,7 @@ def test_a_model_that_the_method_cannot_train_is_named_before_any_data_are_looke
 def test_a_model_for_the_dimension_of_means(write: Write) -> None:
     data = "data={dataset: gaussian, partition: {scheme: means, clients: 10, dimension: 2}}"
     model = "model={name: quadratic, curvature: [1.0, 2.0]}"
-    assert load(write(GOOD), [data, model, "algorithm={name: wga}"]).data.seen == 9
+    assert load_experiment(write(GOOD), [data, model, "algorithm={name: wga}"]).data.seen == 9
 
 
 def test_label_mask_needs_a_method_that_uses_labels(write: Write) -> None:
@@ -352,10 +354,12 @@ def test_bombs_are_answered_with_a_sentence(write: Write, text: str, expected: l
 
 def test_aliases_and_merges_are_read(write: Write) -> None:
     text = GOOD.replace("{name: mlp, hidden: [10]}", "&m {name: mlp, hidden: [10]}")
-    e = load(write(f"{text}evaluation: &e {{every: 7}}\nruntime: {{workers: 0, threads: 1}}\n"), ["model.hidden=[5]"])
+    e = load_experiment(
+        write(f"{text}evaluation: &e {{every: 7}}\nruntime: {{workers: 0, threads: 1}}\n"), ["model.hidden=[5]"]
+    )
     assert (e.model.hidden, e.evaluation.every) == ([5], 7)
     merged = GOOD.replace("{rounds: 400,", "{<<: {rounds: 1, attempts: 2}, rounds: 400,")
-    found = load(write(merged)).federation
+    found = load_experiment(write(merged)).federation
     assert (found.rounds, found.attempts) == (400, 2)
 
 
@@ -422,7 +426,7 @@ def test_the_guides_example_is_valid(write: Write) -> None:
     examples = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
     assert examples
     for example in examples:
-        load(write(example))
+        load_experiment(write(example))
 
 
 def keys(

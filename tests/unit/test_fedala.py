@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedala import FEDALA, FedALASettings, LastLayers
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.data.federated import ClientData

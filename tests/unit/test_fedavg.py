@@ -12,7 +12,8 @@ from federations import client, clients, federation, group, mean_loss, setup
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import train
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, PersonalizeRequest
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, QuorumError

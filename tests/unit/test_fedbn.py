@@ -15,7 +15,7 @@ from federations import CLASSES, IMAGE, Federation, clients, federation, setup
 from torch import Tensor, nn
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG
 from fedloom.algorithms.fedbn import FEDBN
 from fedloom.data.federated import ClientData

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, ClientGroup, Setup
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.base import Algorithm, Setup
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.feddyn import FEDDYN, FedDynSettings
 from fedloom.core.settings import Settings

@@ -19,7 +19,7 @@ from federations import (
 )
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG
 from fedloom.algorithms.fedper import FEDPER, FedPerSettings
 from fedloom.federation.randomness import generator

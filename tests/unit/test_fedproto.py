@@ -13,7 +13,7 @@ from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, f
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedproto import FEDPROTO, FedProtoSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError

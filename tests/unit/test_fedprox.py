@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.fedprox import FEDPROX, FedProxSettings, work
 from fedloom.data.federated import ClientData, Split

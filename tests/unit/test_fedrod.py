@@ -26,7 +26,7 @@ from federations import (
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.fedrod import FEDROD, FedRoDSettings, TwoHeads, raised
 from fedloom.algorithms.moon import Anchored

@@ -20,7 +20,7 @@ from run_folders import write_run
 from fedloom.cli.characters import write_anything
 from fedloom.cli.tables import print_results, print_table
 from fedloom.errors import ExitCode
-from fedloom.experiment import loads
+from fedloom.experiment import parse_experiment
 from fedloom.runs.folder import RunFolder
 
 Fedloom = Callable[..., tuple[int, str, str]]
@@ -146,7 +146,7 @@ def test_what_reads_finished_runs_needs_no_torch_and_writes_ascii(tmp_path: Path
 def finished_run(folder: Path) -> Path:
     """A run of one evaluated round, as `fedloom run` leaves it."""
     text = EXPERIMENT.format(root="/nowhere").replace("dataset: tiny", "dataset: fashion-mnist")
-    resolved = loads(text, (), source="first.yaml").resolved_yaml()
+    resolved = parse_experiment(text, (), source="first.yaml").resolved_yaml()
     return write_run(folder, algorithm="fedavg", n=6, unseen=1, rounds=(0, 1), experiment=resolved)
 
 

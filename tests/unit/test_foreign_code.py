@@ -67,7 +67,7 @@ USES: dict[str, Callable[[Path, Path], Any]] = {
     "serve": lambda run, tmp: serve(str(run), "127.0.0.1:0"),
     "Run.models": lambda run, tmp: fl.load(run).models("ann"),
     "run, of the run's experiment": lambda run, tmp: fl.run(run / "experiment.yaml", out=tmp / "x", progress=False),
-    "partition, of the run's experiment": lambda run, tmp: experiments.load(run / "experiment.yaml"),
+    "partition, of the run's experiment": lambda run, tmp: experiments.load_experiment(run / "experiment.yaml"),
     "another experiment with the same name": lambda run, tmp: experiments.from_shared_json(
         fl.load(run).experiment.shared_json()
     ),
@@ -99,7 +99,7 @@ def test_code_that_a_published_run_names_is_not_imported(
         lambda: fl.personalize(url, x, y),
         lambda: serve(url, "127.0.0.1:0"),
         lambda: fl.load(url).models("ann"),
-        lambda: experiments.load(f"{url}/experiment.yaml"),
+        lambda: experiments.load_experiment(f"{url}/experiment.yaml"),
     ):
         with pytest.raises(ExperimentError) as error:
             use()
@@ -135,4 +135,4 @@ def test_the_environment_or_the_user_permits_it(run: Path, tmp_path: Path, monke
     assert answer.shape == (1, 2)
     forget(tmp_path, monkeypatch)
     named = f"model={{name: module, factory: {NAME!r}}}"  # on the command line, with --set
-    assert experiments.load(run / "experiment.yaml", [named]).model.factory == NAME  # type: ignore[attr-defined]
+    assert experiments.load_experiment(run / "experiment.yaml", [named]).model.factory == NAME  # type: ignore[attr-defined]

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import train
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.heurfedamp import HEURFEDAMP, Centre, HeurFedAMPServer, HeurFedAMPSettings, attention
 from fedloom.data.federated import ClientData

@@ -28,7 +28,7 @@ from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.knnper import KNNPER, KNNPerSettings, Neighbours, mixed, nearest_of
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.runner.assemble import check_clients
@@ -235,7 +235,7 @@ def test_a_client_with_fewer_examples_than_any_k_is_refused_before_training(tmp_
         "{name: few, data: {dataset: vowel, partition: {scheme: natural}}, model: {name: mlp, hidden: [4]}, algorithm: "
         "{name: knn-per, neighbours: [10, 5]}, federation: {rounds: 1, clients_per_round: 2}}"
     )
-    experiment, data = load(tmp_path / "few.yaml"), clients((5, 4))
+    experiment, data = load_experiment(tmp_path / "few.yaml"), clients((5, 4))
     with pytest.raises(ExperimentError, match=r"knn-per .*\bc1\b.*\b4\b.*\b5\b.*algorithm\.neighbours"):
         check_clients(experiment, manifest(data).clients)
     check_clients(experiment, manifest(data, unseen=["c1"]).clients)

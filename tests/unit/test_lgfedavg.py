@@ -18,7 +18,7 @@ from federations import (
 )
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.lgfedavg import LGFEDAVG, LGFedAvgSettings
 from fedloom.federation.randomness import generator

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 from test_bad_settings import refusal
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup, find_algorithm
+from fedloom.algorithms.base import find_algorithm
 from fedloom.algorithms.client import LocalTrainer, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.comfedl import LossShift
 from fedloom.algorithms.drfa import DRFATrainRequest
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings, SharedModel

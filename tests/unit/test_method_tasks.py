@@ -24,7 +24,7 @@ from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.partition import partition_dataset
 from fedloom.data.targets import Targets
 from fedloom.errors import ExperimentError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.models.embedding import EmbeddingSettings, networks_for
 from fedloom.models.flat import FlatModel, Layout
 from fedloom.runner.assemble import make_parts
@@ -342,7 +342,7 @@ def test_a_mask_of_labels_is_refused_in_evaluation_where_there_are_no_classes(tm
         "name: e\ndata: {dataset: gaussian, partition: {scheme: means, clients: 4}}\nmodel: {name: quadratic}\n"
         "algorithm: {name: fedavg}\nfederation: {rounds: 1, clients_per_round: 2}\nevaluation: {label_mask: true}\n"
     )
-    e = load(tmp_path / "e.yaml")
+    e = load_experiment(tmp_path / "e.yaml")
     data = partition_dataset(
         "gaussian", e.data.partition, seed=1, held_out_fraction=0.0, validation_fraction=0.1, root=tmp_path
     )

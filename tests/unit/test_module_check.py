@@ -20,8 +20,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import fedloom
-from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalTrainer
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedper import FEDPER
 from fedloom.algorithms.fedrod import FEDROD, TwoHeads
 from fedloom.data.federated import ClientData, Split

@@ -18,8 +18,8 @@ from test_local_data import TASK, people
 from torch import Tensor, nn
 
 import fedloom
-from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError

@@ -22,7 +22,8 @@ from torch.nn.utils import parametrizations
 
 import fedloom
 from fedloom.algorithms.base import find_algorithm
-from fedloom.algorithms.client import LocalTrainer, batches, train
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import LocalTrainer, train
 from fedloom.algorithms.fedopt import FEDADAM
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split

@@ -13,7 +13,7 @@ from federations import CLASSES, IMAGE, clients, group
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup, find_algorithm
-from fedloom.algorithms.client import NothingToTrainOn
+from fedloom.algorithms.batches import NothingToTrainOn
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
 from fedloom.evaluation.summary import EvaluationResult, groups

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from fedloom.algorithms.base import find_algorithm
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import train
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator

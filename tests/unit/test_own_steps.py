@@ -124,7 +124,7 @@ def test_a_summary_has_the_unseen_clients_by_steps(tmp_path: Path) -> None:
 def _parts(text: str, manifest: Any) -> Any:
     from fedloom.runner import assemble
 
-    return assemble.make_parts(experiments.loads(text), manifest)
+    return assemble.make_parts(experiments.parse_experiment(text), manifest)
 
 
 def test_steps_that_the_experiment_does_not_name_are_refused(tmp_path: Path) -> None:
@@ -181,5 +181,5 @@ def test_every_method_has_steps_or_says_who_does(name: str) -> None:
 )
 def test_own_steps_that_cannot_be_are_refused(changes: list[str], said: list[str]) -> None:
     with pytest.raises(ExperimentError) as refused:
-        experiments.load(Path(__file__).parents[2] / "experiments" / "quickstart.yaml", changes)
+        experiments.load_experiment(Path(__file__).parents[2] / "experiments" / "quickstart.yaml", changes)
     assert tells(str(refused.value), "evaluation.own_steps", *said)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.optimizers import AdamAscent
 from fedloom.algorithms.pefll import (
     PEFLL,

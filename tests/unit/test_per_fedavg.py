@@ -11,7 +11,7 @@ from federations import answers_as_alone, clients, federation, group, held_out_e
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.per_fedavg import PER_FEDAVG, PerFedAvgSettings
 from fedloom.data.federated import ClientData, Split

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from fedloom.algorithms.base import ClientGroup, Round, Setup
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.base import Round, Setup
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.mean_field import (
     MeanField,
     add_posterior_gradient,

@@ -48,7 +48,7 @@ from fedloom.algorithms.pfedgp import (
 )
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.models.mlp import MLP
 from fedloom.runner.assemble import check_clients
 
@@ -288,7 +288,7 @@ def test_a_seen_client_of_one_class_is_refused_before_training(tmp_path: Path) -
         "federation": {"rounds": 1, "clients_per_round": 2},
     }
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(tree))
-    experiment = load(tmp_path / "one.yaml")
+    experiment = load_experiment(tmp_path / "one.yaml")
     data = [client("c0", 4), replace(apart(6, (1,)), id="c1")]
     with pytest.raises(ExperimentError, match=r"pfedgp .*\bc1\b.*one class"):
         check_clients(experiment, manifest(data).clients)

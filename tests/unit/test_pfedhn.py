@@ -14,8 +14,10 @@ from federations import CLASSES, IMAGE, Federation, clients, federation, group, 
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup, Setup
-from fedloom.algorithms.client import batches, train
+from fedloom.algorithms.base import Setup
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.client import train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.pfedhn import PFEDHN, PFedHNSettings, PFedHNTrainRequest, TrialModel
 from fedloom.data.federated import ClientData
 from fedloom.federation.randomness import generator

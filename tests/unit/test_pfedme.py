@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.pfedme import PFEDME, PFedMeSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator

@@ -19,7 +19,7 @@ from torch import Tensor
 from vowel_runs import on_vowels
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.pefll import (
     PEFLL,
     Descriptor,
@@ -262,7 +262,9 @@ def test_the_summary_tells_what_is_promised_to_the_client_that_answered_most(tmp
     how |= {"descriptor": {"train": "all", "evaluate": "all", "privacy": {**Z, "delta": 1e-6}}}
     loop = on_vowels(tmp_path, how, rounds=3)
     final = loop.run()
-    told = conclude(make_parts(experiments.load(tmp_path / "run" / "experiment.yaml"), loop.manifest), loop, final, 1.0)
+    told = conclude(
+        make_parts(experiments.load_experiment(tmp_path / "run" / "experiment.yaml"), loop.manifest), loop, final, 1.0
+    )
     promised = told["pefll"]["privacy"]
     asked = [name for a in loop.journal.attempts for held in a.conversations for name in held.clients]
     most = max(map(asked.count, asked)) + len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
@@ -298,7 +300,7 @@ federation: {rounds: 1, clients_per_round: 1}
 def test_a_worker_hides_peoples_own_data_by_a_secret_and_those_of_a_partition_by_the_seed(tmp_path: Path) -> None:
     (tmp_path / "eve.csv").write_text("u,v,label\n" + "".join(f"{i / 7},{i % 3},{'ab'[i % 2]}\n" for i in range(30)))
     pack(tmp_path / "eve.csv", tmp_path / "eve", PackSettings())
-    own = experiments.loads(OWN)
+    own = experiments.parse_experiment(OWN)
     told: dict[str, Any] = {"normalization": {"mean": [0.0, 0.0], "std": [1.0, 1.0]}}
     secret = answers_of_workers(own, "eve", told, WorkerOptions(None, data=(tmp_path / "eve",)))
     assert torch.equal(secret[0], secret[1])  # the same worker, asked again
@@ -307,7 +309,7 @@ def test_a_worker_hides_peoples_own_data_by_a_secret_and_those_of_a_partition_by
     how = {"name": "pefll", "embedding": {"network": "mlp"}}
     how |= {"descriptor": {"train": "all", "evaluate": "all", "privacy": Z}}
     run = on_vowels(tmp_path, how).folder.path
-    dealt = experiments.load(run / "experiment.yaml")
+    dealt = experiments.load_experiment(run / "experiment.yaml")
     dataset = make_partition(dealt)
     name = dataset.manifest.roster[0]
     told = {"partition": dataset.manifest.fingerprint}

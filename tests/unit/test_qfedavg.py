@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.client import batches
+from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.qfedavg import Q_FEDAVG, QFedAvgSettings
 from fedloom.data.federated import ClientData, Split

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.averaging import Averaging, bounded, trimmed_mean
-from fedloom.algorithms.base import ClientGroup, available, conversation, find_algorithm
+from fedloom.algorithms.base import available, conversation, find_algorithm
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import SharedModel, Update
 
 SIZES = (4, 9, 6, 5, 7)

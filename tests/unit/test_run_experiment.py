@@ -14,7 +14,7 @@ from run_folders import write_run
 
 import fedloom
 from fedloom.errors import ExitCode, ExperimentError, QuorumError
-from fedloom.experiment import load
+from fedloom.experiment import load_experiment
 from fedloom.runner import sweep
 from fedloom.runner.engine import write_report_if_possible
 from fedloom.runner.observer import RunObserver
@@ -22,7 +22,7 @@ from fedloom.runner.resume import check_folder, check_states
 from fedloom.runs.checkpoint import Checkpoint, Checkpoints
 from fedloom.runs.folder import RunFolder
 
-EXPERIMENT = load(Path(__file__).parents[2] / "experiments" / "vowel.yaml", ["federation.rounds=400"])
+EXPERIMENT = load_experiment(Path(__file__).parents[2] / "experiments" / "vowel.yaml", ["federation.rounds=400"])
 
 
 @pytest.fixture

@@ -579,7 +579,7 @@ def test_a_method_without_models_for_newcomers_says_so_and_training_goes_on(
 ) -> None:
     loop = on_vowels(tmp_path, known_only)
     run, (x, y) = tmp_path / "run", examples(1)
-    e, audit = experiments.load(run / "experiment.yaml"), Audit()
+    e, audit = experiments.load_experiment(run / "experiment.yaml"), Audit()
     parts, models = make_parts(e, loop.manifest), model_service(loop.folder, e, audit)
     settings = ServingSettings("127.0.0.1:0", Protection(), audit, "one", 0.1)
     with aggregator_serving(parts, settings, print, models=models) as at:
@@ -865,7 +865,7 @@ def test_only_who_may_gets_a_model_and_the_audit_log_says_to_whom(run: Path, tmp
 
 def test_an_aggregator_hands_out_models_of_its_last_durable_round(tmp_path: Path) -> None:
     loop = on_vowels(tmp_path, PEFLL)
-    e, audit, (x, y) = experiments.load(tmp_path / "run" / "experiment.yaml"), Audit(), examples(1)
+    e, audit, (x, y) = experiments.load_experiment(tmp_path / "run" / "experiment.yaml"), Audit(), examples(1)
     parts, models = make_parts(e, loop.manifest), model_service(loop.folder, e, audit)
     settings = ServingSettings("127.0.0.1:0", Protection(), audit, "one", 0.1)
     with aggregator_serving(parts, settings, print, models=models) as at:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedloom.errors import ExperimentError
-from fedloom.experiment import Point, as_yaml, grid_values, load, points
+from fedloom.experiment import Point, as_yaml, grid_values, load_experiment, points
 from fedloom.experiment.grids import LONGEST_NAME
 
 FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
@@ -26,7 +26,7 @@ def test_the_product_with_the_seeds_of_a_setting_next_to_each_other() -> None:
         f"lr={lr},rounds=5,seed={seed}" for lr in ("0.01", "0.03") for seed in (1, 3, 4)
     ]
     assert found[4].experiment.seed == 3
-    assert found[4].experiment == load(FILE, found[4].overrides)
+    assert found[4].experiment == load_experiment(FILE, found[4].overrides)
     assert "algorithm.local.lr=0.03" in found[4].overrides
 
 

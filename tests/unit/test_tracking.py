@@ -17,7 +17,7 @@ import fedloom
 from fedloom.cli.main import app
 from fedloom.core.plugins import _entries
 from fedloom.errors import ExperimentError, InterruptedRun
-from fedloom.experiment import load, of
+from fedloom.experiment import load_experiment, of
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.tracking import find_trackers
 
@@ -158,6 +158,6 @@ def test_the_command_line_and_its_environment_say_which(
 def test_the_experiment_says_which(task: dict[str, Any], tmp_path: Path) -> None:
     e = of(task, tracking=["csv"])
     (tmp_path / "e.yaml").write_text(e.resolved_yaml())
-    assert load(tmp_path / "e.yaml").tracking == ("csv",)
+    assert load_experiment(tmp_path / "e.yaml").tracking == ("csv",)
     with pytest.raises(ExperimentError, match="tracking"):
         of(task, tracking="csv")

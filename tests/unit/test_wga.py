@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fedloom.algorithms import collaboration
 from fedloom.algorithms.base import Setup
-from fedloom.algorithms.client import Batch, LocalTrainer, batches
+from fedloom.algorithms.batches import Batch, batches
+from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.collaboration import next_bias, weighted_gradient
 from fedloom.algorithms.wga import (
     WGA,

@@ -118,7 +118,7 @@ def tree(root: Path, **keys: Any) -> dict[str, Any]:
 def load(tmp_path: Path, **keys: Any) -> experiments.Experiment:
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(tree(tmp_path, **keys)))
-    return experiments.load(path)
+    return experiments.load_experiment(path)
 
 
 def test_a_run_ends_with_losses(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def loop(
         "evaluation": {"every": 1, "own_steps": None if own_steps is None else list(own_steps)},
         "runtime": {"workers": 0},
     }
-    e = experiments.loads(yaml.safe_dump(tree))
+    e = experiments.parse_experiment(yaml.safe_dump(tree))
     dataset = assemble.make_partition(e)
     parts, run = assemble.make_parts(e, dataset.manifest), RunFolder(folder / "run")
     run.make(e.resolved_yaml())

@@ -6,8 +6,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Correction, Trained, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import FlatModel
 

@@ -15,8 +15,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalTrainer, Parameters, Trained, laid_out, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import FlatModel
 

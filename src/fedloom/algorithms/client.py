@@ -1,4 +1,4 @@
-"""Training on clients, the only module that distinguishes one client on a CPU from a group of clients on a GPU.
+"""Training on clients, which with ``batches`` alone distinguishes one client on a CPU from a group on a GPU.
 
 On a CPU a group is one client, and its model is a dict of leaves. On a GPU a group has up to
 ``runtime.clients_at_once`` clients, and every leaf has a first axis for them. Elementwise functions on lists of leaves
@@ -9,33 +9,22 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial, reduce
-from itertools import zip_longest
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.batches import Batch, TrainBatches
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_optimizers import LocalStep, local_step
 from fedloom.algorithms.local_sgd import LocalSGD
-from fedloom.core.draws import drawing_with, seed_from
-from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import Inputs, first, joined, rows_of, take
-from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel, Leaves, masked
 
-PIECE = 512
-"""Examples per piece when a loss covers all of a client's data."""
-
 _is_missing = partial(operator.is_, None)
-
-_NO_DRAWS = nullcontext()
 
 Parameters: TypeAlias = Leaves
 """Parameters w of g clients: named leaves, ``[*shape]`` if g is 1, else ``[g, *shape]``, with their buffers."""
@@ -55,55 +44,6 @@ class Correction:
     given: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-# --- a client's examples ----------------------------------------------------------------------------------------------
-
-
-def batches(n: int, size: int, steps: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield index batches of ``min(size, n)`` from a fresh permutation per epoch, dropping a shorter remainder."""
-    size = min(size, n)
-    while steps > 0:
-        order = torch.randperm(n, generator=generator)
-        yield from torch.split(order[: n - n % size], size)[:steps]
-        steps -= n // size
-
-
-class NothingToTrainOn(DataError):
-    """Train split without examples, or without the labels that local training needs."""
-
-
-def examples(client: ClientData, *, labelled: bool = False) -> Split:
-    """Return a client's train split.
-
-    Raises
-    ------
-    NothingToTrainOn
-        If it is empty, or has no labels although ``labelled`` is set.
-    """
-    if len(client.train) == 0:
-        raise NothingToTrainOn(f"client {client.id}: its train split is empty; at least one example is needed")
-    if labelled and client.train.y is None:
-        raise NothingToTrainOn(f"client {client.id}: its train split has no labels, which local training needs")
-    return client.train
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Examples of g clients; all tensors have a first axis g if g > 1.
-
-    It is a sample of the model's draws, too: every loss and gradient of it in training mode draws the same numbers.
-    Methods that use a batch several times in a step, such as for a difference of gradients, need that.
-    """
-
-    x: Any  # [b, ...], or such tensors by name
-    y: Tensor | None  # [b, ...]
-    weight: Tensor  # [b], weight of each example in its client's loss
-    active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
-    seed: int | None = None  # of the draws; None if the model draws nothing
-
-
-# --- g clients --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Trained:
     """Result of local training."""
@@ -116,15 +56,7 @@ class Trained:
     )  # fields of the answer by name, which add to the usual ones or replace them
 
 
-def _joined(splits: Sequence[Split]) -> tuple[Inputs, Tensor | None]:
-    """Return the examples of all clients, and their labels, unless one has none."""
-    if len(splits) == 1:
-        return splits[0].x, splits[0].y
-    labels = [split.y for split in splits if split.y is not None]
-    return joined([split.x for split in splits]), torch.cat(labels) if len(labels) == len(splits) else None
-
-
-class LocalTrainer:
+class LocalTrainer(TrainBatches):
     """Losses f_i of g clients, each of its own model w_i under the model's loss, and their gradients.
 
     Gradients, and losses to differentiate, use the model in training mode; :meth:`measured` is the loss of the model as
@@ -149,26 +81,11 @@ class LocalTrainer:
     def __init__(
         self, model: FlatModel, group: ClientGroup, *, mask_absent: bool = False, members: Sequence[int] | None = None
     ) -> None:
-        self.group = group
-        self.members = tuple(range(len(group)) if members is None else members)
-        self.stacked = len(self.members) > 1
-        if self.stacked and model.predicts_by_batch:
-            raise self._padded_batches()
+        super().__init__(model.in_training(), group, members=members)
         clients = [group.clients[i] for i in self.members]
-        splits = [examples(client, labelled=model.needs_labels) for client in clients]
-        self.sizes = [len(split) for split in splits]
-        self._x, self._y = _joined(splits)
-        self._device = first(self._x).device
         self._absent = torch.stack([~client.present for client in clients]).to(self._device) if mask_absent else None
-        self._model, self._measured = self._masked(model.in_training()), self._masked(model)
+        self._model, self._measured = self._masked(self._model), self._masked(model)
         self._layout = model.layout
-
-    def _padded_batches(self) -> ExperimentError:
-        return ExperimentError(
-            f"runtime.clients_at_once: batches of {len(self.members)} clients together are padded to one length, and "
-            "the model normalizes by the batch; set it to 1",
-            key="runtime.clients_at_once",
-        )
 
     def _masked(self, model: FlatModel) -> FlatModel:
         """Mask the labels absent from a single client; several clients mask their own in :meth:`_loss`."""
@@ -208,125 +125,6 @@ class LocalTrainer:
         if not self.stacked:
             return list(torch._foreach_mul(values, by[0]))
         return [self.each(by, value) * value for value in values]
-
-    # Examples
-
-    def batches(
-        self,
-        size: int,
-        counts: Sequence[int],
-        purpose: str,
-        totals: Sequence[float] | None = None,
-        *,
-        augmented: bool = True,
-    ) -> Iterator[Batch]:
-        """Yield mini-batches of ``size`` for ``counts`` steps of each client, drawn by the generators of a purpose.
-
-        A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive. The
-        weights of a batch sum to ``totals`` per client, by default 1, so that its loss is a mean. The run's
-        augmentation changes the examples, unless the batches are not ``augmented`` because nothing trains on them.
-
-        Raises
-        ------
-        ExperimentError
-            If the model normalizes by the batch, and the batches of several clients differ in length.
-        """
-        if self.stacked and self._model.needs_whole_batches and len({min(size, n) for n in self.sizes}) > 1:
-            raise self._padded_batches()
-        drawn, augment = self._batches(size, counts, purpose, totals), self.group.augment
-        if augment is None or not augmented:
-            yield from drawn
-            return
-        generators = [self.group.generator(i, f"{purpose}/augment") for i in self.members]
-        for t, batch in enumerate(drawn):
-            x = batch.x if self.stacked else batch.x[None]
-            for rows, n, count, generator in zip(x, self.sizes, counts, generators, strict=True):
-                if t < count:
-                    rows[: min(size, n)] = augment(rows[: min(size, n)], generator)
-            yield replace(batch, x=x if self.stacked else x[0])
-
-    def _batches(
-        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None
-    ) -> Iterator[Batch]:
-        generators = [self.group.generator(i, purpose) for i in self.members]
-        drawn = [batches(n, size, k, g) for n, k, g in zip(self.sizes, counts, generators, strict=True)]
-        each = [total / min(size, n) for total, n in zip(totals or [1] * len(counts), self.sizes, strict=True)]
-        if not self.stacked:
-            weight = self._weight(min(size, self.sizes[0]), each[0])
-            yield from (self._take(index, weight) for index in drawn[0])
-            return
-        tables = [torch.stack(list(indices)) for indices in drawn]
-        length = max(counts)
-        table, weight = self._padded([torch.cat([t, t[-1:].expand(length - len(t), -1)]) for t in tables], each)
-        remaining = torch.tensor(counts, device=self._device)
-        for t in range(length):
-            yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
-
-    def steps(self, s: LocalSGD, counts: Sequence[int], purpose: str) -> Iterator[tuple[Batch, ...]]:
-        """Yield the mini-batches of each step, ``accumulate`` of them; their weights sum to 1 in all."""
-        n = s.accumulate
-        if n == 1:
-            return ((batch,) for batch in self.batches(s.batch_size, counts, purpose))
-        drawn = self.batches(s.batch_size, [n * count for count in counts], purpose, [1 / n] * len(counts))
-        return zip(*[drawn] * n, strict=True)
-
-    def everything(self) -> list[Batch]:
-        """Return all train data of each client, in pieces whose weights sum to 1."""
-        pieces = [torch.split(torch.arange(n), PIECE) for n in self.sizes]
-        if not self.stacked:
-            return [self._take(index, self._weight(len(index), 1 / self.sizes[0])) for index in pieces[0]]
-        found = []
-        for indices in zip_longest(*pieces, fillvalue=torch.arange(0)):
-            table, weight = self._padded([index[None] for index in indices], [1 / n for n in self.sizes])
-            found.append(self._take(table[:, 0], weight))
-        return found
-
-    def halves(self, batch: Batch) -> tuple[Batch, Batch, Tensor]:
-        """Return a batch in two parts, each with weights that sum to 1, and the first's share, ``[g, 1]`` float64."""
-        counted = batch.weight > 0
-        b = counted.sum(-1, keepdim=True)
-        first = torch.arange(counted.shape[-1], device=b.device) < (b + 1) // 2
-        one, other = self._part(batch, counted & first), self._part(batch, counted & ~first)
-        return one, other, (((b + 1) // 2).double() / b).view(-1, 1)
-
-    def _part(self, batch: Batch, chosen: Tensor) -> Batch:
-        weight = torch.where(chosen, 1 / chosen.sum(-1, keepdim=True).clamp(min=1).to(batch.weight.dtype), 0)
-        if self.stacked:
-            return Batch(batch.x, batch.y, weight, seed=self.seed())
-        y = None if batch.y is None else batch.y[chosen]
-        return Batch(take(batch.x, chosen), y, weight[chosen], seed=self.seed())
-
-    def _weight(self, b: int, each: float) -> Tensor:
-        # Tokens and integers cannot hold 1/b.
-        x = first(self._x)
-        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-        return torch.full((b,), each, dtype=dtype, device=self._device)
-
-    def _padded(self, tables: Sequence[Tensor], each: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """Return indices into all clients' examples ``[g, t, b]``, and weights ``[g, b]``, 0 for padding."""
-        missing = [(0, max(table.shape[1] for table in tables) - table.shape[1]) for table in tables]
-        first = torch.tensor([0, *self.sizes]).cumsum(0)[:-1]
-        index = torch.stack([F.pad(t, m) for t, m in zip(tables, missing, strict=True)]) + first[:, None, None]
-        weights = [F.pad(self._weight(t.shape[1], w), m) for t, w, m in zip(tables, each, missing, strict=True)]
-        return index.to(self._device), torch.stack(weights)
-
-    def _take(self, index: Tensor, weight: Tensor, active: Tensor | None = None) -> Batch:
-        if self.stacked:
-            y = None if self._y is None else self._y[index]
-            return Batch(take(self._x, index), y, weight, active, self.seed())
-        index = index.to(self._device)  # same rows as by [index], in half the time on a CPU
-        y = None if self._y is None else self._y.index_select(0, index)
-        return Batch(rows_of(self._x, index), y, weight, seed=self.seed())
-
-    def seed(self) -> int | None:
-        """Return a new seed of draws from the clients' streams; None if the model draws nothing."""
-        if not self._model.draws:
-            return None
-        return reduce(operator.xor, [seed_from(self.group.stream(i, "draws")) for i in self.members])
-
-    def drawing(self, seed: int | None) -> AbstractContextManager[None]:
-        """Let the model draw the numbers of a seed within the context."""
-        return _NO_DRAWS if seed is None else drawing_with(seed, torch_alone=self._model.draws == ("torch",))
 
     # Losses
 

@@ -17,8 +17,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.client import Batch, LocalTrainer, Parameters, laid_out, mean_loss, train
+from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.batches import Batch
+from fedloom.algorithms.client import LocalTrainer, Parameters, laid_out, mean_loss, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
 from fedloom.core.settings import Settings

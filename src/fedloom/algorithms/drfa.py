@@ -16,8 +16,9 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.afl import ClientWeights, concentration
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import LocalTrainer
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.averaging import Averaging, mean_update, norms_of
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.client import NothingToTrainOn, Trained, train
+from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.batches import NothingToTrainOn
+from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.model_needs import check_needs
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows

@@ -16,8 +16,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup, Setup
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.client import Correction, Trained, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgServer
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.core.settings import Settings

@@ -19,8 +19,10 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.client import PIECE, Trained, examples, train
+from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.batches import PIECE, train_examples
+from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.moon import FROZEN, Anchored
 from fedloom.core.settings import Settings
@@ -171,7 +173,7 @@ def near_prototypes(
 @torch.no_grad()
 def class_sums(model: FlatModel, theta: Tensor, client: ClientData) -> tuple[Tensor, Tensor]:
     """Return sums over the train examples of each class: of features ``[C, f]``, and of 1 ``[C]`` float64 (eq. 3)."""
-    split, leaves = examples(client, labelled=True), model.layout.leaves(theta)
+    split, leaves = train_examples(client, labelled=True), model.layout.leaves(theta)
     assert split.y is not None
     z = torch.cat([model.features(leaves, piece).flatten(1) for piece in pieces(split.x, PIECE)])
     of = F.one_hot(split.y, client.classes)

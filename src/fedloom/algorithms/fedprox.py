@@ -13,8 +13,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Trained, proximal, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.algorithms.local_sgd import check_overshoot
 from fedloom.models.flat import FlatModel

@@ -18,8 +18,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import Trained, examples, train
+from fedloom.algorithms.batches import train_examples
+from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData
@@ -77,7 +78,7 @@ def raised(group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> Tensor:
 
 
 def _labels(client: ClientData) -> Tensor:
-    labels = examples(client, labelled=True).y
+    labels = train_examples(client, labelled=True).y
     assert labels is not None
     return labels
 

@@ -19,8 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import PIECE, examples
+from fedloom.algorithms.batches import PIECE, train_examples
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.inputs import single
@@ -148,7 +148,7 @@ class KNNPer(FedAvg):
         """Return ``personal``, the mixture, and ``global``, the shared model, without training, for all clients."""
         found: Predictors = []
         for client, row in zip(group.clients, theta, strict=True):
-            split = examples(client, labelled=True)
+            split = train_examples(client, labelled=True)
             assert split.y is not None
             personal = Neighbours(model, row, single(split.x), split.y, s.scale)
             personal.choose(single(split.x), s.neighbours, s.mixing)

@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel

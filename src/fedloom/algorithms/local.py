@@ -13,8 +13,9 @@ import torch
 from pydantic import Field, model_validator
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Round, Setup, Statistics, conversation
+from fedloom.algorithms.base import Cohort, Round, Setup, Statistics, conversation
 from fedloom.algorithms.client import train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings
 from fedloom.data.inputs import first

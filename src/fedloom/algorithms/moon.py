@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import DerivedModel, FlatModel, Leaves, with_forward
 

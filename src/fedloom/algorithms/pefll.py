@@ -18,8 +18,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.client import batches, examples, train
+from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.batches import batches, train_examples
+from fedloom.algorithms.client import train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
@@ -230,7 +232,7 @@ class PeFLLClient(base.ClientAlgorithm):
     def _visible(self, clients: ClientGroup, i: int, how: str, purpose: str) -> tuple[Inputs, Tensor | None]:
         """Return the data that φ sees of a client: its inputs, and its labels unless the variant is unlabelled."""
         client = clients.clients[i]
-        train, labels = examples(client), self.settings.embedding.labels
+        train, labels = train_examples(client), self.settings.embedding.labels
         if labels and train.y is None:
             raise DataError(
                 f"client {client.id}: its train split has no labels, which the embedding network takes",

@@ -16,8 +16,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import Batch, LocalTrainer, Parameters, Trained, laid_out, train
+from fedloom.algorithms.batches import Batch
+from fedloom.algorithms.client import LocalTrainer, Parameters, Trained, laid_out, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
 from fedloom.core.settings import Settings

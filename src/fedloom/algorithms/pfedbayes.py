@@ -20,8 +20,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms import base
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.client import Batch, LocalTrainer, NothingToTrainOn
+from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.batches import Batch, NothingToTrainOn
+from fedloom.algorithms.client import LocalTrainer
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.mean_field import (
     MU,
     RHO,

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedloom.algorithms.averaging import Averaging
-from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.client import PIECE, LocalTrainer, Trained, examples
+from fedloom.algorithms.batches import PIECE, train_examples
+from fedloom.algorithms.client import LocalTrainer, Trained
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.data.federated import ClientData
@@ -269,7 +270,7 @@ def visit(model: FlatModel, group: ClientGroup, i: int, body: Tensor, s: PFedGPS
 
 def labelled(client: ClientData) -> tuple[Tensor, Tensor]:
     """Return a client's train examples and labels."""
-    split = examples(client, labelled=True)
+    split = train_examples(client, labelled=True)
     assert split.y is not None
     return single(split.x), split.y
 

@@ -16,8 +16,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
 from fedloom.algorithms.client import LocalTrainer, Trained, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, Update
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.settings import Settings

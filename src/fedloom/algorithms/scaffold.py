@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.averaging import buffers_by_mean
-from fedloom.algorithms.base import ClientGroup, Cohort, Conversation, Round, Setup, conversation
+from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
 from fedloom.core.settings import Settings

@@ -55,7 +55,7 @@ def _submit(
     settings = ClusterSettings.from_file(cluster)
     if namespace is not None:
         settings = settings.model_copy(update={"namespace": namespace})
-    e = experiments.load(experiment, set_ or ())
+    e = experiments.load_experiment(experiment, set_ or ())
     federate.check_cluster_settings(e, settings, TaskConfig())
     if run_id is None:
         run_id = f"{e.name}-{hashlib.sha256(e.resolved_yaml().encode()).hexdigest()[:8]}"

@@ -146,7 +146,7 @@ def partition_command(
     from fedloom.errors import ExperimentError
     from fedloom.storage import is_url, open_store
 
-    settings = experiments.load(experiment, set_ or ())
+    settings = experiments.load_experiment(experiment, set_ or ())
     from fedloom.data.federated import FederatedDataset  # imports torch, so only after the file is checked
     from fedloom.data.folders import published
     from fedloom.data.partition import partition_dataset

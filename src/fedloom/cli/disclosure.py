@@ -27,7 +27,7 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
     if not (options.data or options.observe):
         raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")
     clients = OwnClients.open(options.data, options.observe)
-    e = None if experiment is None else experiments.load(experiment)
+    e = None if experiment is None else experiments.load_experiment(experiment)
     if e is not None:
         trained, measured = of_experiment(e, clients)
     typer.echo("The worker sends the aggregator its name, device and versions, and for each client")

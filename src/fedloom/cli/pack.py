@@ -78,7 +78,7 @@ def pack_command(
         from fedloom import experiment as experiments
         from fedloom.experiment import OwnData
 
-        data = experiments.load(experiment, set_ or ()).data
+        data = experiments.load_experiment(experiment, set_ or ()).data
         if not isinstance(data, OwnData):
             raise ExperimentError(
                 f"--experiment must have data.own, the requirements on clients' data; {experiment} has none.",

@@ -277,7 +277,7 @@ def _checked(name: str, arguments: dict[str, Any]) -> str:
     """
     from fedloom.cluster.federate import check_cluster_settings
     from fedloom.cluster.settings import ClusterSettings, TaskConfig
-    from fedloom.experiment import loads
+    from fedloom.experiment import parse_experiment
     from fedloom.kubeflow import planning
 
     planned = planning.plan(arguments["experiment"], arguments["overrides"])
@@ -290,8 +290,8 @@ def _checked(name: str, arguments: dict[str, Any]) -> str:
         if settings.storage_secret is None:  # the pipeline's parameter has a default
             settings = settings.model_copy(update={"storage_secret": arguments.get("storage_secret", "default")})
         for text in experiments:
-            check_cluster_settings(loads(text), settings, TaskConfig())
-    return loads(planned.experiment).name
+            check_cluster_settings(parse_experiment(text), settings, TaskConfig())
+    return parse_experiment(planned.experiment).name
 
 
 def _await(kubeflow: Kubeflow, started: Any, *, terminate: bool) -> None:

@@ -131,7 +131,7 @@ def run_command(
     if seeds is None and not grid:
         if parallel > 1:
             raise ExperimentError("--parallel needs --seeds or --grid.", key="parallel")
-        _run(experiments.load(experiment, overrides, begun=out if resume else None), options)
+        _run(experiments.load_experiment(experiment, overrides, begun=out if resume else None), options)
         return
     if replay is not None:
         raise ExperimentError("--replay cannot be combined with --seeds or --grid.", key="replay")
@@ -202,7 +202,7 @@ def aggregator_command(
         report=report,
         track=tuple(track or ()),
     )
-    _run(experiments.load(experiment, set_ or (), begun=out if resume else None), options)
+    _run(experiments.load_experiment(experiment, set_ or (), begun=out if resume else None), options)
 
 
 def _run(experiment: Experiment, options: RunOptions) -> None:

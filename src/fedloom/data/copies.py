@@ -96,7 +96,7 @@ def draw_splits(
     return found
 
 
-def leading(sizes: Positions, target: int) -> NDArray[np.bool_]:
+def first_groups(sizes: Positions, target: int) -> NDArray[np.bool_]:
     """Choose the first groups whose sizes add up to about ``target``; a larger target only adds groups.
 
     Returns

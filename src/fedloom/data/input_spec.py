@@ -129,7 +129,7 @@ class InputSpec:
         normalized
             False if the normalization is not known yet.
         """
-        if (fault := shape_fault(self.kind, self.shape, name)) is not None:
+        if (fault := input_shape_fault(self.kind, self.shape, name)) is not None:
             return fault
         if self.channel_axis != "first" and (self.kind in ("pixels", "tokens") or len(self.shape) < 2):
             return (
@@ -204,7 +204,7 @@ def specs_of(about: DescribesInputs) -> Mapping[str, InputSpec]:
     return {"": InputSpec(about.kind, about.input_shape, about.normalization, about.channel_axis, about.high)}
 
 
-def described(specs: Mapping[str, InputSpec]) -> dict[str, Any]:
+def input_fields(specs: Mapping[str, InputSpec]) -> dict[str, Any]:
     """Return the fields of :class:`DescribesInputs` for input tensors, the inverse of :func:`specs_of`."""
     if (spec := specs.get("")) is not None:
         return {
@@ -273,7 +273,7 @@ def with_normalizations(specs: Mapping[str, InputSpec], found: Sequence[Normaliz
     return {name: replace(spec, normalization=each) for (name, spec), each in pairs}
 
 
-def shape_fault(kind: Kind, shape: Sequence[int], name: str = "input_shape") -> str | None:
+def input_shape_fault(kind: Kind, shape: Sequence[int], name: str = "input_shape") -> str | None:
     """Return why a shape of inputs does not fit their kind, or None."""
     if kind == "named":
         return f"{name}: {list(shape)} must be [] for named inputs, each of which has a shape" if shape else None
@@ -291,7 +291,7 @@ def inputs_fault(about: DescribesInputs, *, normalized: bool = True) -> str | No
     if about.inputs is None:
         spec = specs_of(about)[""]
         return spec.fault(normalized=normalized)
-    if (fault := shape_fault("named", about.input_shape)) is not None:
+    if (fault := input_shape_fault("named", about.input_shape)) is not None:
         return fault
     if not about.inputs:
         return "inputs: it is empty; name at least one input"

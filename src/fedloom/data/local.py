@@ -33,7 +33,7 @@ from fedloom.data.input_spec import (
     InputSpec,
     Kind,
     RawInputs,
-    described,
+    input_fields,
     named_arrays,
     unnamed,
     without_defaults,
@@ -287,7 +287,7 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     content = safetensors.numpy.save(tensors)
     given = examples.split is not None
     digest = hashlib.sha256(content).hexdigest()
-    about = described(examples.specs)
+    about = input_fields(examples.specs)
     del about["normalization"]
     card = DatasetCard(
         version=1,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedloom.core.words import composed
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalized_split
-from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization, described, specs_of
+from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization, input_fields, specs_of
 from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.inputs import Inputs, take
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manifest
@@ -117,7 +117,7 @@ class Newcomer(FederatedDataset):
             source_sha256={},
             clients=(ClientEntry(client, False, size, 0, 0, counts, "0" * 64),),
             targets=wanted.targets,
-            **described(wanted.specs),
+            **input_fields(wanted.specs),
         )
         super().__init__(Path(), manifest)
         train = normalized_split(inputs, y, wanted.specs, wanted.targets)

@@ -20,7 +20,7 @@ from fedloom.data.input_spec import (
     InputSpec,
     Kind,
     Normalization,
-    described,
+    input_fields,
     inputs_fault,
     specs_of,
     with_normalizations,
@@ -320,7 +320,7 @@ def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Nor
         source_sha256={},
         clients=tuple(entries),
         targets=targets,
-        **described(with_normalizations(specs, parts)),
+        **input_fields(with_normalizations(specs, parts)),
     )
 
 

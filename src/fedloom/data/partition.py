@@ -23,7 +23,7 @@ from fedloom.data.input_spec import (
     InputSpec,
     Normalization,
     RawInputs,
-    described,
+    input_fields,
     named_arrays,
     specs_of,
     unnamed,
@@ -167,7 +167,7 @@ def check_pool(source: Dataset, name: str, pool: Pool) -> None:
         raise DataError(f"{name} examples of {source.name}: {fault}")
 
 
-def take(official: RawDataset, positions: NDArray[np.int64]) -> tuple[RawInputs, NDArray[Any]]:
+def take_positions(official: RawDataset, positions: NDArray[np.int64]) -> tuple[RawInputs, NDArray[Any]]:
     """Return inputs and targets at ascending positions in the official train, then test examples."""
     first_test = len(official.train)
     parts = (
@@ -210,7 +210,7 @@ def write(
         tensors: dict[str, NDArray[Any]] = {}
         counts: dict[str, tuple[int, ...]] = {}
         for split in SPLITS:
-            inputs, labels = take(official, assignment.examples[split][client])
+            inputs, labels = take_positions(official, assignment.examples[split][client])
             if shift is not None and groups is not None:
                 assert not isinstance(inputs, Mapping), "checked: a shift needs a single input"
                 inputs, labels = shift.shifted(inputs, labels, groups[client], source.classes, settings.seed)
@@ -254,7 +254,7 @@ def write(
         shift_groups=groups,
         measured_on=settings.normalization,
         targets=measured_targets(official, source.targets, pool),
-        **described(specs),
+        **input_fields(specs),
     )
     fill(folder / "partition.json", manifest.to_json().encode())
     return manifest
@@ -272,7 +272,7 @@ def measured_targets(official: RawDataset, targets: Targets | None, pool: NDArra
     """Return the targets with the normalization of the examples at these ascending positions."""
     if targets is None or not targets.numbers:
         return targets
-    return targets.normalized(_of_rows(targets.rows(take(official, pool)[1])))
+    return targets.normalized(_of_rows(targets.rows(take_positions(official, pool)[1])))
 
 
 def measure_normalization(
@@ -292,12 +292,12 @@ def measure_normalization(
     if spec.kind == "tokens":
         return NOTHING
     if spec.kind == "pixels":
-        pieces = (take(official, pool[start : start + CHUNK])[0] for start in range(0, len(pool), CHUNK))
+        pieces = (take_positions(official, pool[start : start + CHUNK])[0] for start in range(0, len(pool), CHUNK))
         sums = pixel_sums(named_arrays(images)[name] for images in pieces)
         moments = [(first / n / 255, (n * second - first * first) ** 0.5 / n / 255) for n, first, second in sums]
         # A constant channel or feature carries no information; dividing by 1 keeps it at zero.
         return Normalization(tuple(mean for mean, _ in moments), tuple(std or 1.0 for _, std in moments))
-    return _of_rows(spec.rows(named_arrays(take(official, pool)[0])[name]))
+    return _of_rows(spec.rows(named_arrays(take_positions(official, pool)[0])[name]))
 
 
 def _of_rows(values: NDArray[Any]) -> Normalization:

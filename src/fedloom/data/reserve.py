@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedloom.core.keyed import make_rng, shuffled
-from fedloom.data.copies import leading
+from fedloom.data.copies import first_groups
 from fedloom.errors import ExperimentError
 
 _SEED = 0
@@ -115,7 +115,7 @@ def reserved_classes(
             firsts = members[group[members] == members]
             order = firsts[shuffled(make_rng(_SEED, "reserve", name, c), len(firsts))]
             target = math.floor(size * int(sizes[order].sum()) / max(len(members), 1) + 0.5)
-            back[order[leading(sizes[order], target)]] = True
+            back[order[first_groups(sizes[order], target)]] = True
     given = [[members[back[group[members]] == reserve.deal] for members in pool] for pool in (train, test)]
     every = np.concatenate([*train, *test])
     return given[0], given[1], _named(every[back[group[every]]].tolist())

@@ -31,7 +31,7 @@ class SchemeSettings(BaseModel):
     def check(self, classes: int) -> None:
         """Raise ExperimentError if ``classes`` classes cannot satisfy the settings; 0 means data without classes."""
         if classes == 0:
-            raise refusal("scheme", getattr(self, "scheme", None), "needs data with classes", "use means")
+            raise partition_error("scheme", getattr(self, "scheme", None), "needs data with classes", "use means")
 
     def groups(self, classes: int, targets: Targets | None) -> int:
         """Return the number of groups of examples that the scheme assigns by: the classes, or one of all examples.
@@ -95,7 +95,7 @@ class MixScheme(ReservingScheme):
         """Return the number of classes, of quantiles of the target, or 1 for a scheme that needs neither."""
         if self.quantiles is not None and (targets is None or targets.task != "regression" or targets.outputs != 1):
             found = "classes" if targets is None else f"targets of {targets.task} ({targets.outputs} outputs)"
-            raise refusal(
+            raise partition_error(
                 "quantiles",
                 self.quantiles,
                 f"is for regression of one number, and the data have {found}",
@@ -107,7 +107,7 @@ class MixScheme(ReservingScheme):
             name = getattr(self, "scheme", None)
             one = targets.task == "regression" and targets.outputs == 1
             remedy = "set data.partition.quantiles, or use natural or iid" if one else "use natural or iid"
-            raise refusal("scheme", name, f"needs classes, and the task is {targets.task}", remedy)
+            raise partition_error("scheme", name, f"needs classes, and the task is {targets.task}", remedy)
         return 1
 
     @abstractmethod
@@ -144,7 +144,7 @@ class MixScheme(ReservingScheme):
         return {"train": kept, "validation": validation, "test": test}
 
 
-def refusal(key: str, found: object, fault: str, remedy: str) -> ExperimentError:
+def partition_error(key: str, found: object, fault: str, remedy: str) -> ExperimentError:
     """Return the error of a key under ``data.partition``."""
     value = f"{found:g}" if isinstance(found, float) else f"{found}"
     path = f"data.partition.{key}"

@@ -21,7 +21,7 @@ from fedloom.core.keyed import make_rng, shuffled
 from fedloom.data.apportion import Mixes, partition_classes
 from fedloom.data.copies import fill_pools
 from fedloom.data.manifest import SPLITS
-from fedloom.data.scheme_base import CLIENTS, ByClass, MixScheme, ReservingScheme, SchemeSettings, refusal
+from fedloom.data.scheme_base import CLIENTS, ByClass, MixScheme, ReservingScheme, SchemeSettings, partition_error
 
 _TRAIN_CAP = "Maximum number of training examples per client; the class mix is kept."
 FEWER = "fewer examples per class, or for fewer clients or labels_per_client"
@@ -219,14 +219,14 @@ class ImbalancedScheme(MixScheme):
             fault = (
                 f"needs {size.sum():,} training examples for {self.clients} clients, and there are {available.sum():,}"
             )
-            raise refusal("large_size", self.large_size, fault, smaller)
+            raise partition_error("large_size", self.large_size, fault, smaller)
         needed = size @ mixes
         c = int((needed - available).argmax())
         if needed[c] > available[c] + 1e-6:
             fault = (
                 f"needs {math.ceil(needed[c] - 1e-6):,} training examples of class {c}, and there are {available[c]:,}"
             )
-            raise refusal("large_size", self.large_size, fault, f"{smaller}, or for more even mixes")
+            raise partition_error("large_size", self.large_size, fault, f"{smaller}, or for more even mixes")
         return size
 
     def _large(self, seen: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
@@ -282,7 +282,7 @@ class FixedScheme(MixScheme):
                 f"leaves no training example of a label besides {validation} for validation (validation_from: train)"
             )
             remedy = "use more, or a smaller data.validation_fraction"
-            raise refusal("train_per_class", self.train_per_class, fault, remedy)
+            raise partition_error("train_per_class", self.train_per_class, fault, remedy)
         per_client = np.array([kept, validation, self.test_per_class])
         held = partition_classes(self.clients, len(train), self.labels_per_client, seed)
         holders = np.bincount(held.reshape(-1), minlength=len(train))
@@ -298,7 +298,7 @@ class FixedScheme(MixScheme):
                     f"needs {needed[short, place]:,} {split} examples of class {short}, and there are "
                     f"{len(pool[short]):,}, because equal inputs stay in one split"
                 )
-                raise refusal("train_per_class", self.train_per_class, fault, f"ask for {FEWER}")
+                raise partition_error("train_per_class", self.train_per_class, fault, f"ask for {FEWER}")
         return pools
 
     def _refuse_shortage(
@@ -319,7 +319,7 @@ class FixedScheme(MixScheme):
             f"needs {holders[c] * per_client.sum():,} examples of class {c}, and there are {available[c]:,}: "
             f"{holders[c]} clients hold it, each with {train} training, {validation} validation, {test} test examples"
         )
-        raise refusal("train_per_class", self.train_per_class, fault, f"ask for {remedy}")
+        raise partition_error("train_per_class", self.train_per_class, fault, f"ask for {remedy}")
 
 
 class NaturalScheme(ReservingScheme):
@@ -366,7 +366,7 @@ class MeansScheme(SchemeSettings):
         if classes:
             others = "classes, dirichlet, dominant, imbalanced, fixed, natural or iid"
             fault = "draws its own examples, and the data set has some"
-            raise refusal("scheme", "means", fault, f"use dataset gaussian with it, or {others}")
+            raise partition_error("scheme", "means", fault, f"use dataset gaussian with it, or {others}")
 
 
 Scheme: TypeAlias = Annotated[
@@ -405,9 +405,11 @@ def _dominant(clients: int, classes: int, share: float) -> Mixes:
 def _check_dominant(key: str, share: float, classes: int) -> None:
     if share < (1 - 1e-9) / classes:
         fault = f"is below 1/{classes}, so the class would not dominate"
-        raise refusal(key, share, fault, f"set it to {1 / classes:g} or more, at most 1")
+        raise partition_error(key, share, fault, f"set it to {1 / classes:g} or more, at most 1")
 
 
 def _check_classes(key: str, per_client: int, classes: int) -> None:
     if per_client > classes:
-        raise refusal(key, per_client, "exceeds the number of classes of the data set", f"set it to {classes} or less")
+        raise partition_error(
+            key, per_client, "exceeds the number of classes of the data set", f"set it to {classes} or less"
+        )

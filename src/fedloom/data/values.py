@@ -48,7 +48,7 @@ def number(text: str) -> float | None:
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
-def whole(text: str) -> bool:
+def is_whole(text: str) -> bool:
     """Return True if a text is an integer in digits."""
     return text.strip().lstrip("+-").isdecimal()
 

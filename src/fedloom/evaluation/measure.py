@@ -16,7 +16,7 @@ from fedloom.evaluation.plan import SPLITS, EvaluationPlan
 from fedloom.evaluation.uncertainty import EnsemblePredictor, averaged, calibration_counts, uncertainty_counts
 from fedloom.messages import Metrics
 from fedloom.tasks.base import LOSS, LOSS_CAP, VALUE_CAP
-from fedloom.tasks.sums import whole
+from fedloom.tasks.sums import are_whole
 
 if TYPE_CHECKING:
     from fedloom.models.predictors import Predictor
@@ -94,7 +94,7 @@ def implausible(measured: Metrics, plan: EvaluationPlan, *, validation: int, tes
 
 def _implausible_counts(counts: Tensor, sizes: Tensor, plan: EvaluationPlan) -> str | None:
     correct, total, loss = counts.unbind(-1)
-    if not whole(correct) or not whole(total) or not ((total == 0) | (total == sizes)).all():
+    if not are_whole(correct) or not are_whole(total) or not ((total == 0) | (total == sizes)).all():
         validation, test = (int(size) for size in sizes)
         return f"counts of {float(total.max()):g} examples, not 0 or all {validation} and {test} of its splits"
     if (correct > total).any():
@@ -115,7 +115,11 @@ def _implausible_confusion(confusion: Tensor, test: int) -> str | None:
 def _implausible_confidence(calibration: Tensor, uncertainty: Tensor, test: int) -> str | None:
     examples, confidence, right = calibration.unbind(-1)
     summed, *sums = uncertainty.unbind(-1)
-    if not (whole(examples) and whole(right) and whole(summed)) or examples.sum(1).max() > test or summed.max() > test:
+    if (
+        not (are_whole(examples) and are_whole(right) and are_whole(summed))
+        or examples.sum(1).max() > test
+        or summed.max() > test
+    ):
         return f"predictions with a confidence of {float(examples.sum(1).max()):g} examples, of {test} test examples"
     if (right > examples).any() or not ((confidence >= 0) & (confidence <= _SLACK * examples)).all():
         return "more right predictions, or a higher confidence, than examples"
@@ -285,7 +289,7 @@ def _task_losses(plan: EvaluationPlan, predictions: Tensor, y: Tensor) -> Tensor
 
 
 @runtime_checkable
-class OwnLoss(Protocol):
+class LossPredictor(Protocol):
     """Predictor that computes its model's own loss, which data without classes need."""
 
     def losses(self, x: Inputs, y: Tensor | None) -> Tensor:
@@ -294,7 +298,7 @@ class OwnLoss(Protocol):
 
 def _losses(predictor: Predictor, split: Split, batch_size: int) -> Tensor:
     """Return (0, total, summed loss) of data without classes: the model's own loss, capped if infinite."""
-    if not isinstance(predictor, OwnLoss):
+    if not isinstance(predictor, LossPredictor):
         raise TypeError(f"{type(predictor).__name__} has no losses(x, y), which data without classes need")
     total = torch.tensor([0.0, len(split), 0.0], dtype=torch.float64)
     for start in range(0, len(split), batch_size):

@@ -12,7 +12,7 @@ from fedloom.evaluation.plan import SPLITS
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.tasks.auroc import Auroc
 from fedloom.tasks.multilabel import LabelCounts
-from fedloom.tasks.segmentation import Overlap
+from fedloom.tasks.segmentation import ClassOverlap
 from fedloom.tasks.sums import ratio
 
 
@@ -56,7 +56,7 @@ def _of_outputs(evaluation: EvaluationResult, sums: Tensor) -> list[dict[str, fl
         elif isinstance(part, LabelCounts):
             right, predicted, true = values[3:].reshape(3, part.labels)
             columns |= {"true": true, "f1": ratio(2 * right, predicted + true)}
-        elif isinstance(part, Overlap):
+        elif isinstance(part, ClassOverlap):
             right, predicted, true = values.reshape(3, part.classes)
             union = predicted + true - right
             columns |= {"true": true, "iou": ratio(right, union), "dice": ratio(2 * right, predicted + true)}

@@ -1,7 +1,7 @@
 """Experiment file: reading, validation and defaults. No other package reads YAML.
 
-``load`` turns a file and ``--set`` overrides into an :class:`Experiment`, or raises an ``ExperimentError`` that shows
-every error on one screen. Sections are frozen pydantic models. The keys under ``model``, ``algorithm`` and
+``load_experiment`` turns a file and ``--set`` overrides into an :class:`Experiment`, or raises an ``ExperimentError``
+that shows every error on one screen. Sections are frozen pydantic models. The keys under ``model``, ``algorithm`` and
 ``data.partition`` belong to the model, method and scheme selected by their ``name`` (``scheme``). These modules import
 torch, and are therefore imported on first use of one of their names.
 """
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fedloom.experiment.grids import Point, begun_in, grid_values, points, seeds_of
-from fedloom.experiment.loading import load, loads, of, of_run, settings_of
+from fedloom.experiment.loading import load_experiment, of, of_run, parse_experiment, settings_of
 from fedloom.experiment.yaml_reader import as_yaml
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ __all__ = [
     "from_shared_json",
     "grid_values",
     "json_schema",
-    "load",
-    "loads",
+    "load_experiment",
     "of",
     "of_run",
+    "parse_experiment",
     "points",
     "seeds_of",
     "settings_of",

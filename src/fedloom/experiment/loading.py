@@ -34,7 +34,7 @@ Overrides = Sequence[str]
 """Overrides of the form ``data.partition.clients=20``: dotted key, then a YAML value."""
 
 
-def load(path: str | Path, overrides: Overrides = (), *, begun: Path | None = None) -> Experiment:
+def load_experiment(path: str | Path, overrides: Overrides = (), *, begun: Path | None = None) -> Experiment:
     """Read an experiment file.
 
     A file given by the user of this process permits the factory that it names (:mod:`fedloom.models.factories`).
@@ -59,7 +59,7 @@ def load(path: str | Path, overrides: Overrides = (), *, begun: Path | None = No
     """
     text = _read(path)
     own = not is_url(path) and not _is_of_run(Path(path))
-    return loads(text, overrides, source=str(path), begun=begun, own=own)
+    return parse_experiment(text, overrides, source=str(path), begun=begun, own=own)
 
 
 def of_run(text: str, source: str) -> Experiment:
@@ -85,7 +85,7 @@ def of_run(text: str, source: str) -> Experiment:
 
 
 def _read(path: str | Path) -> str:
-    """Return the text of an experiment file; raises like :func:`load`."""
+    """Return the text of an experiment file; raises like :func:`load_experiment`."""
     try:
         if is_url(path):
             place, _, name = str(path).rpartition("/")
@@ -99,7 +99,7 @@ def _read(path: str | Path) -> str:
         raise ExperimentError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
 
 
-def loads(
+def parse_experiment(
     text: str,
     overrides: Overrides = (),
     *,
@@ -114,18 +114,18 @@ def loads(
     text
         YAML, or JSON.
     overrides
-        As for :func:`load`.
+        As for :func:`load_experiment`.
     source
         Name of the text in errors.
     begun
-        As for :func:`load`.
+        As for :func:`load_experiment`.
     own
         True if the user of this process supplied the text, which permits the factory that it names.
 
     Raises
     ------
     ExperimentError
-        As for :func:`load`.
+        As for :func:`load_experiment`.
     """
     return _checked(*_mapping(text, source), overrides, source, begun, own=own)
 
@@ -190,7 +190,7 @@ def of(
         The path or URL of an experiment file; its content as a mapping, in which sections may be objects; or an
         experiment.
     overrides, begun
-        As for :func:`load`.
+        As for :func:`load_experiment`.
     keys
         Further overrides by name, with two underscores for each dot: ``federation__rounds=10``.
 
@@ -204,7 +204,7 @@ def of(
         *(f"{key.replace('__', '.')}={as_yaml(plain_value(value, key))}" for key, value in keys.items()),
     ]
     if isinstance(experiment, str | Path):
-        return load(experiment, replaced, begun=begun)
+        return load_experiment(experiment, replaced, begun=begun)
     source = "the experiment"
     value = plain_value(experiment, source)
     if not isinstance(value, dict):

@@ -450,7 +450,7 @@ class Experiment(Section):
         return self.model_copy(update=changed)
 
     def resolved_yaml(self) -> str:
-        """Return the experiment with every default filled in, as a file that ``load`` reads to the same experiment."""
+        """Return the experiment with every default filled in, as YAML that is read to the same experiment."""
         return as_yaml_document(self.model_dump(mode="json"))
 
     def shared_json(self) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientAlgorithm, ClientGroup, Conversation
+from fedloom.algorithms.base import ClientAlgorithm, Conversation
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.core import tracing
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData, Split

@@ -45,7 +45,7 @@ def plan(experiment: str, overrides: Sequence[str] = ()) -> Plan:
     ExperimentError
         If it cannot run; lists every error, each with its key.
     """
-    e = experiments.loads(experiment, overrides)
+    e = experiments.parse_experiment(experiment, overrides)
     return Plan(_as_json(e), _data_of(e), e.data.dataset, _dealt(e).root or "")
 
 
@@ -104,7 +104,7 @@ def _changed(experiment: str, method: str, seed: int | None) -> Experiment:
     overrides = [part.strip() for part in method.split(";") if part.strip()]
     overrides += [] if seed is None else [f"seed={seed}"]
     try:
-        return experiments.loads(experiment, overrides)
+        return experiments.parse_experiment(experiment, overrides)
     except ExperimentError as error:
         raise ExperimentError(f"with {'; '.join(overrides) or 'no change'}: {error}") from error
 

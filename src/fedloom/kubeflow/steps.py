@@ -234,7 +234,7 @@ def federate_task(
 
         if settings.storage_secret is None and storage_secret:
             settings = settings.model_copy(update={"storage_secret": storage_secret})
-        e = experiments.loads(experiment)
+        e = experiments.parse_experiment(experiment)
         launch(
             e,
             shards,

@@ -23,7 +23,7 @@ from fedloom.models.module_call import call_of, tell_of_binary
 from fedloom.models.module_check import Trial, tried
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_head import head_of
-from fedloom.models.module_inputs import ROWS, InputShape, ModuleInputs, descriptions, leading, mapped, trial_inputs
+from fedloom.models.module_inputs import ROWS, InputShape, ModuleInputs, descriptions, first_input, mapped, trial_inputs
 from fedloom.models.module_layers import check_copyable, check_layers, copied, is_tied
 from fedloom.models.module_ranges import within_tables
 from fedloom.models.module_state import (
@@ -183,7 +183,7 @@ class ModuleModel(FlatModel):
         finally:
             hook.remove()
         found = taken[0].flatten(1)
-        return found[: len(leading(x))] if self.predicts_by_batch else found
+        return found[: len(first_input(x))] if self.predicts_by_batch else found
 
     def forward(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Return outputs, ``[b, *input_shape] -> [b, *output_shape]``."""
@@ -196,7 +196,7 @@ class ModuleModel(FlatModel):
         such case.
         """
         by_batch = self.needs_whole_batches if self._trains else self.predicts_by_batch
-        if not by_batch or torch.compiler.is_exporting() or len(leading(x)) != 1:
+        if not by_batch or torch.compiler.is_exporting() or len(first_input(x)) != 1:
             return function(parameters, x)
         if not self._trains:
             return function(parameters, mapped(x, lambda t: torch.cat([t, t])))[:1]

@@ -25,7 +25,7 @@ LOGITS = "logits"
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """Way in which a module is called.
 
     Attributes
@@ -101,7 +101,7 @@ class Call:
             allowed=[key for key, part in parts.items() if isinstance(part, Tensor)],
         )
 
-    def fitted(self, task: PredictionTask, outputs: int, wanted: tuple[int, ...], found: Tensor) -> Call | None:
+    def fitted(self, task: PredictionTask, outputs: int, wanted: tuple[int, ...], found: Tensor) -> ModuleCall | None:
         """Return this call with outputs of a shape that the task needs; None if they cannot have it.
 
         Parameters
@@ -123,7 +123,7 @@ class Call:
         return None
 
 
-AS_IT_IS = Call()
+AS_IT_IS = ModuleCall()
 """Call with one tensor, whose output is read as it is, or its field ``logits``."""
 
 
@@ -157,7 +157,7 @@ def tell_of_binary(name: str) -> None:
     _log.info("%s gives one output for two classes: z becomes the logits [0, z], whose loss is that of a sigmoid", name)
 
 
-def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None) -> Call:
+def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None) -> ModuleCall:
     """Return how a module takes such inputs.
 
     Parameters
@@ -172,16 +172,16 @@ def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None)
     """
     field = LOGITS if output is None else output
     if isinstance(x, Tensor):
-        return Call(field=field)
+        return ModuleCall(field=field)
     signature = inspect.signature(module.forward)
     try:
         signature.bind(**x)
     except TypeError as error:
         known = signature.parameters.values()
         if len(known) == 1 and all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in known):
-            return Call(field=field)
+            return ModuleCall(field=field)
         raise ExperimentError(
             f"{KEY}: {type(module).__name__}.forward takes {', '.join(map(str, known)) or 'nothing'}, but an example "
             f"consists of {', '.join(x)} ({error}). Name the inputs as its arguments, or take one dict"
         ) from error
-    return Call(by_name=True, field=field)
+    return ModuleCall(by_name=True, field=field)

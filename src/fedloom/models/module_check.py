@@ -18,7 +18,7 @@ from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout, Leaves
-from fedloom.models.module_call import Call
+from fedloom.models.module_call import ModuleCall
 from fedloom.models.module_compare import attributes, near
 from fedloom.models.module_draws import GLOBAL, NumpyGenerators, collection_paused, draws_noted
 from fedloom.models.module_function import ModuleFunction
@@ -63,11 +63,11 @@ class Tried:
     """Findings about a module: its layout with the memory format to use, its call, and the libraries it draws by."""
 
     layout: Layout
-    call: Call
+    call: ModuleCall
     draws: tuple[str, ...]
 
 
-def tried(module: nn.Module, layout: Layout, call: Call, data: Trial) -> Tried:
+def tried(module: nn.Module, layout: Layout, call: ModuleCall, data: Trial) -> Tried:
     """Try a module as a run calls it, and return what is found.
 
     Parameters
@@ -105,7 +105,7 @@ class _Trial:
     module: nn.Module
     layout: Layout
     data: Trial
-    call: Call
+    call: ModuleCall
     noted: set[str] = field(default_factory=set)  # libraries by which it draws in training mode
     generators: NumpyGenerators = field(default_factory=NumpyGenerators)
 
@@ -124,7 +124,7 @@ class _Trial:
         factors = torch.rand(self.layout.size, generator=torch.Generator().manual_seed(0))
         return self.theta * (0.5 + factors)
 
-    def fitting_call(self) -> Call:
+    def fitting_call(self) -> ModuleCall:
         """Return the call with outputs of the shape that the task needs, from one in evaluation mode."""
         function = self._function(training=False)
         with (

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.models.flat import Leaves
-from fedloom.models.module_call import AS_IT_IS, Call
-from fedloom.models.module_inputs import ModuleInputs, leading
+from fedloom.models.module_call import AS_IT_IS, ModuleCall
+from fedloom.models.module_inputs import ModuleInputs, first_input
 
 Place: TypeAlias = tuple[dict[str, Tensor | None], str, str]
 """Place of a tensor: the dict of its layer, the key there, and its name in θ."""
@@ -34,7 +34,7 @@ class ModuleFunction:
         Way in which it is called.
     """
 
-    def __init__(self, module: nn.Module, buffers: Collection[str] = (), call: Call = AS_IT_IS) -> None:
+    def __init__(self, module: nn.Module, buffers: Collection[str] = (), call: ModuleCall = AS_IT_IS) -> None:
         self.module = module
         self.call = call
         self.own_loss = hasattr(module, "loss")
@@ -47,7 +47,7 @@ class ModuleFunction:
 
     def __call__(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
         """Return the module's outputs for ``x``."""
-        found: Tensor = self._call(self.call, parameters, leading(x).device, self.module, x)
+        found: Tensor = self._call(self.call, parameters, first_input(x).device, self.module, x)
         return found
 
     def loss(self, parameters: Mapping[str, Tensor], outputs: Tensor, y: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
-from fedloom.models.module_call import Call
+from fedloom.models.module_call import ModuleCall
 from fedloom.models.module_inputs import ModuleInputs
 from fedloom.models.module_layers import copied, is_tied
 
@@ -32,7 +32,9 @@ class Head(NamedTuple):
     gives_logits: bool
 
 
-def head_of(module: nn.Module, call: Call, x: ModuleInputs, others: ModuleInputs, asked: str | None) -> Head | None:
+def head_of(
+    module: nn.Module, call: ModuleCall, x: ModuleInputs, others: ModuleInputs, asked: str | None
+) -> Head | None:
     """Return the head of a module; None if there is none and none was requested.
 
     Parameters
@@ -72,7 +74,7 @@ def head_of(module: nn.Module, call: Call, x: ModuleInputs, others: ModuleInputs
     return head
 
 
-def _ending(module: nn.Module, call: Call, name: str, x: ModuleInputs) -> Head | None:
+def _ending(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs) -> Head | None:
     """Return a layer as the head if it is called once, and its outputs are the module's."""
     given, outputs = _observed(module, call, name, x)
     if len(given) != 1:
@@ -84,7 +86,7 @@ def _ending(module: nn.Module, call: Call, name: str, x: ModuleInputs) -> Head |
     return Head(name, features.dim() == 2, not call.binary) if same else None
 
 
-def _determining(module: nn.Module, call: Call, name: str, x: ModuleInputs, others: ModuleInputs) -> Head | None:
+def _determining(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs, others: ModuleInputs) -> Head | None:
     """Return a layer as the head if the module's outputs follow from its outputs alone.
 
     They do if they stay as they are when its outputs stay, while all inputs and all parameters are others.
@@ -110,7 +112,9 @@ def _move(module: nn.Module) -> None:
                 p.mul_(1.25).add_(0.01)
 
 
-def _observed(module: nn.Module, call: Call, name: str, x: ModuleInputs) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+def _observed(
+    module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Return the inputs and outputs of each call of a layer, and the module's outputs, before they are shaped."""
     given: list[tuple[Tensor, Tensor]] = []
     hook = module.get_submodule(name).register_forward_hook(lambda _, inputs, output: given.append((inputs[0], output)))

@@ -87,7 +87,7 @@ def mapped(x: ModuleInputs, function: Callable[[Tensor], Tensor]) -> ModuleInput
     return function(x) if isinstance(x, Tensor) else {name: function(each) for name, each in x.items()}
 
 
-def leading(x: ModuleInputs) -> Tensor:
+def first_input(x: ModuleInputs) -> Tensor:
     """Return the inputs, or the first of named ones, which tells their number and device."""
     return x if isinstance(x, Tensor) else next(iter(x.values()))
 

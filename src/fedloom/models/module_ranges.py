@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedloom.models.module_call import Call
+from fedloom.models.module_call import ModuleCall
 from fedloom.models.module_inputs import ModuleInputs, mapped
 
 _MOST = 256
 """Number of columns up to which each is tried by itself."""
 
 
-def within_tables(module: nn.Module, call: Call, *trials: ModuleInputs) -> list[ModuleInputs]:
+def within_tables(module: nn.Module, call: ModuleCall, *trials: ModuleInputs) -> list[ModuleInputs]:
     """Return trial inputs whose integers ``[b, columns]`` do not exceed the table in which each column is looked up.
 
     The data are described by the largest integer of all columns, so one column at least must take it. Otherwise the
@@ -26,7 +26,7 @@ def within_tables(module: nn.Module, call: Call, *trials: ModuleInputs) -> list[
     return [_limited(trial, limits) for trial in trials]
 
 
-def _limits(module: nn.Module, call: Call, x: ModuleInputs, name: str) -> Tensor | None:
+def _limits(module: nn.Module, call: ModuleCall, x: ModuleInputs, name: str) -> Tensor | None:
     """Return the largest integer that each column takes while all others are 0; None if no column takes the largest."""
     column = x if isinstance(x, Tensor) else x[name]
     if column.dtype != torch.int64 or column.dim() != 2 or column.shape[1] > _MOST:
@@ -51,7 +51,7 @@ def _limited(x: ModuleInputs, limits: dict[str, Tensor]) -> ModuleInputs:
 
 
 @torch.no_grad()
-def _is_beyond(module: nn.Module, call: Call, x: ModuleInputs) -> bool:
+def _is_beyond(module: nn.Module, call: ModuleCall, x: ModuleInputs) -> bool:
     """Return True if the module looks up an integer that a table does not have."""
     try:
         call.result(module, x)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.errors import ExperimentError, argument
-from fedloom.reporting.compare_rows import Row, Scale, block_labels, differing, mean_of, rows_of
+from fedloom.reporting.compare_rows import Row, Scale, block_labels, comparison_rows, differing, mean_of
 from fedloom.reporting.page import check_installed
 from fedloom.reporting.run_results import GROUPS, USERS, RunResults, read_results
 from fedloom.runs.listing import finished_runs
@@ -259,7 +259,7 @@ def compare_runs(run_folders: Sequence[str | Path], against: str | None = None) 
     folders, notices = finished_runs(run_folders)
     runs = [read_results(folder) for folder in folders]
     _check_one_scale(runs)
-    comparison = RunComparison(tuple(rows_of(runs)), (), against)
+    comparison = RunComparison(tuple(comparison_rows(runs)), (), against)
     _check_against(comparison)
     return replace(comparison, notices=(*notices, *_notices(comparison)))
 

@@ -198,7 +198,7 @@ class Row:
         return mean_std(None if result.best is None else result.best.mean.get(group) for result in self.results)
 
 
-def rows_of(runs: Sequence[RunResults]) -> list[Row]:
+def comparison_rows(runs: Sequence[RunResults]) -> list[Row]:
     """Return a row for each setting and predictor, in blocks.
 
     Runs that differ only in name and seed form one row per predictor. If two of them also share the seed, as a run and

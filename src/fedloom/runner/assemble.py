@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import fedloom
-from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ClientGroup, ServerAlgorithm, Setup, find_algorithm
+from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Setup, find_algorithm
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.core.words import pluralize
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset

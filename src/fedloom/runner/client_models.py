@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.data.inputs import Inputs, take
 from fedloom.data.targets import Targets
 from fedloom.messages import Message

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedloom.algorithms.base import ClientGroup
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.data.own import read_card
 from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument

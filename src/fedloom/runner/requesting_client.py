@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from fedloom import experiment as experiments
-from fedloom.algorithms.base import Algorithm, ClientGroup, find_algorithm
+from fedloom.algorithms.base import Algorithm, find_algorithm
+from fedloom.algorithms.client_group import ClientGroup
 from fedloom.core.words import printable
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import FederatedDataset

@@ -20,7 +20,7 @@ def run_experiment(
     Parameters
     ----------
     experiment
-        Experiment to run (:func:`fedloom.experiment.load`).
+        Experiment to run (:func:`fedloom.experiment.load_experiment`).
     options
         Execution options; by default, a folder named after the experiment, and workers as in ``runtime``.
     observer

@@ -13,7 +13,7 @@ import torch
 from fedloom.core.words import pluralize
 from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
 from fedloom.data.folders import data_root
-from fedloom.data.input_spec import described
+from fedloom.data.input_spec import input_fields
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
@@ -145,7 +145,7 @@ def restore(
     if partition is not None and not is_url(partition):  # a store's shards are checked as they are fetched
         dataset.verify()
     # The models were trained on inputs normalized as in the training partition.
-    inputs = described(trained_on.specs)
+    inputs = input_fields(trained_on.specs)
     manifest = dataclasses.replace(dataset.manifest, targets=trained_on.targets, **inputs)
     dataset = dataset.described_by(manifest)
     if partition is None and isinstance(e.data, Data) and manifest.fingerprint != trained_on.fingerprint:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedloom.tasks.sums import MetricSums, mean_defined, ratio, whole
+from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 
 BINS = 64
 """Bins of the log-odds of each label."""
@@ -92,6 +92,6 @@ class Auroc(MetricSums):
         if float(defined) not in (0.0, 1.0) or not 0 <= float(average) <= float(defined):
             return f"an average AUROC of {float(average):g} over {float(defined):g} clients"
         totals = histogram.reshape(self.labels, -1).sum(1)
-        if not whole(histogram) or not ((totals == examples) | (totals == 0)).all():
+        if not are_whole(histogram) or not ((totals == examples) | (totals == 0)).all():
             return f"a histogram of {float(totals.max()):g} scores of {examples} examples"
         return None

@@ -153,7 +153,7 @@ def array_of(y: Any) -> NDArray[Any]:
     return y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
 
 
-def shape_fault(y: NDArray[Any], target_shape: tuple[int, ...], kinds: str, meaning: str) -> str | None:
+def target_shape_fault(y: NDArray[Any], target_shape: tuple[int, ...], kinds: str, meaning: str) -> str | None:
     """Return what is wrong with the shape or type of targets ``[n, *target_shape]``; None if they are right.
 
     Parameters

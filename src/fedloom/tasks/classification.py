@@ -23,7 +23,7 @@ from fedloom.tasks.base import (
     array_of,
     as_weights,
     index_fault,
-    shape_fault,
+    target_shape_fault,
     weights_fault,
 )
 from fedloom.tasks.names import METRICS
@@ -50,7 +50,7 @@ class Classification(PredictionTask):
     def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
         """Return what is wrong with classes ``[n]``; None if they are valid."""
         array = array_of(y)
-        return shape_fault(array, (), "iu", "a class each, as whole numbers") or index_fault(array, outputs)
+        return target_shape_fault(array, (), "iu", "a class each, as whole numbers") or index_fault(array, outputs)
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the cross-entropy, ``[b, C], [b] -> [b]``, times the weight of each example's class."""

@@ -19,11 +19,11 @@ from fedloom.tasks.base import (
     Weights,
     array_of,
     as_weights,
-    shape_fault,
+    target_shape_fault,
     weights_fault,
 )
 from fedloom.tasks.names import METRICS
-from fedloom.tasks.sums import MetricSums, mean_defined, ratio, whole
+from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 
 
 class Multilabel(PredictionTask):
@@ -42,7 +42,7 @@ class Multilabel(PredictionTask):
     def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
         """Return what is wrong with labels ``[n, K]``; None if they are valid."""
         array = array_of(y)
-        fault = shape_fault(array, (outputs,), "biuf", "0 or 1 for each label")
+        fault = target_shape_fault(array, (outputs,), "biuf", "0 or 1 for each label")
         wrong = (array != 0) & (array != 1)
         if fault is None and wrong.any():
             fault = f"targets must be 0 or 1 for each label; they have {array[wrong].flat[0]}"
@@ -124,7 +124,7 @@ class LabelCounts(MetricSums):
         """Return why the sums are impossible; None if they are possible."""
         n, matches, loss = sums[:3].tolist()
         right, predicted, true = sums[3:].reshape(3, self.labels)
-        if n not in (0.0, float(examples)) or not whole(sums[[0, 1, *range(3, self.size)]]) or matches > n:
+        if n not in (0.0, float(examples)) or not are_whole(sums[[0, 1, *range(3, self.size)]]) or matches > n:
             return f"{matches:g} matches of {n:g} examples, of {examples} in all"
         if (right > torch.minimum(predicted, true)).any() or max(predicted.max(), true.max()) > n:
             return f"labels of {float(predicted.max()):g} examples, of {n:g} in all"

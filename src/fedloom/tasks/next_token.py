@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.base import LOSS_CAP, PredictionTask, TargetShape, array_of, index_fault, shape_fault
+from fedloom.tasks.base import LOSS_CAP, PredictionTask, TargetShape, array_of, index_fault, target_shape_fault
 from fedloom.tasks.names import IGNORED, METRICS
-from fedloom.tasks.sums import MetricSums, ratio, whole
+from fedloom.tasks.sums import MetricSums, are_whole, ratio
 
 
 class NextToken(PredictionTask):
@@ -39,7 +39,7 @@ class NextToken(PredictionTask):
     def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
         """Return what is wrong with tokens ``[n, T]``; None if they are valid."""
         array = array_of(y)
-        fault = shape_fault(array, target_shape, "iu", "a token for each place, as whole numbers")
+        fault = target_shape_fault(array, target_shape, "iu", "a token for each place, as whole numbers")
         return fault or index_fault(array, outputs, self.ignore_index)
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class NextToken(PredictionTask):
 
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the token counts."""
-        return (Tokens(math.prod(target.shape), self.ignore_index),)
+        return (TokenSums(math.prod(target.shape), self.ignore_index),)
 
     def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
         """Return 0: the inputs already contain the tokens."""
@@ -82,7 +82,7 @@ class NextToken(PredictionTask):
         return torch.zeros(len(y), 0, device=y.device)
 
 
-class Tokens(MetricSums):
+class TokenSums(MetricSums):
     """Targets that count, their summed negative log-likelihood, and the right predictions.
 
     Parameters
@@ -117,7 +117,7 @@ class Tokens(MetricSums):
     def implausible(self, sums: Tensor, examples: int) -> str | None:
         """Return why the sums are impossible; None if they are possible."""
         tokens, loss, right = sums.tolist()
-        if not whole(sums[[0, 2]]) or tokens > examples * self.length or right > tokens:
+        if not are_whole(sums[[0, 2]]) or tokens > examples * self.length or right > tokens:
             return f"{right:g} right of {tokens:g} tokens, of {examples} sequences of {self.length}"
         if not 0 <= loss <= LOSS_CAP * tokens * (1 + 1e-6):
             return f"a summed loss of {loss:g} of {tokens:g} tokens"

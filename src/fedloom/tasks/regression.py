@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.base import VALUE_CAP, PredictionTask, TargetShape, array_of, shape_fault
+from fedloom.tasks.base import VALUE_CAP, PredictionTask, TargetShape, array_of, target_shape_fault
 from fedloom.tasks.names import METRICS
 from fedloom.tasks.sums import MetricSums, mean_defined, ratio
 
@@ -36,7 +36,7 @@ class Regression(PredictionTask):
     def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
         """Return what is wrong with numbers ``[n]`` or ``[n, k]``; None if they are valid."""
         array = array_of(y)
-        fault = shape_fault(array, target_shape, "iuf", "numbers")
+        fault = target_shape_fault(array, target_shape, "iuf", "numbers")
         if fault is None and not np.isfinite(array).all():
             fault = f"targets must be finite; they have {array[~np.isfinite(array)].flat[0]}"
         return fault

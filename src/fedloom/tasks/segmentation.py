@@ -18,11 +18,11 @@ from fedloom.tasks.base import (
     array_of,
     as_weights,
     index_fault,
-    shape_fault,
+    target_shape_fault,
     weights_fault,
 )
 from fedloom.tasks.names import IGNORED, METRICS
-from fedloom.tasks.sums import MetricSums, mean_defined, ratio, whole
+from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 
 
 class Segmentation(PredictionTask):
@@ -44,7 +44,7 @@ class Segmentation(PredictionTask):
     def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
         """Return what is wrong with masks ``[n, height, width]``; None if they are valid."""
         array = array_of(y)
-        fault = shape_fault(array, target_shape, "iu", "a class for each pixel, as whole numbers")
+        fault = target_shape_fault(array, target_shape, "iu", "a class for each pixel, as whole numbers")
         return fault or index_fault(array, outputs, self.ignore_index)
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Segmentation(PredictionTask):
 
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the pixel counts."""
-        return (Overlap(target.outputs, math.prod(target.shape), self.ignore_index),)
+        return (ClassOverlap(target.outputs, math.prod(target.shape), self.ignore_index),)
 
     def setting_fault(self, outputs: int) -> str | None:
         """Return why the settings do not fit C classes; None if they do."""
@@ -91,7 +91,7 @@ class Segmentation(PredictionTask):
         return parts / counted.sum(1, keepdim=True).clamp(min=1)
 
 
-class Overlap(MetricSums):
+class ClassOverlap(MetricSums):
     """Pixels of each class: predicted correctly, predicted, and true, ``[3, C]``.
 
     Parameters
@@ -130,7 +130,7 @@ class Overlap(MetricSums):
     def implausible(self, sums: Tensor, examples: int) -> str | None:
         """Return why the counts are impossible; None if they are possible."""
         right, predicted, true = sums.reshape(3, self.classes)
-        if not whole(sums) or float(true.sum()) > examples * self.pixels or predicted.sum() != true.sum():
+        if not are_whole(sums) or float(true.sum()) > examples * self.pixels or predicted.sum() != true.sum():
             return f"{float(true.sum()):g} pixels, of {examples} masks of {self.pixels}"
         if (right > torch.minimum(predicted, true)).any():
             return "more right pixels of a class than predicted or true ones"

@@ -49,7 +49,7 @@ class MetricSums(ABC):
         """Return why a client cannot have measured these sums ``[size]`` on so many examples; None if it can."""
 
 
-def whole(counts: Tensor) -> bool:
+def are_whole(counts: Tensor) -> bool:
     """Return whether all numbers are whole and nonnegative."""
     return bool(((counts >= 0) & (counts == counts.round())).all())
 

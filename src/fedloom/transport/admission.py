@@ -105,10 +105,10 @@ class Admission:
     def _judge_versions(self, hello: wire.Hello) -> wire.Refused | None:
         if hello.protocol != PROTOCOL:
             reason = f"the worker uses protocol {hello.protocol}, and this aggregator {PROTOCOL}"
-            return refusal(wire.REFUSAL_CODE_PROTOCOL, f"{reason}: install the same version of fedloom on both sides")
+            return refused(wire.REFUSAL_CODE_PROTOCOL, f"{reason}: install the same version of fedloom on both sides")
         if hello.package != fedloom.__version__:
             found = printable(hello.package, NAME_CHARACTERS)
-            return refusal(
+            return refused(
                 wire.REFUSAL_CODE_PACKAGE, f"the worker has fedloom {found}, and this aggregator {fedloom.__version__}"
             )
         run = self._run
@@ -116,7 +116,7 @@ class Admission:
         if version != run.version:
             found = "not there" if version is None else f"version {version}"
             reason = f"algorithm {run.algorithm} is {found} on the worker, and the run needs version {run.version}"
-            return refusal(wire.REFUSAL_CODE_ALGORITHM, reason)
+            return refused(wire.REFUSAL_CODE_ALGORITHM, reason)
         return None
 
     def _judge_clients(self, hello: wire.Hello) -> wire.Refused | None:
@@ -125,20 +125,20 @@ class Admission:
         if stranger is None:
             return None
         found = printable(stranger, NAME_CHARACTERS)
-        return refusal(wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition")
+        return refused(wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition")
 
     def _judge_members(self, hello: wire.Hello) -> wire.Refused | None:
         """Return why clients with their own data cannot be admitted; None if they can."""
         code = wire.REFUSAL_CODE_CLIENTS
         if not hello.clients or len(hello.announced) != len(hello.clients):
-            return refusal(code, "this federation's clients have their own data: start `fedloom worker --data DIR`")
+            return refused(code, "this federation's clients have their own data: start `fedloom worker --data DIR`")
         for client, told in zip(hello.clients, hello.announced, strict=True):
             if reason := self._member_fault(client, told):
-                return refusal(code, reason)
+                return refused(code, reason)
         if len(set(hello.clients)) != len(hello.clients):
-            return refusal(code, "a client is listed twice")
+            return refused(code, "a client is listed twice")
         if (claimed := self._dispatcher.claimed(hello.worker, hello.clients)) is not None:
-            return refusal(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
+            return refused(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
         return None
 
     def _member_fault(self, client: str, told: wire.Announced) -> str:
@@ -152,7 +152,7 @@ class Admission:
         return ""
 
 
-def refusal(code: wire.RefusalCode, reason: str) -> wire.Refused:
+def refused(code: wire.RefusalCode, reason: str) -> wire.Refused:
     """Return the part that refuses a worker."""
     return wire.Refused(code=code, reason=reason)
 
@@ -174,9 +174,9 @@ def _judge_names(hello: wire.Hello) -> wire.Refused | None:
     names = hello.worker, hello.incarnation
     if not all(0 < len(name) <= NAME_CHARACTERS for name in names):
         reason = f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters"
-        return refusal(wire.REFUSAL_CODE_HELLO, reason)
+        return refused(wire.REFUSAL_CODE_HELLO, reason)
     if not all(name.isprintable() for name in names):
-        return refusal(wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print")
+        return refused(wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print")
     return None
 
 

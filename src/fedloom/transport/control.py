@@ -19,7 +19,7 @@ from fedloom.federation.activity import Activity, Phase, RosterClient
 from fedloom.security.options import ClientCredentials, Credentials
 from fedloom.transport import dial
 from fedloom.transport.address import split_address
-from fedloom.transport.failures import REFUSALS, described, hint
+from fedloom.transport.failures import REFUSALS, connection_failure, hint
 from fedloom.transport.wire import control_pb2 as wire
 
 CONTROL = "fedloom.v1.Control"
@@ -118,7 +118,7 @@ class ControlClient:
         except grpc.RpcError as error:
             if now is None or error.code() in REFUSALS:
                 raise self._failure(error) from error
-            raise self._broken(described(error.code(), error.details())) from error
+            raise self._broken(connection_failure(error.code(), error.details())) from error
         finally:
             call.cancel()
         if now is None or now.phase not in ENDS:
@@ -172,7 +172,7 @@ class ControlClient:
     def _failure(self, error: grpc.RpcError) -> FedloomError:
         code, details = error.code(), error.details()
         if code in REFUSALS:
-            return RefusedError(f"{self._address}: {described(code, details)}", hint=hint(code))
+            return RefusedError(f"{self._address}: {connection_failure(code, details)}", hint=hint(code))
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             return ExperimentError(f"{self._address}: {details}")
         if code is grpc.StatusCode.ABORTED:
@@ -181,7 +181,8 @@ class ControlClient:
         if reason := dial.distrust(self._address, *found) or dial.closed_after_handshake(*found):
             return RefusedError(f"the aggregator at {self._address}: {reason}", hint="see docs/security.md")
         return AbandonedError(
-            f"no aggregator answers at {self._address}: {dial.perhaps_tls(*found) or described(code, details)}",
+            f"no aggregator answers at {self._address}: "
+            f"{dial.perhaps_tls(*found) or connection_failure(code, details)}",
             hint="if no aggregator runs, read the run's folder or URL: fedloom status RUN",
         )
 

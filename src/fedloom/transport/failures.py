@@ -46,7 +46,7 @@ _SAID = (
 """Parts of gRPC's messages and their descriptions; the first match applies."""
 
 
-def described(code: grpc.StatusCode, details: str | None) -> str:
+def connection_failure(code: grpc.StatusCode, details: str | None) -> str:
     """Return a short description of why there is no connection, or why a stream ended.
 
     Parameters

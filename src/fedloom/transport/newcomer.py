@@ -25,7 +25,7 @@ from fedloom.transport import dial
 from fedloom.transport.address import split_address
 from fedloom.transport.codec import DTYPES, Cutter, Encoded, digest_of_bytes, encode
 from fedloom.transport.dial import CHANNEL_OPTIONS, closed_after_handshake, distrust, perhaps_tls
-from fedloom.transport.failures import described, hint
+from fedloom.transport.failures import connection_failure, hint
 from fedloom.transport.frames import Pieces, Refusal, WireError, pack_parts, serialize
 from fedloom.transport.model_stream import (
     DESCRIBE,
@@ -288,7 +288,7 @@ class Models:
             return RefusedError(f"{self._address}: {why}", hint="see docs/security.md")
         if _is_temporary(error):
             why = closed_after_handshake(*found) or perhaps_tls(*found)
-            why = why or (said if told else described(code, details))
+            why = why or (said if told else connection_failure(code, details))
             return QuorumError(f"no model from {self._address} in time: {why}", hint="retry later")
         if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND):
             return DataError(f"{self._address}: {said}")

@@ -25,7 +25,7 @@ from fedloom.transport.answer_book import AnswerBook
 from fedloom.transport.bandwidth import Bandwidth, BandwidthLimiter
 from fedloom.transport.codec import encode
 from fedloom.transport.dial import CHANNEL_OPTIONS, LIMITED
-from fedloom.transport.failures import FINAL, REFUSALS, RETRYABLE, described, hint
+from fedloom.transport.failures import FINAL, REFUSALS, RETRYABLE, connection_failure, hint
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError, read_parts, seal_frame, serialize
 from fedloom.transport.introduction import Introduction, Joined, parse_welcome, refusal_error
 from fedloom.transport.stream import LAST_BACKOFF_S, METHOD, SERVICE, key_from_wire
@@ -300,12 +300,12 @@ class WorkerConnection:
         Return None for any other failure.
         """
         if code in REFUSALS:
-            words = described(code, details)
+            words = connection_failure(code, details)
             refused = RefusedError(f"{self._address} refused the stream: {words}", hint=hint(code))
             unknown = code is grpc.StatusCode.UNAUTHENTICATED and all(key != FINAL for key, _ in told)
             return _Distrust(words, refused, certain=True) if unknown and self.incarnation else refused
         if code in RETRYABLE:
-            return _LaterError(described(code, details))
+            return _LaterError(connection_failure(code, details))
         certain = dial.distrust(self._address, self._shown, code, details)
         perhaps = None if self._book.outbox is not None else dial.closed_after_handshake(self._shown, code, details)
         if not (reason := certain or perhaps):
@@ -322,7 +322,7 @@ class WorkerConnection:
             code = await call.code()
             details = await call.details()
             told = await call.trailing_metadata()
-            raise self._failed(code, details, told or ()) or ConnectionError(described(code, details))
+            raise self._failed(code, details, told or ()) or ConnectionError(connection_failure(code, details))
         return bytes(data)
 
     async def _read(self, call: Any) -> bool:
@@ -410,7 +410,7 @@ def _is_cut_short(error: Exception) -> bool:
 def _describe(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         log.debug("gRPC says: %s %s", error.code().name, error.details())
-        return described(error.code(), error.details())
+        return connection_failure(error.code(), error.details())
     if isinstance(error, TimeoutError):
         return "it does not answer"
     return str(error) or type(error).__name__

@@ -17,8 +17,8 @@ from fedloom.core.words import pluralize
 from fedloom.data.apportion import held_out
 from fedloom.data.copies import draw_splits, equal_inputs
 from fedloom.data.folders import published
-from fedloom.data.input_spec import described, named_arrays
 from fedloom.data.input_spec import entry as in_shard
+from fedloom.data.input_spec import input_fields, named_arrays
 from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.moments import moments_of
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
@@ -130,7 +130,7 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
     drawn = {"seed": settings.seed, "test_fraction": settings.test_fraction}
     drawn["validation_fraction"] = settings.validation_fraction
     train, validation, test = (int(np.count_nonzero(split == place)) for place in range(len(SPLITS)))
-    about = described(examples.specs)
+    about = input_fields(examples.specs)
     del about["normalization"]
     training = None if examples.y is None else examples.y[split == 0]
     card = ClientCard(

@@ -37,7 +37,7 @@ from fedloom.data.pack.examples import (
 )
 from fedloom.data.pack.targets import inferred_task, read_targets
 from fedloom.data.targets import Targets
-from fedloom.data.values import EXACT, TRUTHS, number, whole
+from fedloom.data.values import EXACT, TRUTHS, is_whole, number
 from fedloom.errors import DataError
 
 ROWS = 4096
@@ -374,7 +374,7 @@ class _CsvReader:
 def _fault(text: str, found: float | None, truth: float | None) -> str | None:
     if found is None and truth is None:
         return "no number" if text.strip() else "value missing"
-    if found is not None and abs(found) > EXACT and whole(text):
+    if found is not None and abs(found) > EXACT and is_whole(text):
         return "integer beyond 2^53, which cannot be a feature"
     return None
 

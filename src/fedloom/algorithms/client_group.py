@@ -1,0 +1,135 @@
+"""Clients that one coroutine of a client algorithm serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import shake_256
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data.augment import Augmentation
+from fedloom.data.federated import ClientData
+from fedloom.errors import DataError
+
+
+class ClientGroup:
+    """Clients that one coroutine serves: exactly one on a CPU, up to ``runtime.clients_at_once`` on a GPU.
+
+    Parameters
+    ----------
+    clients
+        Data of the clients, already on ``device``.
+    generator
+        ``(client id, purpose) -> torch.Generator``, keyed with seed, purpose, client and round; always on the CPU.
+    states
+        State that each client kept in the last round that counted it; None for a client that no round has counted.
+    may_keep
+        False in conversations that change no state.
+    secret
+        32 random bytes unknown to the aggregator: the key of noise that hides something from it. None in a simulation,
+        where that noise also comes from ``generator``.
+    round
+        Number of the training round, from 1; None outside training.
+    augment
+        Augmentation of training examples; None without.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[ClientData],
+        generator: Callable[[str, str], torch.Generator],
+        states: Sequence[dict[str, Tensor] | None] | None = None,
+        *,
+        may_keep: bool = True,
+        secret: bytes | None = None,
+        round: int | None = None,
+        augment: Augmentation | None = None,
+    ) -> None:
+        self.clients = tuple(clients)
+        self.augment = augment
+        self.round = round
+        self._generator = generator
+        self._states = tuple(states) if states is not None else (None,) * len(self.clients)
+        self._may_keep = may_keep
+        self._secret = secret
+        self._streams: dict[tuple[int, str], torch.Generator] = {}
+        self.kept: dict[int, dict[str, Tensor]] = {}  # new state by position
+        self.lost: dict[int, str] = {}  # reason by position
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def generator(self, i: int, purpose: str) -> torch.Generator:
+        """Return the random generator of the i-th client for a purpose."""
+        return self._generator(self.clients[i].id, purpose)
+
+    def stream(self, i: int, purpose: str) -> torch.Generator:
+        """Return the generator of the i-th client for a purpose, which goes on from use to use in the conversation."""
+        if (i, purpose) not in self._streams:
+            self._streams[i, purpose] = self.generator(i, purpose)
+        return self._streams[i, purpose]
+
+    def noise(self, i: int, purpose: str, about: bytes, size: int) -> Tensor:
+        """Return standard normal numbers ``[size]``, float64, that hide something of the i-th client from the server.
+
+        With a secret they are a pseudorandom function (SHAKE-256) of the secret, the client, the purpose, and
+        ``about``, which encodes everything that determines the value they protect. A repeated request therefore gets
+        the same noise and discloses nothing more; any other request gets independent noise.
+        """
+        if self._secret is None:
+            return torch.randn(size, dtype=torch.float64, generator=self.generator(i, purpose))
+        parts = (self._secret, self.clients[i].id.encode(), purpose.encode(), about)
+        key = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        words = np.frombuffer(shake_256(key).digest(8 * size), dtype="<u8")
+        uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53  # in (0, 1), both ends excluded
+        numbers: Tensor = torch.special.ndtri(torch.from_numpy(uniform))
+        return numbers
+
+    @property
+    def new(self) -> list[int]:
+        """Positions of the clients without a kept state."""
+        return [i for i, state in enumerate(self._states) if state is None]
+
+    def load_state(self, name: str, default: Tensor) -> Tensor:
+        """Return the rows that clients kept under a name in the last round that counted them, ``[g, ...]``.
+
+        A client gets its default if it is new, or kept nothing under that name (because of other settings, which an
+        open federation may change).
+
+        Raises
+        ------
+        DataError
+            If a kept row differs in shape from its default.
+        """
+        old = []
+        for client, state, row in zip(self.clients, self._states, default, strict=True):
+            kept = row if state is None or name not in state else state[name].to(row)
+            if kept.shape != row.shape:
+                raise DataError(
+                    f"client {client.id}: its state has {name} of shape {tuple(kept.shape)}, and the model of this run "
+                    f"has {tuple(row.shape)}"
+                )
+            old.append(kept)
+        return torch.stack(old)
+
+    def save_state(self, **named: Tensor) -> None:
+        """Keep rows ``[g, ...]``, one per client, for later rounds.
+
+        Call it before yielding the answer that the rows belong to, so that a round that counts the client has its
+        state. A method that keeps rows must be ``stateful`` and keep some in every training conversation.
+
+        Raises
+        ------
+        RuntimeError
+            In a conversation that changes no state.
+        """
+        if not self._may_keep:
+            raise RuntimeError("personalization cannot save states")
+        for i in range(len(self)):
+            self.kept.setdefault(i, {}).update({name: rows[i].detach().clone() for name, rows in named.items()})
+
+    def fail_client(self, i: int, reason: str) -> None:
+        """Drop the i-th client, which answers with this reason; the rest of the group continues."""
+        self.lost.setdefault(i, reason)
