@@ -129,7 +129,10 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     "method",
     [pytest.param(name, marks=[pytest.mark.exhaustive] if i >= FIRST_TIER else []) for i, name in enumerate(METHODS)],
 )
-def test_a_model_over_the_wire_is_that_of_the_run_to_the_bit(tmp_path: Path, method: str) -> None:
+def test_a_model_over_the_wire_is_that_of_the_run_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setenv("FEDLOOM_FACTORIES", "vowel_runs:normalized")
     on_vowels(tmp_path, METHODS[method], rounds=int(method != "local")).run()
     run, (x, y) = tmp_path / "run", examples(3)
     labels = None if "without" in method else y

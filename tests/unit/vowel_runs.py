@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from federations import Silent
+from torch import nn
 
 from fedloom import experiment as experiments
 from fedloom.federation.loop import Loop
@@ -43,9 +44,15 @@ def loop(
     return assemble.loop(parts, assemble.in_process(parts, dataset, run), run, LoopHooks(Silent()))
 
 
+def normalized() -> nn.Module:
+    """A network with a normalization layer, for methods that need one."""
+    return nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 11))
+
+
 def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1, own_steps: Sequence[int] | None = None) -> Loop:
     data = folder / "data" / "datasets" / "vowel"
     data.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
     vowels = {"dataset": "vowel", "partition": {"scheme": "natural"}, "held_out_fraction": 0.2}
-    return loop(folder, vowels, {"name": "mlp", "hidden": [4]}, algorithm, rounds, own_steps)
+    plain, norms = {"name": "mlp", "hidden": [4]}, {"name": "module", "factory": "vowel_runs:normalized"}
+    return loop(folder, vowels, norms if algorithm["name"] == "fedbn" else plain, algorithm, rounds, own_steps)

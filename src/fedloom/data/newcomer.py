@@ -20,7 +20,7 @@ from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization,
 from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.inputs import Inputs, take
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manifest
-from fedloom.data.own import AGAIN, check_features, is_same, read_card, read_own_shard
+from fedloom.data.own import AGAIN, ClientCard, check_features, is_same, read_card, read_own_shard
 from fedloom.data.pack.arrays import numbered, with_channels
 from fedloom.data.pack.examples import ValidationErrors
 from fedloom.data.problem import Problem
@@ -155,15 +155,7 @@ class Newcomer(FederatedDataset):
         Raise DataError if the folder is missing, damaged, or does not meet the requirements.
         """
         card = read_card(folder)
-        needed_targets = wanted.targets and wanted.targets.plain()
-        for what, found, needed in (
-            ("kind", card.kind, wanted.kind),
-            ("input_shape", list(card.input_shape), list(wanted.input_shape)),
-            ("inputs", _shapes(card.specs), _shapes(wanted.specs)),
-            ("targets", card.targets if card.labelled else needed_targets, needed_targets),
-        ):
-            if found != needed:
-                raise DataError(f"{folder}: {what} is {found}, and must be {needed} as in the run")
+        _check_same_data(folder, card, wanted)
         check_features(folder, card, wanted.features)
         place = {composed(name): i for i, name in enumerate(wanted.class_names)}
         foreign = [name for name in card.classes if composed(name) not in place] if card.labelled else []
@@ -190,6 +182,19 @@ class Newcomer(FederatedDataset):
 
     def verify(self, clients: object = None) -> None:
         """Do nothing, since the data were checked on construction."""
+
+
+def _check_same_data(folder: Path, card: ClientCard, wanted: Wanted) -> None:
+    """Raise DataError if a packed client has data of another kind, shape or task than the run."""
+    needed_targets = wanted.targets and wanted.targets.plain()
+    for what, found, needed in (
+        ("kind", card.kind, wanted.kind),
+        ("input_shape", list(card.input_shape), list(wanted.input_shape)),
+        ("inputs", _shapes(card.specs), _shapes(wanted.specs)),
+        ("targets", card.targets if card.labelled else needed_targets, needed_targets),
+    ):
+        if found != needed:
+            raise DataError(f"{folder}: {what} is {found}, and must be {needed} as in the run")
 
 
 def _shapes(specs: Mapping[str, InputSpec]) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -143,18 +143,24 @@ def _contradiction(card: ClientCard) -> str | None:
         return fault
     if card.targets is not None and (card.classes or (fault := card.targets.fault(normalized=False)) is not None):
         return fault or "classes must be empty, because there are targets"
-    numbers, moments = sum(each.numbers for each in card.measured), card.moments
     columns = sum(spec.numbers for spec in card.specs.values())
     if card.features is not None and len(card.features) != columns:
         return f"features must have {columns} names"
-    if not len(moments.sum) == len(moments.squares) == numbers:
-        return f"moments must have {numbers} sums and squares"
-    if not all(map(math.isfinite, (*moments.sum, *moments.squares))) or moments.count < 1:
-        return "moments must have finite numbers and a count of at least 1"
+    if (fault := _moments_fault(card)) is not None:
+        return fault
     empty = next((split for split in SPLITS if card.entry().size(split) < 1), None)
     if empty is not None:
         return f"{empty} is {card.entry().size(empty)}, and must be at least 1"
     return entry_contradiction(card.entry(), len(card.classes))
+
+
+def _moments_fault(card: ClientCard) -> str | None:
+    numbers, moments = sum(each.numbers for each in card.measured), card.moments
+    if not len(moments.sum) == len(moments.squares) == numbers:
+        return f"moments must have {numbers} sums and squares"
+    if not all(map(math.isfinite, (*moments.sum, *moments.squares))) or moments.count < 1:
+        return "moments must have finite numbers and a count of at least 1"
+    return None
 
 
 @dataclass(frozen=True)
