@@ -126,5 +126,5 @@ def _as_json(e: Experiment) -> str:
 
 
 def _data_of(e: Experiment) -> str:
-    data = _dealt(e).model_dump(mode="json", exclude={"root", "source"})
+    data = _dealt(e).model_dump(mode="json", exclude={"root", "source", "augment"})
     return json.dumps({"seed": e.seed, **data}, sort_keys=True)
