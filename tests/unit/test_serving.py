@@ -89,6 +89,11 @@ def examples(seed: int, n: int = 20) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 9, generator=random), torch.randint(11, (n,), generator=random)
 
 
+def normalized() -> torch.nn.Module:
+    """Return a network with a normalization layer for vowels."""
+    return torch.nn.Sequential(torch.nn.Linear(9, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 11))
+
+
 @contextmanager
 def served(run: Path, listen: str = "127.0.0.1:0", **options: Any) -> Iterator[str]:
     """Serve a run in a thread; yields the address."""

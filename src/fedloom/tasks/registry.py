@@ -63,6 +63,36 @@ else:
     """The settings of any task, told apart by ``name``."""
 
 
+def agreed_task(asked: PredictionTask | None, kind: TaskName, outputs: int, dataset: str) -> PredictionTask:
+    """Return the task of a data set, with an experiment's settings if it has some.
+
+    Parameters
+    ----------
+    kind, outputs
+        Kind of the data's targets, and K; 0 if they have no targets.
+    dataset
+        Name of the data for errors.
+
+    Raises
+    ------
+    ExperimentError
+        If the data are of another task, or the settings do not fit their outputs.
+    """
+    if asked is not None and (asked.target_kind != kind or not outputs):
+        found = kind if outputs else "none, as they have no targets"
+        raise ExperimentError(
+            f"task.name is {asked.name}, but the task of the data {dataset} is {found}; leave `task` out, or pack the "
+            "data with targets of that task",
+            key="task.name",
+            found=asked.name,
+            allowed=[kind],
+        )
+    task = task_of(kind, outputs) if asked is None else asked
+    if (fault := task.setting_fault(outputs)) is not None:
+        raise ExperimentError(fault, key=fault.partition(" ")[0])
+    return task
+
+
 def task_of(kind: TaskName, outputs: int = 1) -> PredictionTask:
     """Return FedLoom's task for a kind of targets, with default settings; with 0 outputs, the model's own loss."""
     if outputs == 0:
