@@ -219,7 +219,7 @@ def test_a_parametrized_or_shared_head_is_refused_by_methods_that_cannot_have_it
         model_of(weight_normed, initial="drawn")
 
 
-# --- draws, states, probabilities -------------------------------------------------------------------------------------
+# --- draws and states -------------------------------------------------------------------------------------------------
 
 
 NUMBERS = np.random.default_rng(0)
@@ -370,10 +370,9 @@ class Squeezes(Small):
         (ByTheBatch, ("ByTheBatch", "evaluation mode", "evaluation.batch_size")),
         (Undefined, ("Undefined", "NaN")),
         (Squeezes, ("Squeezes", "[1, 2]", "[2]")),
-        (lambda: nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), ("Sequential", "probabilities", "softmax")),
     ],
 )
-def test_a_state_a_batch_and_probabilities_are_refused(make: Any, facts: tuple[str, ...]) -> None:
+def test_a_state_and_a_batch_are_refused(make: Any, facts: tuple[str, ...]) -> None:
     with refused("model.factory", *facts):
         model_of(make)
 

@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
-from fedloom.models.module_call import call_of, tell_of_binary
+from fedloom.models.module_call import call_of, tell_of_outputs
 from fedloom.models.module_check import Trial, tried
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_head import head_of
@@ -129,8 +129,7 @@ class ModuleModel(FlatModel):
         self.constrained, self.least_batch = bool(moving), least_batch(self._module, x)
         self.predicts_by_batch = bool(without_statistics(self._module))
         tell_of_batches(self._module)
-        if self._call.binary:
-            tell_of_binary(type(self._module).__name__)
+        tell_of_outputs(type(self._module).__name__, self._call)
         self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
         self._training = copy.copy(self)

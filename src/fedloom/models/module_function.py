@@ -50,6 +50,10 @@ class ModuleFunction:
         found: Tensor = self._call(self.call, parameters, leading(x).device, self.module, x)
         return found
 
+    def result(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Any:
+        """Return all that the module returns for ``x``."""
+        return self._call(self.call.result, parameters, leading(x).device, self.module, x)
+
     def loss(self, parameters: Mapping[str, Tensor], outputs: Tensor, y: Tensor | None) -> Tensor:
         """Return the module's own loss of each example, ``[b]``; it may use parameters, as a penalty does."""
         own: Any = self.module.loss
