@@ -181,7 +181,7 @@ class ModuleModel(FlatModel):
             self._called(function, parameters, x)
         finally:
             hook.remove()
-        found = taken[0].flatten(1)
+        found = taken[0].flatten(1) if taken[0].dim() > 1 else taken[0][None]  # a single example, squeezed
         return found[: len(leading(x))] if self.predicts_by_batch else found
 
     def forward(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:

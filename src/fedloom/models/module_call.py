@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
-from fedloom.models.module_inputs import ModuleInputs
+from fedloom.models.module_inputs import ModuleInputs, leading
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.trial import has_binary_form
 
@@ -34,6 +34,10 @@ class UnreadOutputError(ExperimentError):
     """Output of which no tensor is known to be the one to train."""
 
 
+class LostAxisError(ExperimentError):
+    """Outputs of a single example without the axis of the batch."""
+
+
 @dataclass(frozen=True)
 class Call:
     """Way in which a module is called.
@@ -51,6 +55,8 @@ class Call:
         True if the module gives one logit z for two classes, which becomes [0, z].
     classes_first
         True if the module gives next tokens as ``[b, V, T]``.
+    squeezes
+        True if the outputs of a single example lack the axis of the batch.
     probabilities
         Function after which the module's outputs are probabilities; ``""`` where they are logits, or numbers.
     """
@@ -61,6 +67,7 @@ class Call:
     shape: tuple[int, ...] | None = None
     binary: bool = False
     classes_first: bool = False
+    squeezes: bool = False
     probabilities: Literal["", "sigmoid", "softmax"] = ""
 
     def raw(self, module: Any, x: ModuleInputs) -> Tensor:
@@ -73,7 +80,8 @@ class Call:
 
     def __call__(self, module: Any, x: ModuleInputs) -> Tensor:
         """Call a module, and return outputs as the task needs them, ``[b, *output_shape]``."""
-        return self.shaped(self.raw(module, x))
+        found = self.raw(module, x)
+        return self.shaped(found[None] if self.squeezes and len(leading(x)) == 1 else found)
 
     def shaped(self, found: Tensor) -> Tensor:
         """Return a module's tensor as the outputs that the task needs; probabilities become logits."""
@@ -166,7 +174,8 @@ class Call:
             return self
         if has_binary_form(task, outputs) and given in (wanted[1:], (1, *wanted[1:])):
             return replace(self, given=given, shape=wanted, binary=True)
-        if _without_ones(given) == _without_ones(wanted):
+        flat = task.name == "regression" and given == (outputs,)
+        if flat or _without_ones(given) == _without_ones(wanted):
             return replace(self, given=given, shape=wanted)
         if task.name == "next_token" and given == wanted[::-1]:
             return replace(self, given=given, shape=wanted, classes_first=True)
@@ -178,11 +187,8 @@ AS_IT_IS = Call()
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape without axes of length one at its end."""
-    kept = tuple(shape)
-    while kept and kept[-1] == 1:
-        kept = kept[:-1]
-    return kept
+    """Return a shape without axes of length one."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _parts(found: Any) -> dict[str | int, Any]:

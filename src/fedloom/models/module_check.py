@@ -18,7 +18,7 @@ from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout, Leaves
-from fedloom.models.module_call import Call, UnreadOutputError
+from fedloom.models.module_call import Call, LostAxisError, UnreadOutputError
 from fedloom.models.module_compare import attributes, near
 from fedloom.models.module_draws import GLOBAL, NumpyGenerators, collection_paused, draws_noted
 from fedloom.models.module_function import ModuleFunction
@@ -91,12 +91,8 @@ def tried(module: nn.Module, layout: Layout, call: Call, data: Trial) -> Tried:
     with torch.random.fork_rng(devices=[]), collection_paused():
         trial = replace(trial, call=trial.fitting_call())
         trial = replace(trial, call=trial.of_probabilities())
-        try:
-            trial.check_calls(training=True)
-        except UnreadOutputError:  # it returns other outputs in training mode
-            trial = replace(trial, call=replace(trial.call, field=trial.fitting_call(training=True).field))
-            trial.check_calls(training=True)
-        outputs = trial.check_calls(training=False)
+        trial, _ = trial.checked(training=True)
+        trial, outputs = trial.checked(training=False)
         kernels = any(len(shape) == 4 for _, shape in layout.entries)
         expected = trial.own_gradient()
         if kernels and not trial.runs_channels_last(expected, outputs):
@@ -176,6 +172,17 @@ class _Trial:
         moved = {name: factor * p + noise * torch.randn(p.shape, generator=generator) for name, p in own.items()}
         with torch.no_grad(), drawing_with(0):
             return self._function(training=False)(Leaves(moved, own.buffers), self.data.x)
+
+    def checked(self, *, training: bool) -> tuple[_Trial, Tensor]:
+        """Check calls in one mode; return this trial with a call that fits the mode, and the outputs."""
+        trial = self
+        try:
+            return trial, trial.check_calls(training=training)
+        except UnreadOutputError:  # it returns other outputs in training mode
+            trial = replace(self, call=replace(self.call, field=self.fitting_call(training=training).field))
+        except LostAxisError:
+            trial = replace(self, call=replace(self.call, squeezes=True))
+        return trial, trial.check_calls(training=training)
 
     def check_calls(self, *, training: bool) -> Tensor:
         """Call the module in one mode, also with a single input and again with the same inputs; return its outputs."""
@@ -314,6 +321,10 @@ class _Trial:
 
     def _check_outputs(self, outputs: Tensor, rows: int) -> None:
         wanted = (rows, *self.data.output_shape)
+        if rows == 1 and outputs.shape == wanted[1:] and not self.call.squeezes:
+            raise LostAxisError(
+                f"{self.what} must return logits, {list(wanted)}, for 1 input (got {list(outputs.shape)})"
+            )
         if outputs.shape != wanted or not outputs.is_floating_point():
             raise ExperimentError(
                 f"{self.what} must return logits, {list(wanted)}, for {rows} inputs (got {outputs.dtype} "
