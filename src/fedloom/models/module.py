@@ -36,6 +36,7 @@ from fedloom.models.module_state import (
     seeded,
     tell_of_batches,
     theta_of,
+    uncompiled,
     without_statistics,
 )
 from fedloom.models.module_steps import Steps, check_steps
@@ -222,7 +223,7 @@ class ModuleModel(FlatModel):
     def _own(self) -> ModuleFunction:
         """Return this thread's copy of the module, in this model's mode, as a function."""
         if not hasattr(self._copies, "function"):
-            module = copy.deepcopy(self._module).train(self._trains)
+            module = copied(self._module).train(self._trains)
             self._copies.function = ModuleFunction(module, self.layout.buffers, self._call)
         found: ModuleFunction = self._copies.function
         return found
@@ -243,7 +244,9 @@ def remember(module: nn.Module, name: str | None = None) -> str:
         If the object is not a module, or not the one that the run trained.
     """
     if not isinstance(module, nn.Module):
-        raise ExperimentError(f"model must be an nn.Module (got {type(module).__name__})", key="model")
+        call = "; call it, and give the module that it makes" if callable(module) else ""
+        raise ExperimentError(f"model must be an nn.Module (got {type(module).__name__}){call}", key="model")
+    module = uncompiled(module)
     check_layers(module)
     check_copyable(module)
     layers, weights = hashlib.sha256(repr(module).encode()), hashlib.sha256()
@@ -286,7 +289,7 @@ def factory_of(name: str, input_shape: tuple[int, ...] | Mapping[str, tuple[int,
                 f"{KEY}: {name} is a module that only another process had in memory; name it as package:function",
                 hint="in Python, identify the module with fedloom.load(RUN, model=module)",
             )
-        return lambda: copy.deepcopy(_IN_MEMORY[name])
+        return lambda: copied(_IN_MEMORY[name])
     check_permitted(name)
     package, _, function = name.partition(":")
     try:

@@ -315,7 +315,8 @@ class _Trial:
         if not isinstance(losses, Tensor) or losses.shape != (len(y),):
             found = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ExperimentError(
-                f"{self.what}.loss must give a loss of each of {len(y)} examples, [{len(y)}] (got {found})"
+                f"{self.what}.loss must give a loss of each of {len(y)} examples, [{len(y)}] (got {found}); compute it "
+                "with reduction='none'"
             )
         return losses
 

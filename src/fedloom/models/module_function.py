@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from fedloom.models.flat import Leaves
 from fedloom.models.module_call import AS_IT_IS, Call
@@ -58,6 +59,8 @@ class ModuleFunction:
         """Return the module's own loss of each example, ``[b]``; it may use parameters, as a penalty does."""
         own: Any = self.module.loss
         found: Tensor = self._call(own, parameters, outputs.device, self.call.unshaped(outputs), y)
+        if isinstance(own, _Loss) and found.dim() > 1:
+            found = found.flatten(1).mean(1)
         return found
 
     def _call(self, function: Any, parameters: Mapping[str, Tensor], device: torch.device, *args: Any) -> Any:
