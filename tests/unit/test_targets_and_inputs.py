@@ -145,8 +145,8 @@ def test_a_field_of_numbers_has_one_scale(tmp_path: Path) -> None:
 
 
 def test_a_named_input_may_be_one_number(tmp_path: Path) -> None:
-    lengths, ages = np.arange(2 * N) % 5 + 1, FEATURES[:, 0]
-    dataset = opened({"text": TOKENS, "lengths": lengths, "age": ages}, CLASSES, tmp_path)
+    lengths = np.arange(2 * N) % 5 + 1
+    dataset = opened({"text": TOKENS, "lengths": lengths, "age": FEATURES[:, 0]}, CLASSES, tmp_path)
     manifest = dataset.manifest
     assert {name: (spec.kind, spec.shape, spec.high) for name, spec in manifest.specs.items()} == {
         "age": ("features", (), None),
@@ -154,12 +154,14 @@ def test_a_named_input_may_be_one_number(tmp_path: Path) -> None:
         "text": ("integers", (5,), int(TOKENS.max()) + 1),
     }
     assert Manifest.from_json(manifest.to_json()) == manifest
-    x = dataset.client("a").train.x
+    x = dataset.client(manifest.roster[0]).train.x
     assert isinstance(x, Mapping)
     assert (x["age"].shape, x["lengths"].dtype, x["lengths"].dim()) == ((len(x["text"]),), torch.int64, 1)
     raw = np.concatenate([dataset.tensors(name)["train_x.age"].numpy() for name in manifest.roster]).astype(np.float64)
     assert manifest.specs["age"].normalization.mean == pytest.approx((raw.mean(),), rel=1e-9)
-    assert float(torch.cat([dataset.client(name).train.x["age"] for name in "ab"]).mean()) == pytest.approx(0, abs=1e-5)
+    assert float(torch.cat([dataset.client(name).train.x["age"] for name in manifest.roster]).mean()) == pytest.approx(
+        0, abs=1e-5
+    )
 
 
 def test_a_task_that_is_named_is_taken_or_refused(tmp_path: Path) -> None:
