@@ -73,6 +73,7 @@ NAMES = np.where(TOKENS % 5 == 4, -100, TOKENS % 4)
         (SIGNALS, RNG.integers(0, 2, (2 * N, 5)) > 0, "multilabel", 5, (5,), torch.float32),
         (IMAGES, MASKS, "segmentation", 2, (6, 6), torch.int64),
         (IMAGES, MASKS > 0, "segmentation", 2, (6, 6), torch.int64),
+        (IMAGES, MASKS * 255, "segmentation", 2, (6, 6), torch.int64),
         (IMAGES, MASKS[:, None], "segmentation", 2, (6, 6), torch.int64),
         (IMAGES, MASKS.astype(np.float32), "segmentation", 2, (6, 6), torch.int64),
         (IMAGES, np.where(MASKS, 255, np.arange(6) % 3), "segmentation", 3, (6, 6), torch.int64),
@@ -182,7 +183,6 @@ def test_a_task_that_is_named_is_taken_or_refused(tmp_path: Path) -> None:
         (IMAGES, MASKS * 3, {"classes": ["p", "q"]}, ("0 to 1", "client a: y[0]")),
         (FEATURES, np.where(PRICES > 100, np.nan, PRICES), {}, ("finite", "client a: y[")),
         (FEATURES, PRICES * 1e-3 + 1e7, {}, ("32-bit",)),
-        (IMAGES, MASKS * 255, {}, ("0 and 255", "divide")),
         (VOLUMES, np.repeat(VOLUMES > 1, 2, 1), {}, ("[60, 2, 3, 4, 5]", "depth")),
         (FEATURES, np.array(["p", "q"] * N), {"task": "regression"}, ("<U1", "regression")),
     ]

@@ -123,7 +123,9 @@ def _check_tensors(where: str, layer: nn.Module) -> None:
             )
     for key, p in layer.named_parameters(recurse=False):
         if p.requires_grad and p.dtype != torch.float32:
-            raise ExperimentError(f"{where}: {key} is {p.dtype}. Convert it to torch.float32")
+            fix = "Keep it as torch.view_as_real, and use torch.view_as_complex in `forward`"
+            fix = fix if p.is_complex() else "Convert it to torch.float32"
+            raise ExperimentError(f"{where}: {key} is {p.dtype}. {fix}")
 
 
 def check_copyable(module: nn.Module) -> None:

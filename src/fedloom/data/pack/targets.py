@@ -104,6 +104,9 @@ def read_targets(
     if task == "regression":
         numbers, notes = _numbers(y, where, errors)
         return numbers, Targets(task, shape, math.prod(shape), tuple(names)), notes
+    told: tuple[str, ...] = ()
+    if task == "segmentation" and not names and set(np.unique(y)) == {0, 255}:
+        y, told = y // 255, ("masks of 0 and 255: classes 0 and 1",)
     most, known = _most(task, y, specs, names, outputs, shape, errors.source)
     with np.errstate(invalid="ignore"):
         wrong = ~((y >= 0) & (y <= most) & (y == np.floor(y)))
@@ -112,7 +115,7 @@ def read_targets(
     places = (f"{where(int(i[0]))}: {y[tuple(i)]}" for i in np.argwhere(wrong))
     errors.add_many(f"target that is not a whole number from 0 to {most}", int(wrong.sum()), places)
     targets = Targets(task, shape, known, tuple(names))
-    return np.where(wrong, 0, y).astype(targets.stored), targets, ()
+    return np.where(wrong, 0, y).astype(targets.stored), targets, told
 
 
 def _has_fraction(y: NDArray[Any]) -> bool:
@@ -159,8 +162,6 @@ def _most(
         return len(names) - 1, len(names)
     counted = y[np.isfinite(y) & (y != IGNORED[task])] if y.dtype.kind == "f" else y[y != IGNORED[task]]
     found = int(counted.max()) + 1 if counted.size else 1
-    if task == "segmentation" and found == 1 and counted.size < y.size:
-        raise DataError(f"{source}: masks have the values 0 and {IGNORED[task]} alone; divide them by {IGNORED[task]}")
     vocabulary = max(spec.high or 1 for spec in specs.values())
     if task == "next_token" and outputs is None and FEW_LABELS * found > vocabulary:
         found = max(found, vocabulary)
