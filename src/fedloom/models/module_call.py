@@ -108,15 +108,19 @@ class Call:
             found = found.exp() if self.probabilities == "softmax" else found.sigmoid()
         return found
 
-    def reading(self, found: Any, fits: Callable[[Tensor], bool]) -> Call:
-        """Return this call with a field of an output: its logits, ``out``, or the only tensor that fits the task."""
+    def reading(self, found: Any, fitted: Callable[[Tensor], Call | None]) -> Call:
+        """Return this call with a field of an output: its logits, ``out``, or the only tensor that fits the task.
+
+        A tensor of the task's shape comes before one that would have to be shaped.
+        """
         parts = _parts(found)
         if isinstance(found, Tensor) or self.field != LOGITS or isinstance(parts.get(LOGITS), Tensor):
             return self
         if isinstance(parts.get(OUT), Tensor):
             return replace(self, field=OUT)
-        fitting = [key for key, part in parts.items() if isinstance(part, Tensor) and part.dim() and fits(part)]
-        return replace(self, field=fitting[0]) if len(fitting) == 1 else self
+        fits = {key: fit for key, part in parts.items() if isinstance(part, Tensor) and (fit := fitted(part))}
+        chosen = [key for key, fit in fits.items() if fit.shape is None] or [*fits]
+        return replace(self, field=chosen[0]) if len(chosen) == 1 else self
 
     def read(self, module: Any, found: Any) -> Tensor:
         """Return the tensor of a module's output.

@@ -143,7 +143,7 @@ class _Trial:
         def fitted(found: Tensor) -> Call | None:
             return self.call.fitted(task, self.data.outputs, wanted, found, rows) if found.dim() else None
 
-        read = self.call.reading(given, lambda found: fitted(found) is not None)
+        read = self.call.reading(given, fitted)
         found = read.read(self.module, given)
         fit = fitted(found)
         if fit is None:
