@@ -25,6 +25,7 @@ from fedloom.algorithms.per_fedavg import PER_FEDAVG
 from fedloom.models.module import ModuleModel
 from fedloom.models.module_inputs import SingleInput, trial_inputs
 from fedloom.models.registry import ModuleSettings
+from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.multilabel import Multilabel
 from fedloom.tasks.next_token import NextToken
 from fedloom.tasks.regression import Regression
@@ -59,11 +60,27 @@ class Returns(Small):
         (lambda z: Output(z.exp(), z), None),
         (lambda z: Pair(z, z.exp()), None),
         (lambda z: {"out": z, "aux": 2 * z}, "out"),
+        (lambda z: {"out": z, "aux": 2 * z}, None),
+        (lambda z: (z.repeat(1, 3), z), None),
+        (lambda z: {"a": z, "b": 3}, None),
+        (lambda z: (z, z[:, :1]), None),
         (lambda z: (2 * z, z), 1),
         (lambda z: Pair(2 * z, z), 1),
         (lambda z: [z], 0),
     ],
-    ids=["mapping", "dataclass", "namedtuple", "named field", "position", "position of a field", "list"],
+    ids=[
+        "mapping",
+        "dataclass",
+        "namedtuple",
+        "named field",
+        "out",
+        "only fitting part",
+        "only tensor",
+        "before a binary one",
+        "position",
+        "position of a field",
+        "list",
+    ],
 )
 def test_a_field_of_the_output_is_trained_and_predicts(made: Any, output: str | int | None) -> None:
     model, plain = model_of(lambda: Returns(made), output=output), model_of(Small)
@@ -80,7 +97,7 @@ def test_a_field_of_the_output_is_trained_and_predicts(made: Any, output: str | 
     ("made", "output", "facts"),
     [
         (lambda z: (z, z), None, ("tuple", "0", "[3, 2]", "1", "model.output")),
-        (lambda z: {"out": z, "aux": 3}, None, ("dict", "out", "[3, 2]", "aux", "int", "model.output")),
+        (lambda z: {"a": z, "b": z}, None, ("dict", "a", "[3, 2]", "b", "model.output")),
         (lambda z: {"out": z, "aux": 3}, "aux", ("dict", "out", "aux", "model.output")),
         (lambda z: (z, z), 2, ("tuple", "0", "1", "model.output")),
         (lambda z: "none", None, ("tensor", "str")),
@@ -147,10 +164,103 @@ def test_an_own_loss_gets_the_outputs_that_the_module_gave() -> None:
     torch.testing.assert_close(model.loss(model.layout.leaves(theta), x, y), module.loss(module(x), y))
 
 
-@pytest.mark.parametrize("layers", [[nn.Linear(3, 2), nn.Softmax(1)], [nn.Linear(3, 1), nn.Sigmoid()]])
-def test_probabilities_are_refused(layers: list[nn.Module]) -> None:
-    with refused("model.factory", "Sequential", "probabilities", type(layers[1]).__name__.lower()):
-        model_of(lambda: nn.Sequential(*layers))
+@pytest.mark.parametrize("flat", [False, True], ids=["tuple", "mapping"])
+def test_auxiliary_outputs_in_training_mode_alone_are_not_trained(flat: bool) -> None:
+    class Aux(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.last, self.aux = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Any:
+            h = self.body(x)
+            if not self.training:
+                return self.last(h)
+            return {"main": self.last(h), "aux": self.aux(h)} if flat else (self.aux(h), self.last(h))
+
+    model = model_of(Aux)
+    w = model.layout.leaves(model.init(torch.Generator().manual_seed(1)), requires_grad=True)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    expected = F.cross_entropy(model.forward(w, x), y, reduction="none")
+    torch.testing.assert_close(model.in_training().loss(w, x, y), expected)
+
+
+@pytest.mark.parametrize(
+    ("task", "classes", "shape", "layers"),
+    [
+        (CLASSIFICATION, 3, (), [nn.Linear(4, 3), nn.Softmax(1)]),
+        (CLASSIFICATION, 2, (), [nn.Linear(4, 1), nn.Sigmoid()]),
+        (Multilabel(), 3, (3,), [nn.Linear(4, 3), nn.Sigmoid()]),
+    ],
+    ids=["softmax", "sigmoid", "labels"],
+)
+def test_probabilities_are_trained_by_their_likelihood(
+    task: Any, classes: int, shape: tuple[int, ...], layers: list[nn.Module]
+) -> None:
+    net = nn.Sequential(*layers)
+    model = ModuleModel(lambda: net, (4,), classes, "features", task=task, target_shape=shape)
+    x, generator = torch.randn(6, 4), torch.Generator().manual_seed(0)
+    y = torch.randint(2, (6, *shape), generator=generator)
+    p, theta = net(x), model.init(torch.Generator())
+    if isinstance(layers[1], nn.Softmax):
+        expected = F.nll_loss(p.log(), y, reduction="none")
+    else:
+        expected = F.binary_cross_entropy(p, y.float().reshape(p.shape), reduction="none").mean(1)
+    w = model.layout.leaves(theta, requires_grad=True)
+    found = model.in_training().loss(w, x, y.float() if shape else y)
+    torch.testing.assert_close(found, expected)
+    slopes = torch.autograd.grad(found.sum(), list(w.values()))
+    torch.testing.assert_close(slopes, torch.autograd.grad(expected.sum(), list(net.parameters())))
+    predicted = task.probabilities(task.predictions(model.logits(theta, x)))
+    torch.testing.assert_close(predicted[:, -p.shape[1] :], p)
+    with torch.no_grad():  # saturated outputs have a finite loss
+        far = model.layout.leaves(theta * 1e4)
+    assert torch.isfinite(model.loss(far, x, y.float() if shape else y)).all()
+    model.check_steps(clients=2, twice=True)
+
+
+def test_an_output_that_is_zero_at_first_is_no_probability() -> None:
+    def zeros() -> nn.Module:
+        layer = nn.Linear(3, 1)
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        return layer
+
+    model = model_of(zeros)
+    theta = model.init(torch.Generator())
+    assert not model.logits(theta, torch.randn(4, 3)).any()
+
+
+class NextTokens(nn.Module):
+    """Logits of the next token in the order or shape that a function gives them."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.table, self.last, self.made = nn.Embedding(7, 4), nn.Linear(4, 7), made
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.made(self.last(self.table(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "made", [lambda z: z.transpose(1, 2), lambda z: z.reshape(-1, 7)], ids=["[b, V, T]", "[b T, V]"]
+)
+def test_next_tokens_may_have_another_order(made: Any) -> None:
+    described = {"": SingleInput("integers", (5,), 7)}
+    keys: dict[str, Any] = {"task": NextToken(), "target_shape": (5,)}
+    models = [ModuleModel(lambda f=f: NextTokens(f), described, 7, "integers", **keys) for f in (lambda z: z, made)]
+    theta, x = models[0].init(torch.Generator().manual_seed(1)), torch.randint(7, (4, 5))
+    assert torch.equal(*(model.logits(theta, x) for model in models))
+    with refused("next_token", "[3, 5, 7]"):
+        ModuleModel(lambda: NextTokens(lambda z: z[:, 1:]), described, 7, "integers", **keys)
+
+
+def test_a_module_that_needs_more_arguments_is_refused_with_them() -> None:
+    class Hidden(Small):
+        def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+            return super().forward(x + hidden)
+
+    with refused("model.factory", "Hidden", "hidden", "default"):
+        model_of(Hidden)
 
 
 def test_one_logit_may_come_from_a_module_with_running_statistics() -> None:
@@ -175,9 +285,7 @@ def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs(
     theta, x, y = model.init(torch.Generator()), torch.randn(4, 1, 6, 6), torch.randint(3, (4, 6, 6))
     outputs = model.logits(theta, x)
     assert outputs.shape == (4, 3, 6, 6)
-    leaves = model.layout.leaves(theta)
-    assert torch.equal(model.loss(leaves, x, y), task.loss(model.forward(leaves, x), y))
-    torch.testing.assert_close(model.forward(leaves, x), outputs)
+    torch.testing.assert_close(model.loss(model.layout.leaves(theta), x, y), task.loss(outputs, y))  # other kernels
     model.check_steps(clients=2, twice=True)
     binary = ModuleModel(lambda: segment(1), (1, 6, 6), 2, "pixels", **keys)
     two = binary.logits(binary.init(torch.Generator()), x)
@@ -185,8 +293,8 @@ def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs(
     assert not two[:, 0].any()
     with refused("segmentation", "[3, 3, 6, 6]", "[3, 2, 6, 6]"):
         ModuleModel(lambda: segment(2), (1, 6, 6), 3, "pixels", **keys)
-    with refused("probabilities", "softmax"):
-        ModuleModel(lambda: nn.Sequential(segment(3), nn.Softmax(1)), (1, 6, 6), 3, "pixels", **keys)
+    after = ModuleModel(lambda: nn.Sequential(segment(3), nn.Softmax(1)), (1, 6, 6), 3, "pixels", **keys)
+    torch.testing.assert_close(after.loss(after.layout.leaves(theta), x, y), task.loss(outputs, y))
     for shape, width in (((), 1), ((2,), 2)):
         keys = {"task": Regression(), "target_shape": shape}
         real = ModuleModel(lambda width=width: nn.Linear(3, width), (3,), width, "features", **keys)
@@ -198,8 +306,6 @@ def test_outputs_of_other_tasks_are_compared_with_the_shape_that_the_task_needs(
         ModuleModel(lambda: nn.Linear(3, 1), (3,), 2, "features", task=Regression(), target_shape=(2,))
     labels: dict[str, Any] = {"task": Multilabel(), "target_shape": (4,)}
     assert ModuleModel(lambda: nn.Linear(3, 4), (3,), 4, "features", **labels).layout.size == 16
-    with refused("probabilities", "sigmoid"):
-        ModuleModel(lambda: nn.Sequential(nn.Linear(3, 4), nn.Sigmoid()), (3,), 4, "features", **labels)
     tokens: dict[str, Any] = {"task": NextToken(), "target_shape": (5,)}
     described = {"": SingleInput("integers", (5,), 7)}
     words = ModuleModel(lambda: nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), described, 7, "integers", **tokens)

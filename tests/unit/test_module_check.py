@@ -219,7 +219,7 @@ def test_a_parametrized_or_shared_head_is_refused_by_methods_that_cannot_have_it
         model_of(weight_normed, initial="drawn")
 
 
-# --- draws, states, probabilities -------------------------------------------------------------------------------------
+# --- draws and states -------------------------------------------------------------------------------------------------
 
 
 NUMBERS = np.random.default_rng(0)
@@ -369,13 +369,57 @@ class Squeezes(Small):
         (FirstSeen, ("FirstSeen", "training mode", "other inputs")),
         (ByTheBatch, ("ByTheBatch", "evaluation mode", "evaluation.batch_size")),
         (Undefined, ("Undefined", "NaN")),
-        (Squeezes, ("Squeezes", "[1, 2]", "[2]")),
-        (lambda: nn.Sequential(nn.Linear(3, 2), nn.Softmax(1)), ("Sequential", "probabilities", "softmax")),
     ],
 )
-def test_a_state_a_batch_and_probabilities_are_refused(make: Any, facts: tuple[str, ...]) -> None:
+def test_a_state_and_a_batch_are_refused(make: Any, facts: tuple[str, ...]) -> None:
     with refused("model.factory", *facts):
         model_of(make)
+
+
+def test_a_single_example_whose_axis_is_lost_gets_it_back() -> None:
+    model, plain = model_of(Squeezes), model_of(Small)
+    theta, x = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3)
+    for rows in (x, x[:1]):
+        assert torch.equal(model.logits(theta, rows), plain.logits(theta, rows))
+    y = torch.tensor([1])
+    assert torch.equal(*(m.loss(m.layout.leaves(theta), x[:1], y) for m in (model.in_training(), plain)))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_old_weight_normalization_is_that_of_the_parametrization() -> None:
+    def old() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), torch.nn.utils.weight_norm(nn.Linear(4, 2)))
+
+    model, new = model_of(old), model_of(weight_normed)
+    theta, x, y = model.init(torch.Generator().manual_seed(1)), torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    old_to_new = {
+        "2.weight_g": "2.parametrizations.weight.original0",
+        "2.weight_v": "2.parametrizations.weight.original1",
+    }
+    named = {old_to_new.get(name, name): t.clone().requires_grad_() for name, t in model.layout.split(theta).items()}
+    w = model.layout.leaves(theta, requires_grad=True)
+    losses = model.in_training().loss(w, x, y), new.in_training().loss(named, x, y)
+    torch.testing.assert_close(*losses)
+    slopes = torch.autograd.grad(losses[0].sum(), list(w.values()))
+    expected = torch.autograd.grad(losses[1].sum(), [named[old_to_new.get(name, name)] for name in w])
+    torch.testing.assert_close(slopes, expected)
+    module = old()
+    module(x).sum().backward()  # leaves a weight with a history behind
+    assert remember(module).startswith("memory:")
+
+
+def test_compiled_modules_are_unwrapped_and_criteria_give_a_loss_of_each_example() -> None:
+    class Criterion(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = nn.CrossEntropyLoss()
+
+    module = Criterion()
+    assert remember(torch.compile(module)) == remember(module)  # type: ignore[arg-type]
+    assert module.loss.reduction == "mean"
+    model, plain = model_of(Criterion), model_of(Small)
+    theta, x, y = model.init(torch.Generator().manual_seed(1)), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    assert torch.equal(*(m.loss(m.layout.leaves(theta), x, y) for m in (model, plain)))
 
 
 def test_what_changes_no_output_is_taken() -> None:
@@ -543,15 +587,22 @@ def on_meta() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 2))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+class Computed(Small):
+    """Computes a weight from parameters once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled = 2 * next(self.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("make", "facts"),
     [
         (Locked, ("Locked", "guard", "lock")),
-        (
-            lambda: nn.Sequential(nn.Linear(3, 4), torch.nn.utils.weight_norm(nn.Linear(4, 2))),
-            ("'1'", "Linear", "weight", "parametrizations"),
-        ),
+        (Computed, ("Computed", "doubled", "parametrizations")),
+        (lambda: torch.jit.script(nn.Linear(3, 2)), ("TorchScript",)),
+        (lambda: torch.jit.trace(nn.Linear(3, 2), torch.zeros(2, 3)), ("TorchScript",)),
         (on_meta, ("'0'", "Linear", "weight", "meta", "CPU")),
     ],
 )

@@ -60,6 +60,8 @@ def opened(x: Any, y: NDArray[Any], root: Path, **settings: Any) -> FederatedDat
 
 
 MASKS = (IMAGES[:, 0] > 100).astype(np.int64)
+VOLUMES = RNG.normal(1, 2, (2 * N, 1, 3, 4, 5)).astype(np.float32)
+NAMES = np.where(TOKENS % 5 == 4, -100, TOKENS % 4)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,18 @@ MASKS = (IMAGES[:, 0] > 100).astype(np.int64)
         (SIGNALS, RNG.integers(0, 2, (2 * N, 5)) > 0, "multilabel", 5, (5,), torch.float32),
         (IMAGES, MASKS, "segmentation", 2, (6, 6), torch.int64),
         (IMAGES, MASKS > 0, "segmentation", 2, (6, 6), torch.int64),
+        (IMAGES, MASKS * 255, "segmentation", 2, (6, 6), torch.int64),
+        (IMAGES, MASKS[:, None], "segmentation", 2, (6, 6), torch.int64),
+        (IMAGES, MASKS.astype(np.float32), "segmentation", 2, (6, 6), torch.int64),
+        (IMAGES, np.where(MASKS, 255, np.arange(6) % 3), "segmentation", 3, (6, 6), torch.int64),
+        (VOLUMES, (VOLUMES[:, 0] > 1).astype(np.int64), "segmentation", 2, (3, 4, 5), torch.int64),
+        (VOLUMES, VOLUMES > 1, "segmentation", 2, (3, 4, 5), torch.int64),
+        (IMAGES, IMAGES / 255, "regression", 108, (3, 6, 6), torch.float32),
+        (SIGNALS, SIGNALS[:, :2], "regression", 20, (2, 10), torch.float32),
         (TOKENS, TOKENS, "next_token", int(TOKENS.max()) + 1, (5,), torch.int64),
+        (TOKENS, np.where(TOKENS % 5, TOKENS, -100), "next_token", int(TOKENS.max()) + 1, (5,), torch.int64),
+        (TOKENS, NAMES, "next_token", 4, (5,), torch.int64),
+        (FEATURES, CLASSES[:, None], "classification", 3, (), torch.int64),
         (FEATURES, CLASSES, "classification", 3, (), torch.int64),
         (FEATURES, CLASSES.astype(float), "classification", 3, (), torch.int64),
     ],
@@ -115,6 +128,43 @@ def test_regression_is_standardized_over_the_training_targets_of_seen_clients(tm
         assert np.allclose(split.y.numpy(), expected, atol=1e-5)
 
 
+def test_a_field_of_numbers_has_one_scale(tmp_path: Path) -> None:
+    y = (SIGNALS[:, :2] * 3 + 5).astype(np.float32)
+    dataset = opened(SIGNALS, y, tmp_path)
+    manifest = dataset.manifest
+    assert manifest.targets is not None
+    raw = np.concatenate([dataset.tensors(name)["train_y"].numpy() for name in manifest.roster]).astype(np.float64)
+    assert manifest.targets.mean == pytest.approx((raw.mean(),), rel=1e-12)
+    assert manifest.targets.std == pytest.approx((raw.std(),), rel=1e-12)
+    split = torch.cat([dataset.client(name).train.y for name in manifest.roster])
+    assert np.allclose(split.numpy(), (raw - raw.mean()) / raw.std(), atol=1e-5)
+    model = PersonalModel(_Fixed(lambda x: x[:, :2]), card(manifest))  # type: ignore[arg-type]
+    x = torch.from_numpy(SIGNALS[:5])
+    figures = manifest.normalization
+    inputs = (SIGNALS[:5] - np.reshape(figures.mean, (1, -1, 1))) / np.reshape(figures.std, (1, -1, 1))
+    assert np.allclose(model(x).numpy(), inputs[:, :2] * raw.std() + raw.mean(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_named_input_may_be_one_number(tmp_path: Path) -> None:
+    lengths = np.arange(2 * N) % 5 + 1
+    dataset = opened({"text": TOKENS, "lengths": lengths, "age": FEATURES[:, 0]}, CLASSES, tmp_path)
+    manifest = dataset.manifest
+    assert {name: (spec.kind, spec.shape, spec.high) for name, spec in manifest.specs.items()} == {
+        "age": ("features", (), None),
+        "lengths": ("integers", (), 6),
+        "text": ("integers", (5,), int(TOKENS.max()) + 1),
+    }
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    x = dataset.client(manifest.roster[0]).train.x
+    assert isinstance(x, Mapping)
+    assert (x["age"].shape, x["lengths"].dtype, x["lengths"].dim()) == ((len(x["text"]),), torch.int64, 1)
+    raw = np.concatenate([dataset.tensors(name)["train_x.age"].numpy() for name in manifest.roster]).astype(np.float64)
+    assert manifest.specs["age"].normalization.mean == pytest.approx((raw.mean(),), rel=1e-9)
+    assert float(torch.cat([dataset.client(name).train.x["age"] for name in manifest.roster]).mean()) == pytest.approx(
+        0, abs=1e-5
+    )
+
+
 def test_a_task_that_is_named_is_taken_or_refused(tmp_path: Path) -> None:
     whole = np.arange(2 * N) % 7
     manifest = opened(FEATURES, whole, tmp_path, task="regression").manifest
@@ -133,6 +183,7 @@ def test_a_task_that_is_named_is_taken_or_refused(tmp_path: Path) -> None:
         (IMAGES, MASKS * 3, {"classes": ["p", "q"]}, ("0 to 1", "client a: y[0]")),
         (FEATURES, np.where(PRICES > 100, np.nan, PRICES), {}, ("finite", "client a: y[")),
         (FEATURES, PRICES * 1e-3 + 1e7, {}, ("32-bit",)),
+        (VOLUMES, np.repeat(VOLUMES > 1, 2, 1), {}, ("[60, 2, 3, 4, 5]", "depth")),
         (FEATURES, np.array(["p", "q"] * N), {"task": "regression"}, ("<U1", "regression")),
     ]
     for x, y, settings, facts in cases:
@@ -212,7 +263,7 @@ def test_repeated_named_inputs_stay_in_one_split(tmp_path: Path) -> None:
     [
         ({"row": FEATURES, "image": IMAGES[:-1]}, ("60", "59", "as many of each")),
         ({"row": FEATURES, "a b": IMAGES}, ("'a b'", "letters")),
-        ({"row": FEATURES[:, 0]}, ("x.row", "[60]", "[n, features]")),
+        ({"row": np.array(["p"] * 2 * N)}, ("x.row", "[60]", "[n, features]")),
         ({}, ("x",)),
     ],
 )

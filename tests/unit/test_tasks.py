@@ -19,7 +19,7 @@ from torch import Tensor
 from fedloom.data.targets import Targets
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.tasks.auroc import BINS, WIDTH, Auroc, areas
-from fedloom.tasks.base import LOSS_CAP, VALUE_CAP, Counts, PredictionTask
+from fedloom.tasks.base import LOSS_CAP, VALUE_CAP, Counts, PredictionTask, TargetShape
 from fedloom.tasks.classification import Classification
 from fedloom.tasks.multilabel import Multilabel
 from fedloom.tasks.next_token import NextToken
@@ -293,6 +293,23 @@ def test_broken_predictions_have_finite_sums_and_are_wrong(task: PredictionTask,
         assert all(found[name] == pytest.approx(value) for name, value in wrong.items() if name in found)
         assert found.get("rmse", VALUE_CAP**0.5) == pytest.approx(VALUE_CAP**0.5)
         assert found.get("perplexity", math.exp(LOSS_CAP)) == pytest.approx(math.exp(LOSS_CAP))
+
+
+def test_the_errors_of_a_field_are_those_of_all_its_numbers() -> None:
+    task, shape, std = Regression(), (2, 3, 4), 2.5
+    generator = torch.Generator().manual_seed(0)
+    outputs, y = (torch.randn(6, *shape, generator=generator) for _ in range(2))
+    assert task.output_shape(24, shape) == shape
+    torch.testing.assert_close(task.loss(outputs, y), (outputs - y).square().flatten(1).mean(1))
+    (errors,) = task.metric_sums(TargetShape(24, shape, (std,)))
+    sums = errors.of(outputs, y)
+    found = {name: float(value) for name, value in errors.values(sums[None]).items()}
+    p, t = outputs.flatten().numpy() * std, y.flatten().numpy() * std
+    assert found["rmse"] == pytest.approx(sk.root_mean_squared_error(t, p), rel=1e-5)
+    assert found["mae"] == pytest.approx(sk.mean_absolute_error(t, p), rel=1e-5)
+    assert found["r2"] == pytest.approx(sk.r2_score(t, p), rel=1e-5)
+    assert errors.implausible(sums, 6) is None
+    assert errors.implausible(sums, 5)
 
 
 @TASK

@@ -78,8 +78,9 @@ class Federated:
             ``[n, height, width]`` or ``[n, channels, height, width]``; integers from 0 that are not pixels stay
             integers. For several inputs it is a dict of them by name. ``y`` holds what the task predicts: classes
             ``[n]``, integers or names, whose distinct values are the classes (if ``classes`` is given, an integer is an
-            index into it); numbers ``[n]`` or ``[n, k]``; 0 or 1 for each label, ``[n, K]``; masks
-            ``[n, height, width]``; or the next tokens, of the shape of ``x``.
+            index into it); numbers ``[n]`` or ``[n, k]``, or a field of them ``[n, ...]``; 0 or 1 for each label,
+            ``[n, K]``; masks ``[n, height, width]``, or of volumes ``[n, depth, height, width]``; or the next tokens,
+            or labels of tokens, of the shape of ``x``.
         classes
             Names of the classes, in the order of the labels; None: the values that occur. Of other tasks: names of the
             labels, numbers, or classes of a pixel.

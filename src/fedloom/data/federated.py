@@ -287,8 +287,7 @@ def targets_of(y: Tensor, targets: Targets | None) -> Tensor:
     if targets is None:
         return y
     if targets.task == "regression":
-        mean, std = (
-            torch.tensor(each, dtype=torch.float32).reshape(targets.shape) for each in (targets.mean, targets.std)
-        )
+        shape = targets.shape if targets.values == 1 else ()
+        mean, std = (torch.tensor(each, dtype=torch.float32).reshape(shape) for each in (targets.mean, targets.std))
         return (y - mean) / std
     return y.float() if targets.task == "multilabel" else y.long()

@@ -88,6 +88,8 @@ class InputSpec:
     @property
     def numbers(self) -> int:
         """Length of the normalization: entries of the channel axis; 0 for tokens."""
+        if not self.shape:
+            return 1
         return 0 if self.kind == "tokens" else self.shape[0 if self.channel_axis == "first" else -1]
 
     @property
@@ -103,11 +105,15 @@ class InputSpec:
     @property
     def broadcast(self) -> tuple[int, ...]:
         """Shape in which a mean broadcasts against ``[n, *shape]``."""
+        if not self.shape:
+            return (1,)
         others = [1] * (len(self.shape) - 1)
         return (1, -1, *others) if self.channel_axis == "first" else (1, *others, -1)
 
     def rows(self, x: NDArray[Any]) -> NDArray[Any]:
         """Return ``[n, *shape]`` as ``[numbers, n * values]``."""
+        if not self.shape:
+            return x.reshape(1, -1)
         return np.moveaxis(x, 1 if self.channel_axis == "first" else -1, 0).reshape(self.numbers, -1)
 
     def as_json(self) -> dict[str, Any]:
@@ -129,7 +135,8 @@ class InputSpec:
         normalized
             False if the normalization is not known yet.
         """
-        if (fault := input_shape_fault(self.kind, self.shape, name)) is not None:
+        scalar = not self.shape and name == "shape" and self.kind in ("features", "integers")  # one of named inputs
+        if not scalar and (fault := input_shape_fault(self.kind, self.shape, name)) is not None:
             return fault
         if self.channel_axis != "first" and (self.kind in ("pixels", "tokens") or len(self.shape) < 2):
             return (

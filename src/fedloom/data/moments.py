@@ -82,7 +82,7 @@ class Measured:
 def measured_tensors(specs: Mapping[str, InputSpec], targets: Targets | None) -> list[Measured]:
     """Return the tensors that are measured: the inputs, in order, then regression's targets."""
     found = [Measured(spec.numbers, spec.values, spec.scale) for spec in specs.values()]
-    return found if targets is None or not targets.numbers else [*found, Measured(targets.numbers, 1, 1)]
+    return found if targets is None or not targets.numbers else [*found, Measured(targets.numbers, targets.values, 1)]
 
 
 def moments_of(

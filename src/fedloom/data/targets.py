@@ -15,11 +15,14 @@ from fedloom.tasks.names import IGNORED, TaskName
 
 SHAPES = {
     "multilabel": "[n, K], 0 or 1 for each of K labels",
-    "regression": "[n] or [n, k], numbers",
-    "segmentation": "[n, height, width], the class of each pixel",
+    "regression": "[n] or [n, k], numbers, or [n, ...], a field of numbers",
+    "segmentation": "[n, height, width] or [n, depth, height, width], the class of each pixel",
     "next_token": "[n, length], token ids",
 }
 """Shapes of targets, for messages."""
+
+RANKS = {"multilabel": range(1, 2), "regression": range(8), "segmentation": range(2, 4), "next_token": range(1, 2)}
+"""Numbers of axes of one target."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +34,15 @@ class Targets:
     task
         Name of the task.
     shape
-        Shape of one target: ``(K,)`` 0 or 1 for each label; ``()`` or ``(k,)`` numbers; ``(height, width)`` class
-        indices; ``(length,)`` tokens.
+        Shape of one target: ``(K,)`` 0 or 1 for each label; ``()`` or ``(k,)`` numbers, or ``(...)`` a field of them;
+        ``(height, width)`` or ``(depth, height, width)`` class indices; ``(length,)`` tokens.
     outputs
         K: labels, numbers, classes of a pixel, or tokens of the vocabulary.
     names
         Names of the K labels, numbers or classes; empty if they have none.
     mean, std
-        Mean and standard deviation of each number over the training targets, with which regression standardizes;
-        empty for other tasks.
+        Mean and standard deviation of each number over the training targets, with which regression standardizes; one
+        of each for a field; empty for other tasks.
     """
 
     task: TaskName
@@ -51,8 +54,13 @@ class Targets:
 
     @property
     def numbers(self) -> int:
-        """Length of the normalization: K for regression, else 0."""
-        return self.outputs if self.task == "regression" else 0
+        """Length of the normalization: K for regression, 1 for a field of numbers, 0 for other tasks."""
+        return 0 if self.task != "regression" else self.outputs if len(self.shape) < 2 else 1
+
+    @property
+    def values(self) -> int:
+        """Values of one target that each mean covers."""
+        return self.outputs // self.numbers if self.numbers else 1
 
     @property
     def normalization(self) -> Normalization:
@@ -80,10 +88,9 @@ class Targets:
 
     def fault(self, *, normalized: bool = True) -> str | None:
         """Return a contradiction within the description, or None; ``normalized``: its normalization is known."""
-        rank = {"multilabel": (1,), "regression": (0, 1), "segmentation": (2,), "next_token": (1,)}
-        if self.task not in rank:
+        if self.task not in RANKS:
             return f"targets.task is {self.task}; classes are described by class_names"
-        if len(self.shape) not in rank[self.task] or min(self.shape, default=1) < 1:
+        if len(self.shape) not in RANKS[self.task] or min(self.shape, default=1) < 1:
             return f"targets.shape is {list(self.shape)}; {self.task} has targets {SHAPES[self.task]}"
         entries = math.prod(self.shape)
         if self.outputs < 1 or (self.task in ("multilabel", "regression") and self.outputs != entries):
@@ -117,8 +124,8 @@ class Targets:
         return None
 
     def rows(self, y: NDArray[Any]) -> NDArray[Any]:
-        """Return numbers ``[n, *shape]`` as ``[K, n]``."""
-        return y.reshape(len(y), self.numbers).T
+        """Return numbers ``[n, *shape]`` as ``[numbers, n * values]``."""
+        return y.reshape(-1, self.numbers).T
 
 
 def same_targets(one: Targets | None, other: Targets | None) -> bool:

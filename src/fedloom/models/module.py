@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
-from fedloom.models.module_call import call_of, tell_of_binary
+from fedloom.models.module_call import call_of, tell_of_outputs
 from fedloom.models.module_check import Trial, tried
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_head import head_of
@@ -36,6 +36,7 @@ from fedloom.models.module_state import (
     seeded,
     tell_of_batches,
     theta_of,
+    uncompiled,
     without_statistics,
 )
 from fedloom.models.module_steps import Steps, check_steps
@@ -129,8 +130,7 @@ class ModuleModel(FlatModel):
         self.constrained, self.least_batch = bool(moving), least_batch(self._module, x)
         self.predicts_by_batch = bool(without_statistics(self._module))
         tell_of_batches(self._module)
-        if self._call.binary:
-            tell_of_binary(type(self._module).__name__)
+        tell_of_outputs(type(self._module).__name__, self._call)
         self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
         self._training = copy.copy(self)
@@ -182,7 +182,7 @@ class ModuleModel(FlatModel):
             self._called(function, parameters, x)
         finally:
             hook.remove()
-        found = taken[0].flatten(1)
+        found = taken[0].flatten(1) if taken[0].dim() > 1 else taken[0][None]  # a single example, squeezed
         return found[: len(first_input(x))] if self.predicts_by_batch else found
 
     def forward(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Tensor:
@@ -223,7 +223,7 @@ class ModuleModel(FlatModel):
     def _own(self) -> ModuleFunction:
         """Return this thread's copy of the module, in this model's mode, as a function."""
         if not hasattr(self._copies, "function"):
-            module = copy.deepcopy(self._module).train(self._trains)
+            module = copied(self._module).train(self._trains)
             self._copies.function = ModuleFunction(module, self.layout.buffers, self._call)
         found: ModuleFunction = self._copies.function
         return found
@@ -244,7 +244,9 @@ def remember(module: nn.Module, name: str | None = None) -> str:
         If the object is not a module, or not the one that the run trained.
     """
     if not isinstance(module, nn.Module):
-        raise ExperimentError(f"model must be an nn.Module (got {type(module).__name__})", key="model")
+        call = "; call it, and give the module that it makes" if callable(module) else ""
+        raise ExperimentError(f"model must be an nn.Module (got {type(module).__name__}){call}", key="model")
+    module = uncompiled(module)
     check_layers(module)
     check_copyable(module)
     layers, weights = hashlib.sha256(repr(module).encode()), hashlib.sha256()
@@ -287,7 +289,7 @@ def factory_of(name: str, input_shape: tuple[int, ...] | Mapping[str, tuple[int,
                 f"{KEY}: {name} is a module that only another process had in memory; name it as package:function",
                 hint="in Python, identify the module with fedloom.load(RUN, model=module)",
             )
-        return lambda: copy.deepcopy(_IN_MEMORY[name])
+        return lambda: copied(_IN_MEMORY[name])
     check_permitted(name)
     package, _, function = name.partition(":")
     try:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
-from fedloom.models.module_inputs import ModuleInputs
+from fedloom.models.module_inputs import ModuleInputs, first_input
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.trial import has_binary_form
 
@@ -22,6 +22,20 @@ _log = logging.getLogger("fedloom.models")
 
 LOGITS = "logits"
 """Field of an output that is read by default."""
+
+OUT = "out"
+"""Field that is read where there are no logits, as torchvision's networks for segmentation name it."""
+
+_LEAST = torch.finfo(torch.float32).tiny
+"""Least probability of which a logarithm is taken."""
+
+
+class UnreadOutputError(ExperimentError):
+    """Output of which no tensor is known to be the one to train."""
+
+
+class LostAxisError(ExperimentError):
+    """Outputs of a single example without the axis of the batch."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,12 @@ class ModuleCall:
         where they do not.
     binary
         True if the module gives one logit z for two classes, which becomes [0, z].
+    classes_first
+        True if the module gives next tokens as ``[b, V, T]``.
+    squeezes
+        True if the outputs of a single example lack the axis of the batch.
+    probabilities
+        Function after which the module's outputs are probabilities; ``""`` where they are logits, or numbers.
     """
 
     by_name: bool = False
@@ -46,16 +66,13 @@ class ModuleCall:
     given: tuple[int, ...] | None = None
     shape: tuple[int, ...] | None = None
     binary: bool = False
-
-    @property
-    def changes_outputs(self) -> bool:
-        """True if the outputs that are trained are not those of the module."""
-        return self.shape is not None
+    classes_first: bool = False
+    squeezes: bool = False
+    probabilities: Literal["", "sigmoid", "softmax"] = ""
 
     def raw(self, module: Any, x: ModuleInputs) -> Tensor:
         """Call a module, and return the tensor that it gives."""
-        found = self.result(module, x)
-        return found if isinstance(found, Tensor) else self._read(module, found)
+        return self.read(module, self.result(module, x))
 
     def result(self, module: Any, x: ModuleInputs) -> Any:
         """Call a module, and return what it gives."""
@@ -64,24 +81,57 @@ class ModuleCall:
     def __call__(self, module: Any, x: ModuleInputs) -> Tensor:
         """Call a module, and return outputs as the task needs them, ``[b, *output_shape]``."""
         found = self.raw(module, x)
-        return found if self.shape is None else self.shaped(found)
+        return self.shaped(found[None] if self.squeezes and len(first_input(x)) == 1 else found)
 
     def shaped(self, found: Tensor) -> Tensor:
-        """Return a module's tensor in the shape that the task needs."""
-        assert self.shape is not None
+        """Return a module's tensor as the outputs that the task needs; probabilities become logits."""
+        if self.probabilities:
+            log_p = found.clamp(min=_LEAST).log()
+            found = log_p if self.probabilities == "softmax" else log_p - (1 - found).clamp(min=_LEAST).log()
+        if self.shape is None:
+            return found
+        if self.classes_first:
+            return found.transpose(1, 2)
         if not self.binary:
-            return found.reshape(len(found), *self.shape)
-        z = found.reshape(len(found), 1, *self.shape[1:])
+            return found.reshape(-1, *self.shape)
+        z = found.reshape(-1, 1, *self.shape[1:])
         return torch.cat([torch.zeros_like(z), z], 1)
 
     def unshaped(self, outputs: Tensor) -> Tensor:
-        """Return outputs in the shape in which the module gave them, for its own loss."""
-        if self.given is None:
-            return outputs
-        found = outputs[:, 1] - outputs[:, 0] if self.binary else outputs
-        return found.reshape(len(outputs), *self.given)
+        """Return outputs in the shape and unit in which the module gave them, for its own loss."""
+        found = outputs
+        if self.classes_first:
+            found = outputs.transpose(1, 2)
+        elif self.given is not None:
+            found = (outputs[:, 1] - outputs[:, 0] if self.binary else outputs).reshape(-1, *self.given)
+        if self.probabilities:
+            found = found.exp() if self.probabilities == "softmax" else found.sigmoid()
+        return found
 
-    def _read(self, module: Any, found: Any) -> Tensor:
+    def reading(self, found: Any, fitted: Callable[[Tensor], ModuleCall | None]) -> ModuleCall:
+        """Return this call with a field of an output: its logits, ``out``, or the only tensor that fits the task.
+
+        A tensor of the task's shape comes before one that would have to be shaped.
+        """
+        parts = _parts(found)
+        if isinstance(found, Tensor) or self.field != LOGITS or isinstance(parts.get(LOGITS), Tensor):
+            return self
+        if isinstance(parts.get(OUT), Tensor):
+            return replace(self, field=OUT)
+        fits = {key: fit for key, part in parts.items() if isinstance(part, Tensor) and (fit := fitted(part))}
+        chosen = [key for key, fit in fits.items() if fit.shape is None] or [*fits]
+        return replace(self, field=chosen[0]) if len(chosen) == 1 else self
+
+    def read(self, module: Any, found: Any) -> Tensor:
+        """Return the tensor of a module's output.
+
+        Raises
+        ------
+        UnreadOutputError
+            If it has none in this field; the message lists all fields and shapes.
+        """
+        if isinstance(found, Tensor):
+            return found
         parts, field = _parts(found), self.field
         if isinstance(field, int) and field not in parts:
             field = [*parts, *[field] * (field + 1)][field]  # position of a named part
@@ -91,9 +141,9 @@ class ModuleCall:
         of = f"{KEY}: {type(module).__name__}"
         listed = ", ".join(f"{key} ({_said(part)})" for key, part in parts.items())
         if not parts:
-            raise ExperimentError(f"{of} must return a tensor of outputs (got a {type(found).__name__})")
+            raise UnreadOutputError(f"{of} must return a tensor of outputs (got a {type(found).__name__})")
         chosen_as = f"model.output is {self.field}" if self.field != LOGITS else f"there is no tensor {LOGITS}"
-        raise ExperimentError(
+        raise UnreadOutputError(
             f"{of} returns a {type(found).__name__} of {listed}, and {chosen_as}. Set `model.output` to the one that "
             "holds the outputs",
             key="model.output",
@@ -101,8 +151,12 @@ class ModuleCall:
             allowed=[key for key, part in parts.items() if isinstance(part, Tensor)],
         )
 
-    def fitted(self, task: PredictionTask, outputs: int, wanted: tuple[int, ...], found: Tensor) -> ModuleCall | None:
+    def fitted(
+        self, task: PredictionTask, outputs: int, wanted: tuple[int, ...], found: Tensor, rows: int
+    ) -> ModuleCall | None:
         """Return this call with outputs of a shape that the task needs; None if they cannot have it.
+
+        Tokens of a batch may follow each other, ``[b T, V]``.
 
         Parameters
         ----------
@@ -112,27 +166,33 @@ class ModuleCall:
             Shape of the outputs of one example.
         found
             A module's outputs.
+        rows
+            b.
         """
         given = tuple(found.shape[1:])
+        if task.name == "next_token" and given == wanted[1:] and len(found) == rows * wanted[0]:
+            return replace(self, given=given, shape=wanted)
+        if len(found) != rows:
+            return None
         if given == wanted:
             return self
         if has_binary_form(task, outputs) and given in (wanted[1:], (1, *wanted[1:])):
             return replace(self, given=given, shape=wanted, binary=True)
-        if _without_ones(given) == _without_ones(wanted):
+        flat = task.name == "regression" and given == (outputs,)
+        if flat or _without_ones(given) == _without_ones(wanted):
             return replace(self, given=given, shape=wanted)
+        if task.name == "next_token" and given == wanted[::-1]:
+            return replace(self, given=given, shape=wanted, classes_first=True)
         return None
 
 
 AS_IT_IS = ModuleCall()
-"""Call with one tensor, whose output is read as it is, or its field ``logits``."""
+"""ModuleCall with one tensor, whose output is read as it is, or its field ``logits``."""
 
 
 def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape without axes of length one at its end."""
-    kept = tuple(shape)
-    while kept and kept[-1] == 1:
-        kept = kept[:-1]
-    return kept
+    """Return a shape without axes of length one."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _parts(found: Any) -> dict[str | int, Any]:
@@ -152,9 +212,18 @@ def _said(part: Any) -> str:
 
 
 @cache
-def tell_of_binary(name: str) -> None:
-    """Log once that a module's one output is taken as the logit of the second class."""
-    _log.info("%s gives one output for two classes: z becomes the logits [0, z], whose loss is that of a sigmoid", name)
+def tell_of_outputs(name: str, call: ModuleCall) -> None:
+    """Log once what a run takes for the logits of a module, where it is not the tensor that the module returns."""
+    if call.field not in (LOGITS, OUT):
+        _log.info("%s returns several outputs, of which %r is trained; model.output names another", name, call.field)
+    if call.probabilities:
+        _log.info(
+            "%s gives probabilities, after a %s: the loss is their negative log-likelihood", name, call.probabilities
+        )
+    if call.binary:
+        _log.info(
+            "%s gives one output for two classes: z becomes the logits [0, z], whose loss is that of a sigmoid", name
+        )
 
 
 def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None) -> ModuleCall:
@@ -168,12 +237,21 @@ def call_of(module: nn.Module, x: ModuleInputs, output: str | int | None = None)
     Raises
     ------
     ExperimentError
-        If the inputs are named, and the module takes neither arguments of these names nor a single one.
+        If the inputs are named, and the module takes neither arguments of these names nor a single one; or if they are
+        one tensor, and it needs other arguments.
     """
     field = LOGITS if output is None else output
-    if isinstance(x, Tensor):
-        return ModuleCall(field=field)
     signature = inspect.signature(module.forward)
+    if isinstance(x, Tensor):
+        try:
+            signature.bind(x)
+        except TypeError as error:
+            raise ExperimentError(
+                f"{KEY}: {type(module).__name__}.forward takes {', '.join(map(str, signature.parameters.values()))}, "
+                f"but an example is one tensor ({error}). Give the other arguments a default, or give examples of "
+                "named tensors"
+            ) from error
+        return ModuleCall(field=field)
     try:
         signature.bind(**x)
     except TypeError as error:

@@ -18,7 +18,7 @@ from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout, Leaves
-from fedloom.models.module_call import ModuleCall
+from fedloom.models.module_call import LostAxisError, ModuleCall, UnreadOutputError
 from fedloom.models.module_compare import attributes, near
 from fedloom.models.module_draws import GLOBAL, NumpyGenerators, collection_paused, draws_noted
 from fedloom.models.module_function import ModuleFunction
@@ -30,6 +30,9 @@ from fedloom.tasks.trial import sums_to_one, takes_logits_of_one
 
 _SEEDS = 5
 """Numbers of seeds from which a module that draws is called: branches that it takes at random differ."""
+
+_FACTORS = (1.0, 10.0, -10.0)
+"""Factors of the parameters with which outputs are probabilities, if they are at all."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,9 @@ def tried(module: nn.Module, layout: Layout, call: ModuleCall, data: Trial) -> T
     trial = _Trial(module, layout, data, call)
     with torch.random.fork_rng(devices=[]), collection_paused():
         trial = replace(trial, call=trial.fitting_call())
-        trial.check_calls(training=True)
-        outputs = trial.check_calls(training=False)
+        trial = replace(trial, call=trial.of_probabilities())
+        trial, _ = trial.checked(training=True)
+        trial, outputs = trial.checked(training=False)
         kernels = any(len(shape) == 4 for _, shape in layout.entries)
         expected = trial.own_gradient()
         if kernels and not trial.runs_channels_last(expected, outputs):
@@ -124,25 +128,61 @@ class _Trial:
         factors = torch.rand(self.layout.size, generator=torch.Generator().manual_seed(0))
         return self.theta * (0.5 + factors)
 
-    def fitting_call(self) -> ModuleCall:
-        """Return the call with outputs of the shape that the task needs, from one in evaluation mode."""
-        function = self._function(training=False)
+    def fitting_call(self, *, training: bool = False) -> ModuleCall:
+        """Return the call with outputs of the shape that the task needs, from one in this mode."""
+        function, task, rows = self._function(training=training), self.data.task, len(self.data.y)
+        mode = "training" if training else "evaluation"
         with (
             torch.no_grad(),
             drawing_with(0),
-            at_layer(function.module, f"for inputs {shapes(self.data.x)} in evaluation mode"),
+            at_layer(function.module, f"for inputs {shapes(self.data.x)} in {mode} mode"),
         ):
-            found = function(self._contiguous(), self.data.x)
+            given = function.result(self._contiguous(), self.data.x)
         wanted = self.data.output_shape
-        fitted = self.call.fitted(self.data.task, self.data.outputs, wanted, found) if found.dim() else None
-        if fitted is None or len(found) != len(self.data.y):
-            rows = len(self.data.y)
-            what = "logits" if self.data.task.target_kind == "classification" else f"outputs for {self.data.task.name}"
+
+        def fitted(found: Tensor) -> ModuleCall | None:
+            return self.call.fitted(task, self.data.outputs, wanted, found, rows) if found.dim() else None
+
+        read = self.call.reading(given, fitted)
+        found = read.read(self.module, given)
+        fit = fitted(found)
+        if fit is None:
+            what = "logits" if task.target_kind == "classification" else f"outputs for {task.name}"
             raise ExperimentError(
                 f"{self.what} must return {what}, {[rows, *wanted]}, for {rows} inputs (got {found.dtype} "
                 f"{list(found.shape)})"
             )
-        return fitted
+        return replace(fit, field=read.field)
+
+    def of_probabilities(self) -> ModuleCall:
+        """Return the call with what its outputs are, from predictions with several parameters."""
+        if sums_to_one(self.data.task, self._scaled(1.0)) and all(
+            sums_to_one(self.data.task, self._scaled(factor)) for factor in _FACTORS
+        ):
+            return replace(self.call, probabilities="softmax")
+        one = self.call.binary or takes_logits_of_one(self.data.task)
+        if one and all(_is_in_unit_interval(self.call.unshaped(self._scaled(factor))) for factor in _FACTORS):
+            return replace(self.call, probabilities="sigmoid")
+        return self.call
+
+    def _scaled(self, factor: float) -> Tensor:
+        """Return the outputs of predictions with parameters times a factor, and none of them zero unless it is 1."""
+        generator, own = torch.Generator().manual_seed(0), self._contiguous()
+        noise = 0.0 if factor == 1 else 1.0
+        moved = {name: factor * p + noise * torch.randn(p.shape, generator=generator) for name, p in own.items()}
+        with torch.no_grad(), drawing_with(0):
+            return self._function(training=False)(Leaves(moved, own.buffers), self.data.x)
+
+    def checked(self, *, training: bool) -> tuple[_Trial, Tensor]:
+        """Check calls in one mode; return this trial with a call that fits the mode, and the outputs."""
+        trial = self
+        try:
+            return trial, trial.check_calls(training=training)
+        except UnreadOutputError:  # it returns other outputs in training mode
+            trial = replace(self, call=replace(self.call, field=self.fitting_call(training=training).field))
+        except LostAxisError:
+            trial = replace(self, call=replace(self.call, squeezes=True))
+        return trial, trial.check_calls(training=training)
 
     def check_calls(self, *, training: bool) -> Tensor:
         """Call the module in one mode, also with a single input and again with the same inputs; return its outputs."""
@@ -191,8 +231,6 @@ class _Trial:
             f"gives different outputs for a single input and for the same input in a batch {mode}, so that a "
             "prediction would depend on evaluation.batch_size. Normalize each example separately",
         )
-        if not training:
-            self._check_no_probabilities(function, first)
         return first
 
     def _require(self, holds: bool, otherwise: str) -> None:
@@ -277,12 +315,17 @@ class _Trial:
         if not isinstance(losses, Tensor) or losses.shape != (len(y),):
             found = f"{list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ExperimentError(
-                f"{self.what}.loss must give a loss of each of {len(y)} examples, [{len(y)}] (got {found})"
+                f"{self.what}.loss must give a loss of each of {len(y)} examples, [{len(y)}] (got {found}); compute it "
+                "with reduction='none'"
             )
         return losses
 
     def _check_outputs(self, outputs: Tensor, rows: int) -> None:
         wanted = (rows, *self.data.output_shape)
+        if rows == 1 and outputs.shape == wanted[1:] and not self.call.squeezes:
+            raise LostAxisError(
+                f"{self.what} must return logits, {list(wanted)}, for 1 input (got {list(outputs.shape)})"
+            )
         if outputs.shape != wanted or not outputs.is_floating_point():
             raise ExperimentError(
                 f"{self.what} must return logits, {list(wanted)}, for {rows} inputs (got {outputs.dtype} "
@@ -332,25 +375,7 @@ class _Trial:
                 "module: compute it from the inputs, or leave it out"
             )
 
-    def _check_no_probabilities(self, function: ModuleFunction, outputs: Tensor) -> None:
-        if sums_to_one(self.data.task, outputs):
-            raise ExperimentError(
-                f"{self.what} gives probabilities, but the loss applies a softmax. Return logits: remove the last "
-                "softmax"
-            )
-        if (self.call.binary or takes_logits_of_one(self.data.task)) and self._is_in_unit_interval(function):
-            raise ExperimentError(
-                f"{self.what} gives probabilities, but the loss applies a sigmoid. Return logits: remove the last "
-                "sigmoid"
-            )
 
-    def _is_in_unit_interval(self, function: ModuleFunction) -> bool:
-        """Return True if a module's tensor stays between 0 and 1 far from its initial parameters, too."""
-        at = self._contiguous()
-        for factor in (1.0, 10.0, -10.0):
-            parameters = Leaves({name: factor * p for name, p in at.items()}, at.buffers)
-            with torch.no_grad():
-                z = self.call.unshaped(function(parameters, self.data.x))
-            if bool((z < 0).any() or (z > 1).any()):
-                return False
-        return True
+def _is_in_unit_interval(z: Tensor) -> bool:
+    """Return True if all numbers are between 0 and 1; NaN is not."""
+    return bool(((z >= 0) & (z <= 1)).all())

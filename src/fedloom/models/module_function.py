@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from fedloom.models.flat import Leaves
 from fedloom.models.module_call import AS_IT_IS, ModuleCall
@@ -50,10 +51,16 @@ class ModuleFunction:
         found: Tensor = self._call(self.call, parameters, first_input(x).device, self.module, x)
         return found
 
+    def result(self, parameters: Mapping[str, Tensor], x: ModuleInputs) -> Any:
+        """Return all that the module returns for ``x``."""
+        return self._call(self.call.result, parameters, first_input(x).device, self.module, x)
+
     def loss(self, parameters: Mapping[str, Tensor], outputs: Tensor, y: Tensor | None) -> Tensor:
         """Return the module's own loss of each example, ``[b]``; it may use parameters, as a penalty does."""
         own: Any = self.module.loss
         found: Tensor = self._call(own, parameters, outputs.device, self.call.unshaped(outputs), y)
+        if isinstance(own, _Loss) and found.dim() > 1:
+            found = found.flatten(1).mean(1)
         return found
 
     def _call(self, function: Any, parameters: Mapping[str, Tensor], device: torch.device, *args: Any) -> Any:

@@ -83,7 +83,7 @@ def _ending(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs) -> 
     if found.shape != outputs.shape and found.shape != (*outputs.shape, 1):
         return None
     same = torch.equal(found.reshape(outputs.shape), outputs)
-    return Head(name, features.dim() == 2, not call.binary) if same else None
+    return Head(name, features.dim() == 2, not call.binary and not call.probabilities) if same else None
 
 
 def _determining(module: nn.Module, call: ModuleCall, name: str, x: ModuleInputs, others: ModuleInputs) -> Head | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fedloom.errors import ExperimentError, raised_at
 from fedloom.models.factories import KEY
@@ -91,6 +92,11 @@ def check_layers(module: nn.Module) -> None:
     """
     for name, layer in module.named_modules():
         where = named(name, layer)
+        if isinstance(layer, torch.jit.ScriptModule):
+            raise ExperimentError(
+                f"{where} is compiled by TorchScript, so that its parameters cannot be replaced. Give the module from "
+                "which it was scripted or traced"
+            )
         if isinstance(layer, _NormBase) and layer.track_running_stats and layer.momentum is None:
             raise ExperimentError(
                 f"{where} has momentum=None: its running statistics depend on the number of batches that this process "
@@ -117,7 +123,9 @@ def _check_tensors(where: str, layer: nn.Module) -> None:
             )
     for key, p in layer.named_parameters(recurse=False):
         if p.requires_grad and p.dtype != torch.float32:
-            raise ExperimentError(f"{where}: {key} is {p.dtype}. Convert it to torch.float32")
+            fix = "Keep it as torch.view_as_real, and use torch.view_as_complex in `forward`"
+            fix = fix if p.is_complex() else "Convert it to torch.float32"
+            raise ExperimentError(f"{where}: {key} is {p.dtype}. {fix}")
 
 
 def check_copyable(module: nn.Module) -> None:
@@ -139,7 +147,7 @@ def copied(module: nn.Module) -> nn.Module:
         If it cannot be copied: the layer and the attribute, such as a lock or a weight computed in advance.
     """
     try:
-        return copy.deepcopy(module)
+        return copy.deepcopy(module, _computed_weights(module))
     except Exception as error:
         for name, layer in module.named_modules():
             for key, value in vars(layer).items():
@@ -148,6 +156,18 @@ def copied(module: nn.Module) -> nn.Module:
         raise ExperimentError(
             f"{KEY}: {type(module).__name__} cannot be copied ({said(error)}), but each thread trains a copy of it"
         ) from error
+
+
+def _computed_weights(module: nn.Module) -> dict[int, Any]:
+    """Return copies by id of the weights that the old ``torch.nn.utils.weight_norm`` computes anew at each call."""
+    names = (
+        (layer, hook.name)
+        for layer in module.modules()
+        for hook in layer._forward_pre_hooks.values()
+        if isinstance(hook, WeightNorm)
+    )
+    weights = [getattr(layer, name) for layer, name in names]
+    return {id(weight): weight.detach().clone() for weight in weights}
 
 
 def _is_copyable(value: Any) -> bool:

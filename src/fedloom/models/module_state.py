@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.loss import _Loss
 from torch.nn.parameter import is_lazy
 
 from fedloom.core.draws import drawing_with
@@ -29,11 +30,14 @@ _told: set[str] = set()
 def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs) -> nn.Module:
     """Return a new module in training mode, made with torch's generator seeded.
 
-    Lazy layers make their parameters in a call in evaluation mode on trial inputs ``x``, from the same generator.
+    A criterion of torch in its attribute ``loss`` gives a loss of each example then. Lazy layers make their parameters
+    in a call in evaluation mode on trial inputs ``x``, from the same generator.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        module = make()
+        module = uncompiled(make())
+        if isinstance(criterion := getattr(module, "loss", None), _Loss) and criterion.reduction == "mean":
+            criterion.reduction = "none"  # training averages the losses of a batch
         if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
             try:
                 with torch.no_grad():
@@ -44,6 +48,12 @@ def seeded(make: Callable[[], nn.Module], seed: int, x: ModuleInputs) -> nn.Modu
                     f"they would take their shapes ({said(error)})"
                 ) from error
         return module.train()
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` wraps, or the module itself."""
+    found: nn.Module = getattr(module, "_orig_mod", module)
+    return found
 
 
 def moving_buffers(module: nn.Module, x: ModuleInputs) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.data.inputs import Inputs, take
+from fedloom.data.inputs import Inputs, each, take
 from fedloom.data.targets import Targets
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
@@ -35,15 +35,15 @@ SIDE = 96
 def write_examples(folder: RunFolder, task: str, targets: Targets) -> None:
     """Write ``examples.json`` of a finished run: predictions for the clients with the worst results.
 
-    Nothing is written for tasks other than those of :data:`CLIENTS`. The personalized models are those of the last
-    checkpoint; the clients' data are read from the run's partition.
+    Nothing is written for tasks other than those of :data:`CLIENTS`, and for fields of numbers. The personalized models
+    are those of the last checkpoint; the clients' data are read from the run's partition.
 
     Raises
     ------
     DataError
         If the partition is missing or damaged.
     """
-    if task not in CLIENTS:
+    if task not in CLIENTS or (task == "regression" and len(targets.shape) > 1):
         return
     summary = folder.json("summary.json")
     headline = headline_of(summary)
@@ -89,7 +89,7 @@ def _numbers(x: Inputs, y: Tensor, predictions: Tensor, targets: Targets) -> dic
     del x
     mean = torch.tensor(targets.mean or [0.0] * targets.outputs, dtype=torch.float64)
     std = torch.tensor(targets.std or [1.0] * targets.outputs, dtype=torch.float64)
-    true, found = (each.reshape(len(y), -1).double() * std + mean for each in (y, predictions))
+    true, found = (t.reshape(len(y), -1).double() * std + mean for t in (y, predictions))
     return {"true": _rounded(true), "predicted": _rounded(found)}
 
 
@@ -98,8 +98,10 @@ def _rounded(values: Tensor) -> list[list[float]]:
 
 
 def _picture(x: Inputs, y: Tensor, predictions: Tensor, targets: Targets) -> dict[str, Any]:
-    """Return the image with the most wrong pixels, with its true and its predicted classes."""
+    """Return the image, or the slice of a volume, with the most wrong pixels, with its true and predicted classes."""
     found = predictions.argmax(1)
+    if y.dim() > 3:
+        y, found, x = y.flatten(0, 1), found.flatten(0, 1), each(x, lambda t: _slices(t, targets.shape[0]))
     wrong = ((found != y) & (y < targets.outputs) & (y >= 0)).flatten(1).sum(1)
     worst = int(wrong.argmax())
     step = math.ceil(max(y.shape[1:]) / SIDE)
@@ -107,6 +109,11 @@ def _picture(x: Inputs, y: Tensor, predictions: Tensor, targets: Targets) -> dic
     told = {"true": y[worst, thin, thin].tolist(), "predicted": found[worst, thin, thin].tolist()}
     image = _image(x, worst, tuple(y.shape[1:]))
     return told if image is None else {"image": image[thin, thin].tolist(), **told}
+
+
+def _slices(x: Tensor, depth: int) -> Tensor:
+    """Return the slices of volumes, ``[n, c, d, h, w] -> [n d, c, h, w]``; other inputs once for each slice."""
+    return x.transpose(1, 2).flatten(0, 1) if x.dim() == 5 else x.repeat_interleave(depth, 0)
 
 
 def _image(x: Inputs, i: int, shape: tuple[int, ...]) -> Tensor | None:

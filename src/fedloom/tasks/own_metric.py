@@ -168,7 +168,7 @@ class OwnMetric(MetricSums):
         if not self._std:
             return values
         std, mean = (values.new_tensor(each) for each in (self._std, self._mean))
-        return values * std + mean if values.dim() > 1 else values * std[0] + mean[0]
+        return values * std + mean if values.dim() > 1 and len(std) > 1 else values * std[0] + mean[0]
 
     def _error(self, why: str) -> ExperimentError:
         return ExperimentError(f"{KEY}: {self._name} {why}", key=KEY, found=self._name)

@@ -1,4 +1,4 @@
-"""Regression: one or more numbers."""
+"""Regression: one or more numbers, or a field of numbers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Regression(PredictionTask):
     headline = METRICS["rmse"]
 
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``(k,)``."""
-        return (outputs,)
+        """Return ``(k,)``, or the shape of a field."""
+        return target_shape if len(target_shape) > 1 else (outputs,)
 
     def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return what is wrong with numbers ``[n]`` or ``[n, k]``; None if they are valid."""
+        """Return what is wrong with numbers ``[n, *target_shape]``; None if they are valid."""
         array = array_of(y)
         fault = target_shape_fault(array, target_shape, "iuf", "numbers")
         if fault is None and not np.isfinite(array).all():
@@ -43,7 +43,7 @@ class Regression(PredictionTask):
         return fault
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss over the numbers, ``[b, k] or [b], [b] or [b, k] -> [b]``."""
+        """Return the mean loss over the numbers, ``[b, *output_shape], [b, *target_shape] -> [b]``."""
         predicted = outputs.reshape(outputs.shape[0], -1)
         target = y.reshape(predicted.shape).to(predicted.dtype)
         if self.error == "squared":
@@ -61,8 +61,9 @@ class Regression(PredictionTask):
         return self.loss(outputs, y) * (factor * y[:1].numel())
 
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
-        """Return the sums of errors."""
-        return (Errors(target.outputs, target.std),)
+        """Return the sums of errors; the numbers of a field are measured together."""
+        field = len(target.shape) > 1
+        return (Errors(1 if field else target.outputs, target.std, values=target.outputs if field else 1),)
 
     def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
         """Return k."""
@@ -82,25 +83,27 @@ class Errors(MetricSums):
     Parameters
     ----------
     numbers
-        k.
+        k, or 1 for a field.
     std
         Standard deviation of each number; empty if the targets are not standardized.
+    values
+        Numbers of a field, each of which counts as an example.
     """
 
     names = ("rmse", "mae", "r2", "mse")
 
-    def __init__(self, numbers: int, std: Sequence[float] = ()) -> None:
-        self.numbers = numbers
+    def __init__(self, numbers: int, std: Sequence[float] = (), *, values: int = 1) -> None:
+        self.numbers, self.per_example = numbers, values
         self.size = 1 + 4 * numbers
         self._std = torch.tensor(list(std) or [1.0] * numbers, dtype=torch.float64)
 
     def of(self, predictions: Tensor, y: Tensor) -> Tensor:
-        """Return the sums of a batch, ``[b, k], [b] or [b, k] -> [1 + 4k]``."""
+        """Return the sums of a batch, ``[b, *output_shape], [b, *target_shape] -> [1 + 4k]``."""
         cap = VALUE_CAP**0.5
         target = y.reshape(-1, self.numbers).double().clamp(-cap, cap)
         error = (predictions.reshape(target.shape).double() - target).abs().nan_to_num(nan=cap).clamp(max=cap)
         sums = torch.stack([error.square(), error, target, target.square()]).sum(1)
-        return torch.cat([sums.new_tensor([len(y)]), sums.flatten()])
+        return torch.cat([sums.new_tensor([len(target)]), sums.flatten()])
 
     def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
         """Return RMSE, MAE and MSE in own units, and R², undefined if the targets are all the same."""
@@ -121,8 +124,8 @@ class Errors(MetricSums):
         n = float(sums[0])
         squared, absolute, total, squares = sums[1:].reshape(4, self.numbers)
         slack = 1 + 1e-6
-        if n not in (0.0, float(examples)):
-            return f"errors of {n:g} examples, of {examples} in all"
+        if n not in (0.0, float(examples * self.per_example)):
+            return f"errors of {n:g} examples, of {examples * self.per_example} in all"
         if min(squared.min(), absolute.min()) < 0 or max(squared.max(), squares.max()) > VALUE_CAP * n * slack:
             return f"summed squares of {float(max(squared.max(), squares.max())):g} of {n:g} examples"
         if (absolute.square() > n * squared * slack).any() or (total.square() > n * squares * slack + 1e-12).any():

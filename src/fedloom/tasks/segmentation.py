@@ -43,11 +43,11 @@ class Segmentation(PredictionTask):
     headline = METRICS["mean_iou"]
 
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``(C, height, width)``."""
+        """Return ``(C, height, width)``, or ``(C, depth, height, width)`` of volumes."""
         return (outputs, *target_shape)
 
     def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return what is wrong with masks ``[n, height, width]``; None if they are valid."""
+        """Return what is wrong with masks ``[n, *target_shape]``; None if they are valid."""
         array = array_of(y)
         fault = target_shape_fault(array, target_shape, "iu", "a class for each pixel, as whole numbers")
         return fault or index_fault(array, outputs, self.ignore_index)

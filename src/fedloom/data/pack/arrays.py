@@ -32,7 +32,7 @@ from fedloom.data.pack.examples import (
     positions,
     spec_of,
 )
-from fedloom.data.pack.targets import inferred_task, read_targets, tokens_to_predict
+from fedloom.data.pack.targets import inferred_task, read_targets, tokens_to_predict, without_ones
 from fedloom.data.targets import SHAPES
 from fedloom.data.values import are_numbers, as_numbers, found_classes, label_text
 from fedloom.errors import DataError, argument
@@ -170,9 +170,9 @@ def _kind(parts: Sequence[_Part], name: str, errors: ValidationErrors) -> Tensor
             )
         return "pixels"
     arrays = [part.x[name] for part in parts]
-    if all(each.dtype.kind in "iu" and int(each.min(initial=0)) >= 0 for each in arrays) and x.ndim > 1:
+    if all(each.dtype.kind in "iu" and int(each.min(initial=0)) >= 0 for each in arrays) and (x.ndim > 1 or name):
         return "integers"
-    if x.ndim > 1 and x.dtype.kind in "iufb":
+    if (x.ndim > 1 or name) and x.dtype.kind in "iufb":
         return "features"
     raise DataError(
         f"{errors.source}: {first.called(name)} is {x.dtype} of shape {list(x.shape)}; it must be "
@@ -210,6 +210,9 @@ def _joined(
     split = np.repeat([-1 if part.split is None else part.split for part in parts], sizes).astype(np.int64)
     known = Examples(specs, (), unnamed(x), None, split if (split >= 0).any() else None, where, owners=owners)
     given = names if request.own is None else request.own.classes
+    parts = [
+        part if part.y is None else replace(part, y=without_ones(part.y, request.wanted_task, specs)) for part in parts
+    ]
     ys = [part.y for part in parts if part.y is not None]
     if not ys:
         return replace(known, classes=given or (), notes=notes)

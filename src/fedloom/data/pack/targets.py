@@ -11,18 +11,21 @@ from numpy.typing import NDArray
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.pack.examples import ValidationErrors, listed
-from fedloom.data.targets import SHAPES, Targets
+from fedloom.data.targets import RANKS, SHAPES, Targets
 from fedloom.data.values import Rounding, as_numbers
 from fedloom.errors import DataError
 from fedloom.tasks.names import IGNORED, TaskName
 from fedloom.tasks.tokens import next_tokens
 
+FEW_LABELS = 4
+"""Targets of tokens are labels of their own, as in named-entity recognition, if this times as many inputs differ."""
+
 
 def inferred_task(ys: Sequence[NDArray[Any]], specs: Mapping[str, InputSpec]) -> TaskName:
     """Return the task that targets suggest, given the input tensors.
 
-    Numbers with fractions, ``[n]`` or ``[n, k]``, are for regression; ``[n, K]`` of 0 and 1, K > 1, for multilabel;
-    integers of an image's height and width for segmentation; integers of the shape of integer inputs for next_token;
+    Numbers with fractions are for regression; ``[n, K]`` of 0 and 1, K > 1, for multilabel; integers, or 0 and 1, of
+    the size of an image or a volume for segmentation; integers of the shape of integer inputs for next_token;
     everything else is for classification.
 
     Parameters
@@ -36,15 +39,31 @@ def inferred_task(ys: Sequence[NDArray[Any]], specs: Mapping[str, InputSpec]) ->
     if not kinds <= set("iufb") or len(shapes) > 1:
         return "classification"
     shape = shapes.pop()
-    if len(shape) < 2 and kinds & {"f"} and any(_has_fraction(y) for y in ys):
+    if kinds & {"f"} and any(_has_fraction(y) for y in ys):
         return "regression"
-    if len(shape) == 1 and shape[0] > 1 and all(bool(((y == 0) | (y == 1)).all()) for y in ys):
+    binary = all(bool(((y == 0) | (y == 1)).all()) for y in ys)
+    if len(shape) == 1 and shape[0] > 1 and binary:
         return "multilabel"
-    if kinds <= set("iub") and len(shape) == 2 and any(_plane(spec) == shape for spec in specs.values()):
+    if (kinds <= set("iub") or binary) and len(shape) > 1 and any(_plane(spec) == shape for spec in specs.values()):
         return "segmentation"
     if kinds <= set("iu") and any(spec.kind == "integers" and spec.shape == shape for spec in specs.values()):
         return "next_token" if len(shape) == 1 else "classification"
     return "classification"
+
+
+def without_ones(y: NDArray[Any], task: TaskName | None, specs: Mapping[str, InputSpec]) -> NDArray[Any]:
+    """Return targets without an axis of length one: classes ``[n, 1]`` as ``[n]``, masks ``[n, 1, h, w]`` as masks.
+
+    Parameters
+    ----------
+    task
+        Name of the task; None if the targets suggest it.
+    """
+    if y.ndim < 2 or y.shape[1] != 1 or y.dtype.kind not in "iufb" or task in ("multilabel", "regression"):
+        return y
+    if y.ndim == 2:
+        return y if task in ("segmentation", "next_token") or (task is None and _has_fraction(y)) else y[:, 0]
+    return y[:, 0] if any(_plane(spec) == y.shape[2:] for spec in specs.values()) else y
 
 
 def read_targets(
@@ -78,8 +97,7 @@ def read_targets(
             f"{errors.source}: targets have the shapes {listed([str(list(s)) for s in sorted(shapes)])}; give one"
         )
     y, shape, notes = np.concatenate(ys), shapes.pop(), tuple[str, ...]()
-    rank = {"multilabel": (1,), "regression": (0, 1), "segmentation": (2,), "next_token": (1,)}[task]
-    if len(shape) not in rank or y.dtype.kind not in "iufb" or 0 in shape:
+    if len(shape) not in RANKS[task] or y.dtype.kind not in "iufb" or 0 in shape:
         raise DataError(
             f"{errors.source}: targets are {y.dtype} of shape {list(y.shape)}; task {task} needs {SHAPES[task]}"
         )
@@ -153,10 +171,10 @@ def _has_fraction(y: NDArray[Any]) -> bool:
 
 
 def _plane(spec: InputSpec) -> tuple[int, ...] | None:
-    """Return height and width of an image, or None."""
-    if spec.kind not in ("pixels", "features") or len(spec.shape) != 3:
+    """Return height and width of an image, or depth, height and width of a volume, or None."""
+    if spec.kind not in ("pixels", "features") or len(spec.shape) not in (3, 4):
         return None
-    return spec.shape[1:] if spec.channel_axis == "first" else spec.shape[:2]
+    return spec.shape[1:] if spec.channel_axis == "first" else spec.shape[:-1]
 
 
 def _check_shape(task: TaskName, shape: tuple[int, ...], specs: Mapping[str, InputSpec], source: str) -> None:
@@ -191,8 +209,9 @@ def _most(
         return len(names) - 1, len(names)
     with np.errstate(invalid="ignore"):
         found = int(_classes_of(task, y).max(initial=0)) + 1 if np.isfinite(y).all() else 1
-    if task == "next_token":
-        found = max(found, *(spec.high or 1 for spec in specs.values()))
+    vocabulary = max(spec.high or 1 for spec in specs.values())
+    if task == "next_token" and outputs is None and FEW_LABELS * found > vocabulary:
+        found = max(found, vocabulary)
     if outputs is not None and outputs < found:
         raise DataError(f"{source}: outputs is {outputs}, and the data have {found}; set it to {found} or more")
     known = max(found, outputs or 1)
