@@ -32,7 +32,7 @@ def made(change: Callable[[nn.Linear], object] = lambda module: None) -> nn.Modu
 CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "value": lambda module: module.weight.data[0, 0].add_(1),
     "attribute": lambda module: setattr(module, "power", 2),
-    "frozen": lambda module: module.bias.requires_grad_(requires_grad=False),
+    "frozen": lambda module: module.bias.requires_grad_(False),
     "mode": lambda module: module.eval(),
     "tied": lambda module: setattr(module, "other", module.bias),
     "class": lambda module: setattr(module, "__class__", nn.Linear),

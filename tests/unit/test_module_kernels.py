@@ -45,8 +45,9 @@ def test_steps_with_gradients_that_share_memory_are_those_of_torch(keys: dict[st
 
     s = LocalSGD.model_validate({"steps": 2, "lr": 0.1, **keys})
     w, theirs = leaves(), leaves()
-    kind = torch.optim.Adam if s.optimizer == "adam" else torch.optim.SGD
-    optimizer = kind(theirs, lr=s.lr, **({} if s.optimizer == "adam" else {"momentum": s.momentum}))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(theirs, lr=s.lr, momentum=0.9)
+    if s.optimizer == "adam":
+        optimizer = torch.optim.Adam(theirs, lr=s.lr)
     step = local_step(w, s, s.lr, stacked=False, decay=True)
     for _ in range(2):
         step(list(torch.autograd.grad(loss(*w), w)), None)
