@@ -1,11 +1,11 @@
-"""Client steps of users' modules (``model: module``): LeNet relative to the built-in one, ResNet18 to a bare loop.
+"""Client steps of users' modules (``model: module``): LeNet relative to the built-in one, others to bare loops.
 
     .venv/bin/python research/benchmarks/module_model.py [--json FILE]
 
 Both sides of a comparison train from the same point on the same examples, in turns, with one thread. The figure is the
 ratio of CPU times of pairs of turns, whose median depends least on other work on the machine. The final LeNets are
-compared bit for bit. ResNet18 is torchvision's, with BatchNorm, on images 3x32x32; the bare loop is torch's module and
-``torch.optim.SGD`` on the same batches.
+compared bit for bit. ResNet18 and the vision transformer are torchvision's, on images 3x32x32, and the MLP has three
+layers; the bare loop is torch's module and ``torch.optim.SGD`` on the same batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from common import describe, machine, write_json
 from local_training import BareLeNet
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import train
@@ -31,6 +31,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import single
+from fedloom.models import library
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.module import ModuleModel
@@ -46,7 +47,10 @@ def main() -> None:
     torch.set_num_threads(1)
     about = machine()
     print(describe(about))
-    found = {"lenet": lenet(options.turns), "resnet18": resnet18(options.resnet_turns)}
+    found = {"lenet": lenet(options.turns)}
+    found["resnet18"] = against_bare("ResNet18", resnet18, (3, 32, 32), "pixels", options.resnet_turns)
+    found["vit"] = against_bare("ViT", vit, (3, 32, 32), "pixels", options.turns // 2)
+    found["mlp"] = against_bare("MLP", mlp, (32,), "features", options.turns)
     write_json(options.json, about, found)
 
 
@@ -70,12 +74,29 @@ def lenet(turns: int) -> dict[str, object]:
     return compared("LeNet", sides, turns, 20, same_bits=True)
 
 
-def resnet18(turns: int) -> dict[str, object]:
-    """Compare torchvision's ResNet18 in FedLoom with a bare loop."""
+def resnet18() -> nn.Module:
+    """Return torchvision's ResNet18."""
     from torchvision.models import resnet18 as make
 
-    model = ModuleModel(lambda: make(num_classes=10), (3, 32, 32), 10, "pixels")
-    group, steps, bare = client((3, 32, 32)), 10, make(num_classes=10).train()
+    found: nn.Module = make(num_classes=10)
+    return found
+
+
+def vit() -> nn.Module:
+    """Return a small vision transformer of torchvision."""
+    return library.vit((3, 32, 32), 10, patch=4, width=64, layers=4, heads=4, dropout=0.0)
+
+
+def mlp() -> nn.Module:
+    """Return a network of three layers for 32 features."""
+    return nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def against_bare(
+    what: str, make: Callable[[], nn.Module], shape: tuple[int, ...], kind: str, turns: int
+) -> dict[str, object]:
+    """Compare a module in FedLoom with a bare loop of the same module on the same batches."""
+    model, group, steps, bare = ModuleModel(make, shape, 10, kind), client(shape), 10, make().train()
     settings = LocalSGD(steps=steps, batch_size=32, lr=0.005, momentum=0.9)
     theta = model.init(torch.Generator().manual_seed(2))[None]
     x, y = group.clients[0].train.x, group.clients[0].train.y
@@ -90,7 +111,7 @@ def resnet18(turns: int) -> dict[str, object]:
         return torch.cat([p.detach().flatten() for p in bare.parameters()])
 
     sides = {"bare loop": loop, "module": lambda: train(model, group, theta, settings).theta}
-    return compared("ResNet18 with BatchNorm", sides, turns, steps, same_bits=False)
+    return compared(what, sides, turns, steps, same_bits=False)
 
 
 def compared(

@@ -62,6 +62,8 @@ def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay:
             return
         if decay and s.lambda_theta:
             gradients = list(torch._foreach_add(gradients, w, alpha=2 * s.lambda_theta))
+        if s.clip is not None or s.clip_value is not None:
+            gradients = _separate(gradients)
         if s.clip is not None:
             clip_norm(gradients, s.clip, stacked=stacked)
         if s.clip_value is not None:
@@ -75,6 +77,20 @@ def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay:
     return step
 
 
+def _separate(gradients: list[Tensor]) -> list[Tensor]:
+    """Return gradients that can be changed in place.
+
+    Autograd gives one tensor for two leaves that are only used as a sum, and tensors whose entries share memory.
+    """
+    seen: set[int] = set()
+    found = []
+    for gradient in gradients:
+        shared = gradient.data_ptr() in seen or (0 in gradient.stride() and gradient.numel() > 1)
+        seen.add(gradient.data_ptr())
+        found.append(gradient.clone(memory_format=torch.contiguous_format) if shared else gradient)
+    return found
+
+
 def _per_client(values: Tensor, like: Tensor) -> Tensor:
     """Reshape one value per client ``[g]`` to broadcast against a stacked leaf."""
     return values.view(-1, *[1] * (like.dim() - 1))
@@ -82,14 +98,17 @@ def _per_client(values: Tensor, like: Tensor) -> Tensor:
 
 def _sgd(w: list[Tensor], s: LocalSGD, lr: float) -> _Move:
     """Return the step of torch.optim.SGD."""
-    momentum = [torch.zeros_like(leaf) for leaf in w] if s.momentum else []
+    momentum: list[Tensor] = []
 
     def step(gradients: list[Tensor], rounded: bool) -> None:
         if s.weight_decay:
             gradients = list(torch._foreach_add(gradients, w, alpha=s.weight_decay))
         if s.momentum:
-            torch._foreach_mul_(momentum, s.momentum)
-            torch._foreach_add_(momentum, gradients)
+            if momentum:
+                torch._foreach_mul_(momentum, s.momentum)
+                torch._foreach_add_(momentum, gradients)
+            else:
+                momentum.extend(torch.empty_like(leaf).copy_(g) for leaf, g in zip(w, gradients, strict=True))
             gradients = list(torch._foreach_add(gradients, momentum, alpha=s.momentum)) if s.nesterov else momentum
         if rounded:
             torch._foreach_sub_(w, torch._foreach_mul(gradients, lr))

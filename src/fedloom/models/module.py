@@ -7,9 +7,9 @@ import hashlib
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,20 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
 from fedloom.models.module_call import call_of, tell_of_outputs
-from fedloom.models.module_check import Trial, tried
+from fedloom.models.module_check import Trial, Tried, tried
 from fedloom.models.module_function import ModuleFunction
-from fedloom.models.module_head import head_of
-from fedloom.models.module_inputs import ROWS, InputShape, ModuleInputs, descriptions, first_input, mapped, trial_inputs
+from fedloom.models.module_head import Head, head_of
+from fedloom.models.module_identity import identity_of
+from fedloom.models.module_inputs import (
+    ROWS,
+    InputDescription,
+    InputShape,
+    ModuleInputs,
+    descriptions,
+    first_input,
+    mapped,
+    trial_inputs,
+)
 from fedloom.models.module_layers import check_copyable, check_layers, copied, is_tied
 from fedloom.models.module_ranges import within_tables
 from fedloom.models.module_state import (
@@ -50,6 +60,20 @@ MEMORY = "memory:"
 Factory: TypeAlias = Callable[[], nn.Module]
 
 _IN_MEMORY: dict[str, nn.Module] = {}
+
+
+class _Findings(NamedTuple):
+    """Findings about a module that take calls of it."""
+
+    trial: Trial
+    moving: tuple[str, ...]  # buffers
+    tried: Tried
+    head: Head | None
+    least_batch: int
+
+
+_FOUND: dict[Hashable, _Findings] = {}
+"""Findings of this process: a run makes its model several times, and tries it once."""
 
 
 class ModuleModel(FlatModel):
@@ -99,35 +123,31 @@ class ModuleModel(FlatModel):
         self._make = make
         self._initial = initial
         self.task = task
-        x, others = (trial_inputs(descriptions(input_shape, kind, classes), seed) for seed in (0, 1))
-        self._module = seeded(make, 0, x)
+        described = descriptions(input_shape, kind, classes)
+        self._module = seeded(make, 0, trial_inputs(described, 0))
         check_layers(self._module)
-        call = call_of(self._module, x, output)
-        x, others = within_tables(copied(self._module).eval(), call, x, others)
-        self._trial = Trial(x, others, trial_targets(task, ROWS, classes, target_shape), task, classes)
         if initial == "drawn":
             _check_drawn(self._module)
-        moving = moving_buffers(self._module, x)
-        found = tried(
-            self._module,
-            layout_of(self._module, moving, None, local=False),
-            call,
-            self._trial,
-        )
-        self._call, self.draws = found.call, found.draws
-        last = head_of(self._module, self._call, x, others, head)
+        of = identity_of(self._module, dict(described), classes, head, output, task, target_shape)
+        found = _FOUND.get(of)
+        if found is None:
+            found = _found(self._module, described, classes, head, output, task, target_shape)
+        if of is not None:
+            _FOUND[of] = found
+        self._trial, moving, last = found.trial, found.moving, found.head
+        self._call, self.draws = found.tried.call, found.tried.draws
         self._head = None if last is None else last.name
         self.has_features = last is not None and last.has_features
         separable = self._head is not None and not is_tied(self._module, self._head)
         self.layout = replace(
             layout_of(self._module, moving, self._head if separable else None, local=buffers == "local"),
-            channels_last=found.layout.channels_last,
+            channels_last=found.tried.layout.channels_last,
             logits_apart=last is not None and not last.gives_logits,
         )
         self.constants = constants_of(self._module, self.layout)
         self.unsaved = frozenset(self.constants) - self._module.state_dict().keys()
         self.needs_whole_batches = bool(moving or batch_layers(self._module))
-        self.constrained, self.least_batch = bool(moving), least_batch(self._module, x)
+        self.constrained, self.least_batch = bool(moving), found.least_batch
         self.predicts_by_batch = bool(without_statistics(self._module))
         tell_of_batches(self._module)
         tell_of_outputs(type(self._module).__name__, self._call)
@@ -227,6 +247,26 @@ class ModuleModel(FlatModel):
             self._copies.function = ModuleFunction(module, self.layout.buffers, self._call)
         found: ModuleFunction = self._copies.function
         return found
+
+
+def _found(
+    module: nn.Module,
+    described: Mapping[str, InputDescription],
+    outputs: int,
+    head: str | None,
+    output: str | int | None,
+    task: PredictionTask,
+    target_shape: tuple[int, ...],
+) -> _Findings:
+    """Try a module, and return what is found."""
+    x, others = (trial_inputs(described, seed) for seed in (0, 1))
+    call = call_of(module, x, output)
+    x, others = within_tables(copied(module).eval(), call, x, others)
+    trial = Trial(x, others, trial_targets(task, ROWS, outputs, target_shape), task, outputs)
+    moving = moving_buffers(module, x)
+    found = tried(module, layout_of(module, moving, None, local=False), call, trial)
+    last = head_of(module, found.call, x, others, head)
+    return _Findings(trial, moving, found, last, least_batch(module, x))
 
 
 def remember(module: nn.Module, name: str | None = None) -> str:
