@@ -10,8 +10,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 from facts import tells
 
 from fedloom.data.datasets.vowel import read_vowel
@@ -89,6 +92,68 @@ def test_the_example_passes_the_conformance_kit_as_the_page_runs_it(environment:
     assert done.returncode == 0, done.stdout
     assert "FAILED" not in done.stdout
     assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 20
+
+
+def test_the_task_of_the_example_trains(environment: dict[str, str], tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    with (tmp_path / "waits.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["ward", "hour", "waiting", "minutes"])
+        for ward in range(4):
+            for _ in range(200):
+                hour, waiting = random.uniform(0, 24), random.integers(20)
+                table.writerow([f"ward-{ward}", hour, waiting, 3 * waiting + random.exponential(10 + 5 * ward)])
+    natural = {"scheme": "natural"}
+    source = {"path": str(tmp_path / "waits.csv"), "label": "minutes", "client": "ward", "task": "regression"}
+    experiment: dict[str, Any] = {
+        "name": "waits",
+        "data": {
+            "dataset": "table",
+            "source": source,
+            "root": str(tmp_path / "data"),
+            "partition": {"scheme": "natural"},
+        },
+        "task": {"name": "quantile", "level": 0.8},
+        "model": {"name": "mlp", "hidden": [16]},
+        "algorithm": {"name": "fedavg", "local": {"epochs": 5, "lr": 0.05}, "personalize_steps": 50},
+        "federation": {"rounds": 20, "clients_per_round": 4},
+        "evaluation": {"every": 5},
+    }
+    (tmp_path / "waits.yaml").write_text(yaml.safe_dump(experiment))
+    for workers in (0, 1):
+        out = tmp_path / f"run-{workers}"
+        done = fedloom(environment, "run", tmp_path / "waits.yaml", "--workers", workers, "--report", "--out", out)
+        assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"run-{n}" / "summary.json").read_text()) for n in (0, 1))
+    assert first["task"] == "quantile"
+    assert first["headline"] == {"name": "pinball", "higher_is_better": False, "percent": False}
+    assert first["seen"]["metrics"] == second["seen"]["metrics"]
+    assert 0.7 < first["seen"]["metrics"]["coverage"]["mean"] < 0.9  # of level 0.8
+    assert (tmp_path / "run-1" / "report.html").exists()
+    for change, facts in (
+        ({"task": {"name": "quantile", "level": 2}}, ["task.level", "2"]),
+        ({"task": {"name": "quantil"}}, ["task.name", "quantile", "multilabel", "quantil"]),
+        ({"algorithm": {"name": "pfedgp"}}, ["pfedgp", "task"]),
+        ({"data": {"dataset": "vowel", "partition": natural}}, ["quantile", "classification"]),
+    ):
+        (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(experiment | change))
+        refused = fedloom(environment, "run", tmp_path / "wrong.yaml", "--out", tmp_path / "none")
+        assert refused.returncode != 0
+        assert tells(refused.stderr, *facts), refused.stderr
+        assert not (tmp_path / "none").exists()
+
+
+def test_a_task_that_cannot_be_added_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    points = tmp_path / "site" / "fedloom_extras-0.1.dist-info" / "entry_points.txt"
+    (tmp_path / "site" / "fedloom_odd.py").write_text(
+        "from fedloom.tasks.regression import Regression\nTAKEN = Regression()\n"
+        "class Kindless(Regression):\n    name: str = 'kindless'\n    target_kind = 'ranking'\nKINDLESS = Kindless()\n"
+    )
+    for name, facts in (("TAKEN", ["regression"]), ("KINDLESS", ["kindless", "target_kind", "multilabel"])):
+        points.write_text(f"[fedloom.tasks]\nodd = fedloom_odd:{name}\n")
+        refused = fedloom(environment, "schema")
+        assert refused.returncode == 2
+        assert tells(refused.stderr, "fedloom.tasks", *facts), refused.stderr
 
 
 def test_a_faulty_file_of_the_example_is_refused(environment: dict[str, str], people: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Neighbours(ModelPredictor):
         super().__init__(model, theta)
         self.features, self.labels, self.scale = self._features(x), y, scale
         self.k, self.mixing = 1, 0.0
-        self.classifies = model.task.name == "classification"
+        self.classifies = model.task.target_kind == "classification"
 
     def choose(self, x: Tensor, ks: list[int], mixings: list[float]) -> None:
         """Set k and λ to predict the most examples of the datastore right, each left out of its own vote.

@@ -17,9 +17,9 @@ Need: TypeAlias = Literal[
 
 ``labels``: its loss uses labels. ``head``: layers besides the last linear one. ``linear head``: that layer is not
 parametrized (no weight normalization), and its outputs are the logits. ``features``: it ends in a linear layer on
-features. ``default loss``: it does not define a loss. ``no buffers``: it has no buffers that move in training, because
-the method has no training calls that move them. ``any vector``: every θ is a model, because the method generates or
-draws θ. ``normalization``: it has normalization layers.
+features. ``default loss``: neither it nor a task of another package defines a loss. ``no buffers``: it has no buffers
+that move in training, because the method has no training calls that move them. ``any vector``: every θ is a model,
+because the method generates or draws θ. ``normalization``: it has normalization layers.
 """
 
 
@@ -50,7 +50,7 @@ def check_batches(settings: Mapping[str, Any], model: FlatModel, section: str = 
 
 def check_task(name: str, tasks: Sequence[TaskName], restriction: str, model: FlatModel) -> None:
     """Raise ExperimentError if the task of a model that uses labels is none of the method's."""
-    if not model.needs_labels or model.task.name in tasks:
+    if not model.needs_labels or model.task.target_kind in tasks:
         return
     does = ", ".join(tasks[:-1]) + (" and " if tasks[:-1] else "") + tasks[-1]
     raise ExperimentError(
@@ -63,7 +63,7 @@ def check_task(name: str, tasks: Sequence[TaskName], restriction: str, model: Fl
 
 def check_masks(settings: Any, model: FlatModel) -> None:
     """Raise ExperimentError if settings mask absent labels of a model whose targets are no classes."""
-    if model.task.name == "classification" and model.needs_labels:
+    if model.task.target_kind == "classification" and model.needs_labels:
         return
     for key in _masks(settings, "algorithm."):
         task = model.task.name if model.needs_labels else "data without labels"
@@ -103,6 +103,8 @@ def _problem(need: Need, model: FlatModel) -> str | None:
         return "uses the input of the last linear layer, but the outputs of this model do not come from such a layer"
     if need == "default loss" and model.own_loss:
         return "trains with its own loss, but this model defines another; use a model without a loss"
+    if need == "default loss" and model.task.name != model.task.target_kind:
+        return f"trains with its own loss, but the task {model.task.name} defines another; leave `task` out"
     return _problem_of_buffers(need, model)
 
 

@@ -62,7 +62,7 @@ def wide(setup: Setup, theta: Tensor) -> FlatModel:
 
 def examples_per_output(setup: Setup, y: Tensor) -> Tensor:
     """Return the number of a client's examples for each output, ``[n, *target_shape] -> [outputs]`` float64."""
-    if setup.model.task.name == "regression":
+    if setup.model.task.target_kind == "regression":
         return torch.full((setup.outputs,), len(y), dtype=torch.float64)
     return setup.model.task.label_input(y, setup.outputs).double().sum(0)
 

@@ -109,7 +109,7 @@ def _check_model(c: _Combination) -> Iterator[SettingError]:
     try:
         c.algorithm.check_inputs("named" if "" not in specs else specs[""].kind)
         name = "classification" if targets is None else targets.task
-        task = e.task if e.task is not None and e.task.name == name else task_of(name, outputs)
+        task = e.task if e.task is not None and e.task.target_kind == name else task_of(name, outputs)
         found = fitted(e.model, specs, outputs, task, shape)
         c.algorithm.check_model(e.algorithm.settings, found.model)
         twice = c.algorithm.differentiates_twice(e.algorithm.settings)

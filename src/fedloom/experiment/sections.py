@@ -420,7 +420,7 @@ class Experiment(Section):
         """Let the experiment's task be that of a data set of one's own, unless the source names one."""
         data = self.data
         if self.task is not None and isinstance(data, Data) and data.source is not None and data.source.task is None:
-            source = data.source.model_copy(update={"task": self.task.name})
+            source = data.source.model_copy(update={"task": self.task.target_kind})
             object.__setattr__(self, "data", data.model_copy(update={"source": source}))
         return self
 

@@ -173,7 +173,7 @@ class LSTMEmbedding(EmbeddingNetwork):
     def __init__(
         self, vocabulary: int, size: int, *, width: int, labels: bool, task: PredictionTask = CLASSIFICATION
     ) -> None:
-        super().__init__(vocabulary, task, labels=labels and task.name == "classification")
+        super().__init__(vocabulary, task, labels=labels and task.target_kind == "classification")
         self.network = LSTM(vocabulary, hidden=width, outputs=size)
         self.layout = self.network.layout
 
@@ -205,9 +205,9 @@ def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:
     Sequences whose targets are their next tokens have the vocabulary that ``lstm`` needs. Other integers and named
     tensors have no network of their own: ``linear`` describes a client by its targets alone.
     """
-    if task.name == "next_token":
+    if task.target_kind == "next_token":
         return ("lstm",)
-    if kind == "tokens" and task.name != "classification":  # a vocabulary that the targets do not have
+    if kind == "tokens" and task.target_kind != "classification":  # a vocabulary that the targets do not have
         return ("linear",)
     return EMBEDDINGS.get(kind, ("linear",))
 

@@ -137,7 +137,7 @@ class _Trial:
         fitted = self.call.fitted(self.data.task, self.data.outputs, wanted, found) if found.dim() else None
         if fitted is None or len(found) != len(self.data.y):
             rows = len(self.data.y)
-            what = "logits" if self.data.task.name == "classification" else f"outputs for {self.data.task.name}"
+            what = "logits" if self.data.task.target_kind == "classification" else f"outputs for {self.data.task.name}"
             raise ExperimentError(
                 f"{self.what} must return {what}, {[rows, *wanted]}, for {rows} inputs (got {found.dtype} "
                 f"{list(found.shape)})"

@@ -361,7 +361,9 @@ class LibraryChoice(ModelChoice):
         target_shape: tuple[int, ...] = (),
     ) -> FlatModel:
         """Make the module, and try it on inputs; arguments and errors are those of :meth:`ModelChoice.build`."""
-        found = kind if kind not in self.takes else task.name if task.name not in self.tasks or not classes else None
+        found = (
+            kind if kind not in self.takes else task.name if task.target_kind not in self.tasks or not classes else None
+        )
         shape = shape_of(input_shape)
         if found is not None or isinstance(shape, dict):
             takes = f"{' or '.join(self.takes)} in {', '.join(self.tasks)}"
@@ -446,7 +448,7 @@ class TransformerSettings(LibraryChoice):
             raise ValueError(f"inputs must be sequences of tokens, [tokens] (got {list(input_shape)})")
         keys = self.model_dump(include={"width", "layers", "heads", "dropout"})
         vocabulary = outputs if self.vocabulary is None else self.vocabulary
-        of_places = task.name == "next_token"
+        of_places = task.target_kind == "next_token"
         return TokenTransformer(vocabulary, input_shape[0], outputs, next_token=of_places, **keys)
 
 

@@ -295,7 +295,7 @@ class Engine:
         seconds = self._earlier_s + time.perf_counter() - self.started_at
         summary = results.conclude(parts, loop, final, seconds)
         if self.options.report and self.dataset is not None:  # data of a simulation, none of whose clients is private
-            write_examples(self.folder, parts.plan.task.name, parts.plan.targets)
+            write_examples(self.folder, parts.plan.task.target_kind, parts.plan.targets)
         reported = self.options.report and write_report_if_possible(self.folder, self.observer)
         self.folder.tidy()
         self.publication.finish()

@@ -45,7 +45,7 @@ def _task(asked: PredictionTask | None, targets: Targets, dataset: str) -> Predi
     """Return the task of the data, with an experiment's settings if it has some."""
     if asked is None:
         return task_of(targets.task, targets.outputs)
-    if asked.name != targets.task or not targets.outputs:
+    if asked.target_kind != targets.task or not targets.outputs:
         found = targets.task if targets.outputs else "none, as they have no targets"
         raise ExperimentError(
             f"task.name is {asked.name}, but the task of the data {dataset} is {found}; leave `task` out, or pack the "

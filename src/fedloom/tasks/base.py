@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.core.settings import Settings
-from fedloom.tasks.names import Headline
+from fedloom.tasks.names import Headline, TaskName
 from fedloom.tasks.sums import MetricSums
 
 CORRECT, TOTAL, LOSS = range(3)
@@ -76,6 +76,8 @@ class PredictionTask(Settings):
     """
 
     name: str
+    target_kind: ClassVar[TaskName]
+    """Kind of targets: the task by which data sets name theirs. FedLoom's own tasks have that of their name."""
     headline: ClassVar[Headline]
     optional: ClassVar[tuple[str, ...]] = ()
     """Metrics that are computed only if an experiment asks for them."""

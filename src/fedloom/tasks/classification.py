@@ -40,6 +40,7 @@ class Classification(PredictionTask):
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="part of each target that is spread evenly over all classes in training"
     )
+    target_kind = "classification"
     headline = METRICS["accuracy"]
     optional = ("auroc",)
 

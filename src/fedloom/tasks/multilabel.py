@@ -33,6 +33,7 @@ class Multilabel(PredictionTask):
     pos_weight: Weights | None = Field(
         default=None, description="weight of each label's positive examples in the loss; null: 1 each"
     )
+    target_kind = "multilabel"
     headline = METRICS["auroc"]
 
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ class NextToken(PredictionTask):
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="part of each target that is spread evenly over all tokens in training"
     )
+    target_kind = "next_token"
     headline = METRICS["perplexity"]
 
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:

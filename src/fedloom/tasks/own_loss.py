@@ -18,6 +18,7 @@ class OwnLoss(PredictionTask):
     """Task of data without classes and targets: the model's own loss; no experiment names it."""
 
     name: Literal["own_loss"] = Field(default="own_loss", description="the loss that the model defines")
+    target_kind = "classification"
     headline = METRICS["loss"]
 
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:

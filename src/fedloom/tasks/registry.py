@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+import functools
+import operator
+from typing import TYPE_CHECKING, Annotated, TypeAlias, get_args
 
 from pydantic import Field
 
+from fedloom.core.plugins import plugins
+from fedloom.errors import ExperimentError
 from fedloom.tasks.base import PredictionTask
-from fedloom.tasks.classification import CLASSIFICATION, Classification
+from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.multilabel import Multilabel
 from fedloom.tasks.names import TaskName
 from fedloom.tasks.next_token import NextToken
@@ -15,17 +19,52 @@ from fedloom.tasks.own_loss import OWN_LOSS
 from fedloom.tasks.regression import Regression
 from fedloom.tasks.segmentation import Segmentation
 
-TASKS: tuple[PredictionTask, ...] = (CLASSIFICATION, Multilabel(), Regression(), Segmentation(), NextToken())
-"""All tasks with default settings."""
+GROUP = "fedloom.tasks"
+"""Entry points of other packages' tasks."""
 
-TaskSettings: TypeAlias = Annotated[
-    Classification | Multilabel | Regression | Segmentation | NextToken, Field(discriminator="name")
-]
-"""The settings of any task, told apart by ``name``."""
+OWN_TASKS: tuple[PredictionTask, ...] = (CLASSIFICATION, Multilabel(), Regression(), Segmentation(), NextToken())
+"""FedLoom's own tasks with default settings: one for each kind of targets."""
 
 
-def task_of(name: TaskName, outputs: int = 1) -> PredictionTask:
-    """Return a task with default settings; data without classes (0 outputs) have no task but the model's own loss."""
+def task_plugins() -> list[PredictionTask]:
+    """Return the tasks of other packages with default settings, sorted by name.
+
+    Raises
+    ------
+    ExperimentError
+        If one cannot be loaded, has a name that is taken, or does not say what its targets are.
+    """
+    found: list[PredictionTask] = plugins(GROUP, PredictionTask)  # type: ignore[type-abstract]  # only for comparison
+    names = [task.name for task in (*OWN_TASKS, OWN_LOSS)]
+    for task in found:
+        if task.name in names:
+            raise ExperimentError(f"{GROUP}: two tasks are called {task.name}; rename one", found=task.name)
+        if getattr(task, "target_kind", None) not in get_args(TaskName):
+            raise ExperimentError(
+                f"{GROUP}: the task {task.name} does not say what its targets are; set target_kind to one of "
+                f"{', '.join(get_args(TaskName))}",
+                found=task.name,
+                allowed=get_args(TaskName),
+            )
+        names.append(task.name)
+    return found
+
+
+TASKS: tuple[PredictionTask, ...] = (*OWN_TASKS, *task_plugins())
+"""All tasks with default settings; other packages register theirs under the entry point ``fedloom.tasks``."""
+
+if TYPE_CHECKING:
+    TaskSettings: TypeAlias = PredictionTask
+else:
+    TaskSettings = Annotated[
+        functools.reduce(operator.or_, [type(task) for task in TASKS]),
+        Field(discriminator="name"),
+    ]
+    """The settings of any task, told apart by ``name``."""
+
+
+def task_of(kind: TaskName, outputs: int = 1) -> PredictionTask:
+    """Return FedLoom's task for a kind of targets, with default settings; with 0 outputs, the model's own loss."""
     if outputs == 0:
         return OWN_LOSS
-    return next(task for task in TASKS if task.name == name)
+    return next(task for task in OWN_TASKS if task.name == kind)

@@ -27,6 +27,7 @@ class Regression(PredictionTask):
     delta: float = Field(
         default=1.0, gt=0, description="threshold of the Huber loss, in standard deviations of the target"
     )
+    target_kind = "regression"
     headline = METRICS["rmse"]
 
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:

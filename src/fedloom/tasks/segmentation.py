@@ -35,6 +35,7 @@ class Segmentation(PredictionTask):
     class_weights: Weights | None = Field(
         default=None, description="weight of each class in the loss of its pixels; null: 1 each"
     )
+    target_kind = "segmentation"
     headline = METRICS["mean_iou"]
 
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:

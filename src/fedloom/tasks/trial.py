@@ -20,23 +20,23 @@ def trial_targets(task: PredictionTask, rows: int, outputs: int, target_shape: t
     """
     generator = torch.Generator().manual_seed(0)
     shape = (rows, *target_shape)
-    if task.name == "classification":
+    if task.target_kind == "classification":
         return torch.arange(rows) % outputs
-    if task.name == "regression":
+    if task.target_kind == "regression":
         return torch.randn(shape, generator=generator)
-    if task.name == "multilabel":
+    if task.target_kind == "multilabel":
         return torch.randint(2, shape, generator=generator).float()
     return torch.randint(outputs, shape, generator=generator)
 
 
 def has_binary_form(task: PredictionTask, outputs: int) -> bool:
     """Return True if one logit z may stand for the two logits [0, z], whose cross-entropy is that of a sigmoid."""
-    return outputs == 2 and task.name in ("classification", "segmentation")
+    return outputs == 2 and task.target_kind in ("classification", "segmentation")
 
 
 def class_axis(task: PredictionTask) -> int | None:
     """Return the axis of a batch of outputs along which a softmax is taken; None if there is none."""
-    return {"classification": 1, "segmentation": 1, "next_token": -1}.get(task.name)
+    return {"classification": 1, "segmentation": 1, "next_token": -1}.get(task.target_kind)
 
 
 def sums_to_one(task: PredictionTask, outputs: Tensor) -> bool:
@@ -49,4 +49,4 @@ def sums_to_one(task: PredictionTask, outputs: Tensor) -> bool:
 
 def takes_logits_of_one(task: PredictionTask) -> bool:
     """Return True if the loss applies a sigmoid to each output."""
-    return task.name == "multilabel"
+    return task.target_kind == "multilabel"

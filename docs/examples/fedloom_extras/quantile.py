@@ -1,0 +1,90 @@
+"""A task: a quantile of the target, trained and measured by the pinball loss."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.tasks.base import PredictionTask, TargetShape
+from fedloom.tasks.names import Headline
+from fedloom.tasks.regression import Regression
+from fedloom.tasks.sums import MetricSums, ratio, whole
+
+NUMBERS = Regression()
+
+
+class QuantileMetrics(MetricSums):
+    """Sums of a client: examples, pinball loss in standardized units, and targets that are not above the prediction."""
+
+    metrics = (Headline("pinball", False, False), Headline("coverage", True, True))
+    size = 3
+
+    def __init__(self, level: float, std: float) -> None:
+        self.level, self.std = level, std
+
+    def of(self, predictions: Tensor, y: Tensor) -> Tensor:
+        """Return the sums of a batch, ``[b, 1], [b] -> [3]``."""
+        predicted = predictions.flatten().double().nan_to_num(nan=1e15).clamp(-1e15, 1e15)
+        covered = (y.flatten() <= predicted).sum()
+        return torch.stack([covered.new_tensor(len(y)), pinball(predicted, y.flatten(), self.level).sum(), covered])
+
+    def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
+        """Return the mean pinball loss in the target's own unit, and the part of the targets that is covered."""
+        return {"pinball": ratio(sums[:, 1], sums[:, 0]) * self.std, "coverage": ratio(sums[:, 2], sums[:, 0])}
+
+    def implausible(self, sums: Tensor, examples: int) -> str | None:
+        """Return why a client of so many examples cannot have these sums; None if it can."""
+        n, loss, covered = sums.tolist()
+        if n in (0, examples) and whole(sums[2]) and covered <= n and loss >= 0:
+            return None
+        return f"{covered:g} of {n:g} examples covered, with a loss of {loss:g}"
+
+
+class Quantile(PredictionTask):
+    """Keys of ``task``: the quantile."""
+
+    name: Literal["quantile"] = Field(default="quantile", description="a quantile of one number")
+    level: float = Field(default=0.9, gt=0, lt=1, description="which quantile; 0.5 is the median")
+    target_kind = "regression"
+    headline = QuantileMetrics.metrics[0]
+
+    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return ``(1,)``."""
+        return (outputs,)
+
+    def setting_fault(self, outputs: int) -> str | None:
+        """Return why the settings do not fit K outputs; None if they do."""
+        return None if outputs == 1 else f"task.name: quantile predicts one number, but there are {outputs}"
+
+    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
+        """Return what is wrong with the numbers; None if they are valid."""
+        return NUMBERS.target_fault(y, outputs, target_shape)
+
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the pinball loss of each example, ``[b, 1], [b] -> [b]`` (Koenker and Bassett 1978)."""
+        return pinball(outputs.flatten(), y.flatten(), self.level)
+
+    def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
+        """Return the sums that a client computes."""
+        return (QuantileMetrics(self.level, target.std[0] if target.std else 1.0),)
+
+    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
+        """Return 1."""
+        return NUMBERS.label_input_size(outputs, target_shape)
+
+    def label_input(self, y: Tensor, outputs: int) -> Tensor:
+        """Return the number as the input of a network, ``[n, 1]``."""
+        return NUMBERS.label_input(y, outputs)
+
+
+def pinball(predicted: Tensor, y: Tensor, level: float) -> Tensor:
+    """Return the loss of each example, whose minimum is the quantile: ``[b], [b] -> [b]``."""
+    error = y - predicted
+    return torch.maximum(level * error, (level - 1) * error)
+
+
+QUANTILE = Quantile()
