@@ -136,7 +136,7 @@ def _allowed(input_shape: tuple[int, ...], classes: int, kind: Kind) -> str:
     names = []
     for choice in MODELS:
         if kind in choice.takes and choice.classifies == (classes > 0):
-            with suppress(ValueError):
+            with suppress(ValueError, ExperimentError):
                 choice.make(input_shape, classes)
                 names.append(choice.name)
     return ", ".join(names)
