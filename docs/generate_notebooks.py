@@ -1,5 +1,7 @@
 """Writes tutorials as notebooks, from their pages: each block of Python is a cell, what is between them is text.
 
+A block with a title is a file, which its cell writes.
+
 .venv/bin/python docs/generate_notebooks.py
 """
 
@@ -11,16 +13,21 @@ from pathlib import Path
 from typing import Any
 
 TUTORIALS = Path(__file__).parent / "tutorials"
-PAGES = ("images", "python")
-BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+PAGES = ("images", "python", "your-own-project")
+BLOCK = re.compile(r"^```python(?: title=\"([\w.]+)\")?\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 
 def notebook(page: str) -> str:
     """Return the notebook of a page's text, without outputs."""
     cells: list[dict[str, Any]] = []
+    title: str | None = None
     for i, part in enumerate(BLOCK.split(page)):
+        if i % 3 == 1:
+            title = part
+            continue
         source = part.strip("\n").splitlines(keepends=True)
-        if i % 2:
+        if i % 3 == 2:
+            source = [*([f"%%writefile {title}\n"] if title else []), *source]
             cells.append(
                 {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [], "source": source}
             )

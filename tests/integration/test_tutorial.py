@@ -28,6 +28,7 @@ class Shell:
     def __init__(self, folder: Path, processes: contextlib.ExitStack) -> None:
         self.folder, self._processes = folder, processes
         self._background: list[subprocess.Popen[str]] = []
+        self.environment: dict[str, str] = {}
         self.said = ""
 
     def run(self, block: str) -> None:
@@ -40,16 +41,20 @@ class Shell:
             match words:
                 case []:
                     continue
+                case ["export", *pairs]:
+                    self.environment |= dict(pair.split("=", 1) for pair in pairs)
                 case ["wait"]:
                     for process in self._background:
                         ended(process, 0)
                     self._background.clear()
                 case ["fedloom", *rest, "&"]:
                     with contextlib.chdir(self.folder):
-                        self._background.append(self._processes.enter_context(started(*rest)))
+                        self._background.append(
+                            self._processes.enter_context(started(*rest, environment=self.environment))
+                        )
                 case ["fedloom", *rest]:
                     with contextlib.chdir(self.folder):
-                        self.said += fedloom(*rest)
+                        self.said += fedloom(*rest, environment=self.environment)
                 case _:
                     self._bash(line)
 
