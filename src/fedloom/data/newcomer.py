@@ -23,6 +23,7 @@ from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manif
 from fedloom.data.own import AGAIN, check_features, is_same, read_card, read_own_shard
 from fedloom.data.pack.arrays import numbered, with_channels
 from fedloom.data.pack.examples import ValidationErrors
+from fedloom.data.pack.targets import pixel_classes, tokens_to_predict
 from fedloom.data.problem import Problem
 from fedloom.data.targets import Targets
 from fedloom.data.values import EXACT, Rounding, as_array, as_numbers
@@ -143,7 +144,7 @@ class Newcomer(FederatedDataset):
             if spec is not None and spec.kind == "pixels":
                 array = with_channels(array)
             inputs[name] = _tensor(array, what)
-        labels = None if y is None else _positions(as_array(y, "y"), wanted)
+        labels = None if y is None else _positions(_converted(as_array(y, "y"), inputs, wanted.targets), wanted)
         return cls(client, inputs.get("", inputs), labels, wanted)
 
     @classmethod
@@ -245,7 +246,9 @@ def _checked_targets(y: Tensor, examples: int, wanted: Wanted) -> Tensor:
     else:
         whole = y.long() if y.dtype == torch.bool or bool((y == y.round()).all()) else y
         most = 1 if targets.task == "multilabel" else targets.outputs - 1
-        kept = torch.from_numpy(_whole(whole, "y", "targets", most).numpy().astype(targets.stored))
+        counted = whole if targets.ignored is None else whole.where(whole != targets.ignored, 0)
+        _whole(counted, "y", "targets", most)
+        kept = torch.from_numpy(whole.numpy().astype(targets.stored))
     if (fault := targets.values_fault(kept.numpy(), examples)) is not None:
         raise DataError(f"y: {fault}", key="y")
     return kept
@@ -290,6 +293,16 @@ def _features(x: Tensor, what: str, spec: InputSpec) -> Tensor:
             "them like the run's data"
         )
     return kept
+
+
+def _converted(y: NDArray[Any], inputs: Mapping[str, Tensor], targets: Targets | None) -> NDArray[Any]:
+    """Return targets after the changes that packing makes: of black and white masks, and of tokens equal to inputs."""
+    if targets is not None and y.shape[1:] == targets.shape:
+        if targets.task == "segmentation":
+            return pixel_classes(y, targets.outputs, "y")[0]
+        if targets.task == "next_token":
+            return tokens_to_predict({name: x.numpy() for name, x in inputs.items()}, y)[0]
+    return y
 
 
 def _positions(y: NDArray[Any], wanted: Wanted) -> Tensor:

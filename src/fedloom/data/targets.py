@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedloom.core.words import named_twice
 from fedloom.data.input_spec import NOTHING, Normalization
-from fedloom.tasks.names import TaskName
+from fedloom.tasks.names import IGNORED, TaskName
 
 SHAPES = {
     "multilabel": "[n, K], 0 or 1 for each of K labels",
@@ -65,6 +65,11 @@ class Targets:
         small = self.task == "multilabel" or (self.task == "segmentation" and self.outputs <= 256)
         return np.dtype(np.float32 if self.task == "regression" else np.uint8 if small else np.int64)
 
+    @property
+    def ignored(self) -> int | None:
+        """Value that marks a pixel without a class, or a place without a target; None: there is none."""
+        return None if self.task == "segmentation" and self.outputs > IGNORED[self.task] else IGNORED.get(self.task)
+
     def normalized(self, found: Normalization) -> Targets:
         """Return the targets with a normalization."""
         return replace(self, mean=found.mean, std=found.std)
@@ -103,8 +108,12 @@ class Targets:
             wrong = ~np.isfinite(y)
             return f"a target is {y[wrong][0]}; targets must be finite" if wrong.any() else None
         most = 1 if self.task == "multilabel" else self.outputs - 1
-        if not 0 <= int(y.min()) <= int(y.max()) <= most:
-            return f"the targets are {int(y.min())} to {int(y.max())}; they must be 0 to {most}"
+        wrong = (y < 0) | (y > most)
+        if self.ignored is not None:
+            wrong &= y != self.ignored
+        if wrong.any():
+            also = "" if self.ignored is None else f", or {self.ignored} where there is none"
+            return f"a target is {int(y[wrong][0])}; targets must be 0 to {most}{also}"
         return None
 
     def rows(self, y: NDArray[Any]) -> NDArray[Any]:

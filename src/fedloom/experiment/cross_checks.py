@@ -21,7 +21,7 @@ from fedloom.models.fitting import fitted
 from fedloom.models.module import MEMORY
 from fedloom.models.registry import ModuleSettings, VGGSettings
 from fedloom.tasks.own_metric import MEMORY as METRIC_IN_MEMORY
-from fedloom.tasks.registry import task_of
+from fedloom.tasks.registry import agreed_task
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _check_model(c: _Combination) -> Iterator[SettingError]:
     try:
         c.algorithm.check_inputs("named" if "" not in specs else specs[""].kind)
         name = "classification" if targets is None else targets.task
-        task = e.task if e.task is not None and e.task.name == name else task_of(name, outputs)
+        task = agreed_task(e.task, name, outputs, "data.own" if isinstance(e.data, OwnData) else e.data.dataset)
         found = fitted(e.model, specs, outputs, task, shape)
         c.algorithm.check_model(e.algorithm.settings, found.model)
         twice = c.algorithm.differentiates_twice(e.algorithm.settings)

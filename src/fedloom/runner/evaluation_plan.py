@@ -16,7 +16,7 @@ from fedloom.experiment import Experiment
 from fedloom.models.factories import check_permitted
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.own_metric import MEMORY, OwnMetric, remembered_metric
-from fedloom.tasks.registry import task_of
+from fedloom.tasks.registry import agreed_task
 from fedloom.tasks.trial import trial_targets
 
 TRIAL = 4
@@ -33,30 +33,12 @@ def evaluation_plan(experiment: Experiment, manifest: Manifest) -> EvaluationPla
         not be called in this process.
     """
     targets = manifest.targets or Targets("classification", (), manifest.classes, manifest.class_names)
-    task = _task(experiment.task, targets, manifest.dataset)
+    task = agreed_task(experiment.task, targets.task, targets.outputs, manifest.dataset)
     own = [name for name in experiment.evaluation.metrics if ":" in name]
     asked = [name for name in experiment.evaluation.metrics if ":" not in name]
     if own and not targets.outputs:
         raise ExperimentError(f"{KEY}: data without targets have no metrics but the model's loss", key=KEY)
     return EvaluationPlan.of(targets, task, asked, [_own_metric(name, task, targets) for name in own])
-
-
-def _task(asked: PredictionTask | None, targets: Targets, dataset: str) -> PredictionTask:
-    """Return the task of the data, with an experiment's settings if it has some."""
-    if asked is None:
-        return task_of(targets.task, targets.outputs)
-    if asked.name != targets.task or not targets.outputs:
-        found = targets.task if targets.outputs else "none, as they have no targets"
-        raise ExperimentError(
-            f"task.name is {asked.name}, but the task of the data {dataset} is {found}; leave `task` out, or pack the "
-            "data with targets of that task",
-            key="task.name",
-            found=asked.name,
-            allowed=[targets.task],
-        )
-    if (fault := asked.setting_fault(targets.outputs)) is not None:
-        raise ExperimentError(fault, key=fault.partition(" ")[0])
-    return asked
 
 
 def _own_metric(name: str, task: PredictionTask, targets: Targets) -> OwnMetric:

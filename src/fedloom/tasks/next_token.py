@@ -25,7 +25,8 @@ class NextToken(PredictionTask):
 
     name: Literal["next_token"] = Field(default="next_token", description="the next token at each place of a sequence")
     ignore_index: int = Field(
-        default=IGNORED["next_token"], description="value of targets that are left out of the loss and of the metrics"
+        default=IGNORED["next_token"],
+        description="value of targets that are left out of the loss and of the metrics, as is -100",
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=1, description="part of each target that is spread evenly over all tokens in training"
@@ -44,18 +45,19 @@ class NextToken(PredictionTask):
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean over the targets that count, ``[b, T, V], [b, T] -> [b]``; 0 if none does."""
+        counted = _counted(y, self.ignore_index)
         each = F.cross_entropy(
             outputs.flatten(0, 1),
-            y.flatten().long(),
-            ignore_index=self.ignore_index,
+            y.long().where(counted, IGNORED["next_token"]).flatten(),
+            ignore_index=IGNORED["next_token"],
             reduction="none",
             label_smoothing=self.label_smoothing,
         )
-        return each.reshape(y.shape).sum(1) / (y != self.ignore_index).sum(1).clamp(min=1)
+        return each.reshape(y.shape).sum(1) / counted.sum(1).clamp(min=1)
 
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the targets that count, which are independent given the outputs."""
-        return self.loss(outputs, y) * (y != self.ignore_index).flatten(1).sum(1)
+        return self.loss(outputs, y) * _counted(y, self.ignore_index).sum(1)
 
     def predictions(self, outputs: Tensor) -> Tensor:
         """Return log-probabilities, ``[b, T, V]``."""
@@ -82,6 +84,11 @@ class NextToken(PredictionTask):
         return torch.zeros(len(y), 0, device=y.device)
 
 
+def _counted(y: Tensor, ignored: int) -> Tensor:
+    """Return which targets count."""
+    return (y != ignored) & (y != IGNORED["next_token"])
+
+
 class Tokens(MetricSums):
     """Targets that count, their summed negative log-likelihood, and the right predictions.
 
@@ -101,7 +108,7 @@ class Tokens(MetricSums):
 
     def of(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Return the sums of a batch, ``[b, T, V], [b, T] -> [3]``; a NaN prediction is wrong, at ``LOSS_CAP``."""
-        counted = y != self.ignored
+        counted = _counted(y, self.ignored)
         log_p, target = predictions[counted], y[counted].long()
         loss = -log_p.gather(1, target[:, None]).squeeze(1).double()
         broken = log_p.isnan().any(1)

@@ -24,13 +24,17 @@ from fedloom.tasks.base import (
 from fedloom.tasks.names import IGNORED, METRICS
 from fedloom.tasks.sums import MetricSums, mean_defined, ratio, whole
 
+_NONE = -100
+"""Class of pixels that do not count, which no class can be."""
+
 
 class Segmentation(PredictionTask):
     """Segmentation, trained by the cross-entropy of each pixel's logits, averaged over an image's pixels."""
 
     name: Literal["segmentation"] = Field(default="segmentation", description="one of C classes for each pixel")
     ignore_index: int = Field(
-        default=IGNORED["segmentation"], description="value of pixels that are left out of the loss and of the metrics"
+        default=IGNORED["segmentation"],
+        description="value of pixels that are left out of the loss and of the metrics, as are those without a class",
     )
     class_weights: Weights | None = Field(
         default=None, description="weight of each class in the loss of its pixels; null: 1 each"
@@ -50,12 +54,14 @@ class Segmentation(PredictionTask):
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean over the pixels that count, ``[b, C, h, w], [b, h, w] -> [b]``; 0 if none does."""
         weight = as_weights(self.class_weights, outputs)
-        each = F.cross_entropy(outputs, y.long(), weight, ignore_index=self.ignore_index, reduction="none")
-        return each.flatten(1).sum(1) / (y != self.ignore_index).flatten(1).sum(1).clamp(min=1)
+        counted = _counted(y, outputs.shape[1], self.ignore_index)
+        classes = y.long().where(counted, _NONE)
+        each = F.cross_entropy(outputs, classes, weight, ignore_index=_NONE, reduction="none")
+        return each.flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
 
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the pixels that count, which are independent given the outputs."""
-        return self.loss(outputs, y) * (y != self.ignore_index).flatten(1).sum(1)
+        return self.loss(outputs, y) * _counted(y, outputs.shape[1], self.ignore_index).flatten(1).sum(1)
 
     def predictions(self, outputs: Tensor) -> Tensor:
         """Return log-probabilities, ``[b, C, h, w]``."""
@@ -85,10 +91,16 @@ class Segmentation(PredictionTask):
 
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return the part of each class in the pixels that count, ``[n, h, w] -> [n, C]``."""
-        counted = (y != self.ignore_index).flatten(1)
+        counted = _counted(y, outputs, self.ignore_index).flatten(1)
         classes = y.flatten(1).long().where(counted, y.new_zeros((), dtype=torch.long))
         parts = torch.zeros(len(y), outputs, device=y.device).scatter_add_(1, classes, counted.float())
         return parts / counted.sum(1, keepdim=True).clamp(min=1)
+
+
+def _counted(y: Tensor, classes: int, ignored: int) -> Tensor:
+    """Return which pixels count: those with a class, unless it is the ignored one."""
+    counted = y != ignored
+    return counted if classes > IGNORED["segmentation"] else counted & (y != IGNORED["segmentation"])
 
 
 class Overlap(MetricSums):
@@ -112,7 +124,7 @@ class Overlap(MetricSums):
 
     def of(self, predictions: Tensor, y: Tensor) -> Tensor:
         """Return the sums of a batch, ``[b, C, h, w], [b, h, w] -> [3C]``; a NaN prediction is wrong."""
-        counted, true = y != self.ignored, y.long()
+        counted, true = _counted(y, self.classes, self.ignored), y.long()
         predicted = predictions.argmax(1).where(~predictions.isnan().any(1), (true + 1) % self.classes)
         true, predicted = true[counted], predicted[counted]
         kinds = (true[true == predicted], predicted, true)

@@ -32,7 +32,7 @@ from fedloom.data.pack.examples import (
     positions,
     spec_of,
 )
-from fedloom.data.pack.targets import inferred_task, read_targets
+from fedloom.data.pack.targets import inferred_task, read_targets, tokens_to_predict
 from fedloom.data.targets import SHAPES
 from fedloom.data.values import are_numbers, as_numbers, found_classes, label_text
 from fedloom.errors import DataError, argument
@@ -220,6 +220,8 @@ def _joined(
         named = names or (() if request.own is None or request.own.targets is None else request.own.targets.names)
         outputs = request.outputs if request.own is None or request.own.targets is None else request.own.targets.outputs
         y, targets, told = read_targets(ys, task, specs, where, errors, names=named, outputs=outputs)
+        if task == "next_token":
+            y, told = tokens_to_predict(x, y)
         return replace(known, y=y, targets=targets, notes=(*notes, *told))
     _check_labels(parts, errors)
     labels, classes = numbered(ys, given, known.kind, where, errors, in_order=in_order)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +14,6 @@ from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, Val
 from fedloom.data.pack.pixels import FORMATS, ImageStack, UnfitImage, endings, read_picture
 from fedloom.data.pack.targets import read_targets
 from fedloom.errors import DataError
-
-if TYPE_CHECKING:
-    pass
 
 IMAGES, MASKS = "images", "masks"
 """Names of the two folders."""
@@ -69,12 +65,13 @@ def read_masked(folder: Path, depth: int, request: Request, errors: ValidationEr
         )
     x = stack.joined()
     specs = {"": spec_of("pixels", x)}
-    y, notes = _classes(np.stack(masks))
     needed = None if own is None else own.wanted
     names, outputs = ((), request.outputs) if needed is None else (needed.names, needed.outputs)
     where: Callable[[int], str] = lambda i: "/".join(kept[i])  # noqa: E731
-    targets = read_targets([y], "segmentation", specs, where, errors, names=names, outputs=outputs)
-    examples = Examples(specs, (), x, targets[0], None, where, notes=(*stack.notes(), *notes), targets=targets[1])
+    y, targets, notes = read_targets(
+        [np.stack(masks)], "segmentation", specs, where, errors, names=names, outputs=outputs
+    )
+    examples = Examples(specs, (), x, y, None, where, notes=(*stack.notes(), *notes), targets=targets)
     if depth and _of_splits(folder):
         examples = replace(examples, split=np.array([SPLIT_NAMES[key[0].lower()] for key in kept], dtype=np.int64))
     owners = tuple(key[depth - 1] for key in kept)
@@ -130,10 +127,3 @@ def _resized(values: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int
     columns = (np.arange(size[0]) * 2 + 1) * width // (2 * size[0])
     resized: NDArray[np.int64] = values[rows[:, None], columns]
     return resized
-
-
-def _classes(masks: NDArray[np.int64]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Return masks of classes from 0: of black and white ones, 255 becomes 1, with a note."""
-    if set(np.unique(masks).tolist()) == {0, 255}:
-        return masks // 255, ("masks of 0 and 255: 255 became class 1",)
-    return masks, ()

@@ -14,7 +14,8 @@ from fedloom.data.pack.examples import ValidationErrors, listed
 from fedloom.data.targets import SHAPES, Targets
 from fedloom.data.values import Rounding, as_numbers
 from fedloom.errors import DataError
-from fedloom.tasks.names import TaskName
+from fedloom.tasks.names import IGNORED, TaskName
+from fedloom.tasks.tokens import next_tokens
 
 
 def inferred_task(ys: Sequence[NDArray[Any]], specs: Mapping[str, InputSpec]) -> TaskName:
@@ -76,7 +77,7 @@ def read_targets(
         raise DataError(
             f"{errors.source}: targets have the shapes {listed([str(list(s)) for s in sorted(shapes)])}; give one"
         )
-    y, shape = np.concatenate(ys), shapes.pop()
+    y, shape, notes = np.concatenate(ys), shapes.pop(), tuple[str, ...]()
     rank = {"multilabel": (1,), "regression": (0, 1), "segmentation": (2,), "next_token": (1,)}[task]
     if len(shape) not in rank or y.dtype.kind not in "iufb" or 0 in shape:
         raise DataError(
@@ -86,13 +87,64 @@ def read_targets(
     if task == "regression":
         numbers, notes = _numbers(y, where, errors)
         return numbers, Targets(task, shape, math.prod(shape), tuple(names)), notes
+    if task == "segmentation":
+        y, notes = pixel_classes(y, len(names) or outputs, errors.source)
     most, known = _most(task, y, specs, names, outputs, shape, errors.source)
+    targets = Targets(task, shape, known, tuple(names))
     with np.errstate(invalid="ignore"):
         wrong = ~((y >= 0) & (y <= most) & (y == np.floor(y)))
+    if targets.ignored is not None:
+        wrong &= y != targets.ignored
     places = (f"{where(int(i[0]))}: {y[tuple(i)]}" for i in np.argwhere(wrong))
-    errors.add_many(f"target that is not a whole number from 0 to {most}", int(wrong.sum()), places)
-    targets = Targets(task, shape, known, tuple(names))
-    return np.where(wrong, 0, y).astype(targets.stored), targets, ()
+    also = "" if targets.ignored is None else f", or {targets.ignored} where there is none"
+    errors.add_many(f"target that is not a whole number from 0 to {most}{also}", int(wrong.sum()), places)
+    return np.where(wrong, 0, y).astype(targets.stored), targets, notes
+
+
+def pixel_classes(masks: NDArray[Any], outputs: int | None, source: str) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Return masks whose pixels are classes from 0, or 255 where they have none, and notes.
+
+    Black and white masks, of 0 and 255 alone, are of two classes, and 255 becomes 1. In other masks of at most 255
+    classes, 255 marks pixels without a class.
+
+    Raise DataError if no pixel has a class.
+
+    Parameters
+    ----------
+    outputs
+        Number of classes; None: it follows from the masks.
+    """
+    ignored = IGNORED["segmentation"]
+    marked = masks == ignored
+    others = masks[~marked]
+    if not marked.any() or (outputs or 0) > ignored or (others > ignored).any():
+        return masks, ()
+    if not others.size:
+        raise DataError(
+            f"{source}: every pixel of the masks is {ignored}, which marks pixels without a class; give pixels the "
+            "numbers of their classes, from 0"
+        )
+    if outputs in (None, 2) and not others.any():
+        return np.where(marked, 1, masks), (f"masks of 0 and {ignored}: {ignored} became class 1",)
+    return masks, (
+        f"{int(marked.sum()):,} pixels are {ignored}, which marks pixels without a class: they are left out",
+    )
+
+
+def tokens_to_predict(x: Mapping[str, NDArray[Any]], y: NDArray[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
+    """Return the target of each output, ``[n, T]``, moved by one place if targets are an input itself, and a note.
+
+    Parameters
+    ----------
+    x
+        Inputs by name.
+    """
+    for name, tokens in x.items():
+        moved = next_tokens(tokens, y)
+        if moved is not y:
+            called = f"x.{name}" if name else "x"
+            return moved, (f"targets equal {called}: they were moved by one place, so that outputs predict the next",)
+    return y, ()
 
 
 def _has_fraction(y: NDArray[Any]) -> bool:
@@ -138,13 +190,19 @@ def _most(
     if names:
         return len(names) - 1, len(names)
     with np.errstate(invalid="ignore"):
-        found = int(y.max()) + 1 if y.size and np.isfinite(y).all() else 1
+        found = int(_classes_of(task, y).max(initial=0)) + 1 if np.isfinite(y).all() else 1
     if task == "next_token":
         found = max(found, *(spec.high or 1 for spec in specs.values()))
     if outputs is not None and outputs < found:
         raise DataError(f"{source}: outputs is {outputs}, and the data have {found}; set it to {found} or more")
     known = max(found, outputs or 1)
     return known - 1, known
+
+
+def _classes_of(task: TaskName, y: NDArray[Any]) -> NDArray[Any]:
+    """Return the targets that are classes or tokens; 255 is a class of masks with greater values alone."""
+    ignored = IGNORED[task]
+    return y if (y > ignored).any() else y[y != ignored]
 
 
 def _numbers(
