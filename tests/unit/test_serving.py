@@ -32,7 +32,7 @@ from run_processes import WAIT_S, started
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from vowel_runs import on_vowels
+from vowel_runs import MODEL, on_vowels
 
 import fedloom
 from fedloom import experiment as experiments
@@ -89,6 +89,11 @@ def examples(seed: int, n: int = 20) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 9, generator=random), torch.randint(11, (n,), generator=random)
 
 
+def normalized() -> torch.nn.Module:
+    """Return a network with a normalization layer for vowels."""
+    return torch.nn.Sequential(torch.nn.Linear(9, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 11))
+
+
 @contextmanager
 def served(run: Path, listen: str = "127.0.0.1:0", **options: Any) -> Iterator[str]:
     """Serve a run in a thread; yields the address."""
@@ -129,8 +134,14 @@ def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
     "method",
     [pytest.param(name, marks=[pytest.mark.exhaustive] if i >= FIRST_TIER else []) for i, name in enumerate(METHODS)],
 )
-def test_a_model_over_the_wire_is_that_of_the_run_to_the_bit(tmp_path: Path, method: str) -> None:
-    on_vowels(tmp_path, METHODS[method], rounds=int(method != "local")).run()
+def test_a_model_over_the_wire_is_that_of_the_run_to_the_bit(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODEL
+    if method == "fedbn":  # for models with normalization layers
+        model = {"name": "module", "factory": f"{__name__}:normalized"}
+        monkeypatch.setenv("FEDLOOM_FACTORIES", model["factory"])
+    on_vowels(tmp_path, METHODS[method], rounds=int(method != "local"), model=model).run()
     run, (x, y) = tmp_path / "run", examples(3)
     labels = None if "without" in method else y
     with served(run) as at:

@@ -43,9 +43,18 @@ def loop(
     return assemble.loop(parts, assemble.in_process(parts, dataset, run), run, LoopHooks(Silent()))
 
 
-def on_vowels(folder: Path, algorithm: dict[str, Any], rounds: int = 1, own_steps: Sequence[int] | None = None) -> Loop:
+MODEL = {"name": "mlp", "hidden": [4]}
+
+
+def on_vowels(
+    folder: Path,
+    algorithm: dict[str, Any],
+    rounds: int = 1,
+    own_steps: Sequence[int] | None = None,
+    model: dict[str, Any] = MODEL,  # noqa: B006
+) -> Loop:
     data = folder / "data" / "datasets" / "vowel"
     data.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
     vowels = {"dataset": "vowel", "partition": {"scheme": "natural"}, "held_out_fraction": 0.2}
-    return loop(folder, vowels, {"name": "mlp", "hidden": [4]}, algorithm, rounds, own_steps)
+    return loop(folder, vowels, model, algorithm, rounds, own_steps)
