@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from facts import tells
@@ -20,6 +21,7 @@ from kfp import dsl
 from run_processes import EXPERIMENT
 from s3_support import S3Server
 
+from fedloom.api import federated
 from fedloom.data.manifest import read_manifest
 from fedloom.kubeflow import catalog
 from fedloom.runs.folder import RunFolder
@@ -307,3 +309,37 @@ def test_data_without_classes(tmp_path: Path) -> None:
 
 def test_cleanup_has_nothing_to_do_for_processes() -> None:
     body("cleanup")("run-1", "local", "")
+
+
+def test_numbers_are_federated_evaluated_and_reported(tmp_path: Path) -> None:
+    random = np.random.default_rng(2)
+    x = random.normal(5, 3, (160, 4)).astype(np.float32)
+    y = x @ np.array([4.0, -2.0, 1.0, 3.0]) * 100 + 5000
+    clients = {f"c{i}": (x[i::4], y[i::4]) for i in range(4)}
+    data = federated.Federated.from_arrays(clients, root=tmp_path / "root", held_out_fraction=0.25)
+    experiment = {
+        "name": "prices",
+        "data": data.section,
+        "model": {"name": "mlp", "hidden": [8]},
+        "algorithm": {"name": "fedavg", "local": {"steps": 5, "lr": 0.05}},
+        "federation": {"rounds": 2, "clients_per_round": 2},
+        "runtime": {"workers": 0},
+    }
+    shards = artifact(dsl.Dataset, tmp_path / "shards")
+    shutil.copytree(data.open().folder, shards.path)
+    model, metrics = artifact(dsl.Model, tmp_path / "model"), artifact(dsl.Metrics, tmp_path / "metrics")
+    body("federate")(json.dumps(experiment), shards, model, metrics, "run-1", task="first", backend="local")
+    assert {"seen_rmse_mean", "unseen_rmse_mean", "global_rmse_mean"} <= set(model.metadata)
+    found = evaluated(tmp_path / "evaluated", model, shards)
+    summary, again = (json.loads(Path(each.path).read_text()) for each in (metrics, found.metrics))
+    for group in ("seen", "unseen", "global"):
+        assert again[group]["metrics"] == summary[group]["metrics"]
+    assert again["seen"]["metrics"]["rmse"]["mean"] > 10  # in the targets' own units
+    assert found.metrics.metadata["seen_rmse_mean"] == pytest.approx(summary["seen"]["metrics"]["rmse"]["mean"])
+    assert "confusionMatrix" not in found.confusion.metadata
+    page, table = artifact(dsl.HTML, tmp_path / "page"), artifact(dsl.Markdown, tmp_path / "table")
+    body("report")(found.evaluation, found.metrics, page, table)
+    assert tells(Path(table.path).read_text(), "RMSE", f"{summary['seen']['metrics']['rmse']['mean']:.4g}")
+    assert "RMSE" in Path(page.path).read_text()
+    body("compare")([model], page, table, artifact(dsl.Artifact, tmp_path / "files"))
+    assert "RMSE" in Path(table.path).read_text()

@@ -51,7 +51,7 @@ def on_vowels(
     algorithm: dict[str, Any],
     rounds: int = 1,
     own_steps: Sequence[int] | None = None,
-    model: dict[str, Any] = MODEL,  # noqa: B006
+    model: dict[str, Any] = MODEL,
 ) -> Loop:
     data = folder / "data" / "datasets" / "vowel"
     data.mkdir(parents=True, exist_ok=True)
