@@ -27,6 +27,9 @@ from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 _NONE = -100
 """Class of pixels that do not count, which no class can be."""
 
+_NONE = -100
+"""Class of pixels that do not count, which no class can be."""
+
 
 class Segmentation(PredictionTask):
     """Segmentation, trained by the cross-entropy of each pixel's logits, averaged over an image's pixels."""
