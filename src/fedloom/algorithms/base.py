@@ -178,7 +178,7 @@ F = TypeVar("F", bound=Callable[..., Conversation | Predictors])
 
 
 class ClientGroup:
-    """Clients that one coroutine serves: exactly one on a CPU, up to ``runtime.clients_at_once`` on a GPU.
+    """Clients that one coroutine serves: up to ``runtime.clients_at_once``, by default one.
 
     Parameters
     ----------

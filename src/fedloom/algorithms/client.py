@@ -1,8 +1,7 @@
-"""Training on clients, the only module that distinguishes one client on a CPU from a group of clients on a GPU.
+"""Training on clients, the only module that distinguishes one client from a group of several.
 
-On a CPU a group is one client, and its model is a dict of leaves. On a GPU a group has up to
-``runtime.clients_at_once`` clients, and every leaf has a first axis for them. Elementwise functions on lists of leaves
-serve both.
+The model of one client is a dict of leaves. A group has up to ``runtime.clients_at_once`` clients, and every leaf has a
+first axis for them. Elementwise functions on lists of leaves serve both.
 """
 
 from __future__ import annotations
