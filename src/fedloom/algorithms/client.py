@@ -18,14 +18,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import vmap
 
 from fedloom.algorithms.base import ClientGroup
-from fedloom.algorithms.local_optimizers import LocalStep, local_step
+from fedloom.algorithms.local_optimizers import LocalStep, first_rows, local_step
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.stacking import stacked_losses
 from fedloom.core.draws import drawing_with, seed_from
 from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import Inputs, first, joined, rows_of, take
+from fedloom.data.inputs import Inputs, first, joined, rows_of, take, unflattened
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel, Leaves, masked
 
@@ -198,6 +198,13 @@ class LocalTrainer:
         zeros = {name: torch.zeros_like(b) for name, b in w.buffers.items()}
         return self.join(Leaves(dict(zip(w, gradients, strict=True)), zeros))
 
+    def first(self, w: Parameters, k: int) -> Parameters:
+        """Return views of the leaves and buffers of the first k clients; steps of either change both."""
+        if not self.stacked or k == len(self.members):
+            return w
+        leaves = {name: leaf.detach()[:k].requires_grad_() for name, leaf in w.items()}
+        return Leaves(leaves, {name: buffer[:k] for name, buffer in w.buffers.items()})
+
     def each(self, values: Tensor, like: Tensor) -> Tensor:
         """Reshape one number per client ``[g]`` to broadcast against a leaf."""
         return values.view(-1, *[1] * (like.dim() - 1)) if self.stacked else values[0]
@@ -218,10 +225,12 @@ class LocalTrainer:
         totals: Sequence[float] | None = None,
         *,
         augmented: bool = True,
+        shrinking: bool = False,
     ) -> Iterator[Batch]:
         """Yield mini-batches of ``size`` for ``counts`` steps of each client, drawn by the generators of a purpose.
 
-        A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive. The
+        A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive; from
+        ``shrinking`` batches, whose counts must not ascend, it is left out. The
         weights of a batch sum to ``totals`` per client, by default 1, so that its loss is a mean. The run's
         augmentation changes the examples, unless the batches are not ``augmented`` because nothing trains on them.
 
@@ -232,20 +241,20 @@ class LocalTrainer:
         """
         if self.stacked and self._model.needs_whole_batches and len({min(size, n) for n in self.sizes}) > 1:
             raise self._padded_batches()
-        drawn, augment = self._batches(size, counts, purpose, totals), self.group.augment
+        drawn, augment = self._batches(size, counts, purpose, totals, shrinking), self.group.augment
         if augment is None or not augmented:
             yield from drawn
             return
         generators = [self.group.generator(i, f"{purpose}/augment") for i in self.members]
         for t, batch in enumerate(drawn):
             x = batch.x if self.stacked else batch.x[None]
-            for rows, n, count, generator in zip(x, self.sizes, counts, generators, strict=True):
+            for rows, n, count, generator in zip(x, self.sizes, counts, generators, strict=False):
                 if t < count:
                     rows[: min(size, n)] = augment(rows[: min(size, n)], generator)
             yield replace(batch, x=x if self.stacked else x[0])
 
     def _batches(
-        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None
+        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None, shrinking: bool
     ) -> Iterator[Batch]:
         generators = [self.group.generator(i, purpose) for i in self.members]
         drawn = [batches(n, size, k, g) for n, k, g in zip(self.sizes, counts, generators, strict=True)]
@@ -259,14 +268,21 @@ class LocalTrainer:
         table, weight = self._padded([torch.cat([t, t[-1:].expand(length - len(t), -1)]) for t in tables], each)
         remaining = torch.tensor(counts, device=self._device)
         for t in range(length):
-            yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
+            if shrinking:
+                k = sum(count > t for count in counts)
+                yield self._take(table[:k, t], weight[:k])
+            else:
+                yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
 
-    def steps(self, s: LocalSGD, counts: Sequence[int], purpose: str) -> Iterator[tuple[Batch, ...]]:
+    def steps(
+        self, s: LocalSGD, counts: Sequence[int], purpose: str, *, shrinking: bool = False
+    ) -> Iterator[tuple[Batch, ...]]:
         """Yield the mini-batches of each step, ``accumulate`` of them; their weights sum to 1 in all."""
         n = s.accumulate
         if n == 1:
-            return ((batch,) for batch in self.batches(s.batch_size, counts, purpose))
-        drawn = self.batches(s.batch_size, [n * count for count in counts], purpose, [1 / n] * len(counts))
+            return ((batch,) for batch in self.batches(s.batch_size, counts, purpose, shrinking=shrinking))
+        totals = [1 / n] * len(counts)
+        drawn = self.batches(s.batch_size, [n * count for count in counts], purpose, totals, shrinking=shrinking)
         return zip(*[drawn] * n, strict=True)
 
     def everything(self) -> list[Batch]:
@@ -311,8 +327,10 @@ class LocalTrainer:
 
     def _take(self, index: Tensor, weight: Tensor, active: Tensor | None = None) -> Batch:
         if self.stacked:
-            y = None if self._y is None else self._y[index]
-            return Batch(take(self._x, index), y, weight, active, self.seed())
+            flat = index.flatten()  # an index of two axes takes three times as long
+            x = unflattened(rows_of(self._x, flat), index.shape)
+            y = None if self._y is None else self._y.index_select(0, flat).unflatten(0, index.shape)
+            return Batch(x, y, weight, active, self.seed())
         index = index.to(self._device)  # same rows as by [index], in half the time on a CPU
         y = None if self._y is None else self._y.index_select(0, index)
         return Batch(rows_of(self._x, index), y, weight, seed=self.seed())
@@ -350,27 +368,12 @@ class LocalTrainer:
         if not self.stacked:
             return (model.loss(w, p.x, p.y) * p.weight).sum(0, keepdim=True)
         before = {} if p.active is None else {name: b.clone() for name, b in w.buffers.items()}
-        axes = (0, 0, 0, None if p.y is None else 0, 0, None if self._absent is None else 0)
-        loss, randomness = partial(self._loss, model), "different" if model.draws else "error"
-        together = vmap(loss, in_dims=axes, randomness=randomness)
-        losses: Tensor = together(dict(w), w.buffers, p.x, p.y, p.weight, self._absent)
+        absent = None if self._absent is None else self._absent[: len(p.weight)]
+        losses = stacked_losses(model, w, p.x, p.y, p.weight, absent)
         for name, was in before.items():  # a client that is done keeps its buffers
             assert p.active is not None
             w.buffers[name] = torch.where(self.each(p.active, was), w.buffers[name], was)
         return losses
-
-    @staticmethod
-    def _loss(
-        model: FlatModel,
-        w: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        x: Any,
-        y: Tensor | None,
-        weight: Tensor,
-        absent: Tensor | None,
-    ) -> Tensor:
-        model = model if absent is None else masked(model, absent)
-        return (model.loss(Leaves(w, buffers), x, y) * weight).sum()
 
     def gradient(
         self, w: Parameters, *pieces: Batch, of: list[Tensor] | None = None, differentiable: bool = False
@@ -473,34 +476,54 @@ def train(
     key
         Key of the learning rate under ``algorithm``, for messages.
     """
-    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=members)
+    members = range(len(group)) if members is None else members
+    if counts is None:
+        counts = [s.count(len(group.clients[i].train)) for i in members]
+    # Those who are done first are last, so that the others are the first rows of every tensor.
+    order = sorted(range(len(members)), key=lambda j: -counts[j])
+    counts, theta = [counts[j] for j in order], _rows(theta, order)
+    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=[members[j] for j in order])
     w = local.parameters(theta)
     parts: dict[object, Container[str]] = {"all": w, "body": model.layout.body, "head": model.layout.head}
     chosen = parts[only] if isinstance(only, str) else only
     names = [name for name in w if name in chosen]
     leaves, start = [w[name] for name in names], {name: b.clone() for name, b in w.buffers.items() if only == "head"}
-    changed = _corrected(local, correct, names, leaves)
-    step, losses = local.sgd(leaves, s), []
-    counts = [s.count(n) for n in local.sizes] if counts is None else counts
-    for pieces in local.steps(s, counts, purpose):
-        gradients, loss = local.gradient(w, *pieces, of=leaves)
-        losses.append(loss)
-        step(changed(gradients), pieces[0].active)
+    changed = _corrected(local, correct, names, leaves, order)
+    step, losses, k, still = local.sgd(leaves, s), [], len(order), w
+    for pieces in local.steps(s, counts, purpose, shrinking=local.stacked):
+        if local.stacked and len(pieces[0].weight) < k:
+            k = len(pieces[0].weight)
+            still = local.first(w, k)
+        gradients, loss = local.gradient(still, *pieces, of=[still[name] for name in names])
+        losses.append(F.pad(loss, (0, len(order) - k)) if k < len(order) else loss)
+        step(changed(gradients), None)
     w.buffers |= start
-    return local.trained(local.join(w), losses, counts, key, s.lr)
+    made = local.trained(local.join(w), losses, counts, key, s.lr)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return Trained(_rows(made.theta, back), _rows(made.steps, back), _rows(made.loss, back))
+
+
+def _rows(values: Tensor, order: Sequence[int]) -> Tensor:
+    """Return rows in an order; without a copy if they are in it."""
+    return values if all(i == j for i, j in enumerate(order)) else values[list(order)]
 
 
 def _corrected(
-    local: LocalTrainer, correct: Correction | None, names: Sequence[str], leaves: list[Tensor]
+    local: LocalTrainer, correct: Correction | None, names: Sequence[str], leaves: list[Tensor], order: Sequence[int]
 ) -> Callable[[list[Tensor]], list[Tensor]]:
-    """Return ``gradients -> gradients`` by a correction at the current leaves."""
+    """Return ``gradients -> gradients`` by a correction at the current leaves, of the first clients in this order."""
     if correct is None:
         return lambda gradients: gradients
     start = [leaf.detach().clone() for leaf in leaves]
-    vectors = {name: local.parameters(vector) for name, vector in correct.given.items()}
+    vectors = {name: local.parameters(_rows(vector, order)) for name, vector in correct.given.items()}
     given = {name: [parts[leaf].detach() for leaf in names] for name, parts in vectors.items()}
     change = torch.no_grad()(correct.change)
-    return lambda gradients: change(gradients, leaves, start, given)
+
+    def changed(gradients: list[Tensor]) -> list[Tensor]:
+        some = {name: first_rows(values, gradients) for name, values in given.items()}
+        return change(gradients, first_rows(leaves, gradients), first_rows(start, gradients), some)
+
+    return changed
 
 
 def laid_out(values: Tensor, like: Tensor) -> Tensor:

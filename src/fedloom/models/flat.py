@@ -265,6 +265,11 @@ class FlatModel(FlatNetwork):
         """True if the model defines its own loss, other than its task's."""
         return type(self).loss is not FlatModel.loss
 
+    @property
+    def has_task_loss(self) -> bool:
+        """True if the loss is the task's, of the outputs of ``forward``; a view can have another."""
+        return not self.own_loss and "loss" not in vars(self)
+
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """Return the loss of each example, ``[b, *input_shape], [b, ...] -> [b]``; by default the task's.
 
