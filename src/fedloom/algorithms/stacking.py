@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.overrides import TorchFunctionMode
 
-from fedloom.data.inputs import first
+from fedloom.data.inputs import each, first
 from fedloom.models.flat import FlatModel, Leaves, masked
 
 
@@ -39,14 +39,22 @@ def stacked_losses(
     ) -> Tensor:
         return (model if absent is None else masked(model, absent)).loss(Leaves(w, buffers), x, y)
 
+    if len(weight) == 1:  # as a client alone: vmap takes as long as a small model
+        leaves = Leaves({name: leaf[0] for name, leaf in w.items()}, {name: b[0] for name, b in w.buffers.items()})
+        alone = loss(
+            leaves, leaves.buffers, each(x, lambda t: t[0]), *(None if t is None else t[0] for t in (absent, y))
+        )
+        return (alone * weight[0]).sum(0, keepdim=True)
     axes = (0, 0, 0, None if absent is None else 0)
     randomness = "different" if model.draws else "error"
     with _products(x):
         if y is None or not model.has_task_loss:
             axes = (*axes, None if y is None else 0)
             losses: Tensor = vmap(loss, in_dims=axes, randomness=randomness)(dict(w), w.buffers, x, absent, y)
-        else:  # that of a task is of each example, so it needs no vmap, which takes as long as a small model
-            found = vmap(outputs, in_dims=axes, randomness=randomness)(dict(w), w.buffers, x, absent)
+        else:  # that of a task is of each example, so it needs no vmap
+            found = model.forward_together(w, x) if absent is None else None
+            if found is None:
+                found = vmap(outputs, in_dims=axes, randomness=randomness)(dict(w), w.buffers, x, absent)
             losses = model.task.loss(found.flatten(0, 1), y.flatten(0, 1)).view(weight.shape)
     return (losses * weight).sum(1)
 

@@ -256,6 +256,14 @@ class FlatModel(FlatNetwork):
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return logits, ``[b, *input_shape] -> [b, C]``."""
 
+    def forward_together(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
+        """Return the logits of g clients, ``[g, b, *input_shape] -> [g, b, C]``, of leaves ``[g, *shape]``.
+
+        None by default: :func:`torch.func.vmap` of ``forward`` finds them. It costs as much as a small model.
+        """
+        del parameters, x
+        return None
+
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return logits as a function of the flat vector, ``[d], [b, *input_shape] -> [b, C]``."""
         return self.forward(self.layout.split(theta), x)
@@ -286,6 +294,7 @@ def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tens
     """
     view = copy.copy(model)
     view.forward = forward  # type: ignore[assignment, method-assign]
+    view.forward_together = lambda parameters, x: None  # type: ignore[method-assign]
     view.in_training = lambda: view  # type: ignore[method-assign]
     return view
 
