@@ -37,7 +37,7 @@ class MLP(FlatModel):
         return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])
 
     def forward_together(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
-        """Return the logits of g clients, ``[g, b, *input_shape] -> [g, b, C]``; None in a subclass, with its own forward.
+        """Return the logits of g clients, ``[g, b, *input_shape] -> [g, b, C]``; None for a subclass.
 
         Layers are W xᵀ, so that the gradient of W has its memory layout: a step along a transposed one takes twice as
         long.
