@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from every_method import METHODS, ours, run
 from federations import CLASSES, IMAGE, clients
 from test_client import SMALL, compare, group, starts
 from torch.nn.functional import relu
@@ -60,3 +62,14 @@ def test_stacked_logits_of_a_network_are_those_of_each_client() -> None:
         h = relu(h @ p["fc2.weight"].T + p["fc2.bias"])
         expected = h @ p["fc3.weight"].T + p["fc3.bias"]
         torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name.split()[0] in ours()])
+def test_every_method_is_near_to_one_by_one_and_repeats_its_bits(name: str, tmp_path: Path) -> None:
+    one, together, again = (
+        run(tmp_path / str(i), name, rounds=2, at_once=at_once).state for i, at_once in enumerate((1, 4, 4))
+    )
+    assert set(one) == set(together)
+    for key, value in one.items():
+        torch.testing.assert_close(together[key], value, rtol=1e-4, atol=1e-5)
+        assert torch.equal(together[key], again[key])
