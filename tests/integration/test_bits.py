@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from run_processes import experiment, fedloom, final, scores
+from safetensors.torch import load
 
 pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
 
@@ -64,3 +66,16 @@ def test_what_a_run_leaves(small_run: tuple[Path, Path]) -> None:
     assert set(checkpoints) - {"round-000003.safetensors", "round-000004.safetensors"} <= {
         f"round-{summary['best']['round']:06d}.safetensors"
     }
+
+
+def test_clients_together_repeat_their_bits_and_are_near_to_one_by_one(fresh_root: Path, tmp_path: Path) -> None:
+    algorithm = {"name": "fedavg", "local": {"epochs": 1, "batch_size": 10, "lr": 0.03}}
+    federation = {"rounds": 2, "clients_per_round": 8, "checkpoint_every_s": 30}
+    path = experiment(tmp_path, fresh_root, model={"name": "logistic"}, algorithm=algorithm, federation=federation)
+    for name, workers, together in (("one", 0, 1), ("in", 0, 4), ("again", 0, 4), ("two", 2, 4)):
+        chosen = ("--workers", workers, "--set", f"runtime.clients_at_once={together}")
+        fedloom("run", path, *chosen, "--no-report", "--out", tmp_path / name)
+    assert final(tmp_path / "in") == final(tmp_path / "again")
+    assert final(tmp_path / "two") == final(tmp_path / "in")  # each worker has four of eight: the same groups
+    theta = [load(final(tmp_path / name))["theta"] for name in ("one", "in")]
+    torch.testing.assert_close(*theta, rtol=0, atol=1e-5)

@@ -172,7 +172,7 @@ def test_bad_overrides(write: Write, override: str, expected: list[str]) -> None
         ("evaluation.every", "0", ["integer", "1"]),
         ("evaluation.label_mask", "1", ["true", "false"]),
         ("runtime.device", "tpu", "cpu, cuda"),
-        ("runtime.clients_at_once", "2", ["1", "device"]),
+        ("runtime.clients_at_once", "0", ["integer", "1"]),
         ("storage", "gs://bucket", "s3://BUCKET/PREFIX"),
         ("storage", "s3:/bucket/runs", "s3://BUCKET/PREFIX"),
         ("storage", "s3://My_Bucket/runs", "lower-case letters"),

@@ -32,7 +32,7 @@ from run_processes import WAIT_S, started
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from vowel_runs import MODEL, on_vowels
+from vowel_runs import on_vowels
 
 import fedloom
 from fedloom import experiment as experiments

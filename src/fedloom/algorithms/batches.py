@@ -1,4 +1,4 @@
-"""Training examples of clients, and their mini-batches: of one client on a CPU, or of a group together on a GPU."""
+"""Training examples of clients, and their mini-batches: of one client, or of a group together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_with, seed_from
 from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import Inputs, first, joined, selected, take
+from fedloom.data.inputs import Inputs, first, joined, selected, take, unflattened
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel
 
@@ -124,12 +124,14 @@ class TrainBatches:
         totals: Sequence[float] | None = None,
         *,
         augmented: bool = True,
+        shrinking: bool = False,
     ) -> Iterator[Batch]:
         """Yield mini-batches of ``size`` for ``counts`` steps of each client, drawn by the generators of a purpose.
 
-        A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive. The
-        weights of a batch sum to ``totals`` per client, by default 1, so that its loss is a mean. The run's
-        augmentation changes the examples, unless the batches are not ``augmented`` because nothing trains on them.
+        A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive; from
+        ``shrinking`` batches, whose counts must not ascend, it is left out. The weights of a batch sum to ``totals``
+        per client, by default 1, so that its loss is a mean. The run's augmentation changes the examples, unless the
+        batches are not ``augmented`` because nothing trains on them.
 
         Raises
         ------
@@ -138,20 +140,20 @@ class TrainBatches:
         """
         if self.stacked and self._model.needs_whole_batches and len({min(size, n) for n in self.sizes}) > 1:
             raise self._padded_batches()
-        drawn, augment = self._batches(size, counts, purpose, totals), self.group.augment
+        drawn, augment = self._batches(size, counts, purpose, totals, shrinking), self.group.augment
         if augment is None or not augmented:
             yield from drawn
             return
         generators = [self.group.generator(i, f"{purpose}/augment") for i in self.members]
         for t, batch in enumerate(drawn):
             x = batch.x if self.stacked else batch.x[None]
-            for rows, n, count, generator in zip(x, self.sizes, counts, generators, strict=True):
+            for rows, n, count, generator in zip(x, self.sizes, counts, generators, strict=False):
                 if t < count:
                     rows[: min(size, n)] = augment(rows[: min(size, n)], generator)
             yield replace(batch, x=x if self.stacked else x[0])
 
     def _batches(
-        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None
+        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None, shrinking: bool
     ) -> Iterator[Batch]:
         generators = [self.group.generator(i, purpose) for i in self.members]
         drawn = [batches(n, size, k, g) for n, k, g in zip(self.sizes, counts, generators, strict=True)]
@@ -165,14 +167,21 @@ class TrainBatches:
         table, weight = self._padded([torch.cat([t, t[-1:].expand(length - len(t), -1)]) for t in tables], each)
         remaining = torch.tensor(counts, device=self._device)
         for t in range(length):
-            yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
+            if shrinking:
+                k = sum(count > t for count in counts)
+                yield self._take(table[:k, t], weight[:k])
+            else:
+                yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
 
-    def steps(self, s: LocalSGD, counts: Sequence[int], purpose: str) -> Iterator[tuple[Batch, ...]]:
+    def steps(
+        self, s: LocalSGD, counts: Sequence[int], purpose: str, *, shrinking: bool = False
+    ) -> Iterator[tuple[Batch, ...]]:
         """Yield the mini-batches of each step, ``accumulate`` of them; their weights sum to 1 in all."""
         n = s.accumulate
         if n == 1:
-            return ((batch,) for batch in self.batches(s.batch_size, counts, purpose))
-        drawn = self.batches(s.batch_size, [n * count for count in counts], purpose, [1 / n] * len(counts))
+            return ((batch,) for batch in self.batches(s.batch_size, counts, purpose, shrinking=shrinking))
+        totals = [1 / n] * len(counts)
+        drawn = self.batches(s.batch_size, [n * count for count in counts], purpose, totals, shrinking=shrinking)
         return zip(*[drawn] * n, strict=True)
 
     def everything(self) -> list[Batch]:
@@ -217,8 +226,10 @@ class TrainBatches:
 
     def _take(self, index: Tensor, weight: Tensor, active: Tensor | None = None) -> Batch:
         if self.stacked:
-            y = None if self._y is None else self._y[index]
-            return Batch(take(self._x, index), y, weight, active, self.seed())
+            flat = index.flatten()  # an index of two axes takes three times as long
+            x = unflattened(selected(self._x, flat), index.shape)
+            y = None if self._y is None else self._y.index_select(0, flat).view(*index.shape, *self._y.shape[1:])
+            return Batch(x, y, weight, active, self.seed())
         index = index.to(self._device)  # same rows as by [index], in half the time on a CPU
         y = None if self._y is None else self._y.index_select(0, index)
         return Batch(selected(self._x, index), y, weight, seed=self.seed())

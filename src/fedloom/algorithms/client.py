@@ -1,8 +1,7 @@
-"""Training on clients, which with ``batches`` alone distinguishes one client on a CPU from a group on a GPU.
+"""Training on clients, the only module that distinguishes one client from a group of several.
 
-On a CPU a group is one client, and its model is a dict of leaves. On a GPU a group has up to
-``runtime.clients_at_once`` clients, and every leaf has a first axis for them. Elementwise functions on lists of leaves
-serve both.
+The model of one client is a dict of leaves. A group has up to ``runtime.clients_at_once`` clients, and every leaf has a
+first axis for them. Elementwise functions on lists of leaves serve both.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ import operator
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.func import vmap
 
 from fedloom.algorithms.batches import Batch, TrainBatches
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.local_optimizers import LocalStep, local_step
+from fedloom.algorithms.local_optimizers import LocalStep, first_rows, local_step
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.stacking import stacked_losses
 from fedloom.models.flat import FlatModel, Leaves, masked
 
 _is_missing = partial(operator.is_, None)
@@ -116,6 +116,13 @@ class LocalTrainer(TrainBatches):
         zeros = {name: torch.zeros_like(b) for name, b in w.buffers.items()}
         return self.join(Leaves(dict(zip(w, gradients, strict=True)), zeros))
 
+    def first(self, w: Parameters, k: int) -> Parameters:
+        """Return views of the leaves and buffers of the first k clients; steps of either change both."""
+        if not self.stacked or k == len(self.members):
+            return w
+        leaves = {name: leaf.detach()[:k].requires_grad_() for name, leaf in w.items()}
+        return Leaves(leaves, {name: buffer[:k] for name, buffer in w.buffers.items()})
+
     def each(self, values: Tensor, like: Tensor) -> Tensor:
         """Reshape one number per client ``[g]`` to broadcast against a leaf."""
         return values.view(-1, *[1] * (like.dim() - 1)) if self.stacked else values[0]
@@ -149,27 +156,12 @@ class LocalTrainer(TrainBatches):
         if not self.stacked:
             return (model.loss(w, p.x, p.y) * p.weight).sum(0, keepdim=True)
         before = {} if p.active is None else {name: b.clone() for name, b in w.buffers.items()}
-        axes = (0, 0, 0, None if p.y is None else 0, 0, None if self._absent is None else 0)
-        loss, randomness = partial(self._loss, model), "different" if model.draws else "error"
-        together = vmap(loss, in_dims=axes, randomness=randomness)
-        losses: Tensor = together(dict(w), w.buffers, p.x, p.y, p.weight, self._absent)
+        absent = None if self._absent is None else self._absent[: len(p.weight)]
+        losses = stacked_losses(model, w, p.x, p.y, p.weight, absent)
         for name, was in before.items():  # a client that is done keeps its buffers
             assert p.active is not None
             w.buffers[name] = torch.where(self.each(p.active, was), w.buffers[name], was)
         return losses
-
-    @staticmethod
-    def _loss(
-        model: FlatModel,
-        w: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        x: Any,
-        y: Tensor | None,
-        weight: Tensor,
-        absent: Tensor | None,
-    ) -> Tensor:
-        model = model if absent is None else masked(model, absent)
-        return (model.loss(Leaves(w, buffers), x, y) * weight).sum()
 
     def gradient(
         self, w: Parameters, *pieces: Batch, of: list[Tensor] | None = None, differentiable: bool = False
@@ -272,34 +264,53 @@ def train(
     key
         Key of the learning rate under ``algorithm``, for messages.
     """
-    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=members)
+    members = range(len(group)) if members is None else members
+    steps = [s.count(len(group.clients[i].train)) for i in members] if counts is None else counts
+    # Those who are done first are last, so that the others are the first rows of every tensor.
+    order = sorted(range(len(members)), key=lambda j: -steps[j])
+    counts, theta = [steps[j] for j in order], _rows(theta, order)
+    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=[members[j] for j in order])
     w = local.parameters(theta)
     parts: dict[object, Container[str]] = {"all": w, "body": model.layout.body, "head": model.layout.head}
     chosen = parts[only] if isinstance(only, str) else only
     names = [name for name in w if name in chosen]
     leaves, start = [w[name] for name in names], {name: b.clone() for name, b in w.buffers.items() if only == "head"}
-    changed = _corrected(local, correct, names, leaves)
-    step, losses = local.sgd(leaves, s), []
-    counts = [s.count(n) for n in local.sizes] if counts is None else counts
-    for pieces in local.steps(s, counts, purpose):
-        gradients, loss = local.gradient(w, *pieces, of=leaves)
-        losses.append(loss)
-        step(changed(gradients), pieces[0].active)
+    changed = _corrected(local, correct, names, leaves, order)
+    step, losses, k, still = local.sgd(leaves, s), [], len(order), w
+    for pieces in local.steps(s, counts, purpose, shrinking=local.stacked):
+        if local.stacked and len(pieces[0].weight) < k:
+            k = len(pieces[0].weight)
+            still = local.first(w, k)
+        gradients, loss = local.gradient(still, *pieces, of=[still[name] for name in names])
+        losses.append(F.pad(loss, (0, len(order) - k)) if k < len(order) else loss)
+        step(changed(gradients), None)
     w.buffers |= start
-    return local.trained(local.join(w), losses, counts, key, s.lr)
+    made = local.trained(local.join(w), losses, counts, key, s.lr)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return Trained(_rows(made.theta, back), _rows(made.steps, back), _rows(made.loss, back))
+
+
+def _rows(values: Tensor, order: Sequence[int]) -> Tensor:
+    """Return rows in an order; without a copy if they are in it."""
+    return values if all(i == j for i, j in enumerate(order)) else values[list(order)]
 
 
 def _corrected(
-    local: LocalTrainer, correct: Correction | None, names: Sequence[str], leaves: list[Tensor]
+    local: LocalTrainer, correct: Correction | None, names: Sequence[str], leaves: list[Tensor], order: Sequence[int]
 ) -> Callable[[list[Tensor]], list[Tensor]]:
-    """Return ``gradients -> gradients`` by a correction at the current leaves."""
+    """Return ``gradients -> gradients`` by a correction at the current leaves, of the first clients in this order."""
     if correct is None:
         return lambda gradients: gradients
     start = [leaf.detach().clone() for leaf in leaves]
-    vectors = {name: local.parameters(vector) for name, vector in correct.given.items()}
+    vectors = {name: local.parameters(_rows(vector, order)) for name, vector in correct.given.items()}
     given = {name: [parts[leaf].detach() for leaf in names] for name, parts in vectors.items()}
     change = torch.no_grad()(correct.change)
-    return lambda gradients: change(gradients, leaves, start, given)
+
+    def changed(gradients: list[Tensor]) -> list[Tensor]:
+        some = {name: first_rows(values, gradients) for name, values in given.items()}
+        return change(gradients, first_rows(leaves, gradients), first_rows(start, gradients), some)
+
+    return changed
 
 
 def laid_out(values: Tensor, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from fedloom.errors import DataError
 
 
 class ClientGroup:
-    """Clients that one coroutine serves: exactly one on a CPU, up to ``runtime.clients_at_once`` on a GPU.
+    """Clients that one coroutine serves: up to ``runtime.clients_at_once``, by default one.
 
     Parameters
     ----------

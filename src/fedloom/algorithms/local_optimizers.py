@@ -48,11 +48,18 @@ def clip_value(gradients: list[Tensor], largest: float) -> None:
     torch._foreach_clamp_max_(gradients, largest)
 
 
+def first_rows(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    """Return views of as many first rows of stacked tensors as ``like`` has; the tensors themselves if that is all."""
+    whole = not tensors or tensors[0].shape == like[0].shape
+    return tensors if whole else [tensor[: len(like[0])] for tensor in tensors]
+
+
 def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay: bool) -> LocalStep:
     """Return ``(gradients, active) -> None``, a step of active clients in place, whose optimizer begins afresh.
 
     It adds λ_θ's gradient if ``decay``, clips, and moves w by the optimizer at this rate; it may overwrite the
-    gradients. ``active`` is ``[g]`` bool; None for all clients.
+    gradients. ``active`` is ``[g]`` bool; None for all clients. Gradients of the first k clients step these alone, and
+    no more than k do from then on.
     """
     move = _sgd(w, s, lr) if s.optimizer == "sgd" else _adam(w, s, lr, decoupled=s.optimizer == "adamw")
 
@@ -61,7 +68,7 @@ def local_step(w: list[Tensor], s: LocalSGD, lr: float, *, stacked: bool, decay:
         if active is not None and not stacked and not active:
             return
         if decay and s.lambda_theta:
-            gradients = list(torch._foreach_add(gradients, w, alpha=2 * s.lambda_theta))
+            gradients = list(torch._foreach_add(gradients, first_rows(w, gradients), alpha=2 * s.lambda_theta))
         if s.clip is not None or s.clip_value is not None:
             gradients = _separate(gradients)
         if s.clip is not None:
@@ -101,19 +108,22 @@ def _sgd(w: list[Tensor], s: LocalSGD, lr: float) -> _Move:
     momentum: list[Tensor] = []
 
     def step(gradients: list[Tensor], rounded: bool) -> None:
+        moved = first_rows(w, gradients)
         if s.weight_decay:
-            gradients = list(torch._foreach_add(gradients, w, alpha=s.weight_decay))
+            gradients = list(torch._foreach_add(gradients, moved, alpha=s.weight_decay))
         if s.momentum:
+            kept = first_rows(momentum, gradients)
             if momentum:
-                torch._foreach_mul_(momentum, s.momentum)
-                torch._foreach_add_(momentum, gradients)
+                torch._foreach_mul_(kept, s.momentum)
+                torch._foreach_add_(kept, gradients)
             else:
-                momentum.extend(torch.empty_like(leaf).copy_(g) for leaf, g in zip(w, gradients, strict=True))
-            gradients = list(torch._foreach_add(gradients, momentum, alpha=s.momentum)) if s.nesterov else momentum
+                momentum.extend(torch.empty_like(leaf).copy_(g) for leaf, g in zip(moved, gradients, strict=True))
+                kept = momentum
+            gradients = list(torch._foreach_add(gradients, kept, alpha=s.momentum)) if s.nesterov else kept
         if rounded:
-            torch._foreach_sub_(w, torch._foreach_mul(gradients, lr))
+            torch._foreach_sub_(moved, torch._foreach_mul(gradients, lr))
         else:
-            torch._foreach_add_(w, gradients, alpha=-lr)
+            torch._foreach_add_(moved, gradients, alpha=-lr)
 
     return step
 
@@ -125,12 +135,13 @@ def _adam(w: list[Tensor], s: LocalSGD, lr: float, *, decoupled: bool) -> _Move:
     regularization, ICLR 2019, arXiv 1711.05101, Algorithm 2.
     """
     (beta1, beta2), eps = s.betas or BETAS, s.eps or EPS
-    first, second = ([torch.zeros_like(leaf) for leaf in w] for _ in range(2))
+    everyone = w, *([torch.zeros_like(leaf) for leaf in w] for _ in range(2))
     made = 0
 
     def step(gradients: list[Tensor], rounded: bool) -> None:
         nonlocal made
         made += 1
+        w, first, second = (first_rows(tensors, gradients) for tensors in everyone)
         if s.weight_decay and decoupled:
             torch._foreach_mul_(w, 1 - lr * s.weight_decay)
         elif s.weight_decay:

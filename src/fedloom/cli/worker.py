@@ -63,7 +63,7 @@ def worker(
             "--set",
             metavar="KEY=VALUE",
             help="runtime.device (cpu, cuda), runtime.threads (as many as the aggregator's; 1), "
-            "runtime.clients_at_once (vectorized together on a GPU; 1); repeatable.",
+            "runtime.clients_at_once (vectorized together; 1); repeatable.",
         ),
     ] = None,
     reconnect: Annotated[

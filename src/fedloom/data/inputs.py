@@ -61,3 +61,8 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
     if isinstance(parts[0], Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}  # type: ignore[index]
+
+
+def unflattened(x: Inputs, shape: Sequence[int]) -> Inputs:
+    """Return examples ``[g · b, ...]`` with first axes ``[g, b, ...]``."""
+    return each(x, lambda tensor: tensor.view(*shape, *tensor.shape[1:]))

@@ -191,11 +191,7 @@ def _check_runtime(c: _Combination) -> Iterator[SettingError]:
         yield _error("runtime.workers", message)
     if any(name.startswith(METRIC_IN_MEMORY) for name in c.experiment.evaluation.metrics) and runtime.workers:
         yield _error("runtime.workers", f"must be 0 for a metric in memory (got {runtime.workers})")
-    if runtime.clients_at_once == 1:
-        return
-    if runtime.device == "cpu":
-        yield _error("runtime.clients_at_once", f"must be 1 with device: cpu (got {runtime.clients_at_once})")
-    if isinstance(model, VGGSettings) and model.norm == "batch":
+    if runtime.clients_at_once > 1 and isinstance(model, VGGSettings) and model.norm == "batch":
         yield _error("runtime.clients_at_once", f"must be 1 with model.norm: batch (got {runtime.clients_at_once})")
 
 

@@ -320,7 +320,12 @@ class WorkerRuntime(Section):
 
     threads: int = Field(default=1, ge=1, description="Torch threads of each process, including the aggregator.")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="Device of the workers.")
-    clients_at_once: int = Field(default=1, ge=1, description="Clients vectorized together on a GPU; 1 on the CPU.")
+    clients_at_once: int = Field(
+        default=1,
+        ge=1,
+        description="Clients vectorized together: faster on a GPU, and for many small clients on a CPU. Rounding then "
+        "depends on which clients are together, so workers and this number are part of what repeats a run.",
+    )
 
 
 class Runtime(WorkerRuntime):

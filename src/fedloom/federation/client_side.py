@@ -61,8 +61,10 @@ class ClientConfig:
     ----------
     seed
         Seed of the run.
-    device, clients_at_once
-        On CPU a group is one client; elsewhere up to ``clients_at_once``.
+    device
+        Device of the clients' data and messages.
+    clients_at_once
+        Most clients of a group.
     start_afresh
         Let a client whose state is lost start without one; otherwise it is refused.
     secret

@@ -255,6 +255,14 @@ class FlatModel(FlatNetwork):
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         """Return logits, ``[b, *input_shape] -> [b, C]``."""
 
+    def forward_together(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
+        """Return the logits of g clients, ``[g, b, *input_shape] -> [g, b, C]``, of leaves ``[g, *shape]``.
+
+        None by default: :func:`torch.func.vmap` of ``forward`` finds them. It costs as much as a small model.
+        """
+        del parameters, x
+        return None
+
     def logits(self, theta: Tensor, x: Tensor) -> Tensor:
         """Return logits as a function of the flat vector, ``[d], [b, *input_shape] -> [b, C]``."""
         return self.forward(self.layout.split(theta), x)
@@ -263,6 +271,11 @@ class FlatModel(FlatNetwork):
     def own_loss(self) -> bool:
         """True if the model defines its own loss, other than its task's."""
         return type(self).loss is not FlatModel.loss
+
+    @property
+    def has_task_loss(self) -> bool:
+        """True if the loss is the task's, of the outputs of ``forward``; a view can have another."""
+        return not self.own_loss and "loss" not in vars(self)
 
     def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
         """Return the loss of each example, ``[b, *input_shape], [b, ...] -> [b]``; by default the task's.
@@ -300,6 +313,7 @@ def with_forward(model: FlatModel, forward: Callable[[Mapping[str, Tensor], Tens
     """
     view = copy.copy(model)
     view.forward = forward  # type: ignore[assignment, method-assign]
+    view.forward_together = lambda parameters, x: None  # type: ignore[method-assign]
     view.in_training = lambda: view  # type: ignore[method-assign]
     return view
 

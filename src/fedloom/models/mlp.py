@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -34,3 +35,18 @@ class MLP(FlatModel):
         """Return logits, ``[b, *input_shape] -> [b, C]``."""
         last = f"fc{self.depth}"
         return F.linear(self.features(parameters, x), parameters[f"{last}.weight"], parameters[f"{last}.bias"])
+
+    def forward_together(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor | None:
+        """Return the logits of g clients, ``[g, b, *input_shape] -> [g, b, C]``; None for a subclass.
+
+        Layers are W xᵀ, so that the gradient of W has its memory layout: a step along a transposed one takes twice as
+        long.
+        """
+        if type(self) is not MLP:
+            return None
+        h = x.flatten(2)
+        for i in range(1, self.depth + 1):
+            weight, bias = parameters[f"fc{i}.weight"], parameters[f"fc{i}.bias"]
+            h = torch.matmul(weight, h.transpose(1, 2)).transpose(1, 2) + bias[:, None]
+            h = h if i == self.depth else F.relu(h)
+        return h

@@ -340,7 +340,7 @@ def client_side(
             key="states",
         )
     e = parts.experiment
-    if device.type != "cpu":
+    if device.type != "cpu" or e.runtime.clients_at_once > 1:
         parts.setup.model.check_steps(
             clients=e.runtime.clients_at_once,
             twice=parts.algorithm.differentiates_twice(parts.settings),

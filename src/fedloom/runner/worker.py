@@ -45,7 +45,7 @@ class WorkerOptions:
     threads
         Torch threads; must equal the aggregator's.
     clients_at_once
-        Number of clients vectorized together on a GPU.
+        Number of clients vectorized together.
     reconnect_s
         Seconds to keep reconnecting to a lost aggregator; inf: forever.
     states
@@ -83,11 +83,6 @@ class Worker:
     """
 
     def __init__(self, aggregator: str, name: str, options: WorkerOptions) -> None:
-        if options.device == "cpu" and options.clients_at_once > 1:
-            raise ExperimentError(
-                f"{argument('clients_at_once')} must be 1 on a CPU (got {options.clients_at_once}).",
-                key="clients_at_once",
-            )
         host, _ = split_address(aggregator, what=argument("aggregator"), lowest=1)
         self._credentials = Credentials(options.trust)
         self._credentials.show(host)

@@ -1,0 +1,75 @@
+"""Clients that train together: their losses, and the rows of those that are not done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from every_method import METHODS, ours, run
+from federations import CLASSES, IMAGE, clients
+from test_client import SMALL, compare, group, starts
+from torch.nn.functional import relu
+
+from fedloom.algorithms.client import LocalTrainer, train
+from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.models.lenet import LeNet
+from fedloom.models.mlp import MLP
+
+UNEVEN = (3, 21, 6, 1, 13)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"momentum": 0.0},
+    "momentum, decay, clipping": {"weight_decay": 0.01, "clip": 0.5, "lambda_theta": 0.1},
+    "nesterov": {"nesterov": True, "clip_value": 0.01},
+    "adam": {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.01},
+    "adamw": {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.01},
+    "masked": {"mask_absent": True},
+    "accumulated": {"accumulate": 2},
+}
+
+
+class Squared(MLP):
+    """Subclass with a forward of its own, which the stack has to use."""
+
+    def forward(self, parameters: Any, x: Any) -> Any:
+        return super().forward(parameters, x) ** 2
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "model", [SMALL, LeNet(IMAGE, CLASSES), Squared(IMAGE, [6], CLASSES)], ids=["mlp", "lenet", "own"]
+)
+def test_those_who_are_done_first_change_nothing_for_the_others(model: Any, name: str) -> None:
+    """One client is alone for its last steps, the epochs being of 21, 13, 6, 3 and 1 examples."""
+    s = LocalSGD.model_validate({"epochs": 2, "batch_size": 4, "lr": 0.05, **OPTIONS[name]})
+    data, theta = clients(UNEVEN), starts(model, len(UNEVEN))
+    together = train(model, group(data), theta, s)
+    compare(together, [train(model, group([c]), theta[i : i + 1], s) for i, c in enumerate(data)])
+    assert torch.equal(together.theta, train(model, group(data), theta, s).theta)
+
+
+def test_stacked_logits_of_a_network_are_those_of_each_client() -> None:
+    model = MLP(IMAGE, [7, 5], CLASSES)
+    theta = starts(model, 3)
+    w = LocalTrainer(model, group(clients((2, 2, 2))), members=[0, 1, 2]).parameters(theta)
+    x = torch.randn(3, 4, *IMAGE, dtype=torch.float64)
+    found = model.forward_together(w, x)
+    assert found is not None
+    for i in range(3):
+        p = model.layout.split(theta[i])
+        h = relu(x[i].flatten(1) @ p["fc1.weight"].T + p["fc1.bias"])
+        h = relu(h @ p["fc2.weight"].T + p["fc2.bias"])
+        expected = h @ p["fc3.weight"].T + p["fc3.bias"]
+        torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name.split()[0] in ours()])
+def test_every_method_is_near_to_one_by_one_and_repeats_its_bits(name: str, tmp_path: Path) -> None:
+    one, together, again = (
+        run(tmp_path / str(i), name, rounds=2, at_once=at_once).state for i, at_once in enumerate((1, 4, 4))
+    )
+    assert set(one) == set(together)
+    for key, value in one.items():
+        torch.testing.assert_close(together[key], value, rtol=1e-4, atol=1e-5)
+        assert torch.equal(together[key], again[key])
