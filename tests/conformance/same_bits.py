@@ -70,7 +70,7 @@ def main() -> int:
             if name in before and name in after
             else f"{name}: in one commit only"
         )
-    equal = len(before.keys() & after.keys()) - len(differing)
+    equal = sum(before.get(name) == found for name, found in after.items())
     print(f"{equal} methods and settings have equal bits, {len(differing)} have not")
     return int(bool(differing))
 

@@ -105,10 +105,12 @@ class Admission:
     def _judge_versions(self, hello: wire.Hello) -> wire.Refused | None:
         if hello.protocol != PROTOCOL:
             reason = f"the worker uses protocol {hello.protocol}, and this aggregator {PROTOCOL}"
-            return refused(wire.REFUSAL_CODE_PROTOCOL, f"{reason}: install the same version of fedloom on both sides")
+            return refusal_part(
+                wire.REFUSAL_CODE_PROTOCOL, f"{reason}: install the same version of fedloom on both sides"
+            )
         if hello.package != fedloom.__version__:
             found = printable(hello.package, NAME_CHARACTERS)
-            return refused(
+            return refusal_part(
                 wire.REFUSAL_CODE_PACKAGE, f"the worker has fedloom {found}, and this aggregator {fedloom.__version__}"
             )
         run = self._run
@@ -116,7 +118,7 @@ class Admission:
         if version != run.version:
             found = "not there" if version is None else f"version {version}"
             reason = f"algorithm {run.algorithm} is {found} on the worker, and the run needs version {run.version}"
-            return refused(wire.REFUSAL_CODE_ALGORITHM, reason)
+            return refusal_part(wire.REFUSAL_CODE_ALGORITHM, reason)
         return None
 
     def _judge_clients(self, hello: wire.Hello) -> wire.Refused | None:
@@ -125,20 +127,24 @@ class Admission:
         if stranger is None:
             return None
         found = printable(stranger, NAME_CHARACTERS)
-        return refused(wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition")
+        return refusal_part(
+            wire.REFUSAL_CODE_CLIENTS, f"the run has no client {found}: the worker has another partition"
+        )
 
     def _judge_members(self, hello: wire.Hello) -> wire.Refused | None:
         """Return why clients with their own data cannot be admitted; None if they can."""
         code = wire.REFUSAL_CODE_CLIENTS
         if not hello.clients or len(hello.announced) != len(hello.clients):
-            return refused(code, "this federation's clients have their own data: start `fedloom worker --data DIR`")
+            return refusal_part(
+                code, "this federation's clients have their own data: start `fedloom worker --data DIR`"
+            )
         for client, told in zip(hello.clients, hello.announced, strict=True):
             if reason := self._member_fault(client, told):
-                return refused(code, reason)
+                return refusal_part(code, reason)
         if len(set(hello.clients)) != len(hello.clients):
-            return refused(code, "a client is listed twice")
+            return refusal_part(code, "a client is listed twice")
         if (claimed := self._dispatcher.claimed(hello.worker, hello.clients)) is not None:
-            return refused(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
+            return refusal_part(wire.REFUSAL_CODE_CLIENT_TAKEN, f"client {claimed} is served by another worker")
         return None
 
     def _member_fault(self, client: str, told: wire.Announced) -> str:
@@ -152,7 +158,7 @@ class Admission:
         return ""
 
 
-def refused(code: wire.RefusalCode, reason: str) -> wire.Refused:
+def refusal_part(code: wire.RefusalCode, reason: str) -> wire.Refused:
     """Return the part that refuses a worker."""
     return wire.Refused(code=code, reason=reason)
 
@@ -174,9 +180,9 @@ def _judge_names(hello: wire.Hello) -> wire.Refused | None:
     names = hello.worker, hello.incarnation
     if not all(0 < len(name) <= NAME_CHARACTERS for name in names):
         reason = f"worker and incarnation must have 1 to {NAME_CHARACTERS} characters"
-        return refused(wire.REFUSAL_CODE_HELLO, reason)
+        return refusal_part(wire.REFUSAL_CODE_HELLO, reason)
     if not all(name.isprintable() for name in names):
-        return refused(wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print")
+        return refusal_part(wire.REFUSAL_CODE_HELLO, "worker and incarnation must consist of characters that print")
     return None
 
 

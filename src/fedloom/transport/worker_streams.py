@@ -14,7 +14,7 @@ import grpc
 from fedloom.errors import ExperimentError
 from fedloom.security.access import Denied
 from fedloom.transport import stream
-from fedloom.transport.admission import Admission, parse_hello, refused
+from fedloom.transport.admission import Admission, parse_hello, refusal_part
 from fedloom.transport.dispatcher import Dispatcher
 from fedloom.transport.exchanges import Link
 from fedloom.transport.frames import FRAME_BYTES, Refusal, WireError, seal_frame, serialize
@@ -152,7 +152,7 @@ class WorkerStreams:
         log.warning("refused a worker (%s): %s", context.peer(), reason)
         if peer is not None:
             peer.refuse("hello", reason)
-        await self._write(context, _frame(wire.AggregatorPart(refused=refused(code, reason))))
+        await self._write(context, _frame(wire.AggregatorPart(refused=refusal_part(code, reason))))
         raise _NotAdmitted
 
     async def _hold(self, link: Link, context: Any) -> None:
