@@ -50,7 +50,9 @@ def check_compatibility(experiment: Experiment) -> list[SettingError]:
     try:
         source = combination.source
     except ExperimentError as error:  # nothing else can be said of data that cannot be opened
-        return [_error_of(error, "data.source", ("data.",))]
+        fault = _error_of(error, "data.source", ("data.",))
+        told = fault.path == ("data", "source", "task") and experiment.task is not None
+        return [_error("task.name", fault.text) if told else fault]  # by default the source has the experiment's task
     if source is not None:
         tell_notes(source.notes)
     found = [error for check in DATA_CHECKS for error in check(combination)]
