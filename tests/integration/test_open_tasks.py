@@ -20,7 +20,7 @@ import fedloom as python
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
 from fedloom.data.targets import Targets
-from fedloom.experiment import OwnData, load
+from fedloom.experiment import OwnData, load_experiment
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
@@ -104,7 +104,7 @@ def test_members_train_and_newcomers_ask_in_their_own_units(
         "runtime": {"workers": 0},
     }
     (tmp_path / "e.yaml").write_text(yaml.safe_dump(tree))
-    experiment = load(tmp_path / "e.yaml")
+    experiment = load_experiment(tmp_path / "e.yaml")
     assert isinstance(experiment.data, OwnData)
     for i in range(3):
         rows = slice(i * N, (i + 1) * N)

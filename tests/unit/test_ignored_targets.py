@@ -22,7 +22,7 @@ from fedloom.data.pack.examples import Request
 from fedloom.data.requirements import Own
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError
-from fedloom.experiment import loads
+from fedloom.experiment import parse_experiment
 from fedloom.tasks.next_token import NextToken
 from fedloom.tasks.segmentation import Segmentation
 from fedloom.tasks.sums import MetricSums
@@ -190,11 +190,11 @@ algorithm: {name: fedavg, local: {steps: 1}}
 federation: {rounds: 1, clients_per_round: 1}
 """
     with pytest.raises(ExperimentError) as error:
-        loads(text)
+        parse_experiment(text)
     assert mentions(str(error.value), "8", "task.name", "multilabel", "regression")
     weights = text.replace("regression", "multilabel, shape: [3]").replace(
         "  name: multilabel", "  name: multilabel\n  pos_weight: [1, 2]"
     )
     with pytest.raises(ExperimentError) as error:
-        loads(weights)
+        parse_experiment(weights)
     assert mentions(str(error.value), "9", "task.pos_weight", "2", "3")

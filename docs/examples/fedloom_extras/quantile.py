@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.tasks.base import PredictionTask, TargetShape
 from fedloom.tasks.names import Headline
 from fedloom.tasks.regression import Regression
-from fedloom.tasks.sums import MetricSums, ratio, whole
+from fedloom.tasks.sums import MetricSums, are_whole, ratio
 
 NUMBERS = Regression()
 
@@ -39,7 +39,7 @@ class QuantileMetrics(MetricSums):
     def implausible(self, sums: Tensor, examples: int) -> str | None:
         """Return why a client of so many examples cannot have these sums; None if it can."""
         n, loss, covered = sums.tolist()
-        if n in (0, examples) and whole(sums[2]) and covered <= n and loss >= 0:
+        if n in (0, examples) and are_whole(sums[2]) and covered <= n and loss >= 0:
             return None
         return f"{covered:g} of {n:g} examples covered, with a loss of {loss:g}"
 
