@@ -113,7 +113,11 @@ def read_targets(
         wrong = ~((y >= 0) & (y <= most) & (y == np.floor(y)))
     if targets.ignored is not None:
         wrong &= y != targets.ignored
-    places = (f"{where(int(i[0]))}: {y[tuple(i)]}" for i in np.argwhere(wrong))
+    of_labels = names if task == "multilabel" else ()
+    places = (
+        f"{where(int(i[0]))}{f', {of_labels[int(i[1])]}' if of_labels else ''}: {y[tuple(i)]:g}"
+        for i in np.argwhere(wrong)
+    )
     also = "" if targets.ignored is None else f", or {targets.ignored} where there is none"
     errors.add_many(f"target that is not a whole number from 0 to {most}{also}", int(wrong.sum()), places)
     return np.where(wrong, 0, y).astype(targets.stored), targets, notes

@@ -1,0 +1,91 @@
+"""Exported models predict what an evaluation measures: numbers, masks, frozen parts and batch normalization."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedloom
+
+N = 40
+RNG = np.random.default_rng(1)
+ROWS = RNG.normal(2, 3, (2 * N, 4)).astype(np.float32)
+IMAGES = RNG.integers(0, 256, (2 * N, 3, 8, 8), dtype=np.uint8)
+MASKS = np.where(RNG.random((2 * N, 8, 8)) < 0.1, 255, IMAGES[:, 0] // 100).astype(np.uint8)
+PRICES = ROWS @ np.array([4.0, -2.0, 1.0, 3.0]) * 1000 + 5000
+
+
+def frozen() -> nn.Module:
+    """Return a head on a backbone that is not trained, with statistics of its own."""
+    backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
+    backbone.requires_grad_(requires_grad=False)
+    return nn.Sequential(backbone, nn.Linear(8, 1))
+
+
+def normalized() -> nn.Module:
+    """Return a dense network with batch normalization."""
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def convolutions() -> nn.Module:
+    """Return a network of convolutions with batch normalization."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 1))
+
+
+def rmse(found: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the root of the mean squared error."""
+    return float((found[:, 0].double() - y.double()).square().mean().sqrt())
+
+
+def mean_iou(found: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the mean over classes of intersection over union, of pixels with a class."""
+    counted = y != 255
+    predicted, true = found.argmax(1)[counted], y[counted]
+    both = [((predicted == c) & (true == c), (predicted == c) | (true == c)) for c in range(3)]
+    return float(np.mean([float(one.sum() / either.sum()) for one, either in both if either.any()]))
+
+
+def accuracy(found: torch.Tensor, y: torch.Tensor) -> float:
+    """Return the fraction of right classes."""
+    return float((found.argmax(1) == y).double().mean())
+
+
+CASES: dict[str, tuple[Any, Any, nn.Module, Any]] = {
+    "rmse": (ROWS, PRICES, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), rmse),
+    "rmse of a frozen backbone": (ROWS, PRICES, frozen(), rmse),
+    "mean_iou": (IMAGES, MASKS, convolutions(), mean_iou),
+    "accuracy": (ROWS, (ROWS[:, 0] > 2).astype(int), normalized(), accuracy),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_exported_models_have_the_results_of_the_evaluation(case: str, tmp_path: Path) -> None:
+    x, y, model, metric = CASES[case]
+    clients = {name: (x[rows], y[rows]) for name, rows in (("a", slice(0, N)), ("b", slice(N, None)))}
+    data = fedloom.Federated.from_arrays(clients, root=tmp_path / "data", held_out_fraction=0.0)
+    experiment = {
+        "name": "exports",
+        "data": data,
+        "algorithm": {"name": "fedavg", "local": {"steps": 5, "batch_size": 8, "lr": 0.05}, "personalize_steps": 4},
+        "federation": {"rounds": 3, "clients_per_round": 2},
+        "runtime": {"workers": 0},
+    }
+    run = fedloom.run(experiment, model=model, out=tmp_path / "run", report=False, progress=False)
+    with (tmp_path / "run" / "clients.csv").open() as file:
+        measured = {row["id"]: row for row in csv.DictReader(file)}
+    dataset = data.open()
+    for client in dataset.manifest.roster:
+        tensors = dataset.tensors(client)
+        made = run.models(client)
+        made.save(tmp_path / "m.pt2")
+        exported = torch.export.load(tmp_path / "m.pt2").module()
+        for predict in (made, exported):
+            found = metric(predict(tensors["test_x"]).detach(), tensors["test_y"])
+            expected = float(measured[client][f"personal_{case.split()[0]}_unmasked"])
+            assert found == pytest.approx(expected, rel=1e-4)
