@@ -31,7 +31,7 @@ def plugins(group: str, kind: type[T]) -> list[T]:
     Parameters
     ----------
     group
-        ``fedloom.datasets`` or ``fedloom.models``.
+        ``fedloom.datasets``, ``fedloom.tasks`` or ``fedloom.models``.
     kind
         Required class of each object.
 
