@@ -87,6 +87,23 @@ def ran(x: Any, y: Any, folder: Path, model: Any, method: dict[str, Any] | None 
 
 
 MLP = {"name": "mlp", "hidden": [8]}
+EMBEDDING = {"network": "mlp"}
+PREDICTED = {"regression": PRICES, "multilabel": LABELS}
+
+
+@pytest.mark.parametrize(
+    "method", [{"name": "pefll", "embedding": EMBEDDING}, {"name": "pfedhn"}, {"name": "pfedbayes"}]
+)
+@pytest.mark.parametrize("task", PREDICTED)
+def test_methods_of_the_papers_do_other_tasks_from_data_to_summary(
+    task: str, method: dict[str, Any], tmp_path: Path
+) -> None:
+    run = ran(ROWS, PREDICTED[task], tmp_path, MLP, method)
+    assert run.summary["task"] == task
+    assert np.isfinite(run.summary["seen"]["metrics"][run.summary["headline"]["name"]]["mean"])
+    assert not (tmp_path / "run" / "descriptors.json").exists()  # nothing to compare descriptors with
+
+
 CASES = {
     "regression": (ROWS, PRICES, MLP),
     "multilabel": (ROWS, LABELS, MLP),

@@ -49,7 +49,7 @@ def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: boo
         if "user" in evaluation.records:
             users = evaluation.records["user"][:, 0] > 0
             return {e.algorithm.name: {"users": predictor_statistics(evaluation, "personal", users, label_mask=mask)}}
-        if "descriptor" not in evaluation.records:
+        if "descriptor" not in evaluation.records or not roster.manifest.classes:  # compared with class mixes
             return {}
         v, pi = evaluation.records["descriptor"], roster.manifest.class_proportions(evaluation.clients)
         correlation = descriptor_correlation(v, pi, ~evaluation.seen, evaluation.present)
