@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedloom.algorithms import client as client_side
+from fedloom.algorithms import batches as mini_batches
 from fedloom.algorithms.apfl import APFL, APFLSettings
 from fedloom.algorithms.batches import Batch, batches
 from fedloom.algorithms.client import Change, Correction, LocalTrainer, Trained, train
@@ -326,7 +326,7 @@ def test_losses_and_gradients_of_a_stack_are_those_of_each(
     model: FlatModel, mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On mini-batches, halves of them, and all data in pieces that not all clients have as many of."""
-    monkeypatch.setattr(client_side, "PIECE", 4)
+    monkeypatch.setattr(mini_batches, "PIECE", 4)
     data, theta = clients(UNEVEN), starts(model, 4)
     for c in data:
         assert c.train.y is not None

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from scipy.optimize import minimize
 from torch import Tensor
 
-from fedloom.algorithms import client as client_side
+from fedloom.algorithms import batches as mini_batches
 from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client import train
 from fedloom.algorithms.comfedl import (
@@ -339,7 +339,7 @@ def test_the_loss_there_is_that_of_all_train_data_in_pieces(objective: str, monk
         [composed(SMALL, theta[0].clone().requires_grad_(), c, slice(None), slice(None), s).detach() for c in data]
     )
     for piece in (512, 4):
-        monkeypatch.setattr(client_side, "PIECE", piece)
+        monkeypatch.setattr(mini_batches, "PIECE", piece)
         close(loss_at_shared_model(SMALL, theta, group(data), s), expected[:, None])
         for i, c in enumerate(data):
             close(loss_at_shared_model(SMALL, theta[:1], group([c]), s), expected[i : i + 1, None])
