@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -43,31 +43,21 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: 
             f"{folder}: task {request.wanted_task} cannot be read from images in folders; segmentation needs folders "
             "images and masks, and other targets a table or arrays"
         )
-    taken = ImageStack(None if own is None else own.input_shape, request.resize)
-    owners: list[str] = []
-    labels: list[str] = []
-    splits: list[int] = []
-    kept: list[Path] = []
+    taken, found = ImageStack(None if own is None else own.input_shape, request.resize), list[_Picture]()
     for done, path in enumerate(files):
         tell("reading images", done, len(files))
-        name = path.relative_to(folder)  # as shown in errors, which start with the folder
-        steps = tuple(map(composed, name.parts))
-        label = steps[depth] if len(steps) > depth + 1 else None
         try:
-            if given and len(steps) == 1:
-                raise UnfitImage("an image outside the folders of splits", "")
-            _check_place(path, label, request, known)
+            picture = _picture(path, folder, depth, request, known, given)
             taken.add(*read_picture(path))
         except UnfitImage as unfit:
+            name = path.relative_to(folder)  # as shown in errors, which start with the folder
             errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))
             continue
-        labels.append(label or "")
-        owners.append(steps[depth - 1] if request.client is not None else "")
-        splits.append(SPLIT_NAMES[steps[0].lower()] if given else 0)
-        kept.append(path)
+        found.append(picture)
     errors.refuse()
-    if not kept:
+    if not found:
         raise DataError(f"{folder} has no images; put images below it as CLASS/NAME.png")
+    kept, labels = [each.path for each in found], [each.label for each in found]
     empty = [] if not request.labelled else [str(path.relative_to(folder)) for path in _empty(folder, depth, kept)]
     classes = own.classes if own is not None else found_classes(labels) if request.labelled else ()
     place = {composed(name): i for i, name in enumerate(classes)}
@@ -77,11 +67,31 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: 
         classes=classes,
         x=x,
         y=np.array([place[label] for label in labels], dtype=np.int64) if request.labelled else None,
-        split=np.array(splits, dtype=np.int64) if given else None,
+        split=np.array([each.split for each in found], dtype=np.int64) if given else None,
         where=lambda i: str(kept[i]),
         notes=(*taken.notes(), *([f"folders without an image, left out: {listed(empty)}"] if empty else [])),
-        owners=None if request.client is None else tuple(owners),
+        owners=None if request.client is None else tuple(each.owner for each in found),
     )
+
+
+class _Picture(NamedTuple):
+    """Place of an image, and what its folders say: its class, owner and split."""
+
+    path: Path
+    label: str
+    owner: str
+    split: int
+
+
+def _picture(path: Path, folder: Path, depth: int, request: Request, known: frozenset[str], given: bool) -> _Picture:
+    """Return an image by its folders; raise UnfitImage if it is in the wrong place."""
+    steps = tuple(map(composed, path.relative_to(folder).parts))
+    if given and len(steps) == 1:
+        raise UnfitImage("an image outside the folders of splits", "")
+    label = steps[depth] if len(steps) > depth + 1 else None
+    _check_place(path, label, request, known)
+    owner = steps[depth - 1] if request.client is not None else ""
+    return _Picture(path, label or "", owner, SPLIT_NAMES[steps[0].lower()] if given else 0)
 
 
 def _empty(folder: Path, depth: int, kept: Sequence[Path]) -> Iterator[Path]:

@@ -187,11 +187,8 @@ def table_builder(
             raise DataError(f"{source}: there is no column {name!r} ({key}); the columns are {listed(header)}")
         return names.index(composed(name))
 
-    numeric = request.labelled and (bool(request.targets) or request.wanted_task not in (None, "classification"))
-    required = () if own is None or own.targets is None else own.targets.names
-    several = request.targets or required
-    of_targets = (several or (request.label,)) if numeric else ()
-    targets = tuple(column(name, request.called("targets" if several else "label")) for name in of_targets)
+    numeric, key, of_targets = _target_names(request)
+    targets = tuple(column(name, request.called(key)) for name in of_targets)
     label = request.label if request.labelled and not numeric else None
     asked = {"label": label, "split": request.split, "client": request.client}
     chosen = {key: None if name is None else column(name, request.called(key)) for key, name in asked.items()}
@@ -200,19 +197,36 @@ def table_builder(
         inputs = [column(name, "data.own.features") for name in own.features]
         ignored, why = [header[i] for i in rest if i not in inputs], "columns ignored"
     else:
-        rows = _index(header, rest, index, source)
-        inputs = [i for i in rest if i not in rows]
-        ignored = [repr(header[i]) if header[i] else "the first, without a name" for i in rows]
+        inputs, ignored = _without_index(header, rest, index, source)
         why = "columns left out, as an index that numbers the rows"
-    if own is None and not inputs:
-        raise DataError(f"{source}: it has no feature columns besides {listed(header)}")
-    if own is None and isinstance(request.integers, tuple):
-        of_integers = [column(name, request.called("integers")) for name in request.integers]
-        inputs = [*(i for i in inputs if i not in of_integers), *of_integers]
+    if own is None:
+        if not inputs:
+            raise DataError(f"{source}: it has no feature columns besides {listed(header)}")
+        integers = request.integers if isinstance(request.integers, tuple) else ()
+        last = [column(name, request.called("integers")) for name in integers]
+        inputs = [*(i for i in inputs if i not in last), *last]
     batches = _batches(header, inputs, request, errors)
     notes = (f"{why}: {listed(ignored)}",) if ignored else ()
     found = chosen["label"], chosen["split"], chosen["client"]
     return TableBuilder(request, header, row_name, batches, tuple(inputs), *found, notes, targets)
+
+
+def _target_names(request: Request) -> tuple[bool, str, Sequence[str]]:
+    """Return True if targets are numbers, the key that names their columns, and the columns' names."""
+    numeric = request.labelled and (bool(request.targets) or request.wanted_task not in (None, "classification"))
+    required = () if request.own is None or request.own.targets is None else request.own.targets.names
+    several = request.targets or required
+    names = (several or (request.label,)) if numeric else ()
+    return numeric, "targets" if several else "label", [name for name in names if name is not None]
+
+
+def _without_index(
+    header: Sequence[str], rest: Sequence[int], index: Sequence[str], source: str
+) -> tuple[list[int], list[str]]:
+    """Return the columns of features, and descriptions of those that number the rows."""
+    rows = _index(header, rest, index, source)
+    described = [repr(header[i]) if header[i] else "the first, without a name" for i in rows]
+    return [i for i in rest if i not in rows], described
 
 
 def _batches(header: Sequence[str], inputs: Sequence[int], request: Request, errors: ValidationErrors) -> ColumnBatches:
