@@ -22,7 +22,6 @@ import pages_comfedl
 import pages_natural
 import pages_open_federation
 import pages_own_steps
-import pages_own_tasks
 import pages_pefll
 import pages_pefll_fashion
 import pages_pfedbayes
@@ -75,7 +74,6 @@ PAGES = {
         columns=pages_own_steps.COLUMNS,
         folded=pages_own_steps.folded,
     ),
-    "own-tasks": Page(pages_own_tasks.tables, columns=pages_own_tasks.COLUMNS, folded=pages_own_tasks.folded),
     "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
     "pefll-fashion-mnist": Page(pages_pefll_fashion.tables, columns=pages_pefll_fashion.COLUMNS),
     "pfedbayes": Page(

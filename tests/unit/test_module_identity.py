@@ -60,8 +60,9 @@ def test_a_class_that_is_loaded_again_is_another() -> None:
         name["Counted"] = own
 
 
-def test_modules_with_attributes_that_cannot_be_pickled_have_none() -> None:
+def test_modules_with_attributes_whose_content_cannot_be_told_have_none() -> None:
     assert identity_of(made(lambda module: setattr(module, "act", lambda x: x))) is None
+    assert identity_of(made(lambda module: setattr(module, "drawn", torch.Generator()))) is None
 
 
 def test_a_module_is_tried_once_in_a_process() -> None:

@@ -116,7 +116,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
     parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan, found.standardizes)
     parts.algorithm.check_inputs(kind)
     parts.algorithm.check_model(parts.settings, model)
-    if experiment.evaluation.label_mask and plan.task.target_kind != "classification":
+    if experiment.evaluation.label_mask and not (plan.task.target_kind == "classification" and setup.classes):
         raise ExperimentError(
             f"evaluation.label_mask: only in classification can labels be absent (the task is {plan.task.name}); set "
             "it to false (got true)",
