@@ -15,7 +15,7 @@ _MOST = 32
 
 Every call reorders channels-last kernels, which outweighs the gain where kernels are large and images small: a ResNet18
 with 7x7 kernels at its entry has 200 for images of 32x32 (1.2 times the time) and 50 for 64x64 (as fast), and a
-VGG of 4 blocks has 13 (0.8 times the time). See docs/benchmarks.md.
+VGG of 4 blocks has 13 (0.8 times the time). See docs/models.md.
 """
 
 
