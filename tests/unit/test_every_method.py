@@ -30,7 +30,7 @@ NORMALIZED = (
     OWN.replace("features, input_shape: [5]", "pixels, input_shape: [1, 6, 6]")
     .replace("mlp, hidden: [8]", "vgg, channels: [3], norm: batch")
 )  # fmt: skip
-"""The same with normalization layers."""
+"""Own data, and a model with normalization layers."""
 
 
 def test_every_method_is_here() -> None:

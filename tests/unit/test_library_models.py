@@ -35,7 +35,7 @@ def outputs_of(model: FlatModel, module: nn.Module, x: Tensor) -> tuple[Tensor, 
 
 
 def falls(model: FlatModel, x: Tensor, y: Tensor) -> bool:
-    """Whether ten steps of descent lower the loss."""
+    """Check that ten steps of descent lower the loss."""
     theta = model.init(torch.Generator().manual_seed(1)).requires_grad_()
     optimizer = torch.optim.Adam([theta], lr=0.01)
     losses = []

@@ -113,7 +113,7 @@ def test_steps_are_torchs_to_the_bit(name: str, model: FlatModel, dtype: torch.d
 @pytest.mark.parametrize("length", [{"steps": 5}, {"steps": None, "epochs": 3}], ids=["steps", "epochs"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_stack_steps_as_its_clients_one_by_one(name: str, length: dict[str, Any]) -> None:
-    """Of unequal numbers of steps under epochs, and of batches smaller than the batch size."""
+    """Use clients with different numbers of steps, and with batches below the batch size."""
     s, data, theta = made(**SETTINGS[name], **length), clients((11, 3, 6, 1)), start(SMALL, 4)
     together = train(SMALL, group(data), theta, s)
     for i, c in enumerate(data):
@@ -137,7 +137,7 @@ def test_epochs_are_rounded_up_to_whole_steps(n: int, size: int, epochs: int, ac
 
 
 def test_an_accumulated_step_is_that_of_one_large_batch() -> None:
-    """Of 12 examples in three mini-batches of 4, which are one epoch."""
+    """Use 12 examples in three mini-batches of 4, which are one epoch."""
     c, theta = client("c0", 12), start(SMALL, 1)
     found = train(SMALL, group([c]), theta, made(steps=1, accumulate=3))
     whole = train(SMALL, group([c]), theta, made(steps=1, batch_size=12))
@@ -308,7 +308,7 @@ def test_recorded_settings_are_read_again(name: str) -> None:
 
 
 def table() -> dict[str, str]:
-    """What docs/local-training.md says of each method."""
+    """Return the keys that docs/local-training.md lists, by method."""
     text = (Path(__file__).parents[2] / "docs" / "local-training.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.partition("## Methods")[2].splitlines() if line[:1] == "|"]
     named = [(re.sub(r" \(.*?\)", "", names).split(", "), told) for names, told in rows[2:]]

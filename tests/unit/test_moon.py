@@ -96,7 +96,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-10) -> None:
 
 
 def test_the_first_round_is_fedavg_and_the_second_is_not(tmp_path: Path) -> None:
-    """Where the model of the last visit is the shared one, both similarities pull with the same force."""
+    """Compare with FedAvg: if the last visit's model is the shared one, the two similarities cancel."""
     average = FedAvgSettings.model_validate({"local": LOCAL})
     for rounds in (1, 2):
         mine = run(tmp_path / f"m{rounds}", made(), setup(), rounds=rounds)

@@ -99,7 +99,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
 
 
 def test_c_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
-    """Of the whole roster, zero of who never answered, in every round lost."""
+    """Average over the whole roster: a client that never answers counts with zero."""
     f = run(tmp_path, SCAFFOLD, made(), clients((*SIZES, 5)), rounds=3, lost={0: 1}, unseen=["c3"])
     close(f.state["c"], (kept(tmp_path, "c0") + kept(tmp_path, "c2")) / 3)
     assert f.state["c"].abs().max() > 1e-3

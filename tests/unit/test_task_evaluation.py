@@ -68,7 +68,7 @@ SIZES = (9, 14, 23)
 
 
 def evaluated(task: PredictionTask, scale: float = 1.0, sizes: tuple[int, ...] = SIZES) -> EvaluationResult:
-    """What clients measure of a fixed model, in small batches."""
+    """Return the clients' metrics for a fixed model, measured in small batches."""
     plan = EvaluationPlan.of(targets(task.name), task)
     data = [client(task, i, n) for i, n in enumerate(sizes)]
     model, theta = Scaled(task), torch.tensor([scale])

@@ -9,6 +9,7 @@ last linear layer: there is no projection head. Line numbers refer to docs/algor
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -66,9 +67,9 @@ class Anchored(DerivedModel):
         own = with_forward(self.model, self.forward)
         return own.loss(Leaves({**parameters, FEATURES: z}, buffers), x, y) + self.term(parameters, z.flatten(1), x, y)
 
+    @abstractmethod
     def term(self, parameters: Mapping[str, Tensor], z: Tensor, x: Tensor, y: Tensor | None) -> Tensor:
-        """Return what features ``[b, f]`` of examples cost, ``[b]``."""
-        raise NotImplementedError
+        """Return the added loss of examples with features ``[b, f]``, ``[b]``."""
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -76,7 +76,7 @@ class InputSpec:
     channel_axis
         Axis of features and integers along which normalization is measured.
     high
-        Of integers: the largest value of the training data + 1.
+        Largest integer of the data + 1; None for other kinds.
     """
 
     kind: TensorKind

@@ -119,17 +119,17 @@ class LocalFiles(Settings):
     )
     integers: bool | Words = Field(
         default=False,
-        description="Of a table: true if all columns of inputs are integers that stay as they are, such as category "
+        description="For a table: true if all input columns are integers that stay as they are, such as category "
         "codes; or the columns that are.",
     )
     text: TextColumn | None = Field(
         default=None,
-        description="Of huggingface: the column of texts, which become integers, and the tokenizer: {column, "
+        description="For huggingface: the column of texts, which become integers, and the tokenizer: {column, "
         "tokenizer, length, mask}; null: none.",
     )
     channel_axis: ChannelAxis = Field(
         default="first",
-        description="Of arrays: axis of an input along which features are standardized, first or last.",
+        description="For arrays: axis of an input along which features are standardized, first or last.",
     )
     split: str | None = Field(
         default=None, min_length=1, description="Column with train, validation or test; null: none."

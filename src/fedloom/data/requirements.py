@@ -36,7 +36,7 @@ class NamedInput(Settings):
     channel_axis: ChannelAxis = Field(
         default="first", description="Axis along which it is standardized: first or last."
     )
-    high: int | None = Field(default=None, ge=1, description="Of integers: all are below this number.")
+    high: int | None = Field(default=None, ge=1, description="Bound of integers: all are below this number.")
 
     @property
     def spec(self) -> InputSpec:
@@ -88,7 +88,7 @@ class Own(Settings):
     channel_axis: ChannelAxis = Field(
         default="first", description="Axis along which features and integers are standardized: first or last."
     )
-    high: int | None = Field(default=None, ge=1, description="Of integers: all are below this number.")
+    high: int | None = Field(default=None, ge=1, description="Bound of integers: all are below this number.")
     inputs: dict[str, NamedInput] | None = Field(default=None, description="Named inputs, by name; null: a single one.")
     classes: Words = Field(
         default=(), description="Names of the classes, in label order; for tokens, the vocabulary. Empty with targets."

@@ -193,7 +193,7 @@ class FlatModel(FlatNetwork):
     """
 
     task: PredictionTask = CLASSIFICATION
-    """What the model predicts."""
+    """Task of the model: targets, loss and metrics."""
 
     draws: tuple[str, ...] = ()
     """Libraries whose global random generators training uses: ``torch``, ``numpy``, ``python``."""

@@ -28,7 +28,7 @@ class InputDescription(Protocol):
 
     @property
     def high(self) -> int | None:
-        """Of integers: the largest value + 1."""
+        """Largest value + 1 of integers; None for other kinds."""
 
 
 class SingleInput(NamedTuple):
@@ -39,7 +39,7 @@ class SingleInput(NamedTuple):
     kind, shape
         Its kind, and its shape for one example.
     high
-        Of integers: the largest value + 1; None for 2.
+        Largest value + 1 of integers; None for 2.
     """
 
     kind: str

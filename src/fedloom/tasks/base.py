@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
@@ -81,6 +82,8 @@ class PredictionTask(Settings):
     headline: ClassVar[Headline]
     optional: ClassVar[tuple[str, ...]] = ()
     """Metrics that are computed only if an experiment asks for them."""
+    class_axis: ClassVar[int | None] = None
+    """Axis of a batch of outputs along which the loss takes a softmax; None if it takes none."""
 
     @abstractmethod
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -136,6 +139,25 @@ class PredictionTask(Settings):
     @abstractmethod
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return targets as inputs of a network, ``[n, *target_shape] -> [n, L]`` float32."""
+
+
+class CategoricalTask(PredictionTask):
+    """Task whose outputs are logits of classes along one axis; predictions are log-probabilities of the same shape."""
+
+    class_axis: ClassVar[int | None] = 1
+
+    def predictions(self, outputs: Tensor) -> Tensor:
+        """Return log-probabilities, ``[b, *output_shape]``."""
+        assert self.class_axis is not None
+        return F.log_softmax(outputs, dim=self.class_axis)
+
+    def probabilities(self, predictions: Tensor) -> Tensor:
+        """Return probabilities, ``[b, *output_shape]``."""
+        return predictions.exp()
+
+    def combine(self, draws: Tensor) -> Tensor:
+        """Return the log of the mean probabilities, ``[S, b, *output_shape] -> [b, *output_shape]``."""
+        return draws.logsumexp(0) - math.log(len(draws))
 
 
 def weights_fault(key: str, weights: Sequence[float] | None, outputs: int) -> str | None:

@@ -16,8 +16,8 @@ from fedloom.tasks.base import (
     CORRECT,
     LOSS,
     TOTAL,
+    CategoricalTask,
     Counts,
-    PredictionTask,
     TargetShape,
     Weights,
     array_of,
@@ -30,7 +30,7 @@ from fedloom.tasks.names import METRICS
 from fedloom.tasks.sums import MetricSums, mean_defined, ratio
 
 
-class Classification(PredictionTask):
+class Classification(CategoricalTask):
     """Classification, trained by the cross-entropy of logits."""
 
     name: Literal["classification"] = Field(default="classification", description="one of C classes")
@@ -57,18 +57,6 @@ class Classification(PredictionTask):
         """Return the cross-entropy, ``[b, C], [b] -> [b]``, times the weight of each example's class."""
         weight = as_weights(self.class_weights, outputs)
         return F.cross_entropy(outputs, y, weight, reduction="none", label_smoothing=self.label_smoothing)
-
-    def predictions(self, outputs: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, C] -> [b, C]``."""
-        return F.log_softmax(outputs, dim=1)
-
-    def probabilities(self, predictions: Tensor) -> Tensor:
-        """Return probabilities, ``[b, C] -> [b, C]``."""
-        return predictions.exp()
-
-    def combine(self, draws: Tensor) -> Tensor:
-        """Return the log of the mean probabilities, ``[S, b, C] -> [b, C]``."""
-        return draws.logsumexp(0) - math.log(len(draws))
 
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the sums of the Brier score and, if asked for, of the AUROC."""

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.base import LOSS_CAP, PredictionTask, TargetShape, array_of, index_fault, target_shape_fault
+from fedloom.tasks.base import LOSS_CAP, CategoricalTask, TargetShape, array_of, index_fault, target_shape_fault
 from fedloom.tasks.names import IGNORED, METRICS
 from fedloom.tasks.sums import MetricSums, are_whole, ratio
 
 
-class NextToken(PredictionTask):
+class NextToken(CategoricalTask):
     """Next-token prediction, trained by the cross-entropy of each place's logits, averaged over a sequence.
 
     ``y[t]`` is the target of output t: the token after input t. Where data give the inputs themselves as targets, as
@@ -32,6 +32,7 @@ class NextToken(PredictionTask):
         default=0.0, ge=0, lt=1, description="part of each target that is spread evenly over all tokens in training"
     )
     target_kind = "next_token"
+    class_axis = -1
     headline = METRICS["perplexity"]
 
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -59,18 +60,6 @@ class NextToken(PredictionTask):
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the targets that count, which are independent given the outputs."""
         return self.loss(outputs, y) * _counted(y, self.ignore_index).sum(1)
-
-    def predictions(self, outputs: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, T, V]``."""
-        return F.log_softmax(outputs, dim=-1)
-
-    def probabilities(self, predictions: Tensor) -> Tensor:
-        """Return probabilities, ``[b, T, V]``."""
-        return predictions.exp()
-
-    def combine(self, draws: Tensor) -> Tensor:
-        """Return the log of the mean probabilities, ``[S, b, T, V] -> [b, T, V]``."""
-        return draws.logsumexp(0) - math.log(len(draws))
 
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the token counts."""

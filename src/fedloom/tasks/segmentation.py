@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.tasks.base import (
-    PredictionTask,
+    CategoricalTask,
     TargetShape,
     Weights,
     array_of,
@@ -27,11 +27,8 @@ from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 _NONE = -100
 """Class of pixels that do not count, which no class can be."""
 
-_NONE = -100
-"""Class of pixels that do not count, which no class can be."""
 
-
-class Segmentation(PredictionTask):
+class Segmentation(CategoricalTask):
     """Segmentation, trained by the cross-entropy of each pixel's logits, averaged over an image's pixels."""
 
     name: Literal["segmentation"] = Field(default="segmentation", description="one of C classes for each pixel")
@@ -66,18 +63,6 @@ class Segmentation(PredictionTask):
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the sum over the pixels that count, which are independent given the outputs."""
         return self.loss(outputs, y) * _counted(y, outputs.shape[1], self.ignore_index).flatten(1).sum(1)
-
-    def predictions(self, outputs: Tensor) -> Tensor:
-        """Return log-probabilities, ``[b, C, h, w]``."""
-        return F.log_softmax(outputs, dim=1)
-
-    def probabilities(self, predictions: Tensor) -> Tensor:
-        """Return probabilities, ``[b, C, h, w]``."""
-        return predictions.exp()
-
-    def combine(self, draws: Tensor) -> Tensor:
-        """Return the log of the mean probabilities, ``[S, b, C, h, w] -> [b, C, h, w]``."""
-        return draws.logsumexp(0) - math.log(len(draws))
 
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the pixel counts."""

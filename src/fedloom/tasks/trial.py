@@ -34,14 +34,9 @@ def has_binary_form(task: PredictionTask, outputs: int) -> bool:
     return outputs == 2 and task.target_kind in ("classification", "segmentation")
 
 
-def class_axis(task: PredictionTask) -> int | None:
-    """Return the axis of a batch of outputs along which a softmax is taken; None if there is none."""
-    return {"classification": 1, "segmentation": 1, "next_token": -1}.get(task.target_kind)
-
-
 def sums_to_one(task: PredictionTask, outputs: Tensor) -> bool:
     """Return True if outputs are nonnegative and sum to one over the classes, as after a softmax."""
-    axis = class_axis(task)
+    axis = task.class_axis
     if axis is None or outputs.shape[axis] < 2:
         return False
     return bool((outputs >= 0).all() and ((outputs.sum(axis) - 1).abs() < 1e-4).all())
