@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributions import Bernoulli, Categorical, Normal
 
@@ -356,3 +357,17 @@ def federation(
         releases=Releases(made, algorithm.privacy(settings)) if private else None,
     )
     return Federation(loop, predictors)
+
+
+def rostered(folder: Path, method: Algorithm, s: Settings, data: Sequence[ClientData], **keys: Any) -> Federation:
+    """Run a federation whose server knows the ids of the seen clients."""
+    roster = tuple(c.id for c in data if c.id not in keys.get("unseen", ()))
+    f = federation(folder, method, s, replace(keys.pop("problem", setup()), roster=roster), data, **keys)
+    f.run()
+    return f
+
+
+def kept(folder: Path, client: str, name: str) -> Tensor:
+    """Return what a client kept under a name in its last visit."""
+    paths = sorted((folder / "states" / client).glob("*.safetensors"), key=lambda path: int(path.name.split("-")[0]))
+    return load_file(paths[-1])[name]

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, group, setup
+from federations import CLASSES, IMAGE, answers_as_alone, clients, federation, group, kept, rostered, setup
 from pydantic import ValidationError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, Setup
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.feddyn import FEDDYN, FedDynSettings
-from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.convnet import BatchNormConvNet
@@ -33,19 +30,6 @@ MODEL = setup().model
 
 def made(**changes: Any) -> FedDynSettings:
     return FedDynSettings.model_validate({"alpha": 0.3, "local": LOCAL | changes.pop("local", {}), **changes})
-
-
-def run(folder: Path, method: Algorithm, s: Settings, data: list[ClientData], **keys: Any) -> Federation:
-    roster = tuple(c.id for c in data if c.id not in keys.get("unseen", ()))
-    f = federation(folder, method, s, dataclasses.replace(keys.pop("problem", setup()), roster=roster), data, **keys)
-    f.run()
-    return f
-
-
-def kept(folder: Path, client: str) -> Tensor:
-    """g_i of the client's last visit."""
-    paths = sorted((folder / "states" / client).glob("*.safetensors"), key=lambda path: int(path.name.split("-")[0]))
-    return load_file(paths[-1])["g"]
 
 
 def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
@@ -70,7 +54,7 @@ def test_rounds_are_algorithm_1_with_part_of_the_clients(tmp_path: Path) -> None
     s, data = made(), clients(SIZES)
     w = federation(tmp_path / "start", FEDDYN, s, setup(), data).state["theta"]
     h, g = torch.zeros_like(w), {c.id: torch.zeros_like(w) for c in data}
-    f = run(tmp_path / "run", FEDDYN, s, data, rounds=4, cohort=2)
+    f = rostered(tmp_path / "run", FEDDYN, s, data, rounds=4, cohort=2)
     drawn = [attempt.conversations[0].clients for attempt in f.loop.journal.counted()]
     assert len(set(map(tuple, drawn))) > 1
     for t, names in enumerate(drawn, start=1):
@@ -81,13 +65,13 @@ def test_rounds_are_algorithm_1_with_part_of_the_clients(tmp_path: Path) -> None
     close(f.state["theta"], w)
     close(f.state["h"], h)
     for name, linear in g.items():
-        close(kept(tmp_path / "run", name), linear)
+        close(kept(tmp_path / "run", name, "g"), linear)
 
 
 def test_h_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
     """Average over the whole roster: a client that never answers counts with zero."""
-    f = run(tmp_path, FEDDYN, made(), clients((*SIZES, 5)), rounds=3, lost={0: 1}, unseen=["c3"])
-    close(f.state["h"], (kept(tmp_path, "c0") + kept(tmp_path, "c2")) / 3)
+    f = rostered(tmp_path, FEDDYN, made(), clients((*SIZES, 5)), rounds=3, lost={0: 1}, unseen=["c3"])
+    close(f.state["h"], (kept(tmp_path, "c0", "g") + kept(tmp_path, "c2", "g")) / 3)
     assert f.state["h"].abs().max() > 1e-3
 
 
@@ -110,9 +94,9 @@ def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_ste
     data = [ClientData(f"c{i}", split, split, split, 0) for i, split in enumerate(splits)]
     problem = Setup(Quadratic(2, (1.0, 0.5)), 0, (2,), 3, torch.float64)
     local = {"epochs": 3, "batch_size": 1, "lr": 0.1, "momentum": 0.0}
-    mine = run(tmp_path / "d", FEDDYN, made(local=local, alpha=1.0), data, rounds=150, problem=problem)
+    mine = rostered(tmp_path / "d", FEDDYN, made(local=local, alpha=1.0), data, rounds=150, problem=problem)
     average = FedAvgSettings.model_validate({"local": local, "weighting": "uniform"})
-    other = run(tmp_path / "a", FEDAVG, average, data, rounds=150, problem=problem)
+    other = rostered(tmp_path / "a", FEDAVG, average, data, rounds=150, problem=problem)
     close(mine.state["theta"], centres.mean(0), atol=1e-3)
     assert (other.state["theta"] - centres.mean(0)).abs().max() > 0.1
 
@@ -121,14 +105,14 @@ def test_running_statistics_are_averaged_and_in_no_gradient(tmp_path: Path) -> N
     model = BatchNormConvNet(IMAGE, [3], [], CLASSES)
     moving = model.layout.mask(model.layout.buffers)
     start = federation(tmp_path / "start", FEDDYN, made(), setup(model), clients(SIZES)).state["theta"]
-    f = run(tmp_path / "run", FEDDYN, made(), clients(SIZES), problem=setup(model), rounds=1)
+    f = rostered(tmp_path / "run", FEDDYN, made(), clients(SIZES), problem=setup(model), rounds=1)
     ends = []
     for c in clients(SIZES):
         members = ClientGroup([c], lambda id, purpose: generator(SEED, f"train/{purpose}", id, 1))
         ends.append(FEDDYN.train(model, members, start[None], made()).theta[0])
     close(f.state["theta"][moving], torch.stack(ends).mean(0)[moving])
     assert not torch.equal(f.state["theta"][moving], start[moving])
-    for linear in (f.state["h"], *(kept(tmp_path / "run", c.id) for c in clients(SIZES))):
+    for linear in (f.state["h"], *(kept(tmp_path / "run", c.id, "g") for c in clients(SIZES))):
         assert not linear[moving].any()
         assert linear[~moving].any()
 
@@ -136,7 +120,7 @@ def test_running_statistics_are_averaged_and_in_no_gradient(tmp_path: Path) -> N
 def test_a_personal_model_is_the_shared_one_fine_tuned(tmp_path: Path) -> None:
     """By plain SGD, which knows neither g_i nor α; without steps it is the shared one to the bit."""
     data = clients(SIZES)
-    f = run(tmp_path, FEDDYN, made(personalize_steps=3), data, rounds=2, unseen=["c2"])
+    f = rostered(tmp_path, FEDDYN, made(personalize_steps=3), data, rounds=2, unseen=["c2"])
     w = f.state["theta"]
     for c in data:
         p = w.clone().requires_grad_()

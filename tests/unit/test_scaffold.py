@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from federations import Federation, answers_as_alone, clients, federation, held_out_elsewhere, mean_loss, setup
+from federations import answers_as_alone, clients, federation, held_out_elsewhere, kept, mean_loss, rostered, setup
 from pydantic import ValidationError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from fedloom.algorithms.base import Algorithm, Setup
+from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.scaffold import SCAFFOLD, ScaffoldSettings
-from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, Split
 from fedloom.federation.randomness import generator
 from fedloom.models.quadratic import Quadratic
@@ -37,19 +34,6 @@ def average(**changes: Any) -> FedAvgSettings:
     return FedAvgSettings.model_validate({"local": local, "weighting": "uniform", **changes})
 
 
-def run(folder: Path, method: Algorithm, s: Settings, data: list[ClientData], **keys: Any) -> Federation:
-    roster = tuple(c.id for c in data if c.id not in keys.get("unseen", ()))
-    f = federation(folder, method, s, dataclasses.replace(keys.pop("problem", setup()), roster=roster), data, **keys)
-    f.run()
-    return f
-
-
-def kept(folder: Path, client: str) -> Tensor:
-    """c_i of the client's last visit."""
-    paths = sorted((folder / "states" / client).glob("*.safetensors"), key=lambda path: int(path.name.split("-")[0]))
-    return load_file(paths[-1])["c"]
-
-
 def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
@@ -58,8 +42,12 @@ def test_the_first_round_is_fedavg_to_the_bit_and_the_second_is_not(tmp_path: Pa
     """Where all control variates are zero."""
     data = clients(SIZES)
     for rounds in (1, 2):
-        mine = run(tmp_path / f"s{rounds}", SCAFFOLD, made(personalize_steps=2), data, rounds=rounds, unseen=["c2"])
-        other = run(tmp_path / f"a{rounds}", FEDAVG, average(personalize_steps=2), data, rounds=rounds, unseen=["c2"])
+        mine = rostered(
+            tmp_path / f"s{rounds}", SCAFFOLD, made(personalize_steps=2), data, rounds=rounds, unseen=["c2"]
+        )
+        other = rostered(
+            tmp_path / f"a{rounds}", FEDAVG, average(personalize_steps=2), data, rounds=rounds, unseen=["c2"]
+        )
         assert torch.equal(mine.state["theta"], other.state["theta"]) is (rounds == 1)
         for c in data if rounds == 1 else ():
             for name, predictor in other.predictors[1, c.id].items():
@@ -67,11 +55,13 @@ def test_the_first_round_is_fedavg_to_the_bit_and_the_second_is_not(tmp_path: Pa
 
 
 def test_one_client_alone_is_never_corrected(tmp_path: Path) -> None:
-    """Its c_i is c."""
+    """Check that one client's c_i is c, so that nothing is corrected."""
     data = clients((9,))
-    mine, other = (run(tmp_path / m.name, m, s, data, rounds=4) for m, s in ((SCAFFOLD, made()), (FEDAVG, average())))
+    mine, other = (
+        rostered(tmp_path / m.name, m, s, data, rounds=4) for m, s in ((SCAFFOLD, made()), (FEDAVG, average()))
+    )
     close(mine.state["theta"], other.state["theta"])
-    close(mine.state["c"], kept(tmp_path / "scaffold", "c0"))
+    close(mine.state["c"], kept(tmp_path / "scaffold", "c0", "c"))
 
 
 @pytest.mark.usefixtures("each_task")
@@ -79,7 +69,7 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
     s, data, n = made(server_lr=0.7), clients(SIZES), 3
     start = federation(tmp_path / "start", SCAFFOLD, s, setup(), data).state
     theta, c, own = start["theta"], start["c"], {x.id: start["c"] for x in data}
-    f = run(tmp_path / "run", SCAFFOLD, s, data, rounds=3, cohort=2)
+    f = rostered(tmp_path / "run", SCAFFOLD, s, data, rounds=3, cohort=2)
     for t, attempt in enumerate(f.loop.journal.counted(), start=1):
         moves, changes = [], []
         for x in (x for x in data if x.id in attempt.conversations[0].clients):
@@ -100,8 +90,8 @@ def test_rounds_are_algorithm_1(tmp_path: Path) -> None:
 
 def test_c_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
     """Average over the whole roster: a client that never answers counts with zero."""
-    f = run(tmp_path, SCAFFOLD, made(), clients((*SIZES, 5)), rounds=3, lost={0: 1}, unseen=["c3"])
-    close(f.state["c"], (kept(tmp_path, "c0") + kept(tmp_path, "c2")) / 3)
+    f = rostered(tmp_path, SCAFFOLD, made(), clients((*SIZES, 5)), rounds=3, lost={0: 1}, unseen=["c3"])
+    close(f.state["c"], (kept(tmp_path, "c0", "c") + kept(tmp_path, "c2", "c")) / 3)
     assert f.state["c"].abs().max() > 1e-3
 
 
@@ -111,8 +101,8 @@ def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_ste
     splits = [Split(c.repeat(n, 1), None) for c, n in zip(centres, sizes, strict=True)]
     data = [ClientData(f"c{i}", split, split, split, 0) for i, split in enumerate(splits)]
     problem, local = Setup(Quadratic(2, (1.0, 0.5)), 0, (2,), 3, torch.float64), {"batch_size": 1, "lr": 0.1}
-    mine = run(tmp_path / "s", SCAFFOLD, made(local=local), data, rounds=80, problem=problem)
-    other = run(tmp_path / "a", FEDAVG, average(local=local), data, rounds=80, problem=problem)
+    mine = rostered(tmp_path / "s", SCAFFOLD, made(local=local), data, rounds=80, problem=problem)
+    other = rostered(tmp_path / "a", FEDAVG, average(local=local), data, rounds=80, problem=problem)
     close(mine.state["theta"], centres.mean(0), atol=1e-3)
     assert (other.state["theta"] - centres.mean(0)).abs().max() > 0.1
 
@@ -120,7 +110,7 @@ def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_ste
 def test_what_is_held_out_reaches_no_model(tmp_path: Path) -> None:
     data, s = clients(SIZES), made(personalize_steps=2)
     one, other = (
-        run(tmp_path / name, SCAFFOLD, s, those, rounds=2, unseen=["c2"])
+        rostered(tmp_path / name, SCAFFOLD, s, those, rounds=2, unseen=["c2"])
         for name, those in (("one", data), ("other", held_out_elsewhere(data)))
     )
     for name, tensor in one.state.items():
