@@ -29,7 +29,7 @@ from torch import Tensor
 from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG, FedAvgSettings
 from fedloom.algorithms.fedrod import FEDROD, FedRoDSettings, TwoHeads, raised
-from fedloom.algorithms.moon import Anchored
+from fedloom.algorithms.moon import Contrasting, MOONSettings
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
@@ -169,7 +169,7 @@ class OddModel(MLP):
     task, constants, unsaved = Regression(), {"scale": torch.ones(1)}, frozenset({"scale"})
 
 
-@pytest.mark.parametrize("derived", [TwoHeads, lambda m: Anchored(m, {"w": (2,)})], ids=["fedrod", "anchored"])
+@pytest.mark.parametrize("derived", [TwoHeads, lambda m: Contrasting(m, MOONSettings())], ids=["fedrod", "moon"])
 def test_what_holds_of_a_model_holds_of_one_made_from_it(derived: Callable[[FlatModel], FlatModel]) -> None:
     model = OddModel(IMAGE, [5], CLASSES)
     for made_from in (derived(model), derived(model).in_training()):
