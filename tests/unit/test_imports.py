@@ -32,10 +32,21 @@ ARROWS: dict[str, set[str]] = {
     "data": {"storage"},
     "privacy": set(),
     "algorithms": {"models", "data", "messages", "privacy"},
-    "experiment": {"models", "data", "algorithms", "storage"},  # models, data and algorithms never know it
+    "experiment": {"models", "data", "algorithms", "privacy", "storage"},  # models, data and algorithms never know it
     "evaluation": {"data", "messages"},
     "runs": {"data", "storage", "experiment"},
-    "federation": {"models", "data", "messages", "algorithms", "evaluation", "storage", "experiment", "runs"},
+    "federation": {
+        "models",
+        "data",
+        "messages",
+        "algorithms",
+        "evaluation",
+        "privacy",
+        "security",
+        "storage",
+        "experiment",
+        "runs",
+    },
     "security": {"data", "storage", "experiment"},
     "transport": {
         "security",

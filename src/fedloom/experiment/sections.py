@@ -39,6 +39,7 @@ from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
+from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
 from fedloom.storage.open import is_url, s3_place
 from fedloom.tasks.names import ALIASES, METRICS, Headline
 from fedloom.tasks.own_metric import MEMORY
@@ -269,6 +270,20 @@ class Federation(Section):
             "Clients whose state of earlier rounds is lost: excluded (refuse), or restarted without it (afresh)."
         ),
     )
+    secure_aggregation: SecureAggregation | None = Field(
+        default=None,
+        description="Secure aggregation: the aggregator learns sums over a cohort, and no client's own answer; null: "
+        "none.",
+    )
+    privacy: TrainingPrivacy | None = Field(
+        default=None, description="Differential privacy of training, of clients or of examples; null: none."
+    )
+
+    @model_validator(mode="after")
+    def _shares_of_noise_are_summed(self) -> Self:
+        if self.privacy is not None and self.privacy.noise == "distributed" and self.secure_aggregation is None:
+            raise ValueError("privacy.noise: distributed needs secure_aggregation; set it, or noise to central")
+        return self
 
 
 def _metric(name: str) -> str:
