@@ -1,0 +1,134 @@
+"""Keys of a secure sum: what the members of a session derive from the roster and from each other's public keys.
+
+X25519, HKDF-SHA256, AES-256-GCM and HMAC-SHA256. Every key depends on the transcript, a hash of the session and of all
+that its members have advertised: members that were shown different rosters have no key in common.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+import numpy as np
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+from fedloom.errors import RefusedError
+from fedloom.security.masks import SEED_BYTES, key_stream
+from fedloom.security.sum_session import SessionParameters
+
+PUBLIC_BYTES = 32
+"""Length of a public key."""
+
+TAG_BYTES = 16
+"""Length of commitments, receipts, confirmations, and of what encryption adds."""
+
+_ONCE = bytes(12)
+"""Nonce of keys that encrypt one message."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Secrets of two neighbours, from the side of one of them, u; the other is v.
+
+    Attributes
+    ----------
+    seed, sign
+        Seed of their mask, and its sign in the vector of u: + for the lower of the two rows.
+    key_to, key_from
+        Keys that encrypt the shares from u to v, and from v to u.
+    receipt_to, receipt_from
+        Proofs that the masks of u, and of v, include this one; unknown to others until they are sent.
+    confirm_key
+        Key that authenticates a set of survivors.
+    """
+
+    seed: bytes
+    sign: int
+    key_to: bytes
+    key_from: bytes
+    receipt_to: bytes
+    receipt_from: bytes
+    confirm_key: bytes
+
+    def encrypted(self, shares: bytes) -> bytes:
+        """Return shares encrypted for v; called once, since the nonce is fixed."""
+        return AESGCM(self.key_to).encrypt(_ONCE, shares, None)
+
+    def decrypted(self, box: bytes) -> bytes:
+        """Return the shares that v has encrypted; nothing if it has not."""
+        try:
+            return AESGCM(self.key_from).decrypt(_ONCE, box, None)
+        except InvalidTag:
+            return b""
+
+    def confirmation(self, sender: int, survivors: bytes) -> bytes:
+        """Return the proof, 16 bytes, that the sender's row has seen the set of survivors with this digest."""
+        return hmac.digest(self.confirm_key, sender.to_bytes(4, "big") + survivors, "sha256")[:TAG_BYTES]
+
+
+def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v: int) -> Pair:
+    """Return the secrets that row u, whose private key this is, shares with row v.
+
+    Raise RefusedError if the public key is not valid.
+    """
+    try:
+        agreed = private.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        raise RefusedError(f"The key of member {v} is not a valid public key.") from None
+    lower, upper = min(u, v), max(u, v)
+    keys = _derive(agreed, transcript, b"pair" + lower.to_bytes(4, "big") + upper.to_bytes(4, "big"), 160)
+    seed, confirm, up, down = (keys[i : i + 32] for i in range(0, 128, 32))  # up: from the lower row to the upper
+    receipt_up, receipt_down = keys[128:144], keys[144:]
+    if u == lower:
+        return Pair(seed, +1, up, down, receipt_up, receipt_down, confirm)
+    return Pair(seed, -1, down, up, receipt_down, receipt_up, confirm)
+
+
+def is_public_key(public: bytes) -> bool:
+    """Return whether members can agree on keys with the owner of this public key."""
+    try:
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        return False
+    return True
+
+
+def transcript_of(parameters: SessionParameters, keys: NDArray[np.uint8]) -> bytes:
+    """Return the hash of the session and its roster, uint8 [n, 64], from which the graph and all keys are derived."""
+    return hashlib.sha256(b"roster" + parameters.digest + keys.tobytes()).digest()
+
+
+def advertisement(parameters: SessionParameters, row: int, keys: NDArray[np.uint8]) -> bytes:
+    """Return the message that a member signs: the session, its row, and its keys, uint8 [64]."""
+    return b"fedloom secure sum keys" + parameters.digest + row.to_bytes(4, "big") + keys.tobytes()
+
+
+def commitment(secret: bytes) -> bytes:
+    """Return a digest of a random secret, 16 bytes, that reveals nothing about it."""
+    return hashlib.sha256(b"commitment" + secret).digest()[:TAG_BYTES]
+
+
+def self_mask_seed(secret: bytes, transcript: bytes) -> bytes:
+    """Return the seed of PRG(b)."""
+    return _derive(secret, transcript, b"self mask", SEED_BYTES)
+
+
+def seed_pads(secret: bytes, transcript: bytes, count: int) -> list[bytes]:
+    """Return the one-time pads, from e, under which a member seals the seeds of its pairs."""
+    pads = key_stream(_derive(secret, transcript, b"seal", SEED_BYTES), SEED_BYTES * count)
+    return [pads[i : i + SEED_BYTES] for i in range(0, len(pads), SEED_BYTES)]
+
+
+def xor(a: bytes, b: bytes) -> bytes:
+    """Return the bitwise difference of two byte strings of equal length."""
+    return (int.from_bytes(a, "big") ^ int.from_bytes(b, "big")).to_bytes(len(a), "big")
+
+
+def _derive(secret: bytes, salt: bytes, info: bytes, length: int) -> bytes:
+    return HKDF(SHA256(), length, salt, info).derive(secret)

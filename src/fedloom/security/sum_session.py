@@ -1,0 +1,212 @@
+"""Parameters of one secure sum: its members, the graph between them, and the thresholds.
+
+Each member shares secrets and masks with k neighbours only (Bell et al., Secure single-server aggregation with
+(poly)logarithmic overhead, CCS 2020). The graph is a ring of the members in random order, each joined to the k / 2
+nearest on either side. The order is a hash of everything that the members have advertised: nobody chooses it, and
+every member computes it by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.errors import ExperimentError
+from fedloom.security.masks import Bits, key_stream
+
+SESSION_BYTES = 16
+"""Length of a session's name in bytes."""
+
+SMALLEST_SUM = 3
+"""Smallest number of members, and of survivors: of a sum of two, each learns the other's value."""
+
+SMALLEST_DEGREE = 20
+"""Number of neighbours up to which small cohorts are complete graphs."""
+
+
+@dataclass(frozen=True)
+class SessionParameters:
+    """Parameters of one secure sum, equal for the aggregator and all members.
+
+    Attributes
+    ----------
+    session
+        Name of the session: 16 random bytes, chosen by the aggregator, never used again.
+    members
+        Client ids; a member's position is its row in every array of the protocol.
+    degree
+        Number k of neighbours of each member: all others, or an even number.
+    threshold
+        Number t of neighbours whose shares reveal a secret, 2t > k. With up to c neighbours of a member that collude
+        with the aggregator, nobody can reveal both secrets of the member, and so its value alone, while 2t > k + c.
+        While 2t > k + 2c, the aggregator learns one sum and no other, whatever it claims about dropouts.
+        A member that loses more than k - t neighbours spoils the session.
+    bits
+        Width of the integers, 32 or 64.
+
+    Raises
+    ------
+    ExperimentError
+        If these numbers do not fit each other, or are insecure.
+    """
+
+    session: bytes
+    members: tuple[str, ...]
+    degree: int
+    threshold: int
+    bits: Bits = 32
+
+    def __post_init__(self) -> None:
+        n, k, t = len(self.members), self.degree, self.threshold
+        if n < SMALLEST_SUM:
+            raise ExperimentError(
+                f"A secure sum needs {SMALLEST_SUM} clients or more (got {n}): with fewer it reveals their values.",
+                found=n,
+            )
+        if len(set(self.members)) < n:
+            raise ExperimentError("A client is a member of the secure sum twice.")
+        if len(self.session) != SESSION_BYTES:
+            raise ExperimentError(f"A session's name must have {SESSION_BYTES} bytes (got {len(self.session)}).")
+        if not (k == n - 1 or (2 <= k < n - 1 and k % 2 == 0)):
+            raise ExperimentError(
+                f"The number of neighbours in a secure sum of {n} clients must be even and below {n}, or {n - 1} "
+                f"(got {k}).",
+                found=k,
+            )
+        if not k / 2 < t <= k:
+            raise ExperimentError(
+                f"The threshold of a secure sum must be more than half of the {k} neighbours, and at most all "
+                f"(got {t}).",
+                found=t,
+                allowed=list(range(k // 2 + 1, k + 1)),
+            )
+        if self.bits not in (32, 64):
+            raise ExperimentError(
+                f"The integers of a secure sum have 32 or 64 bits (got {self.bits}).", found=self.bits
+            )
+
+    @property
+    def minimum(self) -> int:
+        """Smallest number of survivors: two thirds of the members, rounded up, and at least 3."""
+        return max(SMALLEST_SUM, -(-2 * len(self.members) // 3))
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of all parameters."""
+        numbers = (len(self.members), self.degree, self.threshold, self.bits)
+        ids = [member.encode() for member in self.members]
+        parts = [self.session, *(number.to_bytes(4, "big") for number in numbers)]
+        parts += [part for id in ids for part in (len(id).to_bytes(4, "big"), id)]
+        return hashlib.sha256(b"fedloom secure sum 1" + b"".join(parts)).digest()
+
+
+def new_session(members: Sequence[str], *, bits: Bits = 32) -> SessionParameters:
+    """Return parameters for a new session with the defaults for this number of members.
+
+    Raise ExperimentError if there are fewer than three members, or one is there twice.
+    """
+    degree = default_degree(len(members))
+    return SessionParameters(os.urandom(SESSION_BYTES), tuple(members), degree, default_threshold(degree), bits)
+
+
+def default_threshold(degree: int) -> int:
+    """Return the default number of neighbours that reveal a secret: two thirds, rounded down, and one.
+
+    A third of a member's neighbours may drop out, or a third may collude with the aggregator.
+    """
+    return 2 * degree // 3 + 1
+
+
+@lru_cache(maxsize=64)
+def default_degree(
+    members: int, *, colluding: float = 0.05, dropped: float = 0.05, security_bits: float = 40, failure: float = 1e-3
+) -> int:
+    """Return the default number of neighbours: all others up to 20, then as many as the bound below asks for.
+
+    For the default threshold t, it is the smallest even k from 20 on such that (Bell et al. 2020, section 3.2; tails of
+    the hypergeometric distribution, and the union bound over members)
+
+    - the probability that some member has 2t - k or more colluding neighbours is at most 2^-``security_bits``,
+    - the probability that some member loses more than k - t neighbours is at most ``failure``.
+
+    Parameters
+    ----------
+    members
+        Number n of members.
+    colluding, dropped
+        Fractions of the members that collude with the aggregator, and that drop out, independently of the graph.
+    """
+    others = members - 1
+    for degree in range(SMALLEST_DEGREE, others, 2):
+        threshold = default_threshold(degree)
+        insecure = _log2_tail(others, math.ceil(colluding * members), degree, 2 * threshold - degree)
+        failing = _log2_tail(others, math.ceil(dropped * members), degree, degree - threshold + 1)
+        if math.log2(members) + insecure <= -security_bits and math.log2(members) + failing <= math.log2(failure):
+            return degree
+    return others
+
+
+def _log2_tail(population: int, marked: int, drawn: int, at_least: int) -> float:
+    """Return log2 of the probability that ``drawn`` of a population include at least so many of those marked."""
+
+    def log_choose(n: int, k: int) -> float:
+        return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+
+    terms = [
+        log_choose(marked, hits) + log_choose(population - marked, drawn - hits) - log_choose(population, drawn)
+        for hits in range(max(at_least, drawn + marked - population), min(drawn, marked) + 1)
+    ]
+    if not terms:
+        return -math.inf
+    largest = max(terms)
+    return (largest + math.log(sum(math.exp(term - largest) for term in terms))) / math.log(2)
+
+
+class Graph:
+    """Graph of a session's members, derived from a hash of all that they have advertised.
+
+    Members that are present form a ring in random order; each is a neighbour of the k / 2 nearest on either side, or of
+    all others if there are no more than k.
+
+    Parameters
+    ----------
+    seed
+        Hash of the roster, 32 bytes.
+    present
+        Members that have advertised keys, bool [n].
+    degree
+        Number k of neighbours.
+    """
+
+    def __init__(self, seed: bytes, present: NDArray[np.bool_], degree: int) -> None:
+        rows = np.flatnonzero(present)
+        order = np.frombuffer(key_stream(seed, 8 * len(rows)), "<u8").argsort(kind="stable")
+        self._ring: NDArray[np.intp] = rows[order]
+        self._place = np.full(len(present), -1)
+        self._place[self._ring] = np.arange(len(rows))
+        if len(rows) - 1 <= degree:
+            self._offsets = np.arange(1, len(rows))
+        else:
+            near = np.arange(1, degree // 2 + 1)
+            self._offsets = np.concatenate([near, len(rows) - near[::-1]])
+
+    @property
+    def degree(self) -> int:
+        """Number of neighbours of each member that is present."""
+        return len(self._offsets)
+
+    def neighbours(self, row: int) -> NDArray[np.intp]:
+        """Return the rows of a member's neighbours, in the order of the ring, shape [degree].
+
+        Neighbours see each other from opposite ends: if v is number i in the list of u, then u is number
+        ``degree - 1 - i`` in the list of v.
+        """
+        places: NDArray[np.intp] = (self._place[row] + self._offsets) % len(self._ring)
+        return self._ring[places]
