@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Any, Generic, Self, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -222,18 +222,121 @@ class Replies(Generic[M]):
         sizes = self.present.double() * self.sizes.double()
         return sizes / sizes.sum().clamp(min=1)
 
-    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Return the weighted sum over clients in cohort order, ``[c, ...] -> [...]``; by default their mean."""
+    @property
+    def count(self) -> float:
+        """Number of clients by which a mean divides: those present."""
+        return int(self.present.sum())
+
+    def mean(self, x: Tensor, weights: Tensor | None = None, *, since: Tensor | None = None) -> Tensor:
+        """Return the weighted sum over clients in cohort order, ``[c, ...] -> [...]``; by default their mean.
+
+        With ``since`` ``[...]``, that of the changes from it.
+        """
         weights = self.mean_weights if weights is None else weights
+        x = x if since is None else x - since
         total = torch.zeros_like(x[0])
         for row, weight in zip(x, weights.tolist(), strict=True):
             if weight:
                 total.add_(row, alpha=weight)
         return total
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over present clients in cohort order, ``[c, ...] -> [...]``."""
+        return self.mean(x, self.present.double())
+
     def total(self, x: Tensor) -> float:
         """Return the sum of one number per client over present clients, ``[c] or [c, 1] -> float``."""
         return float((x.double().reshape(len(self)) * self.present).sum())
+
+    def each(self, x: Tensor) -> Tensor | None:
+        """Return the rows of present clients ``[p, ...]``; None if the server knows only sums."""
+        return x[self.present]
+
+
+Weighting: TypeAlias = Literal["examples", "uniform"]
+"""Weights of clients in a sum: their numbers of training examples, or 1 each."""
+
+
+@dataclass(frozen=True)
+class FieldSum:
+    """Sum of one field over the clients of a cohort.
+
+    Attributes
+    ----------
+    value
+        Weighted sum, shaped like a row; of changes if the field is one from a broadcast.
+    weight
+        Sum of the weights, by which a mean divides.
+    weighting
+        Weights of the clients.
+    """
+
+    value: Tensor
+    weight: float
+    weighting: Weighting
+
+
+class Sums(Replies[M]):
+    """Answers of a cohort of which only sums over the present clients are known.
+
+    A field is a :class:`FieldSum`, not a tensor of rows, so :meth:`mean`, :meth:`sum` and :meth:`total` are all that
+    a server can ask for, with the weights that the method has declared (``Algorithm.sums``).
+
+    Parameters
+    ----------
+    sums
+        The sum of each field.
+    present, sizes
+        As in :class:`Replies`.
+    count
+        Number of clients by which a plain mean divides.
+    """
+
+    def __init__(self, sums: Mapping[str, FieldSum], present: Tensor, sizes: Tensor, count: float) -> None:
+        super().__init__(None, present, sizes)
+        self._sums = dict(sums)
+        self._count = count
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the sum of a field."""
+        if name.startswith("_") or name not in self._sums:
+            raise AttributeError(name)
+        return self._sums[name]
+
+    @property
+    def count(self) -> float:
+        """Number of clients by which a plain mean divides; under differential privacy, the expected one."""
+        return self._count
+
+    def mean(self, x: Any, weights: Tensor | None = None, *, since: Tensor | None = None) -> Tensor:
+        """Return the mean of a field by the weights that the method has declared.
+
+        Raises
+        ------
+        ValueError
+            If these are other weights.
+        """
+        del since  # already subtracted by the clients
+        asked: Tensor = self.mean_weights if weights is None else weights
+        declared = self.weights if x.weighting == "examples" else self.mean_weights
+        if not torch.equal(asked, declared):
+            raise ValueError(f"this sum has the weights {x.weighting}, and no others; see Algorithm.sums")
+        mean: Tensor = x.value / x.weight
+        return mean
+
+    def sum(self, x: Any) -> Tensor:
+        """Return the plain sum of a field."""
+        if x.weighting != "uniform":
+            raise ValueError("this sum is weighted by examples; see Algorithm.sums")
+        total: Tensor = x.value
+        return total
+
+    def total(self, x: Any) -> float:
+        """Return the plain sum of a number."""
+        return float(self.sum(x))
+
+    def each(self, x: Any) -> None:
+        """Return None: no client's own row is known."""
 
 
 def stack(cls: type[M], answers: Sequence[M | None]) -> M | None:

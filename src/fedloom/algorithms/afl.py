@@ -18,6 +18,7 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Round, Setup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgServer, PersonalizeRequest, SharedModel
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.sums import SummedFields
 from fedloom.core.settings import Settings
 from fedloom.messages import Replies
 
@@ -113,6 +114,8 @@ class AFLSettings(Settings):
 class AgnosticFL(FedAvg):
     """Shared model for the worst mixture of the clients' distributions."""
 
+    no_sums = "weights each client's own update at the server; drfa draws clients by such weights instead"
+
     name = "afl"
     settings = AFLSettings
     predictors = {"personal": "AFL + fine-tuning", "global": "AFL"}
@@ -120,6 +123,10 @@ class AgnosticFL(FedAvg):
     def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> AFLServer:
         """Return the server, which keeps a weight of each client."""
         return AFLServer(self, settings, setup, generator)
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return none: the server weights each update."""
+        return {}
 
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason: each client has a weight."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.model_needs import Need, check_batches, check_masks, check_needs, check_task
+from fedloom.algorithms.sums import SummedFields
 from fedloom.core.plugins import entries, load_plugin
 from fedloom.data.input_spec import Kind
 from fedloom.data.targets import Targets
@@ -275,6 +276,8 @@ class Algorithm(ABC):
     """Tasks that the method does."""
     restriction: ClassVar[str] = ""
     """Reason in one sentence why it does no other task."""
+    no_sums: ClassVar[str] = "needs each client's own update at the server"
+    """Reason why its server needs more than sums over a cohort (:meth:`sums`), if it does: the end of a sentence."""
     needs_one_input: ClassVar[bool] = False
     """True if an example must be one tensor; else its inputs may have names."""
     answers_privately: ClassVar[bool] = False
@@ -307,6 +310,21 @@ class Algorithm(ABC):
         A loss is no update.
         """
         return False
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return the answers of training of which the server uses only sums over the cohort; by default none.
+
+        Other answers of training reach the server as they are: ``sums_suffice`` says if they disclose no update.
+        """
+        return {}
+
+    def sums_suffice(self, settings: Any) -> str | None:
+        """Return why sums over the cohort do not suffice for the server, as a sentence's end; None if they do."""
+        if not self.sums(settings):
+            return self.no_sums
+        if self.needs_each_update(settings):
+            return "bounds or trims each client's own update at the server; set max_norm to null and trim to 0"
+        return None
 
     def differentiates_twice(self, settings: Any) -> bool:
         """Return True if training differentiates gradients of the model's loss."""

@@ -23,8 +23,9 @@ from fedloom.algorithms.client import LocalTrainer, Parameters, laid_out, mean_l
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import PersonalizeRequest, SharedModel, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
+from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
-from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, broadcast, rows
+from fedloom.messages import LOSS_LIMIT, Message, Quantity, Replies, Sums, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors
 
@@ -73,21 +74,22 @@ class ComFedLServer(base.ServerAlgorithm):
         opening = SharedModel(self.state["theta"])
         if s.scale == "literal":
             updates = cohort.send(opening, CompositionalUpdate)  # lines 4-16
-            losses = updates.first
+            losses = None if isinstance(updates, Sums) else updates.first
         else:
             there = cohort.send(opening, LossAtSharedModel)
             losses, f = there.loss, there.loss[there.present, 0]
             self._refuse(cohort, losses)
             shift = f.max() if s.scale == "largest" else composed_loss(f, s.gamma)
             updates = cohort.send(LossShift(shift[None]), CompositionalUpdate)
-        self._refuse(cohort, updates.left_loss, updates.left)
+        self._refuse_left(cohort, updates)
         self.state["theta"] = self.state["theta"] + updates.mean(updates.delta_theta)  # line 17
+        statistics = base.statistics_of(updates)
+        if losses is None:  # only their sums are known
+            return statistics
         f = losses[updates.present, 0]
         r = optimal_weights(f, s.gamma)
         clients = [id for id, here in zip(cohort.clients, updates.present.tolist(), strict=True) if here]
-        return {
-            "client_steps": updates.total(updates.steps),
-            "loss": float(updates.mean(updates.loss)),
+        return statistics | {
             # Lemma 1 at the shared model; 1/Σ r² is the number of equally weighted clients with the same concentration.
             "objective": float(composed_loss(f, s.gamma)),
             "r_largest": float(r.max()),
@@ -99,6 +101,17 @@ class ComFedLServer(base.ServerAlgorithm):
     def personalize(self, cohort: Cohort) -> Replies[Any]:
         """Send the shared model, which each client adapts."""
         return cohort.send(PersonalizeRequest(self.state["theta"]))
+
+    def _refuse_left(self, cohort: Cohort, updates: Replies[CompositionalUpdate]) -> None:
+        """Raise if a client left the finite range in its steps, which it names unless only sums are known."""
+        if not isinstance(updates, Sums):
+            self._refuse(cohort, updates.left_loss, updates.left)
+        elif updates.total(updates.left):
+            s = self.settings
+            raise FloatingPointError(
+                f"a client became infinite or NaN, with γ = {s.gamma:g} and scale: {s.scale}; set a smaller local.lr "
+                f"(now {s.local.lr:g}), or a larger gamma"
+            )
 
     def _refuse(self, cohort: Cohort, losses: Tensor, left: Tensor | None = None) -> None:
         """Raise if a client left the finite range: at the shared model, or at step ``left`` if nonzero."""
@@ -369,6 +382,10 @@ class ComFedL(base.Algorithm):
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "ComFedL", "global": "ComFedL, shared model"}
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return the sum of the updates; losses at the shared model are answers of their own."""
+        return sums_of(CompositionalUpdate, without=("first", "left_loss"))
 
     def differentiates_twice(self, settings: ComFedLSettings) -> bool:
         """Return True for DAMAML, unless to first order."""

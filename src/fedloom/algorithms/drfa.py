@@ -21,6 +21,7 @@ from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import PersonalizeRequest, Update, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
@@ -162,6 +163,10 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "DRFA + fine-tuning", "global": "DRFA"}
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return the sum of the updates; losses are answers of their own."""
+        return sums_of(NotedUpdate)
 
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason: each client has a weight."""

@@ -24,6 +24,7 @@ from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.model_needs import check_needs
+from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors, predictors_of
@@ -127,6 +128,11 @@ class FedAvg(base.Algorithm):
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return ``predictors``."""
         return self.predictors
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return the sum of the updates, by the weights of the mean."""
+        weighting = settings.weighting if isinstance(settings, Averaging) else "uniform"
+        return sums_of(self.update, delta_theta=Summed(weighting))
 
     def needs_each_update(self, settings: Any) -> bool:
         """Return True if norms are bounded or the mean is trimmed."""

@@ -36,7 +36,7 @@ class FedDynServer(FedAvgServer):
     def aggregate(self, shared: Tensor, updates: Replies[Any]) -> Tensor:
         """Perform lines 6 and 7; lost clients are in neither mean."""
         mean, alpha = updates.mean(updates.delta_theta), self.settings.alpha
-        share = int(updates.present.sum()) / len(self.setup.roster)
+        share = updates.count / len(self.setup.roster)
         if self._moving is not None:
             mean = mean.masked_fill(self._moving, 0)  # buffers have no gradients
         self.state["h"] = h = self.state["h"] - alpha * share * mean

@@ -25,6 +25,7 @@ from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.moon import FROZEN, Anchored
+from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData
 from fedloom.data.inputs import pieces
@@ -79,8 +80,7 @@ class FedProtoServer(base.ServerAlgorithm):
     def train_round(self, round: Round) -> base.Statistics:
         """Perform lines 1 and 7; a class that no answer has keeps its prototype."""
         updates = round.sample().send(PrototypeTrainRequest(**self.state), PrototypeUpdate)
-        present = updates.present.double()  # with which a mean is a sum
-        sums, total = updates.mean(updates.sums, present), updates.mean(updates.counts, present)
+        sums, total = updates.sum(updates.sums), updates.sum(updates.counts)
         kept = self.state["prototypes"] * (total == 0)[:, None]
         self.state["prototypes"] = (sums + kept) / total.clamp(min=1).to(sums)[:, None]
         self.state["known"] = torch.maximum(self.state["known"], (total > 0).double())
@@ -220,6 +220,10 @@ class FedProto(base.Algorithm):
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "FedProto"}
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return the sum of the prototypes and counts."""
+        return sums_of(PrototypeUpdate)
 
     def check_model(self, settings: Any, model: FlatModel) -> None:
         """Check the needs; a head of prototypes also needs a bias."""

@@ -152,6 +152,7 @@ class HeurFedAMP(base.Algorithm):
     """Personal models, each pulled towards similar ones."""
 
     name = "heurfedamp"
+    no_sums = "compares each client's own model with every other at the server"
     settings = HeurFedAMPSettings
     server = HeurFedAMPServer
     client = HeurFedAMPClient

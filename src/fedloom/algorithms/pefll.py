@@ -396,6 +396,7 @@ class PeFLL(base.Algorithm):
     """Learning to learn personalized models from descriptors."""
 
     name = "pefll"
+    no_sums = "needs each client's own descriptor and update at the server, whose hypernetwork learns from them"
     settings = PeFLLSettings
     needs = ("any vector",)
     server = PeFLLServer

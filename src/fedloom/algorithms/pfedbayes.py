@@ -35,6 +35,7 @@ from fedloom.algorithms.mean_field import (
     softplus,
 )
 from fedloom.algorithms.optimizers import adam_
+from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
@@ -80,11 +81,10 @@ class PFedBayesServer(base.ServerAlgorithm):
         A weighted sum of equal numbers is inexact, and Adam would amplify its rounding error to steps of its learning
         rate at the next visit.
         """
-        moved = updated.v - v
-        average = v + updated.mean(moved, weights)
+        average = v + updated.mean(updated.v, weights, since=v)
         if self.settings.aggregation == "parameters":
             return average
-        clients, mu = MeanField(updated.v), average[MU]  # Lemma A.2
+        clients, mu, moved = MeanField(updated.v), average[MU], updated.v - v  # Lemma A.2
         second = updated.mean(clients.sigma.square() + (clients.mu - mu).square(), weights)
         still = updated.mean((moved != 0).to(v.dtype), weights).sum(0) == 0
         return torch.where(still, v, matched_moments(mu, second))
@@ -380,6 +380,7 @@ class PFedBayes(base.Algorithm):
     name = "pfedbayes"
     settings = PFedBayesSettings
     needs = ("labels", "any vector")
+    no_sums = "needs each client's own Gaussian at the server; set aggregation to parameters and averaged to null"
     server = PFedBayesServer
     client = PFedBayesClient
     messages = (GlobalGaussian, LocalizedGaussian, Prior)
@@ -387,6 +388,12 @@ class PFedBayes(base.Algorithm):
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "pFedBayes", "global": "pFedBayes, global model"}
+
+    def sums(self, settings: PFedBayesSettings) -> SummedFields:
+        """Return the sum of the changes of the parameters; matched moments, and a part of the answers, are no sums."""
+        if settings.aggregation != "parameters" or settings.averaged is not None:
+            return {}
+        return sums_of(LocalizedGaussian, v=Summed(since="v"))
 
 
 PFEDBAYES = PFedBayes()

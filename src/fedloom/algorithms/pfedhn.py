@@ -184,6 +184,7 @@ class PFedHN(base.Algorithm):
     """Hypernetwork on the server, with an embedding of each client."""
 
     name = "pfedhn"
+    no_sums = "needs each client's own update at the server, whose hypernetwork learns from it"
     settings = PFedHNSettings
     needs = ("any vector",)
     server = PFedHNServer

@@ -219,6 +219,7 @@ class ProbabilisticMatching(base.Algorithm):
     """Averaging of networks whose neurons are matched."""
 
     name = "pfnm"
+    no_sums = "matches each client's own neurons at the server"
     settings = PFNMSettings
     server = PFNMServer
     client = PFNMClient

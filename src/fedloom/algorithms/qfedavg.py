@@ -94,7 +94,7 @@ class QFedAvg(FedAvg):
             raise FloatingPointError(
                 f"the step is not finite, because every F_k^q is 0; lower algorithm.q (now {s.q:g})"
             )
-        change: Tensor = updates.mean(updates.delta_theta) / (total / int(updates.present.sum()))
+        change: Tensor = updates.mean(updates.delta_theta) / (total / updates.count)
         return theta + change
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:

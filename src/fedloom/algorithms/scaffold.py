@@ -23,6 +23,7 @@ from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
+from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors
@@ -44,7 +45,7 @@ class ScaffoldServer(base.ServerAlgorithm):
         """Perform lines 2 and 8-9; lost clients are in neither mean."""
         theta, c = self.state["theta"], self.state["c"]
         updates = round.sample().send(ModelAndControl(theta, c), ControlledUpdate)  # line 2
-        share = int(updates.present.sum()) / len(self.setup.roster)
+        share = updates.count / len(self.setup.roster)
         mean = updates.mean(updates.delta_theta)
         self.state["theta"] = buffers_by_mean(
             self.setup.model.layout, theta, mean, theta + self.settings.server_lr * mean
@@ -156,6 +157,10 @@ class Scaffold(base.Algorithm):
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "SCAFFOLD + fine-tuning", "global": "SCAFFOLD"}
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return the sum of the updates of model and control variate."""
+        return sums_of(ControlledUpdate)
 
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason: c is a mean over a fixed roster."""

@@ -17,6 +17,7 @@ from fedloom.algorithms.afl import WeightedServer
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.per_fedavg import MetaLearning, PerFedAvg
+from fedloom.algorithms.sums import SummedFields
 
 
 class TRMAMLSettings(MetaLearning):
@@ -33,6 +34,8 @@ class TRMAMLSettings(MetaLearning):
 class TRMAML(PerFedAvg):
     """Per-FedAvg for the worst mixture of clients."""
 
+    no_sums = "weights each client's own update at the server; drfa draws clients by such weights instead"
+
     name = "tr-maml"
     settings = TRMAMLSettings
     predictors = {"personal": "TR-MAML", "global": "TR-MAML, shared model"}
@@ -40,6 +43,10 @@ class TRMAML(PerFedAvg):
     def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> WeightedServer:
         """Return the server, which keeps a weight of each client."""
         return WeightedServer(self, settings, setup, generator)
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return none: the server weights each update."""
+        return {}
 
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason: each client has a weight."""

@@ -466,6 +466,7 @@ class WeightedGradientAveraging(base.Algorithm):
     """Weighted gradient averaging and Bias Correction."""
 
     name = "wga"
+    no_sums = "weights each client's own gradient for each user at the server"
     settings = WGASettings
     server = WGAServer
     client = WGAClient

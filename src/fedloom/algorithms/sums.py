@@ -1,0 +1,48 @@
+"""Sums: the answers of which a server uses only weighted sums over the cohort (:meth:`Algorithm.sums`).
+
+Such a method needs no client's own answer, so its updates can be summed under secure aggregation, or clipped and made
+private, without a line of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fedloom.messages import Message, Quantity, Weighting
+
+STATISTICS = frozenset({Quantity.COUNT, Quantity.LOSS, Quantity.OTHER, Quantity.METRICS})
+"""Quantities that describe a client's work; all others are updates of what the federation learns."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Sum of one field of an answer, the only use that the server makes of it.
+
+    Attributes
+    ----------
+    weighting
+        Weights of the clients: their numbers of training examples, or 1 each.
+    since
+        Broadcast of the request from which the field is a change; the sum is then that of the changes. None for a
+        field that is a change, or no change at all.
+    """
+
+    weighting: Weighting = "uniform"
+    since: str | None = None
+
+
+SummedFields: TypeAlias = Mapping[type[Message], Mapping[str, Summed]]
+"""For each summed answer, the sum of each of its fields that are sent."""
+
+UNIFORM = Summed()
+
+
+def sums_of(answer: type[Message], *, without: Collection[str] = (), **chosen: Summed) -> SummedFields:
+    """Return the sums of one answer: plain ones but for the fields that are ``chosen``.
+
+    Fields named in ``without`` are not sent at all.
+    """
+    names = [field.name for field in answer.fields() if field.name not in without]
+    return {answer: {name: chosen.get(name, UNIFORM) for name in names}}
