@@ -29,6 +29,7 @@ from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.control import Control
+from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop, vocabulary
 from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
@@ -37,6 +38,7 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import FixedRoster
 from fedloom.federation.states import StoredStates
+from fedloom.federation.summation import Summation
 from fedloom.messages import Message
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
@@ -287,6 +289,8 @@ def federation(
     private: bool = False,
     plan: EvaluationPlan | None = None,
     at_once: int = 1,
+    summation: Summation | None = None,
+    held: HeldAnswers | None = None,
 ) -> Federation:
     """The real loop over the in-process transport, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
 
@@ -313,7 +317,7 @@ def federation(
             vocabulary(algorithm),
             load or by_id.__getitem__,
             conclude,
-            ClientConfig(seed, clients_at_once=at_once, start_afresh=start_afresh),
+            ClientConfig(seed, clients_at_once=at_once, start_afresh=start_afresh, held=held),
             states=StoredStates(states or open_store(made.states)) if half.stateful else None,
         ),
         problem.dtype,
@@ -342,7 +346,7 @@ def federation(
             label_mask=False,
             seed=seed,
         ),
-        AlgorithmPair(algorithm, algorithm.server(settings, problem, generator(seed, "init")), half, plan),
+        AlgorithmPair(algorithm, algorithm.server(settings, problem, generator(seed, "init")), half, plan, summation),
         FixedRoster(known),
         transport,
         made,

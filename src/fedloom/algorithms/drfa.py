@@ -155,6 +155,7 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     """Distributionally robust averaging with local steps."""
 
     name = "drfa"
+    no_sums = "draws a client more than once into a sum; set algorithm.replace to false"
     settings = DRFASettings
     server = DRFAServer
     client = DRFAClient
@@ -164,9 +165,9 @@ class DistributionallyRobustFedAvg(base.Algorithm):
         """Return the name of each predictor in tables."""
         return {"personal": "DRFA + fine-tuning", "global": "DRFA"}
 
-    def sums(self, settings: Any) -> SummedFields:
+    def sums(self, settings: DRFASettings) -> SummedFields:
         """Return the sum of the updates; losses are answers of their own."""
-        return sums_of(NotedUpdate)
+        return {} if settings.replace else sums_of(NotedUpdate)
 
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason: each client has a weight."""

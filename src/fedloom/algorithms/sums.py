@@ -32,6 +32,10 @@ class Summed:
     weighting: Weighting = "uniform"
     since: str | None = None
 
+    def weight(self, examples: int) -> float:
+        """Return the weight of a client with this many training examples."""
+        return float(examples) if self.weighting == "examples" else 1.0
+
 
 SummedFields: TypeAlias = Mapping[type[Message], Mapping[str, Summed]]
 """For each summed answer, the sum of each of its fields that are sent."""

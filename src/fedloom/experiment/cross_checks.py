@@ -20,6 +20,7 @@ from fedloom.experiment.validation_errors import SettingError
 from fedloom.models.fitting import fitted
 from fedloom.models.module import MEMORY
 from fedloom.models.registry import ModuleSettings, VGGSettings
+from fedloom.privacy.settings import SMALLEST_SUM
 from fedloom.tasks.own_metric import MEMORY as METRIC_IN_MEMORY
 from fedloom.tasks.registry import agreed_task
 
@@ -160,6 +161,32 @@ def _check_cohort(c: _Combination) -> Iterator[SettingError]:
             yield _error("federation.min_replies", message)
 
 
+def _check_sums(c: _Combination) -> Iterator[SettingError]:
+    """Check that sums suffice for the method if updates are summed securely or made private, and the cohort's size."""
+    settings, federation = c.experiment.algorithm.settings, c.experiment.federation
+    needs = []
+    if federation.secure_aggregation is not None:
+        needs.append("secure_aggregation")
+        if federation.clients_per_round < SMALLEST_SUM:
+            yield _error(
+                "federation.clients_per_round",
+                f"must be at least {SMALLEST_SUM} with secure_aggregation, because smaller sums reveal their terms "
+                f"(got {federation.clients_per_round})",
+            )
+    if federation.privacy is not None and federation.privacy.of == "clients":
+        needs.append("privacy")
+        if (weighting := getattr(settings, "weighting", "uniform")) != "uniform":
+            yield _error(
+                "algorithm.weighting",
+                f"must be uniform with federation.privacy, so that a client's part of a sum is bounded by clip (got "
+                f"{weighting})",
+            )
+    why = c.algorithm.sums_suffice(settings)
+    for key in needs:
+        if why is not None:
+            yield _error(f"federation.{key}", f"{c.algorithm.name} {why}; leave it out, or choose another method")
+
+
 def _check_keys_of_own_data(c: _Combination) -> Iterator[SettingError]:
     if isinstance(c.experiment.data, OwnData):
         return
@@ -196,4 +223,11 @@ def _check_runtime(c: _Combination) -> Iterator[SettingError]:
 
 
 DATA_CHECKS: tuple[Check, ...] = (_check_population, _check_partition, _check_augment)
-CHECKS: tuple[Check, ...] = (_check_rounds, _check_cohort, _check_keys_of_own_data, _check_evaluation, _check_runtime)
+CHECKS: tuple[Check, ...] = (
+    _check_rounds,
+    _check_cohort,
+    _check_sums,
+    _check_keys_of_own_data,
+    _check_evaluation,
+    _check_runtime,
+)

@@ -18,16 +18,18 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import each
 from fedloom.errors import DataError, FedloomError, RefusedError, StorageError
 from fedloom.federation.bugs import is_bug, safe_reason
+from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.randomness import generator
 from fedloom.federation.states import States, Versions
-from fedloom.federation.transport import ConversationKey, Lost, MissingConversation
+from fedloom.federation.sum_messages import STEPS
+from fedloom.federation.transport import EVALUATE, TRAIN, ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
 from fedloom.runs.journal import Version
 
 _log = logging.getLogger(__name__)
 
-TRAIN, EVALUATE = "train", "evaluate"
+
 _CPU = torch.device("cpu")
 
 
@@ -71,6 +73,8 @@ class ClientConfig:
         Key of noise that hides data from the aggregator (:class:`~fedloom.algorithms.base.ClientGroup`).
     augment
         Augmentation of training examples.
+    held
+        Answers of which the aggregator learns only sums; None if it receives all.
     """
 
     seed: int
@@ -79,6 +83,7 @@ class ClientConfig:
     start_afresh: bool = False
     secret: bytes | None = None
     augment: Augmentation | None = None
+    held: HeldAnswers | None = None
 
 
 @dataclass(frozen=True)
@@ -229,6 +234,8 @@ class ClientSide:
         """End a conversation; its coroutines receive GeneratorExit."""
         for opened in set(self._open.pop(key, {}).values()):
             opened.coroutine.close()
+        if self._config.held is not None:
+            self._config.held.close(key)
 
     def close_all(self) -> None:
         """End every conversation."""
@@ -344,6 +351,10 @@ class ClientSide:
         if all(lost):
             opened.exchange = request.exchange
             return
+        if isinstance(request.message, STEPS):
+            opened.answers = [gone or self._step_of_sum(opened, i, request) for i, gone in enumerate(lost)]
+            opened.exchange = request.exchange
+            return
         moved = _message_to(request.select(opened.rows), self._config.device)
         self._step(opened, request, lambda: opened.coroutine.send(moved))
         # A lost client stays lost, whatever the group computed from its zeros.
@@ -358,7 +369,10 @@ class ClientSide:
         try:
             reply = _message_to(self._next(opened, resume), _CPU)
             self._store(opened)
-            opened.answers = [Lost(lost[i]) if i in lost else reply.select([i]) for i in range(len(opened.rows))]
+            opened.answers = [
+                Lost(lost[i]) if i in lost else self._held(opened, i, request, reply.select([i]))
+                for i in range(len(opened.rows))
+            ]
         except (RefusedError, StorageError):  # raised by the store
             raise
         except Exception as error:
@@ -371,6 +385,28 @@ class ClientSide:
             _log_failure("failed", str(error), request, names, not isinstance(error, FedloomError))
             opened.answers = [Lost(lost[i]) if i in lost else _lost(error) for i in range(len(opened.rows))]
         opened.exchange = request.exchange
+
+    def _held(self, opened: _Open, i: int, request: _Request, reply: Message) -> Message | Lost:
+        """Return what the aggregator receives of the i-th client's answer: the answer, or a sign that it is held."""
+        held, key = self._config.held, opened.key
+        if held is None or key.purpose != TRAIN or not held.covers(reply):
+            return reply
+        try:
+            return held.hold(key, opened.rows[i], opened.group.clients[i], request.message, reply)
+        except FedloomError as error:
+            _log_failure("failed", str(error), request, [opened.group.clients[i].id], False)
+            return _lost(error)
+
+    def _step_of_sum(self, opened: _Open, i: int, request: _Request) -> Message | Lost:
+        """Return the i-th client's answer to a step of a secure sum."""
+        row, held = opened.rows[i], self._config.held
+        try:
+            if held is None:
+                raise DataError("federation.secure_aggregation is not set here, and the aggregator asks for a sum")
+            return held.step(opened.key, row, opened.group.clients[i].id, request.select([row]))
+        except FedloomError as error:
+            _log_failure("failed", str(error), request, [opened.group.clients[i].id], False)
+            return _lost(error)
 
     def _next(self, opened: _Open, resume: Callable[[], Message]) -> Message:
         try:

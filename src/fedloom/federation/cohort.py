@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +20,9 @@ from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
-from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
-from fedloom.messages import Message, Metrics, Replies, stack
+from fedloom.federation.summation import Summation
+from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Transport
+from fedloom.messages import Message, Metrics, Replies, Shapes, stack
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
 
 _log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class RoundConfig:
     """Returns the versions that clients start from now, for methods with client states."""
     releases: Releases | None = None
     """Record of private answers, updated before they are requested."""
+    summation: Summation | None = None
+    """Answers of training of which only sums are made; None if every answer is used as it is."""
 
 
 class RemoteCohort:
@@ -66,12 +69,14 @@ class RemoteCohort:
         self.key = key
         self.clients = tuple(clients)
         self.records: dict[str, Tensor] = {}
-        self._sizes = sizes
+        self.sizes = sizes
         self._transport, self._config, self._helper = session.transport, session.rules, session.helper
         self._attempt = session.attempt
         self._planned = planned
         self._at = 0
         self._alive = list(range(len(clients)))
+        self._may_fail = False
+        self._resting: set[int] = set()  # rows that failed an exchange that may fail
         self._record = ConversationRecord(list(clients))
         self._bugs: dict[int, str] = {}  # of rows, of which somebody tells that a bug lost them
         self.failure: Exception | None = None
@@ -81,9 +86,7 @@ class RemoteCohort:
     @property
     def present(self) -> Tensor:
         """``[c]`` bool: clients that have answered every exchange so far."""
-        present = torch.zeros(len(self.clients), dtype=torch.bool)
-        present[self._alive] = True
-        return present
+        return self.flags(self._alive)
 
     def send(
         self, message: Message, answer: type[Message] = Metrics, meanwhile: Callable[[], None] | None = None
@@ -94,25 +97,75 @@ class RemoteCohort:
         than ``min_replies`` clients answered; InterruptedRun if the run was stopped meanwhile and clients are missing:
         the stop may be the cause, so the replies are unusable.
         """
-        started = time.perf_counter()
         if answer not in self._config.shapes:
             known = ", ".join(sorted(cls.__name__ for cls in self._config.shapes))
             raise TypeError(f"clients do not answer with {answer.__name__}, only with {known}")
+        summation = self._config.summation
+        if summation is not None and answer in summation.fields and self.key.purpose == TRAIN:
+            return summation.gather(self, message, answer, meanwhile)
+        answers = self.exchange(message, answer, self._config.shapes[answer], meanwhile)
+        stacked = None
+        if answers:
+            stacked = stack(answer, [answers.get(row) for row in range(len(self.clients))])
+        return Replies(stacked, self.present, self.sizes)
+
+    def exchange(
+        self,
+        message: Message,
+        answer: type[Message],
+        shapes: Mapping[str, tuple[int, ...]],
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        may_fail: bool = False,
+    ) -> dict[int, Message]:
+        """Make one exchange with every client still present; return the one-row answers by row.
+
+        Parameters
+        ----------
+        shapes
+            Trailing shape of each field of the answer.
+        may_fail
+            Keep clients that do not answer in the conversation, and ask them again when another exchange must succeed.
+
+        Raises
+        ------
+        TooFewReplies, InterruptedRun
+            As in :meth:`send`.
+        """
+        started = time.perf_counter()
+        self._may_fail = may_fail
+        if not may_fail:
+            self._resting.clear()
         self._attempt.payload_down += message.client_bytes() * len(self._alive)
         self._lose_planned()
-        answers = self._ask(message, answer, meanwhile)
+        answers = self._ask(message, {answer: shapes}, meanwhile)
         name = type(message).__name__
         self._attempt.phases[name] = self._attempt.phases.get(name, 0.0) + time.perf_counter() - started
         self._at += 1
         if len(answers) < self._config.min_replies:
-            raise TooFewReplies(
-                f"{self._why_lost()}{len(answers)} of {pluralize(len(self.clients), 'client')} answered {name}, "
-                f"federation.min_replies is {self._config.min_replies}"
-            )
-        stacked = None
-        if answers:
-            stacked = stack(answer, [answers.get(row) for row in range(len(self.clients))])
-        return Replies(stacked, self.present, self._sizes)
+            raise self.too_few(len(answers), name, "federation.min_replies", self._config.min_replies)
+        return answers
+
+    def shapes(self, answer: type[Message]) -> Mapping[str, tuple[int, ...]]:
+        """Return the trailing shape of each field of an answer of the method."""
+        return self._config.shapes[answer]
+
+    def flags(self, rows: Collection[int]) -> Tensor:
+        """Return ``[c]`` bool, True in these rows."""
+        found = torch.zeros(len(self.clients), dtype=torch.bool)
+        found[sorted(rows)] = True
+        return found
+
+    def ended_by(self, error: Exception) -> TooFewReplies:
+        """Return the error that ends the attempt for this reason, with that of the last loss."""
+        return TooFewReplies(f"{self._why_lost()}{error}")
+
+    def too_few(self, answered: int, message: str, key: str, least: int) -> TooFewReplies:
+        """Return the error of an exchange that too few clients have answered, with the reason of the last loss."""
+        return TooFewReplies(
+            f"{self._why_lost()}{answered} of {pluralize(len(self.clients), 'client')} answered {message}, "
+            f"{key} is {least}"
+        )
 
     def _lose_planned(self) -> None:
         """Lose the clients that a replayed conversation lost at this exchange."""
@@ -120,23 +173,24 @@ class RemoteCohort:
         for row in [row for row in self._alive if row in planned]:
             self._lose(row, planned[row].reason)
 
-    def _ask(self, message: Message, answer: type[Message], meanwhile: Callable[[], None] | None) -> dict[int, Message]:
-        if not self._alive:
+    def _ask(self, message: Message, shapes: Shapes, meanwhile: Callable[[], None] | None) -> dict[int, Message]:
+        rows = [row for row in self._alive if row not in self._resting]
+        if not rows:
             if meanwhile is not None:
                 meanwhile()
             return {}
-        with tracing.span(f"exchange {type(message).__name__}", **self._about(), clients=len(self._alive)):
+        with tracing.span(f"exchange {type(message).__name__}", **self._about(), clients=len(rows)):
             call = Call(
                 key=self.key,
                 exchange=self._at,
-                rows=tuple(self._alive),
-                clients=tuple(self.clients[row] for row in self._alive),
-                message=message.select(self._alive),
-                shapes={answer: self._config.shapes[answer]},
+                rows=tuple(rows),
+                clients=tuple(self.clients[row] for row in rows),
+                message=message.select(rows),
+                shapes=shapes,
                 deadline_s=self._config.deadline_s,
                 states=self._states() if self._at == 0 else (),
                 trace=tracing.here(),
-                told_again=self._count_private(answer),
+                told_again=self._count_private(next(iter(shapes))),
             )
             received = self._carry(call, meanwhile)
         if self._config.stop.is_set() and any(isinstance(reply, Lost) for reply in received):
@@ -214,6 +268,10 @@ class RemoteCohort:
             self.failure = error
             raise
 
+    def lose(self, row: int, reason: str) -> None:
+        """Lose a client because of what it has answered."""
+        self._lose(row, reason)
+
     def lose_all(self, reason: str) -> None:
         """Lose all clients still present."""
         for row in list(self._alive):
@@ -237,6 +295,9 @@ class RemoteCohort:
         self._lose(row, f"{OUT_OF_RANGE}: {reason}")
 
     def _lose(self, row: int, reason: str) -> None:
+        if self._may_fail:
+            self._resting.add(row)
+            return
         self._alive.remove(row)
         self._record.lost.append(Loss(row, self.clients[row], self._at, printable(reason, REASON_CHARACTERS)))
 

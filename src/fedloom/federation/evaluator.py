@@ -19,13 +19,13 @@ from fedloom.evaluation.measure import implausible
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.bugs import is_bug, place
-from fedloom.federation.client_side import EVALUATE, after_steps_purpose
+from fedloom.federation.client_side import after_steps_purpose
 from fedloom.federation.cohort import RemoteCohort, RoundAttempt, RoundConfig, TooFewReplies
 from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
 from fedloom.federation.states import Versions
-from fedloom.federation.transport import Transport
+from fedloom.federation.transport import EVALUATE, Transport
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import Message, Metrics, Replies, answer_shapes
 from fedloom.runs.checkpoint import Best, Checkpoints
@@ -90,6 +90,7 @@ class Evaluator:
             self._judge,
             self._states if pair.client.stateful else None,
             releases,
+            pair.summation,
         )
         self._durable: tuple[int, Best | None] | None = None
 

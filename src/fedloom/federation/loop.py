@@ -23,6 +23,7 @@ from fedloom.federation.loop_config import AlgorithmPair, Extra, LoopConfig, Loo
 from fedloom.federation.releases import Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
+from fedloom.federation.sum_messages import ANSWERS, STEPS
 from fedloom.federation.transport import Transport
 from fedloom.federation.validation import is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics
@@ -368,5 +369,5 @@ class Loop(Evaluator):
 
 
 def vocabulary(algorithm: Algorithm) -> dict[str, type[Message]]:
-    """Return all messages that a conversation of this algorithm can contain, by name."""
-    return {message.__name__: message for message in (*algorithm.messages, Metrics)}
+    """Return all messages that a conversation of this algorithm can contain, by name, those of its sums included."""
+    return {message.__name__: message for message in (*algorithm.messages, Metrics, *STEPS, *ANSWERS)}

@@ -12,6 +12,7 @@ from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
+from fedloom.federation.summation import Summation
 from fedloom.runs.checkpoint import Best
 from fedloom.runs.journal import Attempt
 
@@ -53,12 +54,16 @@ class LoopConfig:
 
 @dataclass(frozen=True)
 class AlgorithmPair:
-    """Algorithm of a run, and what is measured; the server algorithm is new, and the client algorithm is not run."""
+    """Algorithm of a run, and what is measured; the server algorithm is new, and the client algorithm is not run.
+
+    ``summation`` has the answers of training of which only sums are made; None without them.
+    """
 
     algorithm: Algorithm
     server: ServerAlgorithm
     client: ClientAlgorithm
     plan: EvaluationPlan
+    summation: Summation | None = None
 
 
 class Observer(Protocol):

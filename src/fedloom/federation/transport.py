@@ -15,6 +15,9 @@ from fedloom.federation.silence import Silence
 from fedloom.federation.states import Versions
 from fedloom.messages import Message
 
+TRAIN, EVALUATE = "train", "evaluate"
+"""Purposes of conversations."""
+
 
 @dataclass(frozen=True, order=True)
 class ConversationKey:

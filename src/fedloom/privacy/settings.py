@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from fedloom.core.settings import Settings
 from fedloom.privacy.gaussian_mechanism import MAX_DELTA
 
+SMALLEST_SUM = 3
+"""Smallest number of clients whose sum is revealed: of a sum of two, each learns the other's value."""
+
 
 class SecureAggregation(Settings):
     """Keys of ``federation.secure_aggregation``: the aggregator learns sums over a cohort, and no client's own answer.
@@ -30,6 +33,7 @@ class SecureAggregation(Settings):
     neighbours: int | None = Field(
         default=None,
         ge=2,
+        multiple_of=2,
         description="Number of other clients with which each client shares masks; null: by the size of the cohort.",
     )
     threshold: int | None = Field(
@@ -37,6 +41,19 @@ class SecureAggregation(Settings):
         ge=2,
         description="Neighbours of a client that must answer until the end: more than half; null: two thirds.",
     )
+
+    @model_validator(mode="after")
+    def _more_than_half(self) -> Self:
+        if self.threshold is None:
+            return self
+        if self.neighbours is None:
+            raise ValueError(f"threshold: needs neighbours beside it (got {self.threshold}, and neighbours null)")
+        if not self.neighbours / 2 < self.threshold <= self.neighbours:
+            raise ValueError(
+                f"threshold: must be more than half of the neighbours, {self.neighbours}, and at most all (got "
+                f"{self.threshold})"
+            )
+        return self
 
 
 class AdaptiveClip(Settings):

@@ -29,6 +29,7 @@ from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.experiment.sections import EarlyStopping
 from fedloom.federation.client_side import ClientConfig, ClientSide
 from fedloom.federation.evaluator import Evaluator
+from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop, vocabulary
 from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
@@ -36,6 +37,7 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Keep, Releases
 from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
+from fedloom.federation.summation import Summation
 from fedloom.federation.transport import Transport
 from fedloom.messages import Message
 from fedloom.models.fitting import fitted
@@ -48,6 +50,7 @@ from fedloom.runs.checkpoint import Best
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
+from fedloom.security.signing import NoSigner, NoVerifier
 from fedloom.storage import is_url, open_store
 
 DTYPE = torch.float32
@@ -72,6 +75,15 @@ class RunContext:
     def settings(self) -> Any:
         """Settings of the algorithm."""
         return self.experiment.algorithm.settings
+
+    @property
+    def summation(self) -> Summation | None:
+        """Answers of training of which only sums are made: under secure aggregation, or if clients are private."""
+        federation = self.experiment.federation
+        privacy = federation.privacy if federation.privacy is not None and federation.privacy.of == "clients" else None
+        if federation.secure_aggregation is None and privacy is None:
+            return None
+        return Summation(self.algorithm.sums(self.settings), federation.secure_aggregation, privacy, self.setup.dtype)
 
     def server_algorithm(self) -> ServerAlgorithm:
         """Return a new server algorithm; its initial state depends on the seed alone."""
@@ -358,6 +370,7 @@ def client_side(
         start_afresh=e.federation.lost_state == "afresh",
         secret=secret,
         augment=augmentation(e.data.augment, dataset.manifest.normalization),
+        held=None if parts.summation is None else HeldAnswers(parts.summation, lambda client: NoSigner(), NoVerifier()),
     )
     return ClientSide(
         algorithm,
@@ -456,7 +469,9 @@ def evaluator(parts: RunContext, transport: Transport, folder: RunFolder) -> Eva
 
 
 def _algorithm_pair(parts: RunContext) -> AlgorithmPair:
-    return AlgorithmPair(parts.algorithm, parts.server_algorithm(), parts.client_algorithm(), parts.plan)
+    return AlgorithmPair(
+        parts.algorithm, parts.server_algorithm(), parts.client_algorithm(), parts.plan, parts.summation
+    )
 
 
 def _loop_config(e: Experiment, *, is_open: bool) -> LoopConfig:

@@ -15,10 +15,9 @@ from itertools import islice
 from fedloom.core.words import first_of, pluralize
 from fedloom.errors import FedloomError
 from fedloom.federation.activity import Awaited
-from fedloom.federation.client_side import TRAIN
 from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
-from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals
+from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Refusals
 from fedloom.transport.codec import encode
 from fedloom.transport.conversations import Conversations
 from fedloom.transport.exchanges import Exchange, Link, OpenConversation, WorkerInfo

@@ -1,0 +1,171 @@
+"""Aggregator's side of a secure sum over a cohort: five exchanges after the one that the clients answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.errors import QuorumError, RefusedError
+from fedloom.federation.sum_messages import (
+    AnswerReady,
+    ConfirmationDelivery,
+    Confirmations,
+    EncryptedShares,
+    KeyRoster,
+    MaskedAnswer,
+    MemberKeys,
+    RevealedShares,
+    ShareDelivery,
+    SumSession,
+    Survivors,
+    names_as_bytes,
+)
+from fedloom.federation.sum_vector import SumVector, graph_of
+from fedloom.messages import FieldSum, Message, Sums
+from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation
+from fedloom.security.masks import Integers
+from fedloom.security.secure_sum import (
+    KEY_BYTES,
+    REVEALED_BYTES,
+    SHARED_BYTES,
+    MaskedVector,
+    SecureSumAggregator,
+)
+from fedloom.security.sum_keys import TAG_BYTES
+from fedloom.security.sum_session import SESSION_BYTES, SessionParameters
+
+if TYPE_CHECKING:
+    from fedloom.federation.cohort import RemoteCohort
+    from fedloom.federation.summation import Summation
+
+
+class SecureSum:
+    """Secure sum of one answer of a cohort.
+
+    Members are the clients whose answers are ready; member i is row ``self._rows[i]`` of the cohort.
+    """
+
+    def __init__(
+        self, summation: Summation, settings: SecureAggregation, cohort: RemoteCohort, answer: type[Message]
+    ) -> None:
+        self._cohort, self._answer = cohort, answer
+        self._fields = summation.fields[answer]
+        self._settings, self._signature_bytes, self._dtype = settings, summation.signature_bytes, summation.dtype
+        self._vector = SumVector(answer, self._fields, cohort.shapes(answer), settings)
+
+    def gather(self, message: Message, meanwhile: Callable[[], None] | None) -> Sums[Any]:
+        """Deliver a message, and return the sums of the answers that stay hidden.
+
+        Raises
+        ------
+        TooFewReplies
+            If too few clients stay until the end; nothing of any answer is known then.
+        InterruptedRun
+            As in :meth:`RemoteCohort.send`.
+        """
+        try:
+            return self._gather(message, meanwhile)
+        except QuorumError as error:
+            raise self._cohort.ended_by(error) from error
+
+    def _gather(self, message: Message, meanwhile: Callable[[], None] | None) -> Sums[Any]:
+        ready = self._ask(message, AnswerReady, {"ready": (1,)}, meanwhile)
+        self._rows = sorted(ready)
+        members = tuple(self._cohort.clients[row] for row in self._rows)
+        largest = int(self._cohort.sizes[self._rows].max()) if self._rows else 0
+        parameters = self._parameters(members)
+        total = self._sum(SecureSumAggregator(parameters, self._vector.size), parameters, largest)
+        return self._sums(self._vector.decode(total, len(members)), largest)
+
+    def _parameters(self, members: tuple[str, ...]) -> SessionParameters:
+        if len(members) < SMALLEST_SUM:
+            raise QuorumError(f"{len(members)} clients are ready for a secure sum; {SMALLEST_SUM} are required")
+        neighbours, threshold = graph_of(self._settings, len(members))
+        return SessionParameters(os.urandom(SESSION_BYTES), members, neighbours, threshold, self._settings.bits)
+
+    def _sum(self, aggregator: SecureSumAggregator, p: SessionParameters, largest: int) -> Integers:
+        """Make the steps of the protocol, each one exchange; return the sum."""
+        k, s = p.degree, self._signature_bytes
+        opening = SumSession(
+            torch.frombuffer(bytearray(p.session), dtype=torch.uint8),
+            names_as_bytes(p.members),
+            torch.tensor([k, p.threshold, p.bits, largest]),
+        )
+        sent = self._ask(opening, MemberKeys, {"keys": (KEY_BYTES,), "signature": (s,)})
+        signatures = self._stacked(sent, "signature", s)
+        keys = aggregator.roster(self._stacked(sent, "keys", KEY_BYTES), self._flags(sent))
+        near = np.zeros((len(p.members), k, s), np.uint8)
+        for i in np.flatnonzero(keys.any(axis=1)).tolist():
+            neighbours = aggregator.neighbours(i)
+            near[i, : len(neighbours)] = signatures[neighbours]
+        sent = self._ask(KeyRoster(_tensor(keys), self._spread(near)), EncryptedShares, {"shares": (k, SHARED_BYTES)})
+        shares, present = aggregator.forward_shares(self._stacked(sent, "shares", k, SHARED_BYTES), self._flags(sent))
+        delivery = ShareDelivery(self._spread(shares), self._spread(present.astype(np.uint8)))
+        shapes = {"values": (self._vector.nbytes,), "receipts": (k, TAG_BYTES)}
+        self._add(aggregator, self._ask(delivery, MaskedAnswer, shapes))
+        self._survived, receipts = aggregator.survivors()
+        survivors = Survivors(_tensor(self._survived.astype(np.uint8)), self._spread(receipts))
+        # From here on a client's answer is in the sum, so it is not lost any more, whatever becomes of it.
+        sent = self._ask(survivors, Confirmations, {"tags": (k, TAG_BYTES)}, may_fail=True)
+        tags = aggregator.forward_confirmations(self._stacked(sent, "tags", k, TAG_BYTES), self._flags(sent))
+        confirmed = ConfirmationDelivery(self._spread(tags))
+        sent = self._ask(confirmed, RevealedShares, {"shares": (k, REVEALED_BYTES)}, may_fail=True)
+        return aggregator.sum(self._stacked(sent, "shares", k, REVEALED_BYTES), self._flags(sent))
+
+    def _add(self, aggregator: SecureSumAggregator, sent: Mapping[int, Message]) -> None:
+        for row in self._rows:
+            if isinstance(answer := sent.get(row), MaskedAnswer):
+                masked = MaskedVector(self._vector.from_bytes(answer.values), answer.receipts[0].numpy())
+                try:
+                    aggregator.add(self._rows.index(row), masked)
+                except RefusedError as error:
+                    self._cohort.lose(row, str(error))
+
+    def _sums(self, found: Mapping[str, NDArray[np.float64]], largest: int) -> Sums[Any]:
+        rows = [row for row, there in zip(self._rows, self._survived.tolist(), strict=True) if there]
+        sums = {}
+        for name, summed in self._fields.items():
+            weight = sum(summed.weight(int(self._cohort.sizes[row])) for row in rows)
+            value = torch.from_numpy(found[name] * summed.weight(largest))
+            dtype = self._dtype if name in self._vector.updates else torch.float64
+            sums[name] = FieldSum(value.to(dtype), weight, summed.weighting)
+        return Sums(sums, self._cohort.flags(rows), self._cohort.sizes, len(rows))
+
+    def _ask(
+        self,
+        message: Message,
+        answer: type[Message],
+        shapes: Mapping[str, tuple[int, ...]],
+        meanwhile: Callable[[], None] | None = None,
+        *,
+        may_fail: bool = False,
+    ) -> dict[int, Message]:
+        return self._cohort.exchange(message, answer, shapes, meanwhile, may_fail=may_fail)
+
+    def _flags(self, sent: Collection[int]) -> NDArray[np.bool_]:
+        """Return the members among these rows of the cohort, bool [n]."""
+        return np.array([row in sent for row in self._rows], np.bool_)
+
+    def _stacked(self, sent: Mapping[int, Message], name: str, *shape: int) -> NDArray[np.uint8]:
+        """Return a field of the members' answers, uint8 [n, *shape], zeros for those that are absent."""
+        found = np.zeros((len(self._rows), *shape), np.uint8)
+        for i, row in enumerate(self._rows):
+            if row in sent:
+                found[i] = sent[row].tensors()[name][0].numpy()
+        return found
+
+    def _spread(self, values: NDArray[np.uint8]) -> Tensor:
+        """Return values of members [n, ...] as rows of the cohort [c, ...]."""
+        found = torch.zeros(len(self._cohort.clients), *values.shape[1:], dtype=torch.uint8)
+        found[self._rows] = _tensor(values)
+        return found
+
+
+def _tensor(values: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))

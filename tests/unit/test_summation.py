@@ -1,0 +1,55 @@
+"""Sums of answers through the round loop: in the clear, and under secure aggregation, against plain averaging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import IMAGE, clients, federation, problem_of
+from torch import Tensor
+
+from fedloom.algorithms.base import Algorithm, find_algorithm
+from fedloom.federation.held_answers import HeldAnswers
+from fedloom.federation.summation import Summation
+from fedloom.models.mlp import MLP
+from fedloom.privacy.settings import SecureAggregation
+from fedloom.security.signing import NoSigner, NoVerifier
+
+METHODS = (
+    "fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl", "fedadam", "q-fedavg", "feddyn", "ditto", "fedproto",
+    "drfa",
+)  # fmt: skip
+SIZES = (12, 7, 9, 16, 11)
+
+
+def summing(method: Algorithm, settings: Any, secure: SecureAggregation | None) -> dict[str, Any]:
+    """Return what both sides of a federation need for sums."""
+    summation = Summation(method.sums(settings), secure)
+    return {"summation": summation, "held": HeldAnswers(summation, lambda client: NoSigner(), NoVerifier())}
+
+
+def trained(
+    folder: Path, name: str, secure: SecureAggregation | None, *, sums: bool = True, **keys: Any
+) -> Mapping[str, Tensor]:
+    """Return the server's state after two rounds."""
+    method = find_algorithm(name)
+    settings = method.settings(**({"replace": False, "gamma": 0.0} if name == "drfa" else {}))
+    data = clients(SIZES)
+    problem = problem_of(MLP(IMAGE, (8,), 3), data, roster=tuple(c.id for c in data))
+    made = summing(method, settings, secure) if sums else {}
+    run = federation(folder, method, settings, problem, data, rounds=2, **made, **keys)
+    run.loop.run()
+    return run.loop.server.state
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sums_in_the_clear_and_masked_are_the_plain_mean(name: str, tmp_path: Path) -> None:
+    plain = trained(tmp_path / "plain", name, None, sums=False)
+    clear = trained(tmp_path / "clear", name, None)
+    masked = trained(tmp_path / "masked", name, SecureAggregation(bits=64, range=1000))
+    for key, value in plain.items():
+        torch.testing.assert_close(clear[key], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(masked[key], value, rtol=1e-5, atol=1e-6)
