@@ -176,6 +176,17 @@ class Metrics(Message):
     sums: Tensor = rows(Quantity.METRICS)  # [c, predictors, splits, K] float64
 
 
+class SummedMetrics(Message):
+    """Measurements of which only sums over clients are known, with the moments of each client's own metrics."""
+
+    counts: Tensor = rows(Quantity.METRICS)
+    confusion: Tensor = rows(Quantity.METRICS)
+    calibration: Tensor = rows(Quantity.METRICS)
+    uncertainty: Tensor = rows(Quantity.METRICS)
+    sums: Tensor = rows(Quantity.METRICS)
+    moments: Tensor = rows(Quantity.OTHER)  # [c, predictors, readings, 2 + metrics, 3] float64
+
+
 class Replies(Generic[M]):
     """Answers of a cohort to one exchange, stacked with one row per client in cohort order.
 

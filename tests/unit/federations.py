@@ -25,6 +25,7 @@ from fedloom.data.federated import ClientData, ClientEntry, Manifest, Normalizat
 from fedloom.data.manifest import VERSION
 from fedloom.data.targets import Targets
 from fedloom.evaluation.measure import metrics
+from fedloom.evaluation.moments import summed_metrics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.client_side import ClientConfig, ClientSide
@@ -39,7 +40,7 @@ from fedloom.federation.releases import Releases
 from fedloom.federation.roster import FixedRoster
 from fedloom.federation.states import StoredStates
 from fedloom.federation.summation import Summation
-from fedloom.messages import Message
+from fedloom.messages import Message, SummedMetrics
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Predictors
@@ -309,7 +310,9 @@ def federation(
     def conclude(found: Predictors, clients: ClientGroup) -> Message:
         for named, member in zip(found, clients.clients, strict=True):
             predictors[loop.round, member.id] = dict(named)
-        return metrics(found, clients.clients, half.predictors, batch_size=16, plan=plan)
+        measured = metrics(found, clients.clients, half.predictors, batch_size=16, plan=plan)
+        in_sums = summation is not None and SummedMetrics in summation.fields
+        return summed_metrics(measured, plan) if in_sums else measured
 
     transport = InProcess(
         ClientSide(

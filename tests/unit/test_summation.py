@@ -12,8 +12,11 @@ from federations import IMAGE, clients, federation, problem_of
 from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
+from fedloom.algorithms.sums import sums_of
+from fedloom.evaluation.summary import groups, left_out
 from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.summation import Summation
+from fedloom.messages import SummedMetrics
 from fedloom.models.mlp import MLP
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.signing import NoSigner, NoVerifier
@@ -53,3 +56,35 @@ def test_sums_in_the_clear_and_masked_are_the_plain_mean(name: str, tmp_path: Pa
     for key, value in plain.items():
         torch.testing.assert_close(clear[key], value, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(masked[key], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "pfedbayes"])
+def test_summed_metrics_have_the_statistics_of_each_clients_metrics(name: str, tmp_path: Path) -> None:
+    """All but those of the worst clients, which no sum gives."""
+    method, data = find_algorithm(name), clients((12, 7, 9, 16, 11, 8))
+    problem = problem_of(MLP(IMAGE, (8,), 3), data)
+    unseen = [c.id for c in data[:3]]
+    plain = federation(tmp_path / "plain", method, method.settings(), problem, data, unseen=unseen).run()
+    fields = {**method.sums(method.settings()), **sums_of(SummedMetrics)}
+    summation = Summation(fields, SecureAggregation(bits=64), dtype=torch.float64)
+    held = HeldAnswers(summation, lambda client: NoSigner(), NoVerifier())
+    made = federation(
+        tmp_path / "summed", method, method.settings(), problem, data, unseen=unseen, summation=summation, held=held
+    )
+    summed = made.run()
+    expected, found = groups(plain, label_mask=False), groups(summed, label_mask=False)
+    assert summed.measured == 6
+    assert left_out(summed, label_mask=False) == left_out(plain, label_mask=False)
+    compare(expected, found)
+
+
+def compare(expected: Any, found: Any, key: str = "") -> None:
+    """Check numbers in nested mappings, and that what is known only of single clients is None."""
+    if isinstance(expected, dict):
+        assert found is not None, key
+        for name, value in expected.items():
+            compare(value, found[name], name)
+    elif "worst" in key:
+        assert found is None
+    else:
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4), key

@@ -25,12 +25,16 @@ def client_rows(evaluation: EvaluationResult, entries: Iterable[ClientEntry]) ->
     ``<p>_accuracy_masked``, ``<p>_loss_masked`` on the test split, empty without such a reading; ``<p>_ece``, its own
     calibration error there (unmasked); ``<p>_<metric>_unmasked`` for the other metrics of the task, e.g.
     ``<p>_rmse_unmasked``, empty where undefined; and ``owner``, the name of its natural owner, empty for partitioned
-    examples.
+    examples. Where metrics are summed securely, all results are empty.
     """
     by_id = {entry.id: entry for entry in entries}
     columns = [_predictor_columns(evaluation, predictor) for predictor in evaluation.predictors]
+    clients = evaluation.clients
+    if evaluation.moments is not None:  # rows of the evaluation are groups, and no client's numbers are known
+        clients = tuple(by_id)
+        columns = [[dict.fromkeys(of_groups[0], "")] * len(clients) for of_groups in columns]
     rows = []
-    for i, client in enumerate(evaluation.clients):
+    for i, client in enumerate(clients):
         entry = by_id[client]
         row = {
             "id": client,
@@ -94,10 +98,13 @@ def confusion_table(evaluation: EvaluationResult) -> str:
     """Return the content of ``confusion.csv``: each personal model's predicted and true classes, test split, unmasked.
 
     It has a line ``id,class,predicted,examples`` for each pair of classes that occurs, in the order of the evaluation,
-    with classes by number. Clients that did not answer, or have no labelled test examples, have no lines.
+    with classes by number. Clients that did not answer, or have no labelled test examples, have no lines; nor has any
+    client if metrics are summed securely.
     """
     text, p = io.StringIO(), evaluation.predictors.index("personal")
     text.write("id,class,predicted,examples\n")
+    if evaluation.moments is not None:
+        return text.getvalue()
     for client, found, present in zip(evaluation.clients, evaluation.confusion[:, p], evaluation.present, strict=True):
         if present:
             places = found.nonzero()

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from fedloom.evaluation.moments import summed_metric_statistics
+
 if TYPE_CHECKING:
     from fedloom.evaluation.summary import EvaluationResult
 
@@ -20,10 +22,13 @@ def metric_statistics(
     and ``worst_decile``, the mean of the worst ⌈m/10⌉ of them; and ``pooled``, the metric of all their examples
     together. It is None if it is defined for no client. ``reading`` is that of accuracy and log loss.
     """
-    clients = evaluation.metrics(predictor, "test", group, reading=reading)
-    pooled = evaluation.metrics(predictor, "test", group, reading=reading, pooled=True)
     headline = evaluation.plan.task.headline.name
     ordered = sorted(evaluation.plan.metrics, key=lambda metric: metric.name != headline)
+    if evaluation.moments is not None:
+        found = summed_metric_statistics(evaluation, predictor, group, reading)
+        return {metric.name: found[metric.name] for metric in ordered}
+    clients = evaluation.metrics(predictor, "test", group, reading=reading)
+    pooled = evaluation.metrics(predictor, "test", group, reading=reading, pooled=True)
     return {
         metric.name: _over_clients(clients[metric.name], pooled[metric.name], higher=metric.higher_is_better)
         for metric in ordered

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedloom.evaluation.last_evaluations import late
 from fedloom.evaluation.metric_statistics import metric_statistics
+from fedloom.evaluation.moments import summed_group_statistics, summed_mean
 from fedloom.evaluation.plan import READINGS, SPLITS, EvaluationPlan
 from fedloom.evaluation.uncertainty import group_uncertainty
 from fedloom.tasks.base import CORRECT, LOSS, TOTAL, Counts
@@ -61,6 +62,11 @@ class EvaluationResult:
         Task, and the meaning of the sums.
     records
         Values that the server algorithm recorded, one row per client: ``[n, ...]``.
+    moments
+        ``[n, P, R, 2 + M, 3]`` float64, see :mod:`fedloom.evaluation.moments`, if metrics are summed securely: a row is
+        then not a client, but all clients of a group, seen or unseen. None if each client's metrics are known.
+    members
+        ``[n, 2]``, the numbers of clients asked, and in the sums of these rows.
     """
 
     round: int
@@ -75,6 +81,8 @@ class EvaluationResult:
     sums: Tensor
     plan: EvaluationPlan
     records: dict[str, Tensor] = field(default_factory=dict)
+    moments: Tensor | None = None
+    members: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check the shapes against each other.
@@ -95,6 +103,16 @@ class EvaluationResult:
         for name, tensor in self.records.items():
             if tensor.shape[:1] != (n,):
                 raise ValueError(f"record {name!r} must have shape ({n}, ...) (got {tuple(tensor.shape)})")
+
+    @property
+    def asked(self) -> int:
+        """Number of clients that were asked."""
+        return len(self.clients) if self.members is None else int(self.members[:, 0].sum())
+
+    @property
+    def measured(self) -> int:
+        """Number of clients that are measured."""
+        return int(self.present.sum()) if self.members is None else int(self.members[:, 1].sum())
 
     @property
     def classes(self) -> int:
@@ -186,13 +204,22 @@ def predictor_statistics(
     way.
     """
     main, other = ("masked", "unmasked") if label_mask else ("unmasked", "masked")
-    statistics = group_statistics(evaluation.of(predictor, "test", main)[group], classes=evaluation.classes > 0)
+    statistics = _group_statistics(evaluation, predictor, group, main, classes=evaluation.classes > 0)
     if statistics is None:
         return None
     return statistics | {
         "metrics": metric_statistics(evaluation, predictor, group, reading=main),
-        other: group_statistics(evaluation.of(predictor, "test", other)[group]),
+        other: _group_statistics(evaluation, predictor, group, other, classes=True),
     }
+
+
+def _group_statistics(
+    evaluation: EvaluationResult, predictor: str, group: Tensor, reading: str, *, classes: bool
+) -> Statistics | None:
+    """Return the statistics of a group under one reading, from each client's counts or from sums over clients."""
+    if evaluation.moments is not None:
+        return summed_group_statistics(evaluation, predictor, group, reading, classes=classes)
+    return group_statistics(evaluation.of(predictor, "test", reading)[group], classes=classes)
 
 
 def groups(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, Statistics | None]:
@@ -230,8 +257,10 @@ def uncertainties(evaluation: EvaluationResult) -> dict[str, dict[str, float] | 
 
 def calibration_of_clients(evaluation: EvaluationResult, group: str) -> float | None:
     """Return the mean calibration error over the clients of ``seen``, ``unseen`` or ``global``."""
-    errors = calibration_errors(evaluation.calibration[:, evaluation.predictors.index(_predictor_of(group))])
     wanted = {"seen": evaluation.seen, "unseen": ~evaluation.seen}.get(group, torch.ones_like(evaluation.seen))
+    if evaluation.moments is not None:
+        return summed_mean(evaluation, _predictor_of(group), wanted, "ece")
+    errors = calibration_errors(evaluation.calibration[:, evaluation.predictors.index(_predictor_of(group))])
     errors = errors[wanted & evaluation.present]
     errors = errors[~errors.isnan()]
     return float(errors.mean()) if len(errors) else None
@@ -288,7 +317,13 @@ def headline_keys(plan: EvaluationPlan) -> dict[str, Any]:
 
 def left_out(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, int]:
     """Return the numbers of clients left out of statistics: ``absent`` (no answer), ``untested`` (no test data)."""
-    total = evaluation.of("personal", "test", "masked" if label_mask else "unmasked")[:, TOTAL]
+    reading = "masked" if label_mask else "unmasked"
+    if evaluation.members is not None:
+        everyone = torch.ones_like(evaluation.seen)
+        found = summed_group_statistics(evaluation, "personal", everyone, reading, classes=False)
+        tested = 0 if found is None else found["clients"]
+        return {"absent": evaluation.asked - evaluation.measured, "untested": evaluation.measured - tested}
+    total = evaluation.of("personal", "test", reading)[:, TOTAL]
     present = evaluation.present.bool()
     return {"absent": int((~present).sum()), "untested": int((present & (total == 0)).sum())}
 

@@ -389,7 +389,7 @@ class ClientSide:
     def _held(self, opened: _Open, i: int, request: _Request, reply: Message) -> Message | Lost:
         """Return what the aggregator receives of the i-th client's answer: the answer, or a sign that it is held."""
         held, key = self._config.held, opened.key
-        if held is None or key.purpose != TRAIN or not held.covers(reply):
+        if held is None or not held.covers(reply):
             return reply
         try:
             return held.hold(key, opened.rows[i], opened.group.clients[i], request.message, reply)

@@ -21,8 +21,8 @@ from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
 from fedloom.federation.summation import Summation
-from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Transport
-from fedloom.messages import Message, Metrics, Replies, Shapes, stack
+from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
+from fedloom.messages import Message, Metrics, Replies, Shapes, SummedMetrics, stack
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,9 @@ class RoundConfig:
     releases: Releases | None = None
     """Record of private answers, updated before they are requested."""
     summation: Summation | None = None
-    """Answers of training of which only sums are made; None if every answer is used as it is."""
+    """Answers of which only sums are made; None if every answer is used as it is."""
+    sums_metrics: bool = False
+    """True if the clients' metrics are summed securely."""
 
 
 class RemoteCohort:
@@ -97,11 +99,13 @@ class RemoteCohort:
         than ``min_replies`` clients answered; InterruptedRun if the run was stopped meanwhile and clients are missing:
         the stop may be the cause, so the replies are unusable.
         """
+        if answer is Metrics and self._config.sums_metrics:
+            answer = SummedMetrics
         if answer not in self._config.shapes:
             known = ", ".join(sorted(cls.__name__ for cls in self._config.shapes))
             raise TypeError(f"clients do not answer with {answer.__name__}, only with {known}")
         summation = self._config.summation
-        if summation is not None and answer in summation.fields and self.key.purpose == TRAIN:
+        if summation is not None and answer in summation.fields:
             return summation.gather(self, message, answer, meanwhile)
         answers = self.exchange(message, answer, self._config.shapes[answer], meanwhile)
         stacked = None

@@ -16,6 +16,7 @@ from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.data.federated import Manifest
 from fedloom.errors import DataError, FedloomError, InterruptedRun, argument
 from fedloom.evaluation.measure import implausible
+from fedloom.evaluation.moments import moments_shape
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.bugs import is_bug, place
@@ -25,9 +26,11 @@ from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
 from fedloom.federation.states import Versions
+from fedloom.federation.summed_measurements import SummedMeasurements, in_sums
 from fedloom.federation.transport import EVALUATE, Transport
 from fedloom.federation.validation import learning_rates, out_of_range
-from fedloom.messages import Message, Metrics, Replies, answer_shapes
+from fedloom.messages import Message, Metrics, Replies, SummedMetrics, answer_shapes
+from fedloom.privacy.settings import SMALLEST_SUM
 from fedloom.runs.checkpoint import Best, Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal, Replay
@@ -79,6 +82,10 @@ class Evaluator:
         shapes = {
             **answer_shapes(self.algorithm.messages, self.server.sizes),
             Metrics: self.plan.shapes(len(self.predictors)),
+            SummedMetrics: {
+                **self.plan.shapes(len(self.predictors)),
+                "moments": moments_shape(self.plan, len(self.predictors)),
+            },
         }
         self._config = RoundConfig(
             schedule.seed,
@@ -92,6 +99,7 @@ class Evaluator:
             releases,
             pair.summation,
         )
+        self._sums_metrics = pair.summation is not None and SummedMetrics in pair.summation.fields
         self._durable: tuple[int, Best | None] | None = None
 
     @property
@@ -123,6 +131,9 @@ class Evaluator:
             planned = self.replay.evaluation(self.round) if self.replay is not None and steps is None else None
             clients = self._to_measure(planned, steps)
             session = self._measuring(attempt, planned, EVALUATE if steps is None else after_steps_purpose(steps))
+            if self._sums_metrics:
+                session.rules = replace(session.rules, sums_metrics=True)
+                return self._evaluate_in_sums(session, clients)
             results = _Measurements(len(clients), len(self.predictors), self.plan)
             size, silence, skipped = self.schedule.evaluation_cohort, self.transport.silence, 0
             before_s = silence.waited_s
@@ -154,6 +165,25 @@ class Evaluator:
             plan=self.plan,
             records=results.records,
         )
+
+    def _evaluate_in_sums(self, session: RoundAttempt, clients: Sequence[str]) -> EvaluationResult:
+        """Evaluate clients whose metrics are summed securely, the seen and the unseen ones apart."""
+        groups = [[client for client in clients if self.manifest.entry(client).seen == seen] for seen in (True, False)]
+        results, done = SummedMeasurements(self.plan, len(self.predictors)), 0
+        for row, group in enumerate(groups):
+            results.ask(row, len(group))
+            if 0 < len(group) < SMALLEST_SUM:
+                few = pluralize(len(group), "client")
+                _log.warning("%s cannot be measured: a secure sum needs %d clients", few, SMALLEST_SUM)
+                continue
+            for part in in_sums(group, self.schedule.evaluation_cohort):
+                self._check_stop()
+                with closing(session.hold(part)) as cohort:
+                    results.add(row, self._personalize(session, cohort))
+                done += len(part)
+                self.observer.evaluating(self.round, done, len(clients))
+        self.unmeasured = session.attempt.losses
+        return results.result(self.round, self.predictors)
 
     def _to_measure(self, planned: Attempt | None, steps: int | None) -> list[str]:
         """Return the clients to evaluate: all connected ones, the unseen ones, or those recorded in a journal."""

@@ -137,7 +137,7 @@ class HeldAnswers:
             members = names_from_bytes(message.members)
         except ValueError as error:
             raise RefusedError(f"the members of the secure sum cannot be read: {error}") from None
-        expected = (*graph_of(secure, len(members)), secure.bits)
+        expected = (*graph_of(secure, len(members)), held.vector.bits)
         if (neighbours, threshold, bits) != expected:
             raise RefusedError(
                 f"the aggregator asks for a secure sum with {neighbours} neighbours, threshold {threshold} and {bits} "
@@ -145,7 +145,9 @@ class HeldAnswers:
             )
         if held.examples > largest:
             raise RefusedError(f"the largest client has {largest} examples, says the aggregator; this has more")
-        parameters = SessionParameters(message.session.numpy().tobytes(), members, neighbours, threshold, secure.bits)
+        parameters = SessionParameters(
+            message.session.numpy().tobytes(), members, neighbours, threshold, held.vector.bits
+        )
         if held.member is not None:
             raise RefusedError(f"the answer of client {client} is part of another secure sum")
         held.member = SecureSumMember(parameters, client, self._signer(client), self._verifier)

@@ -26,7 +26,7 @@ from fedloom.federation.roster import Change, Roster
 from fedloom.federation.sum_messages import ANSWERS, STEPS
 from fedloom.federation.transport import Transport
 from fedloom.federation.validation import is_finite, learning_rates, to_lower
-from fedloom.messages import Message, Metrics
+from fedloom.messages import Message, Metrics, SummedMetrics
 from fedloom.runs.checkpoint import Best, Checkpoint, check_fits
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import DONE, EVALUATED, Attempt, Journal, Replay
@@ -291,7 +291,7 @@ class Loop(Evaluator):
             self.journal.append(attempt)
         _log.info(
             "evaluated %d clients after round %d in %.2f s",
-            len(evaluation.clients),
+            evaluation.asked,
             self.round,
             time.perf_counter() - started,
         )
@@ -370,4 +370,4 @@ class Loop(Evaluator):
 
 def vocabulary(algorithm: Algorithm) -> dict[str, type[Message]]:
     """Return all messages that a conversation of this algorithm can contain, by name, those of its sums included."""
-    return {message.__name__: message for message in (*algorithm.messages, Metrics, *STEPS, *ANSWERS)}
+    return {message.__name__: message for message in (*algorithm.messages, Metrics, SummedMetrics, *STEPS, *ANSWERS)}

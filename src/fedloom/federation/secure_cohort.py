@@ -87,7 +87,7 @@ class SecureSum:
         if len(members) < SMALLEST_SUM:
             raise QuorumError(f"{len(members)} clients are ready for a secure sum; {SMALLEST_SUM} are required")
         neighbours, threshold = graph_of(self._settings, len(members))
-        return SessionParameters(os.urandom(SESSION_BYTES), members, neighbours, threshold, self._settings.bits)
+        return SessionParameters(os.urandom(SESSION_BYTES), members, neighbours, threshold, self._vector.bits)
 
     def _sum(self, aggregator: SecureSumAggregator, p: SessionParameters, largest: int) -> Integers:
         """Make the steps of the protocol, each one exchange; return the sum."""

@@ -19,13 +19,16 @@ from torch import Tensor
 
 from fedloom.algorithms.sums import STATISTICS, Summed
 from fedloom.errors import DataError
-from fedloom.messages import Message
+from fedloom.messages import Message, Quantity
 from fedloom.privacy.settings import SecureAggregation
-from fedloom.security.masks import Integers, decode, encode, integer_type
+from fedloom.security.masks import Bits, Integers, decode, encode, integer_type
 from fedloom.security.sum_session import default_degree, default_threshold
 
 STATISTIC_BOUND = 1e9
-"""Largest magnitude of a statistic: a count or a loss."""
+"""Largest magnitude of a statistic: a count, a loss, or another number."""
+
+METRIC_BOUND = 1e12
+"""Largest magnitude of a sum over the examples of an evaluation."""
 
 MOST_CLIENTS = 1 << 16
 """Largest cohort whose sums of 16-bit parts fit into 32 bits."""
@@ -65,18 +68,29 @@ class SumVector:
         return tuple(f.name for f in self.answer.fields() if f.name in self.fields and f.quantity in STATISTICS)
 
     @property
+    def bits(self) -> Bits:
+        """Bits of an integer: those of the settings, or 64 if there are statistics alone."""
+        return self.settings.bits if self.updates else 64
+
+    @property
     def size(self) -> int:
         """Number of integers."""
-        return self.nbytes * 8 // self.settings.bits
+        return self._count(self.updates) + self._count(self.statistics) * (_PARTS if self.bits == 32 else 1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the vector."""
-        narrow, bits = self._size(self.updates), self.settings.bits
-        return narrow * bits // 8 + self._size(self.statistics) * (_PARTS * 4 if bits == 32 else 8)
+        return self.size * self.bits // 8
 
-    def _size(self, names: tuple[str, ...]) -> int:
+    def _count(self, names: tuple[str, ...]) -> int:
         return sum(math.prod(self.shapes[name]) for name in names)
+
+    def bound(self, name: str) -> float:
+        """Return the largest magnitude of a field's values."""
+        if name in self.updates:
+            return self.settings.range
+        (quantity,) = (field.quantity for field in self.answer.fields() if field.name == name)
+        return METRIC_BOUND if quantity is Quantity.METRICS else STATISTIC_BOUND
 
     def check(self, values: Mapping[str, NDArray[np.float64]]) -> None:
         """Check that each value is finite, and within its bound.
@@ -86,12 +100,11 @@ class SumVector:
         DataError
             If one is not.
         """
-        for names, bound in ((self.updates, self.settings.range), (self.statistics, STATISTIC_BOUND)):
-            for name in names:
-                largest = float(np.abs(values[name]).max(initial=0.0))
-                if not largest <= bound:
-                    hint = "; raise federation.secure_aggregation.range" if name in self.updates else ""
-                    raise DataError(f"{name} has a value of magnitude {largest:g}, beyond {bound:g}{hint}")
+        for name in (*self.updates, *self.statistics):
+            largest, bound = float(np.abs(values[name]).max(initial=0.0)), self.bound(name)
+            if not largest <= bound:
+                hint = "; raise federation.secure_aggregation.range" if name in self.updates else ""
+                raise DataError(f"{name} has a value of magnitude {largest:g}, beyond {bound:g}{hint}")
 
     def encode(self, values: Mapping[str, NDArray[np.float64]], clients: int) -> Integers:
         """Return the values of one client as integers, for a sum over so many clients.
@@ -101,28 +114,24 @@ class SumVector:
         DataError
             If a value is not finite, or beyond its bound.
         """
-        bits = self.settings.bits
-        updates = encode(_joined(values, self.updates), self.settings.range, clients, bits)
-        statistics = encode(_joined(values, self.statistics), STATISTIC_BOUND, clients, 64)
-        if bits == 32:
-            statistics = statistics.view("<u2").astype("<u4")
-        return np.concatenate([updates, statistics])
+        parts = [encode(values[name].reshape(-1), self.bound(name), clients, self.bits) for name in self.updates]
+        for name in self.statistics:
+            wide = encode(values[name].reshape(-1), self.bound(name), clients, 64)
+            parts.append(wide if self.bits == 64 else wide.view("<u2").astype("<u4"))
+        return np.concatenate(parts)
 
     def decode(self, total: Integers, clients: int) -> Mapping[str, NDArray[np.float64]]:
         """Return the sums of the fields, ``clients`` as in :meth:`encode`."""
-        bits, narrow = self.settings.bits, self._size(self.updates)
-        wide = total[narrow:]
-        if bits == 32:
-            parts = wide.reshape(-1, _PARTS).astype("<u8")
-            wide = (parts << (np.arange(_PARTS, dtype="<u8") * np.uint64(16))).sum(axis=1, dtype="<u8")
-        flat = (decode(total[:narrow], self.settings.range, clients, bits), decode(wide, STATISTIC_BOUND, clients, 64))
         found: dict[str, NDArray[np.float64]] = {}
-        for names, numbers in zip((self.updates, self.statistics), flat, strict=True):
-            start = 0
-            for name in names:
-                shape = self.shapes[name]
-                found[name] = numbers[start : start + math.prod(shape)].reshape(shape)
-                start += math.prod(shape)
+        for name in (*self.updates, *self.statistics):
+            count, bits = math.prod(self.shapes[name]), self.bits
+            if name in self.statistics and bits == 32:
+                count, bits = _PARTS * count, 64
+            part, total = total[:count], total[count:]
+            if bits != self.bits:
+                shifts = np.arange(_PARTS, dtype="<u8") * np.uint64(16)
+                part = (part.reshape(-1, _PARTS).astype("<u8") << shifts).sum(axis=1, dtype="<u8")
+            found[name] = decode(part, self.bound(name), clients, bits).reshape(self.shapes[name])
         return found
 
     def as_bytes(self, vector: Integers) -> Tensor:
@@ -131,11 +140,7 @@ class SumVector:
 
     def from_bytes(self, row: Tensor) -> Integers:
         """Return the vector of a row of bytes, ``[nbytes]`` or ``[1, nbytes]``."""
-        return row.contiguous().numpy().reshape(-1).view(integer_type(self.settings.bits))
-
-
-def _joined(values: Mapping[str, NDArray[np.float64]], names: tuple[str, ...]) -> NDArray[np.float64]:
-    return np.concatenate([values[name].reshape(-1) for name in names]) if names else np.zeros(0)
+        return row.contiguous().numpy().reshape(-1).view(integer_type(self.bits))
 
 
 def graph_of(settings: SecureAggregation, members: int) -> tuple[int, int]:

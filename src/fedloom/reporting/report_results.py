@@ -210,6 +210,8 @@ def client_results(run: RunFolder) -> Part:
     from fedloom.reporting import figures
 
     rows, reading, headline = run.clients(), main_reading(run), _headline(run)
+    if not any(row[client_column("personal", headline.name, reading)] for row in rows):
+        return Part(text="No client's own results are known: metrics were summed securely, or nobody was measured.")
     panels = [Panel("clients", figures.draw_distribution(rows, headline, reading))]
     right, thick = ("right", "foot") if headline.higher_is_better else ("left", "top")
     which, value = ("last evaluation", "a value")

@@ -16,6 +16,7 @@ import torch
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Setup, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.sums import sums_of
 from fedloom.core.words import pluralize
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
@@ -24,6 +25,7 @@ from fedloom.data.partition import partition_dataset
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.evaluation.measure import metrics
+from fedloom.evaluation.moments import summed_metrics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.experiment.sections import EarlyStopping
@@ -39,7 +41,7 @@ from fedloom.federation.roster import FixedRoster, Roster
 from fedloom.federation.states import StoredStates
 from fedloom.federation.summation import Summation
 from fedloom.federation.transport import Transport
-from fedloom.messages import Message
+from fedloom.messages import Message, SummedMetrics
 from fedloom.models.fitting import fitted
 from fedloom.models.module_state import digests_of
 from fedloom.models.predictors import Predictors
@@ -83,7 +85,10 @@ class RunContext:
         privacy = federation.privacy if federation.privacy is not None and federation.privacy.of == "clients" else None
         if federation.secure_aggregation is None and privacy is None:
             return None
-        return Summation(self.algorithm.sums(self.settings), federation.secure_aggregation, privacy, self.setup.dtype)
+        fields = dict(self.algorithm.sums(self.settings))
+        if federation.secure_aggregation is not None:
+            fields |= sums_of(SummedMetrics)
+        return Summation(fields, federation.secure_aggregation, privacy, self.setup.dtype)
 
     def server_algorithm(self) -> ServerAlgorithm:
         """Return a new server algorithm; its initial state depends on the seed alone."""
@@ -361,7 +366,8 @@ def client_side(
 
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
         size = e.evaluation.batch_size
-        return metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
+        found = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
+        return found if e.federation.secure_aggregation is None else summed_metrics(found, parts.plan)
 
     config = ClientConfig(
         e.seed,

@@ -44,7 +44,7 @@ def extra_metrics(e: Experiment, roster: Roster, folder: RunFolder, *, keep: boo
     mask = e.evaluation.label_mask
 
     def extra(evaluation: EvaluationResult) -> dict[str, dict[str, Any]]:
-        if keep:
+        if keep and evaluation.moments is None:  # of each client
             _keep_uncertainty(folder, evaluation)
         if "user" in evaluation.records:
             users = evaluation.records["user"][:, 0] > 0
@@ -102,9 +102,9 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     Raise QuorumError if the last evaluation asked clients and none of them could be measured, so that there are no
     results.
     """
-    if len(final.clients) and not final.present.any():
+    if final.asked and not final.measured:
         client, why = next(iter(run.unmeasured.items()), (final.clients[0], "no answer"))
-        everyone = pluralize(len(final.clients), "client")
+        everyone = pluralize(final.asked, "client")
         raise QuorumError(
             f"None of {everyone} could be measured after round {run.round}. Client {client}: {why}",
             hint=GO_ON,
