@@ -25,7 +25,6 @@ from fedloom.data.overlap import overlap
 from fedloom.data.own import OwnClients, own_manifest, read_card
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
-from fedloom.data.pack.tokens import TextColumn, tokenized
 from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError
@@ -511,21 +510,6 @@ def test_saved_datasets_need_their_package_or_are_read(tmp_path: Path) -> None:
     assert (manifest.kind, manifest.class_names) == ("pixels", ("p", "q", "r"))
     frame()[["p", "q", "price"]].pipe(datasets.Dataset.from_pandas).save_to_disk(str(tmp_path / "table"))
     assert read("huggingface", tmp_path / "table", tmp_path, label="price").manifest.task == "regression"
-
-
-def test_texts_become_the_tokens_of_a_tokenizer(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(str(tmp_path / "tokenizer"))
-    how = TextColumn(column="text", tokenizer=str(tmp_path / "tokenizer"), length=5)
-    found = tokenized(["good bad", "bad bad bad bad", "odd"], how, "the texts")
-    assert found["input_ids"].tolist() == [[2, 5, 6, 3, 0], [2, 6, 6, 6, 3], [2, 1, 3, 0, 0]]
-    assert found["attention_mask"].sum(1).tolist() == [4, 5, 3]
-    assert list(tokenized(["good"], how.model_copy(update={"mask": False}), "the texts")) == ["input_ids"]
-    for change, texts in (({"tokenizer": str(tmp_path / "none")}, ["good"]), ({}, ["good", None])):
-        with pytest.raises(DataError):
-            tokenized(texts, how.model_copy(update=change), "the texts")
 
 
 # --- own data and newcomers -------------------------------------------------------------------------------------------

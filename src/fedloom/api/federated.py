@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from fedloom.data.federated import FederatedDataset
     from fedloom.data.pack.examples import Request
+    from fedloom.data.text_column import TextColumn
 
 NATURAL: Mapping[str, Any] = {"scheme": "natural"}
 """Partition with one client per owner."""
@@ -176,6 +177,7 @@ class Federated:
         client: str | int | None = None,
         task: str | None = None,
         integers: bool | Sequence[str] = False,
+        text: Mapping[str, Any] | None = None,
         scheme: Mapping[str, Any] | None = None,
         root: str | Path | None = None,
         **settings: Any,
@@ -194,6 +196,9 @@ class Federated:
         integers
             True if all columns of inputs are integers that stay as they are, such as category codes; or the columns
             that are: the inputs are then ``features`` and ``integers``.
+        text
+            Column of texts whose tokens are the only inputs: ``{"column": "review", "tokenizer": FOLDER, "length":
+            128}``, and the other keys of ``data.source.text``.
         scheme
             As in :meth:`from_torchvision`; required without ``client``.
         root, settings
@@ -219,6 +224,7 @@ class Federated:
             targets=several,
             client=None if client is None else str(client),
             integers=integers if isinstance(integers, bool) else tuple(map(str, integers)),
+            text=None if text is None else _text(text),
         )
         path = of_frame(frame, request, root)
         return cls._at(path, root, {"partition": partition, **settings})
@@ -315,6 +321,19 @@ def _request(**options: Any) -> Request:
             message = f"{key} must be one of {', '.join(allowed)} (got {found!r})."
             raise ExperimentError(message, key=key, found=found, allowed=allowed)
     return Request(None, keys="", **options)
+
+
+def _text(given: Mapping[str, Any]) -> TextColumn:
+    """Return a column of texts; raise ExperimentError if a key is wrong."""
+    from pydantic import ValidationError
+
+    from fedloom.data.manifest import text_fault
+    from fedloom.data.text_column import TextColumn
+
+    try:
+        return TextColumn.model_validate(given)
+    except ValidationError as error:
+        raise ExperimentError(f"text: {text_fault(error)}", key="text") from None
 
 
 def _partition(scheme: Mapping[str, Any]) -> dict[str, Any]:

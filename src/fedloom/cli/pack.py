@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
 from fedloom.api.progress import show_progress
 
 if TYPE_CHECKING:
+    from fedloom.data.requirements import Own
+    from fedloom.data.text_column import TextColumn
     from fedloom.tasks.names import TaskName
 
 
@@ -58,6 +60,40 @@ def pack_command(
             metavar="COLUMN,...",
         ),
     ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="For a table: the column of texts, which become tokens, the only inputs.", metavar="COLUMN"),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="With --text: the folder of a tokenizer of transformers (`save_pretrained`).", metavar="DIR"),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="With --text: tokens of each example; longer texts are cut, and shorter ones padded. By default as "
+            "the experiment requires.",
+            min=1,
+        ),
+    ] = None,
+    padding: Annotated[
+        Literal["left", "right"] | None,
+        typer.Option(
+            help="With --text: the side on which shorter texts are padded. By default the tokenizer's own.",
+            metavar="left|right",
+        ),
+    ] = None,
+    truncation: Annotated[
+        Literal["left", "right", "refuse"] | None,
+        typer.Option(
+            help="With --text: the side on which longer texts are cut; `refuse`: they are errors. By default the "
+            "tokenizer's own side.",
+            metavar="left|right|refuse",
+        ),
+    ] = None,
+    mask: Annotated[
+        bool, typer.Option("--mask/--no-mask", help="With --text: also give the input `attention_mask`.")
+    ] = True,
     unlabelled: Annotated[bool, typer.Option("--unlabelled", help="The data have no labels.")] = False,
     resize: Annotated[bool, typer.Option("--resize", help="Resize images of another size.")] = False,
     test_fraction: Annotated[float, typer.Option(help="Fraction of the examples for testing.", metavar="F")] = 0.2,
@@ -96,6 +132,7 @@ def pack_command(
         task=_task(task),
         targets=_columns(targets),
         integers=integers == "all" or _columns(integers),
+        text=_text(own, text, tokenizer, length, padding=padding, truncation=truncation, mask=mask),
     )
     with show_progress() as tell:
         packed = pack_client(source, out, PackSettings(id_, request, test_fraction, validation_fraction, seed), tell)
@@ -113,9 +150,32 @@ def pack_command(
     typer.echo(f"split: {how or 'as in the source'}")
     if card.features is not None:
         typer.echo(f"features: {listed(card.features)}")
+    if card.tokenizer_digest is not None:
+        typer.echo(f"tokenizer: {card.tokenizer_digest}")
     for note in packed.notes:
         typer.echo(note)
     typer.echo(f"in {out}")
+
+
+def _text(
+    own: Own | None, column: str | None, tokenizer: str | None, length: int | None, **options: Any
+) -> TextColumn | None:
+    """Return the column of texts that the options describe, if they describe one."""
+    from fedloom.data.text_column import TextColumn
+    from fedloom.errors import ExperimentError
+
+    given = {"tokenizer": tokenizer, "length": length, **options}
+    if column is None:
+        unused = [f"--{key}" for key, value in given.items() if value is not None and key != "mask"]
+        if unused or not options["mask"]:
+            raise ExperimentError(f"{(unused or ['--no-mask'])[0]} needs --text.", key="text")
+        return None
+    if length is None and own is not None:
+        length = next((spec.shape[0] for spec in own.specs.values() if spec.shape), None)
+    for key, value in (("tokenizer", tokenizer), ("length", length)):
+        if value is None:
+            raise ExperimentError(f"--text needs --{key}.", key=key)
+    return TextColumn.model_validate({**given, "column": column, "length": length})
 
 
 def _columns(text: str | None) -> tuple[str, ...]:

@@ -44,6 +44,9 @@ DTYPES: Mapping[Kind, np.dtype[Any]] = {
 INPUT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 """Pattern of the names of named inputs, which are arguments of a module."""
 
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""Pattern of a SHA-256 in hex."""
+
 RawInputs: TypeAlias = NDArray[Any] | Mapping[str, NDArray[Any]]
 """Inputs as shards hold them: ``[n, *shape]``, or such arrays by name."""
 
@@ -77,6 +80,9 @@ class InputSpec:
         Axis of features and integers along which normalization is measured.
     high
         Largest integer of the data + 1; None for other kinds.
+    tokenizer
+        SHA-256 of the tokenizer that made integers of texts (:func:`~fedloom.data.pack.tokens.digest_of`); None if none
+        did.
     """
 
     kind: TensorKind
@@ -84,6 +90,7 @@ class InputSpec:
     normalization: Normalization = NOTHING
     channel_axis: ChannelAxis = "first"
     high: int | None = None
+    tokenizer: str | None = None
 
     @property
     def numbers(self) -> int:
@@ -123,6 +130,8 @@ class InputSpec:
             known["channel_axis"] = self.channel_axis
         if self.high is not None:
             known["high"] = self.high
+        if self.tokenizer is not None:
+            known["tokenizer"] = self.tokenizer
         return known
 
     def fault(self, name: str = "input_shape", *, normalized: bool = True) -> str | None:
@@ -144,6 +153,8 @@ class InputSpec:
             )
         if (self.high is None) != (self.kind != "integers") or (self.high is not None and self.high < 1):
             return f"high is {self.high}; integers need a number of at least 1, and other kinds have none"
+        if self.tokenizer is not None and (self.kind != "integers" or not DIGEST.fullmatch(self.tokenizer)):
+            return f"tokenizer is {self.tokenizer[:80]}; it must be a SHA-256 in hex, and only of integers"
         return self._normalization_fault() if normalized else None
 
     def _normalization_fault(self) -> str | None:
@@ -199,6 +210,10 @@ class DescribesInputs(Protocol):
         """Largest integer + 1."""
 
     @property
+    def tokenizer(self) -> str | None:
+        """Digest of the tokenizer that made the integers."""
+
+    @property
     def inputs(self) -> Mapping[str, InputSpec] | None:
         """Named inputs, or None."""
 
@@ -208,7 +223,13 @@ def specs_of(about: DescribesInputs) -> Mapping[str, InputSpec]:
     if about.inputs is not None:
         return about.inputs
     assert about.kind != "named", "checked: named inputs have descriptions"
-    return {"": InputSpec(about.kind, about.input_shape, about.normalization, about.channel_axis, about.high)}
+    axis, high, tokenizer = about.channel_axis, about.high, about.tokenizer
+    return {"": InputSpec(about.kind, about.input_shape, about.normalization, axis, high, tokenizer)}
+
+
+def tokenizer_of(specs: Mapping[str, InputSpec]) -> str | None:
+    """Return the digest of the tokenizer that made one of the inputs, or None."""
+    return next((spec.tokenizer for spec in specs.values() if spec.tokenizer is not None), None)
 
 
 def input_fields(specs: Mapping[str, InputSpec]) -> dict[str, Any]:
@@ -220,6 +241,7 @@ def input_fields(specs: Mapping[str, InputSpec]) -> dict[str, Any]:
             "normalization": spec.normalization,
             "channel_axis": spec.channel_axis,
             "high": spec.high,
+            "tokenizer": spec.tokenizer,
             "inputs": None,
         }
     return {
@@ -228,6 +250,7 @@ def input_fields(specs: Mapping[str, InputSpec]) -> dict[str, Any]:
         "normalization": NOTHING,
         "channel_axis": "first",
         "high": None,
+        "tokenizer": None,
         "inputs": specs,
     }
 
@@ -238,7 +261,7 @@ def without_defaults(known: dict[str, Any]) -> dict[str, Any]:
     Texts of single pixels, features and tokens with classes stay as they were before the fields existed; a text's hash
     identifies it.
     """
-    for key in ("inputs", "targets", "high"):
+    for key in ("inputs", "targets", "high", "tokenizer"):
         if known.get(key, 0) is None:
             del known[key]
     if known.get("channel_axis") == "first":

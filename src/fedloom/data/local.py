@@ -47,9 +47,9 @@ from fedloom.data.pack.columns import read_frame, read_parquet
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
-from fedloom.data.pack.tokens import TextColumn
 from fedloom.data.requirements import Words
 from fedloom.data.targets import Targets
+from fedloom.data.text_column import TextColumn
 from fedloom.errors import DataError, ExperimentError
 from fedloom.storage.folder import fill, sync, write_atomically
 from fedloom.tasks.names import TaskName
@@ -74,6 +74,9 @@ READERS: Mapping[str, Mapping[str, Reader]] = {
     "table": {".csv": read_csv, ".parquet": read_parquet, ".pq": read_parquet},
 }
 """Readers by data set and file extension; a folder has no extension."""
+
+WITH_TEXT = ("huggingface", "table")
+"""Data sets whose columns may be texts."""
 
 READ = 3
 """Version of the reading rules; sources read under another version are read again."""
@@ -124,8 +127,8 @@ class LocalFiles(Settings):
     )
     text: TextColumn | None = Field(
         default=None,
-        description="For huggingface: the column of texts, which become integers, and the tokenizer: {column, "
-        "tokenizer, length, mask}; null: none.",
+        description="For table and huggingface: the column of texts, which become integers, and the tokenizer: "
+        "{column, tokenizer, length, padding, truncation, mask}; null: none.",
     )
     channel_axis: ChannelAxis = Field(
         default="first",
@@ -154,6 +157,7 @@ class DatasetCard:
     sha256: str
     channel_axis: ChannelAxis = "first"
     high: int | None = None
+    tokenizer: str | None = None
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
 
@@ -204,6 +208,13 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
             )
         return kept_source
     reader = _reader(dataset, path)
+    if files.text is not None and dataset not in WITH_TEXT:
+        raise ExperimentError(
+            f"data.source.text is for {' and '.join(WITH_TEXT)}; leave it out for {dataset}.",
+            key="data.source.text",
+            found=dataset,
+            allowed=WITH_TEXT,
+        )
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or the kept data set is gone
@@ -340,6 +351,7 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
         notes=notes,
         channel_axis=card.channel_axis,
         high=card.high,
+        tokenizer=card.tokenizer,
         inputs=card.inputs,
         targets=card.targets,
     )

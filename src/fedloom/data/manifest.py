@@ -116,7 +116,7 @@ class Manifest:
         JSON, if the data are unchanged.
     measured_on
         Examples that normalization was measured on; omitted from the JSON if ``seen``.
-    channel_axis, high
+    channel_axis, high, tokenizer
         As in :class:`~fedloom.data.input_spec.InputSpec`, of a single input; omitted from the JSON if ``first``, None.
     inputs
         Named inputs, sorted by name; None, and omitted from the JSON, for a single input.
@@ -142,6 +142,7 @@ class Manifest:
     measured_on: MeasuredOn = "seen"
     channel_axis: ChannelAxis = "first"
     high: int | None = None
+    tokenizer: str | None = None
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
 

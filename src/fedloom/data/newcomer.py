@@ -16,7 +16,15 @@ from torch import Tensor
 
 from fedloom.core.words import composed
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalized_split
-from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization, input_fields, specs_of
+from fedloom.data.input_spec import (
+    ChannelAxis,
+    InputSpec,
+    Kind,
+    Normalization,
+    input_fields,
+    specs_of,
+    tokenizer_of,
+)
 from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.inputs import Inputs, take
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manifest
@@ -39,7 +47,7 @@ class Wanted:
 
     Attributes
     ----------
-    dataset, kind, input_shape, class_names, normalization, channel_axis, high, inputs, targets
+    dataset, kind, input_shape, class_names, normalization, channel_axis, high, tokenizer, inputs, targets
         As in :class:`~fedloom.data.manifest.Manifest`.
     features
         As in :class:`~fedloom.data.own.Own`.
@@ -53,6 +61,7 @@ class Wanted:
     features: tuple[str, ...] | None = None
     channel_axis: ChannelAxis = "first"
     high: int | None = None
+    tokenizer: str | None = None
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
 
@@ -73,6 +82,7 @@ class Wanted:
             features,
             problem.channel_axis,
             problem.high,
+            problem.tokenizer,
             problem.inputs,
             problem.targets,
         )
@@ -196,6 +206,9 @@ def _check_same_data(folder: Path, card: ClientCard, wanted: Wanted) -> None:
     ):
         if found != needed:
             raise DataError(f"{folder}: {what} is {found}, and must be {needed} as in the run")
+    tokenizer, needed_tokenizer = tokenizer_of(card.specs), tokenizer_of(wanted.specs)
+    if None not in (tokenizer, needed_tokenizer) and tokenizer != needed_tokenizer:
+        raise DataError(f"{folder}: tokenizer is {tokenizer}, and must be {needed_tokenizer} as in the run")
 
 
 def _shapes(specs: Mapping[str, InputSpec]) -> dict[str, tuple[str, tuple[int, ...]]]:

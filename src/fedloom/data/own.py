@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from fedloom.data.input_spec import (
     input_fields,
     inputs_fault,
     specs_of,
+    tokenizer_of,
     with_normalizations,
     without_defaults,
 )
@@ -73,7 +74,7 @@ class ClientCard:
         Format of the source.
     features
         Column names of features, then of integers, from a table, in order. None: the source has no names.
-    channel_axis, high, inputs, targets
+    channel_axis, high, tokenizer, inputs, targets
         As in :class:`~fedloom.data.manifest.Manifest`, without normalizations.
     """
 
@@ -94,6 +95,7 @@ class ClientCard:
     features: tuple[str, ...] | None = None
     channel_axis: ChannelAxis = "first"
     high: int | None = None
+    tokenizer: str | None = None
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
 
@@ -101,6 +103,11 @@ class ClientCard:
     def specs(self) -> Mapping[str, InputSpec]:
         """Input tensors by name; the name of a single one is empty."""
         return specs_of(PlainInputs.of(self))
+
+    @property
+    def tokenizer_digest(self) -> str | None:
+        """Digest of the tokenizer that made one of the inputs, or None."""
+        return tokenizer_of(self.specs)
 
     @property
     def measured(self) -> list[Measured]:
@@ -268,11 +275,20 @@ def check_same_data(folder: Path, card: ClientCard, needed: Any, where: str) -> 
     for what in ("kind", "input_shape", "channel_axis", "high", "inputs", "classes"):
         found, wanted = getattr(card, what), getattr(needed, what)
         if what == "inputs":
-            found, wanted = PlainInputs.of(card).inputs, PlainInputs.of(needed).inputs
+            found, wanted = (_untold(PlainInputs.of(each).inputs) for each in (card, needed))
         if what == "high" and isinstance(needed, ClientCard):  # a client has some of the values
             continue
         if not is_same(found, wanted):
             raise DataError(f"{folder}: {what} is {_shown(found)}; {where} needs {_shown(wanted)}", hint=AGAIN)
+    found, wanted = card.tokenizer_digest, tokenizer_of(specs_of(PlainInputs.of(needed)))
+    unknown = found is None and isinstance(needed, ClientCard)
+    if wanted is not None and found != wanted and not unknown:
+        raise DataError(f"{folder}: tokenizer is {found}; {where} needs {wanted}", hint=AGAIN)
+
+
+def _untold(specs: Mapping[str, InputSpec] | None) -> Mapping[str, InputSpec] | None:
+    """Return the descriptions of named inputs without the tokenizer, which is compared alone."""
+    return specs and {name: replace(spec, tokenizer=None) for name, spec in specs.items()}
 
 
 def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | None) -> None:

@@ -25,7 +25,7 @@ class Problem:
 
     Attributes
     ----------
-    dataset, kind, input_shape, class_names, normalization, channel_axis, high, inputs, targets
+    dataset, kind, input_shape, class_names, normalization, channel_axis, high, tokenizer, inputs, targets
         As in :class:`~fedloom.data.manifest.Manifest`.
     clients
         Number of the run's own clients.
@@ -42,6 +42,7 @@ class Problem:
     constants: dict[str, str] = field(default_factory=dict)
     channel_axis: ChannelAxis = "first"
     high: int | None = None
+    tokenizer: str | None = None
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
 

@@ -20,6 +20,12 @@ AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) 
 Numbers: TypeAlias = Annotated[tuple[float, ...], AsTuple]
 Words: TypeAlias = Annotated[tuple[str, ...], AsTuple]
 
+TOKENIZER = (
+    "For integers made of texts: digest of the tokenizer that every client must use, as `fedloom data pack` prints it; "
+    "null: any."
+)
+"""Description of a key."""
+
 
 class Given(Settings):
     """Normalization given in advance: figures of the inputs (named ones by name), then of regression's targets."""
@@ -37,11 +43,14 @@ class NamedInput(Settings):
         default="first", description="Axis along which it is standardized: first or last."
     )
     high: int | None = Field(default=None, ge=1, description="Bound of integers: all are below this number.")
+    tokenizer: str | None = Field(default=None, description=TOKENIZER)
 
     @property
     def spec(self) -> InputSpec:
         """Description of the input, without a normalization."""
-        return InputSpec(self.kind, self.shape, channel_axis=self.channel_axis, high=self.high)
+        return InputSpec(
+            self.kind, self.shape, channel_axis=self.channel_axis, high=self.high, tokenizer=self.tokenizer
+        )
 
 
 class OwnTargets(Settings):
@@ -89,6 +98,7 @@ class Own(Settings):
         default="first", description="Axis along which features and integers are standardized: first or last."
     )
     high: int | None = Field(default=None, ge=1, description="Bound of integers: all are below this number.")
+    tokenizer: str | None = Field(default=None, description=TOKENIZER)
     inputs: dict[str, NamedInput] | None = Field(default=None, description="Named inputs, by name; null: a single one.")
     classes: Words = Field(
         default=(), description="Names of the classes, in label order; for tokens, the vocabulary. Empty with targets."
@@ -185,6 +195,10 @@ class DescribesOwnInputs(Protocol):
         """Largest integer + 1."""
 
     @property
+    def tokenizer(self) -> str | None:
+        """Digest of the tokenizer that made the integers."""
+
+    @property
     def inputs(self) -> Mapping[str, InputSpec | NamedInput] | None:
         """Named inputs, or None."""
 
@@ -197,6 +211,7 @@ class PlainInputs:
     input_shape: tuple[int, ...]
     channel_axis: ChannelAxis
     high: int | None
+    tokenizer: str | None
     inputs: Mapping[str, InputSpec] | None
     normalization: Normalization = NOTHING
 
@@ -207,4 +222,4 @@ class PlainInputs:
         if about.inputs is not None:
             pairs = sorted(about.inputs.items())
             specs = {name: each.spec if isinstance(each, NamedInput) else each for name, each in pairs}
-        return cls(about.kind, about.input_shape, about.channel_axis, about.high, specs)
+        return cls(about.kind, about.input_shape, about.channel_axis, about.high, about.tokenizer, specs)

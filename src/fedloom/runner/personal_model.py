@@ -82,7 +82,7 @@ class ModelCard:
         Name of the network.
     client
         Id of the client.
-    kind, input_shape, classes, normalization, channel_axis, high, inputs, targets
+    kind, input_shape, classes, normalization, channel_axis, high, tokenizer, inputs, targets
         Inputs (pixels from 0 to 255, or unchanged features, tokens or integers; or several by name) and outputs, in the
         order of ``classes``, as in :class:`~fedloom.data.manifest.Manifest`.
     precision
@@ -108,6 +108,7 @@ class ModelCard:
     privacy: PrivacyGuarantee | None = None
     channel_axis: ChannelAxis = "first"
     high: int | None = None
+    tokenizer: str | None = None
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
     standardizes: bool = False
@@ -377,6 +378,7 @@ def card_of(problem: Problem, **others: Any) -> ModelCard:
         normalization=problem.normalization,
         channel_axis=problem.channel_axis,
         high=problem.high,
+        tokenizer=problem.tokenizer,
         inputs=problem.inputs,
         targets=problem.targets,
         **others,

@@ -63,6 +63,7 @@ def about(parts: RunContext) -> About:
             "clients": parts.setup.clients,
             "channel_axis": manifest.channel_axis,
             "high": manifest.high,
+            "tokenizer": manifest.tokenizer,
             "inputs": manifest.inputs,
             "targets": manifest.targets,
         }

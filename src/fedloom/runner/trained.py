@@ -13,7 +13,7 @@ import torch
 from fedloom.core.words import pluralize
 from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
 from fedloom.data.folders import data_root
-from fedloom.data.input_spec import input_fields
+from fedloom.data.input_spec import input_fields, tokenizer_of
 from fedloom.data.overlap import apart_by_reserve, overlap
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.data.partition import find_partition
@@ -121,6 +121,7 @@ _COMPARED: Mapping[str, Callable[[Manifest], object]] = {
     "classes": lambda manifest: manifest.classes,
     "input_shape": lambda manifest: manifest.input_shape,
     "inputs": lambda manifest: {name: (spec.kind, spec.shape) for name, spec in manifest.specs.items()},
+    "tokenizer": lambda manifest: tokenizer_of(manifest.specs),
     "targets": lambda manifest: manifest.targets and manifest.targets.plain(),
 }
 """Properties in which the data of new clients must be those of a run."""

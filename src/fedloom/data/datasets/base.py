@@ -181,7 +181,7 @@ class Dataset:
         Folder of a local data set's files; None: the name decides.
     notes
         Changes to the examples of a local data set that their owner should know.
-    channel_axis, high, inputs, targets
+    channel_axis, high, tokenizer, inputs, targets
         As in :class:`~fedloom.data.manifest.Manifest`.
     """
 
@@ -201,6 +201,7 @@ class Dataset:
     notes: tuple[str, ...] = ()
     channel_axis: ChannelAxis = "first"
     high: int | None = None
+    tokenizer: str | None = None
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
 

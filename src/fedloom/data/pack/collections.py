@@ -16,7 +16,8 @@ from fedloom.data.pack.arrays import examples_of, read_npz
 from fedloom.data.pack.columns import read_frame
 from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.items import read_items
-from fedloom.data.pack.tokens import tokenized
+from fedloom.data.pack.tokens import IDS, Tokens, tokenized
+from fedloom.data.text_column import TextColumn
 from fedloom.errors import DataError, ExperimentError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def read_saved(path: Path, request: Request, errors: ValidationErrors, tell: Tel
         return _of_images(parts, splits, images, request, str(path))
     frames = [part.to_pandas() for part in parts.values()]
     lists = [name for name in columns if frames[0][name].map(lambda value: isinstance(value, list | np.ndarray)).all()]
-    if lists or request.text is not None:
+    if lists:
         return _of_lists(frames, splits, lists, request, errors)
     return _of_frames(frames, splits, request, errors)
 
@@ -144,19 +145,32 @@ def _of_lists(
         )
     given: dict[str, RawInputs] = {}
     owners: list[str] = []
+    tokens = Tokens({}, {})
     for frame, split in zip(frames, splits, strict=True):
         prefix = "" if split is None else f"{SPLITS[split]}_"
         inputs = {name: _stacked(frame, name, errors.source) for name in lists if name != request.label}
         if request.text is not None:
-            inputs |= tokenized(frame[request.text.column].tolist(), request.text, errors.source)
+            tokens = _tokens(frame, request.text, errors)
+            inputs |= {name or IDS: each for name, each in tokens.x.items()}
         if wrong := [name for name in inputs if not INPUT_NAME.fullmatch(name)]:
             raise DataError(f"{errors.source}: column {wrong[0]!r} cannot name an input; use letters and digits")
         labels = _stacked(frame, request.label, errors.source) if request.label in lists else frame[request.label]
         given[f"{prefix}x"] = next(iter(inputs.values())) if len(inputs) == 1 else inputs
         given[f"{prefix}y"] = np.asarray(labels)
         owners += [] if request.client is None else [str(each) for each in frame[request.client]]
+    errors.refuse()
     examples = examples_of([(None, given)], None, request)
+    of_text = {(name or IDS if "" not in examples.specs else name): spec for name, spec in tokens.specs.items()}
+    examples = replace(examples, specs={**examples.specs, **of_text})
     return examples if request.client is None else replace(examples, owners=tuple(owners))
+
+
+def _tokens(frame: DataFrame, text: TextColumn, errors: ValidationErrors) -> Tokens:
+    if text.column not in frame.columns:
+        raise DataError(f"{errors.source}: there is no column {text.column!r}; the columns are {listed([*frame])}")
+    values = frame[text.column]
+    cells = values.astype(object).where(values.notna(), None).tolist()
+    return tokenized(cells, text, lambda i: f"row {i + 1}, column {text.column}", errors)
 
 
 def _stacked(frame: DataFrame, name: str, source: str) -> NDArray[Any]:

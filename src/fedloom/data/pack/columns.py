@@ -133,6 +133,8 @@ def _take(
     """Add rows: the values and missing mask of each feature, and the label, split and owner columns."""
     first, errors = len(table.places), table.batches.errors
     table.add_names(lambda column: texts[table.header[column]], places)
+    if not columns:
+        return
     missing = np.stack([mask for _, mask in columns], axis=1)
     known, values = missing.copy(), np.zeros(missing.shape)
     for j, (found, mask) in enumerate(columns):

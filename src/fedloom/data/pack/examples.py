@@ -22,9 +22,9 @@ from fedloom.data.input_spec import (
     named_arrays,
     unnamed,
 )
-from fedloom.data.pack.tokens import TextColumn
 from fedloom.data.requirements import Own
 from fedloom.data.targets import Targets
+from fedloom.data.text_column import TextColumn
 from fedloom.data.values import (
     EXACT,
     EXPANSION,
@@ -280,14 +280,12 @@ class ColumnBatches:
     ----------
     parts
         Chunks of each tensor, and the positions of its columns.
+    errors
+        Errors found so far.
     """
 
     parts: Mapping[str, tuple[Batches, NDArray[np.int64]]]
-
-    @property
-    def errors(self) -> ValidationErrors:
-        """Errors found so far."""
-        return next(iter(self.parts.values()))[0].errors
+    errors: ValidationErrors
 
     def add(self, values: NDArray[np.float64], where: Callable[[int, int], str], known: NDArray[np.bool_]) -> None:
         """Add ``[m, f]`` values, as :meth:`Batches.add` does."""

@@ -36,6 +36,7 @@ from fedloom.data.pack.examples import (
     undecodable_line,
 )
 from fedloom.data.pack.targets import inferred_task, read_targets
+from fedloom.data.pack.tokens import tokenized
 from fedloom.data.targets import Targets
 from fedloom.data.values import EXACT, TRUTHS, is_whole, number
 from fedloom.errors import DataError
@@ -59,8 +60,8 @@ class TableBuilder:
 
     Attributes
     ----------
-    inputs, label, split, client, targets
-        Positions of the columns in the header; None: no such column.
+    inputs, label, split, client, targets, text
+        Positions of the columns in the header; None: no such column. A table with a column of texts has no ``inputs``.
     """
 
     request: Request
@@ -73,6 +74,8 @@ class TableBuilder:
     client: int | None
     notes: tuple[str, ...]
     targets: tuple[int, ...] = ()
+    text: int | None = None
+    texts: list[object] = field(default_factory=list)
     numbers: list[list[object]] = field(default_factory=list)
     labels: list[object] = field(default_factory=list)
     splits: list[object] = field(default_factory=list)
@@ -86,8 +89,9 @@ class TableBuilder:
 
     @property
     def named(self) -> list[str]:
-        """Names of the columns of labels, splits and owners."""
-        return [self.header[i] for i in (self.label, self.split, self.client, *self.targets) if i is not None]
+        """Names of the columns of labels, splits, owners and texts."""
+        found = (self.label, self.split, self.client, self.text, *self.targets)
+        return [self.header[i] for i in found if i is not None]
 
     def where(self, i: int) -> str:
         """Return the place of the i-th row."""
@@ -98,9 +102,10 @@ class TableBuilder:
         return lambda i, j: f"{self.where(first + i)}, column {self.header[self.inputs[j]]}"
 
     def add_names(self, column: Callable[[int], Sequence[object]], places: Sequence[object]) -> None:
-        """Add rows at these places: labels, splits and owners, from the column at each position."""
+        """Add rows at these places: labels, splits, owners and texts, from the column at each position."""
         self.places += places
-        for position, taken in ((self.label, self.labels), (self.split, self.splits), (self.client, self.owners)):
+        kept = (self.labels, self.splits, self.owners, self.texts)
+        for position, taken in zip((self.label, self.split, self.client, self.text), kept, strict=True):
             if position is not None:
                 taken += column(position)
         self.numbers += [list(row) for row in zip(*(column(position) for position in self.targets), strict=True)]
@@ -111,8 +116,7 @@ class TableBuilder:
         y: NDArray[Any] | None = None
         classes = () if own is None else own.classes
         notes, targets = self.notes, None
-        x, changed = self.batches.joined()
-        specs = self._specs(x)
+        x, changed, specs = self._inputs()
         if self.targets:
             y, targets, told = self._read_targets(specs)
             notes += told
@@ -120,6 +124,7 @@ class TableBuilder:
             labels = names_of(self.labels, self.where, errors)
             y, classes = positions(labels, None if own is None else own.classes, self.where, errors)
             notes += notes_of_classes(classes) if own is None else ()
+        named = "" in specs and specs[""].kind in ("pixels", "tokens")
         split = None
         if self.split is not None:
             split = split_positions(names_of(self.splits, self.where, errors, "split"), self.where, errors)
@@ -132,14 +137,24 @@ class TableBuilder:
             self.where,
             notes=(*notes, *changed),
             owners=None if self.client is None else owner_names(self.owners, self.where, errors),
-            features=None if "" in specs and specs[""].kind in ("pixels", "tokens") else tuple(self.features),
+            features=None if self.text is not None or named else tuple(self.features),
             targets=targets,
         )
 
-    def _specs(self, x: Mapping[str, NDArray[Any]]) -> Mapping[str, InputSpec]:
-        if self.request.own is not None:
-            return self.request.own.specs
-        return {name: spec_of(self.batches.parts[name][0].kind, each) for name, each in x.items()}
+    def _inputs(self) -> tuple[Mapping[str, NDArray[Any]], tuple[str, ...], Mapping[str, InputSpec]]:
+        """Return the inputs by name, notes on changes, and the inputs' descriptions."""
+        own = self.request.own
+        if self.request.text is not None:
+            tokens = tokenized(self.texts, self.request.text, self._text_place, self.batches.errors, own)
+            return tokens.x, (), tokens.specs
+        x, changed = self.batches.joined()
+        if own is not None:
+            return x, changed, own.specs
+        return x, changed, {name: spec_of(self.batches.parts[name][0].kind, each) for name, each in x.items()}
+
+    def _text_place(self, i: int) -> str:
+        assert self.text is not None, "the table has a column of texts"
+        return f"{self.where(i)}, column {self.header[self.text]}"
 
     def _read_targets(self, specs: Mapping[str, InputSpec]) -> tuple[NDArray[Any], Targets, tuple[str, ...]]:
         """Return the numbers of the columns of targets, their description, and notes."""
@@ -177,7 +192,7 @@ def table_builder(
     index
         Columns that the source declares as a row index: they are no features unless requested.
     """
-    own, source = request.own, errors.source
+    source = errors.source
     names = [composed(name) for name in header]
     if (twice := named_twice([name for name in names if name])) is not None:
         raise DataError(f"{source}: two columns are named {twice!r}; give each column a unique name")
@@ -193,22 +208,41 @@ def table_builder(
     asked = {"label": label, "split": request.split, "client": request.client}
     chosen = {key: None if name is None else column(name, request.called(key)) for key, name in asked.items()}
     rest = [i for i in range(len(header)) if i not in chosen.values() and i not in targets]
+    text = None if request.text is None else column(request.text.column, request.called("text"))
+    if text is None:
+        inputs, ignored, why = _input_columns(header, rest, request, index, source, column)
+    else:
+        inputs, ignored, why = [], [header[i] for i in rest if i != text], "columns left out beside the text"
+    batches = _batches(header, inputs, request, errors) if text is None else ColumnBatches({}, errors)
+    notes = (f"{why}: {listed(ignored)}",) if ignored else ()
+    found = chosen["label"], chosen["split"], chosen["client"]
+    return TableBuilder(request, header, row_name, batches, tuple(inputs), *found, notes, targets, text)
+
+
+def _input_columns(
+    header: Sequence[str],
+    rest: Sequence[int],
+    request: Request,
+    index: Sequence[str],
+    source: str,
+    column: Callable[[str, str], int],
+) -> tuple[list[int], list[str], str]:
+    """Return the columns of features, with those of integers last; the columns left out, described; and the reason.
+
+    Raise DataError if there is none.
+    """
+    own = request.own
     if own is not None and own.features is not None:
         inputs = [column(name, "data.own.features") for name in own.features]
-        ignored, why = [header[i] for i in rest if i not in inputs], "columns ignored"
-    else:
-        inputs, ignored = _without_index(header, rest, index, source)
-        why = "columns left out, as an index that numbers the rows"
+        return inputs, [header[i] for i in rest if i not in inputs], "columns ignored"
+    inputs, ignored = _without_index(header, rest, index, source)
     if own is None:
         if not inputs:
             raise DataError(f"{source}: it has no feature columns besides {listed(header)}")
         integers = request.integers if isinstance(request.integers, tuple) else ()
         last = [column(name, request.called("integers")) for name in integers]
         inputs = [*(i for i in inputs if i not in last), *last]
-    batches = _batches(header, inputs, request, errors)
-    notes = (f"{why}: {listed(ignored)}",) if ignored else ()
-    found = chosen["label"], chosen["split"], chosen["client"]
-    return TableBuilder(request, header, row_name, batches, tuple(inputs), *found, notes, targets)
+    return inputs, ignored, "columns left out, as an index that numbers the rows"
 
 
 def _target_names(request: Request) -> tuple[bool, str, Sequence[str]]:
@@ -256,7 +290,7 @@ def _batches(header: Sequence[str], inputs: Sequence[int], request: Request, err
         classes = 0 if own is None else len(own.classes)
         parts[name] = Batches(spec.kind, spec.shape, classes, errors, called, spec.high), columns
         start += len(columns)
-    return ColumnBatches(parts)
+    return ColumnBatches(parts, errors)
 
 
 def _called(header: Sequence[str], inputs: Sequence[int], j: int) -> str:
