@@ -24,6 +24,9 @@ CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
 METHODS_PAGE = Path(__file__).parent / "algorithms" / "README.md"
 
+MAPPINGS = {"data": ("source", "source.text", "own.inputs.NAME", "own.targets")}
+"""Optional mappings in a section that have a table each."""
+
 HEAD = """\
 # Keys of an experiment file
 
@@ -46,6 +49,8 @@ def page() -> str:
         for branch in nested:
             title = f"`{name}` with `own`" if "own" in branch["properties"] else _title(name, branch)
             parts += _section(title, branch, schema)
+        for path in MAPPINGS.get(name, ()):
+            parts += _section(f"`{name}.{path}`", _at(node, path, schema), schema)
         if name == "data":
             for scheme in branches(nested[0]["properties"]["partition"], schema):
                 parts += _section(_title("data.partition", scheme), scheme, schema)
@@ -54,6 +59,16 @@ def page() -> str:
             for one in branches(schedules, schedules):
                 parts += _section(_title("schedule", one), one, schedules)
     return "\n".join(parts)
+
+
+def _at(node: Schema, path: str, schema: Schema) -> Schema:
+    """Return the mapping at a dotted path; NAME stands for any key."""
+    for key in path.split("."):
+        inner = [branch for branch in branches(node, schema) if isinstance(branch.get("additionalProperties"), dict)]
+        found = [inner[0]["additionalProperties"]] if key == "NAME" else []
+        found += [b["properties"][key] for b in branches(node, schema) if key in b.get("properties", {})]
+        node = found[0]
+    return next(branch for branch in branches(node, schema) if "properties" in branch)
 
 
 def cluster_page() -> str:

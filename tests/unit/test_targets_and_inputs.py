@@ -484,34 +484,6 @@ def test_medmnist_files_have_images_volumes_and_labels(
     assert mentions(str(error.value), "val_labels")
 
 
-def test_saved_datasets_need_their_package_or_are_read(tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    try:
-        import datasets
-    except ImportError:
-        with pytest.raises(ExperimentError) as error:
-            read("huggingface", folder, tmp_path)
-        assert mentions(str(error.value), "datasets", "install")
-        return
-    with pytest.raises(DataError):
-        read("huggingface", folder, tmp_path)
-    rows = {"input_ids": TOKENS.tolist(), "attention_mask": np.ones_like(TOKENS).tolist(), "label": CLASSES.tolist()}
-    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "tokens"))
-    manifest = read("huggingface", tmp_path / "tokens", tmp_path).manifest
-    assert {name: spec.kind for name, spec in manifest.specs.items()} == dict.fromkeys(
-        ("attention_mask", "input_ids"), "integers"
-    )
-    images = [Image.fromarray(image.transpose(1, 2, 0)) for image in IMAGES]
-    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["p", "q", "r"])})
-    made = datasets.Dataset.from_dict({"image": images, "label": CLASSES.tolist()}, features=kinds)
-    datasets.DatasetDict(train=made, test=made.select(range(9))).save_to_disk(str(tmp_path / "images"))
-    manifest = read("huggingface", tmp_path / "images", tmp_path).manifest
-    assert (manifest.kind, manifest.class_names) == ("pixels", ("p", "q", "r"))
-    frame()[["p", "q", "price"]].pipe(datasets.Dataset.from_pandas).save_to_disk(str(tmp_path / "table"))
-    assert read("huggingface", tmp_path / "table", tmp_path, label="price").manifest.task == "regression"
-
-
 # --- own data and newcomers -------------------------------------------------------------------------------------------
 
 OWN = {

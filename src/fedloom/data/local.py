@@ -46,6 +46,7 @@ from fedloom.data.pack.collections import read_medmnist, read_saved
 from fedloom.data.pack.columns import read_frame, read_parquet
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.images import read_images
+from fedloom.data.pack.saved import cached
 from fedloom.data.pack.tables import read_csv
 from fedloom.data.requirements import Words
 from fedloom.data.targets import Targets
@@ -94,8 +95,8 @@ class LocalFiles(Settings):
         min_length=1,
         description="The folder of images, CLASS/NAME.png, or with train/ and test/ above, or images/NAME.png and "
         "masks/NAME.png; the .csv or .parquet file; the .npz or .safetensors file with x and y; MedMNIST's .npz file; "
-        "or the folder saved by datasets. A relative path starts from the current folder; "
-        "a run records it as an absolute one.",
+        "or the folder saved by datasets, or OWNER/NAME of a data set in its local cache. A relative path starts from "
+        "the current folder; a run records it as an absolute one.",
     )
     client: str | None = Field(
         default=None,
@@ -133,6 +134,11 @@ class LocalFiles(Settings):
     channel_axis: ChannelAxis = Field(
         default="first",
         description="For arrays: axis of an input along which features are standardized, first or last.",
+    )
+    subset: str | None = Field(
+        default=None,
+        min_length=1,
+        description="For huggingface, by name: the subset (configuration); null: the only one in the cache.",
     )
     split: str | None = Field(
         default=None, min_length=1, description="Column with train, validation or test; null: none."
@@ -207,14 +213,8 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
                 allowed=[kept_source.task],
             )
         return kept_source
+    path = _located(dataset, files, path)
     reader = _reader(dataset, path)
-    if files.text is not None and dataset not in WITH_TEXT:
-        raise ExperimentError(
-            f"data.source.text is for {' and '.join(WITH_TEXT)}; leave it out for {dataset}.",
-            key="data.source.text",
-            found=dataset,
-            allowed=WITH_TEXT,
-        )
     home = data_root(root) / "datasets"
     record = home / ".read" / f"{_stamp(dataset, files, path)}.json"
     with suppress(OSError, ValueError, TypeError, KeyError, DataError):  # not read yet, or the kept data set is gone
@@ -360,6 +360,29 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
 def _pool(tensors: Mapping[str, NDArray[Any]], part: str, inputs: Mapping[str, InputSpec] | None) -> Pool:
     x = {name: tensors[in_shard(part, "x", name)] for name in (("",) if inputs is None else inputs)}
     return Pool(unnamed(x), tensors[f"{part}_y"], tensors.get(f"{part}_owner"))
+
+
+def _located(dataset: str, files: LocalFiles, path: Path) -> Path:
+    """Return where the examples are, of a data set in the cache of ``datasets`` by its name.
+
+    Raise ExperimentError if it is not there, or a key is for another kind of data set.
+    """
+    if files.text is not None and dataset not in WITH_TEXT:
+        raise ExperimentError(
+            f"data.source.text is for {' and '.join(WITH_TEXT)}; leave it out for {dataset}.",
+            key="data.source.text",
+            found=dataset,
+            allowed=WITH_TEXT,
+        )
+    if dataset == "huggingface" and not path.exists():
+        return cached(files.path, files.subset)
+    if files.subset is not None:
+        raise ExperimentError(
+            f"data.source.subset is only for a data set in the cache of datasets; leave it out for {path}.",
+            key="data.source.subset",
+            found=files.subset,
+        )
+    return path
 
 
 def _reader(dataset: str, path: Path) -> Reader:

@@ -73,9 +73,10 @@ def _absolute(path: str) -> str:
     return str(expanded(path).absolute())
 
 
-def _located_source(source: LocalFiles) -> LocalFiles:
-    """Return a source with absolute paths."""
-    changed: dict[str, Any] = {"path": _absolute(source.path)}
+def _located_source(source: LocalFiles, dataset: str) -> LocalFiles:
+    """Return a source with absolute paths; the name of a data set in the cache stays."""
+    by_name = dataset == "huggingface" and not expanded(source.path).exists()
+    changed: dict[str, Any] = {} if by_name else {"path": _absolute(source.path)}
     if source.text is not None:
         changed["text"] = source.text.model_copy(update={"tokenizer": _absolute(source.text.tokenizer)})
     return source.model_copy(update=changed)
@@ -463,7 +464,7 @@ class Experiment(Section):
             if self.data.root is not None:
                 of_data["root"] = _absolute(self.data.root)
             if self.data.source is not None:
-                of_data["source"] = _located_source(self.data.source)
+                of_data["source"] = _located_source(self.data.source, self.data.dataset)
             changed["data"] = self.data.model_copy(update=of_data)
         if self.storage is not None and not is_url(self.storage):
             changed["storage"] = _absolute(self.storage)

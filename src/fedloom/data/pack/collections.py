@@ -14,8 +14,9 @@ from fedloom.data.input_spec import INPUT_NAME, RawInputs
 from fedloom.data.manifest import SPLITS
 from fedloom.data.pack.arrays import examples_of, read_npz
 from fedloom.data.pack.columns import read_frame
-from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, ValidationErrors, listed
+from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.items import read_items
+from fedloom.data.pack.saved import saved_splits
 from fedloom.data.pack.tokens import IDS, Tokens, tokenized
 from fedloom.data.text_column import TextColumn
 from fedloom.errors import DataError, ExperimentError
@@ -58,29 +59,22 @@ def _images(images: NDArray[Any]) -> NDArray[Any]:
 
 
 def read_saved(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
-    """Read a folder that ``datasets`` has saved (``save_to_disk``), one table or several splits.
+    """Read a folder that ``datasets`` has saved (``save_to_disk``) or keeps in its cache, one table or several splits.
 
     The columns are those of a table; a column of images makes pixels, columns of equally long lists make named inputs,
     and a column of text (``text``) becomes the tokens of a tokenizer.
 
     Raise ExperimentError if ``datasets`` is not installed; DataError if the folder is not such a data set.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise ExperimentError(
-            f"reading {path} needs the package datasets, which is not installed", hint="pip install datasets"
-        ) from None
     tell("reading the data set", 0, None)
-    try:
-        found = datasets.load_from_disk(str(path))
-    except (FileNotFoundError, ValueError, OSError) as error:
-        said = str(error).splitlines()[0]
-        raise DataError(f"{path} is not a data set that datasets has saved: {said}") from error
-    parts: dict[str, Any] = dict(found) if isinstance(found, Mapping) else {"": found}
-    splits = [SPLIT_NAMES.get(name.lower()) for name in parts] if "" not in parts else [None]
-    if "" not in parts and None in splits:
-        raise DataError(f"{path}: the splits are {listed(list(parts))}; they must be {', '.join(SPLIT_NAMES)}")
+    parts, splits, notes = saved_splits(path)
+    examples = _of_parts(parts, splits, path, request, errors)
+    return replace(examples, notes=(*examples.notes, *notes))
+
+
+def _of_parts(
+    parts: Mapping[str, Any], splits: Sequence[int | None], path: Path, request: Request, errors: ValidationErrors
+) -> Examples:
     columns = list(next(iter(parts.values())).column_names)
     images = [name for name, kind in next(iter(parts.values())).features.items() if type(kind).__name__ == "Image"]
     if images:

@@ -66,14 +66,19 @@ def tokenized(
     for start in range(0, len(checked), ROWS):
         some = checked[start : start + ROWS]
         made = tokenizer(some, padding="max_length", truncation=True, max_length=how.length, return_tensors="np")
-        _note_empty(some, made[MASK].sum(1), lambda i, start=start: where(start + i), errors)
+        place = _from(start, where)
+        _note_empty(some, made[MASK].sum(1), place, errors)
         if how.truncation == "refuse":
             lengths = [len(ids) for ids in tokenizer(some)[IDS]]
-            _note_long(lengths, how.length, lambda i, start=start: where(start + i), errors)
+            _note_long(lengths, how.length, place, errors)
         parts.append({name: made[name].astype(np.int64) for name in (IDS, MASK)})
     nothing = np.zeros((0, how.length), dtype=np.int64)
     x = {name or IDS: np.concatenate([nothing, *(part[name or IDS] for part in parts)]) for name in specs}
     return Tokens({name: x[name or IDS] for name in specs}, specs)
+
+
+def _from(start: int, where: Callable[[int], str]) -> Callable[[int], str]:
+    return lambda i: where(start + i)
 
 
 def _note_empty(

@@ -1,0 +1,133 @@
+"""Data sets of the package ``datasets``: saved folders, and its local cache, from which one is read by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedloom.data.pack.examples import SPLIT_NAMES, listed
+from fedloom.errors import DataError, ExperimentError
+
+INFO = "dataset_info.json"
+"""File that describes a data set in the cache."""
+
+NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
+"""Pattern of the names of data sets: OWNER/NAME, or NAME."""
+
+
+def library(what: str) -> Any:
+    """Return the package ``datasets``; raise ExperimentError if it is not installed.
+
+    Parameters
+    ----------
+    what
+        Name of what needs it, for the message.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ExperimentError(
+            f"reading {what} needs the package datasets, which is not installed",
+            hint="pip install 'fedloom[huggingface]'",
+        ) from None
+    return datasets
+
+
+def cached(name: str, subset: str | None = None) -> Path:
+    """Return the folder of a data set in the local cache of ``datasets`` (``HF_DATASETS_CACHE``), the newest version.
+
+    Nothing is downloaded.
+
+    Parameters
+    ----------
+    name
+        OWNER/NAME, or NAME.
+    subset
+        Its subset (configuration); None: the only one.
+
+    Raises
+    ------
+    ExperimentError
+        If ``datasets`` is not installed, the cache lacks the data set or the subset, or there are several subsets and
+        none is named.
+    """
+    key = "data.source.path"
+    if not NAME.fullmatch(name):
+        hint = "give OWNER/NAME of a data set in the cache, or a folder saved by datasets (save_to_disk)"
+        raise ExperimentError(f"{key}: {name} does not exist", hint=hint, key=key, found=name)
+    datasets = library(name)
+    cache = Path(datasets.config.HF_DATASETS_CACHE).expanduser()
+    *owner, own_name = name.split("/")
+    home = cache / "___".join([*owner, datasets.naming.camelcase_to_snakecase(own_name)])
+    found: dict[str, list[Path]] = {}
+    for info in home.glob(f"*/*/*/{INFO}"):
+        found.setdefault(info.parents[2].name, []).append(info.parent)
+    if not found:
+        raise ExperimentError(
+            f"{key}: {name} is neither a folder nor in the cache of datasets, {cache}, and nothing is downloaded.",
+            hint=f"run datasets.load_dataset({name!r}) once where there is a connection, or give a saved folder",
+            key=key,
+            found=name,
+        )
+    if (subset is None and len(found) > 1) or (subset is not None and subset not in found):
+        key, names = "data.source.subset", sorted(found)
+        raise ExperimentError(
+            f"{key} must name a subset of {name} in the cache: {listed(names)} (got {subset}).",
+            key=key,
+            found=subset,
+            allowed=names,
+        )
+    versions = found[next(iter(found)) if subset is None else subset]
+    return max(versions, key=lambda folder: (folder.stat().st_mtime_ns, str(folder)))
+
+
+def saved_splits(path: Path) -> tuple[dict[str, Any], list[int | None], tuple[str, ...]]:
+    """Return the tables of a folder by the names of their splits, the positions of these, and notes.
+
+    A single table, or a split for training alone, has the position None. Splits with other names are left out if there
+    is one for training.
+
+    Raise ExperimentError if ``datasets`` is not installed; DataError if the folder is neither a saved data set nor one
+    of the cache, or no split is for training.
+    """
+    datasets = library(str(path))
+    try:
+        whole = _of_cache(datasets, path) if _is_cache(path) else datasets.load_from_disk(str(path))
+    except (FileNotFoundError, ValueError, OSError, KeyError) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path} is not a data set that datasets has saved: {said}") from error
+    if not isinstance(whole, Mapping):
+        return {"": whole}, [None], ()
+    places = {name: SPLIT_NAMES.get(name.lower()) for name in whole}
+    if 0 not in places.values():
+        raise DataError(f"{path}: the splits are {listed(list(whole))}; they must be {', '.join(SPLIT_NAMES)}")
+    kept = {name: part for name, part in whole.items() if places[name] is not None}
+    left_out = [name for name in whole if name not in kept]
+    notes = (f"splits left out: {listed(left_out)}",) if left_out else ()
+    if len(kept) == 1:
+        return {"": next(iter(kept.values()))}, [None], notes
+    return kept, [places[name] for name in kept], notes
+
+
+def _is_cache(path: Path) -> bool:
+    return (path / INFO).is_file() and not (path / "state.json").exists()
+
+
+def _of_cache(datasets: Any, path: Path) -> Mapping[str, Any]:
+    """Return the tables of a folder of the cache by split; raise ValueError if the folder describes none."""
+    info = datasets.DatasetInfo.from_directory(str(path))
+    if not info.splits or not info.dataset_name:
+        raise ValueError("it has no splits")
+    parts = {}
+    for name, about in info.splits.items():
+        files = datasets.naming.filenames_for_dataset_split(
+            str(path),
+            dataset_name=info.dataset_name,
+            split=name,
+            filetype_suffix="arrow",
+            shard_lengths=about.shard_lengths,
+        )
+        parts[str(name)] = datasets.concatenate_datasets([datasets.Dataset.from_file(file) for file in files])
+    return parts
