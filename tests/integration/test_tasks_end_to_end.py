@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +17,12 @@ from torch import nn
 
 import fedloom
 from fedloom.errors import DataError, ExperimentError
+from fedloom.kubeflow import steps
 from fedloom.runner.serve import serve_run
 
 N = 40
 RNG = np.random.default_rng(7)
+torch.manual_seed(11)  # the modules below start from the same parameters in every run
 ROWS = RNG.normal(2, 3, (2 * N, 4)).astype(np.float32)
 IMAGES = RNG.integers(0, 256, (2 * N, 3, 8, 8), dtype=np.uint8)
 CODES = RNG.integers(0, 9, (2 * N, 3))
@@ -123,6 +126,7 @@ def test_every_task_is_trained_measured_and_saved(case: str, tmp_path: Path) -> 
     losses = run.history["train.loss"].dropna().to_numpy()
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
+    assert not OF_CLASSES & {path.name for path in run.folder.iterdir()}
     made = run.models("a")
     raw = (
         {name: torch.from_numpy(each[:5]) for name, each in x.items()}
@@ -138,6 +142,32 @@ def test_every_task_is_trained_measured_and_saved(case: str, tmp_path: Path) -> 
         assert abs(float(found.mean()) - float(np.mean(y))) < 3 * float(np.std(y))
     made.save(tmp_path / "m.pt2")
     assert torch.allclose(torch.export.load(tmp_path / "m.pt2").module()(raw), found, atol=1e-4)
+
+
+OF_CLASSES = {"confusion.json", "confusion.csv", "calibration.json"}
+REPORTED = {"Confusion matrix", "Calibration", "Client by client"}
+
+
+@pytest.mark.parametrize("case", ["regression", "segmentation", "classes"])
+def test_only_classification_has_the_files_and_sections_of_classes(case: str, tmp_path: Path) -> None:
+    of_classes = case == "classes"
+    x, y, model = (ROWS, LABELS[:, 0], MLP) if of_classes else CASES[case]
+    run = ran(x, y, tmp_path, model)
+    shards = next((tmp_path / "data").rglob("partition.json")).parent
+    found = steps.evaluate_task(run.folder, shards, "last", tmp_path / "evaluated")
+    assert (found["confusion"] is not None) is of_classes
+    statistics = tmp_path / "statistics.json"
+    statistics.write_text(json.dumps({key: value for key, value in found.items() if key != "confusion"}))
+    for folder in (run.folder, tmp_path / "evaluated"):
+        files = {path.name for path in folder.iterdir()}
+        assert (files >= OF_CLASSES) if of_classes else not (files & OF_CLASSES)
+        assert ("outputs.json" in files) is (case == "segmentation")
+        steps.report_task(folder, statistics, tmp_path / "page.html", tmp_path / "table.md")
+        page = (tmp_path / "page.html").read_text()
+        assert {title for title in REPORTED if f"<h2>{title}</h2>" in page} == (REPORTED if of_classes else set())
+    method = {"name": "fedprox", "local": {"steps": 5, "batch_size": 8, "lr": 0.05}}
+    other = ran(x, y, tmp_path / "other", model, method)
+    assert len(fedloom.compare([run, other]).table) == 2
 
 
 @contextmanager

@@ -276,11 +276,11 @@ def evaluate_task(
     -------
     dict
         The statistics, as ``fedloom evaluate --out`` writes them, and ``confusion``: ``class_names``, and ``rows``, one
-        for each true class, over all clients; None for data without classes.
+        for each true class, over all clients; None for other tasks than classification.
     """
     from fedloom.data.manifest import read_manifest
     from fedloom.evaluation import documents, summary
-    from fedloom.runner import trained
+    from fedloom.runner import results, trained
     from fedloom.runner.served_evaluation import evaluate_served
     from fedloom.runs.folder import RunFolder
     from fedloom.security.options import ClientOptions
@@ -299,7 +299,7 @@ def evaluate_task(
     mask = found.parts.experiment.evaluation.label_mask
     manifest, evaluation = read_manifest(shards), found.evaluation
     shutil.copytree(model, out, ignore=WITHOUT, dirs_exist_ok=True)
-    for stale in ("summary.json", "descriptors.json", "uncertainty.json", "journal.jsonl"):
+    for stale in ("summary.json", "descriptors.json", "uncertainty.json", "examples.json", "journal.jsonl"):
         (out / stale).unlink(missing_ok=True)
     spent = [line for line in RunFolder.open(model).metrics() if line["round"] <= evaluation.round]
     line = summary.metrics_line(
@@ -314,11 +314,9 @@ def evaluate_task(
     evaluated.rewrite("metrics.jsonl", [line])
     evaluated.write("partition.json", manifest.to_json())
     evaluated.write("clients.csv", as_csv(documents.client_rows(evaluation, manifest.clients)))
-    evaluated.write("confusion.csv", documents.confusion_table(evaluation))
-    evaluated.write_json("confusion.json", documents.confusion_document(evaluation, manifest.class_names))
-    evaluated.write_json("calibration.json", documents.calibration_document(evaluation))
+    results.write_task_results(evaluated, evaluation, manifest.class_names)
     rows = evaluation.confusion[:, evaluation.predictors.index("personal")].sum(0).tolist()  # counts, [C, C]
-    confusion = {"class_names": list(manifest.class_names), "rows": rows} if manifest.classes else None
+    confusion = {"class_names": list(manifest.class_names), "rows": rows} if evaluation.classes else None
     return {**found.statistics, "confusion": confusion}
 
 

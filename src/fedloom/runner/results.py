@@ -118,11 +118,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     extra = {e.algorithm.name: {**last.get(e.algorithm.name, {}), "new_client": _new_client(parts, run)}}
     extra[e.algorithm.name] |= _privacy(parts, run)
     folder.write("clients.csv", as_csv(client_rows(final, run.manifest.clients)))
-    folder.write_json("confusion.json", confusion_document(final, parts.manifest.class_names))
-    folder.write("confusion.csv", confusion_table(final))
-    folder.write_json("calibration.json", calibration_document(final))
-    if (of_outputs := output_document(final)) is not None:
-        folder.write_json("outputs.json", of_outputs)
+    write_task_results(folder, final, parts.manifest.class_names)
     titles = parts.algorithm.titles(parts.settings)
     about = RunDescription(e.name, e.algorithm.name, e.data.dataset, e.model.name, e.seed, titles)
     cost = RunCost(
@@ -146,6 +142,20 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
     folder.close_lines()
     folder.write_json("summary.json", result)
     return result
+
+
+def write_task_results(folder: RunFolder, evaluation: EvaluationResult, class_names: Sequence[str]) -> None:
+    """Write the results that only some tasks have.
+
+    These are ``confusion.json``, ``confusion.csv`` and ``calibration.json`` of classification, and ``outputs.json`` of
+    multilabel and segmentation.
+    """
+    if evaluation.classes:
+        folder.write_json("confusion.json", confusion_document(evaluation, class_names))
+        folder.write("confusion.csv", confusion_table(evaluation))
+        folder.write_json("calibration.json", calibration_document(evaluation))
+    if (of_outputs := output_document(evaluation)) is not None:
+        folder.write_json("outputs.json", of_outputs)
 
 
 def _privacy(parts: RunContext, run: Loop) -> dict[str, Any]:
