@@ -89,3 +89,72 @@ def test_exported_models_have_the_results_of_the_evaluation(case: str, tmp_path:
             found = metric(predict(tensors["test_x"]).detach(), tensors["test_y"])
             expected = float(measured[client][f"personal_{case.split()[0]}_unmasked"])
             assert found == pytest.approx(expected, rel=1e-4)
+
+
+class Mixed(nn.Module):
+    """Numbers from measurements and codes, with draws in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop, self.out = nn.Embedding(9, 2), nn.Dropout(0.2), nn.Linear(4 + 6, 2)
+
+    def forward(self, row: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        numbers: torch.Tensor = self.out(self.drop(torch.cat([row, self.embed(codes).flatten(1)], 1)))
+        return numbers
+
+
+CODES = RNG.integers(0, 9, (2 * N, 3))
+LABELS = (ROWS[:, :3] > 2).astype(np.int64)
+TOKENS = RNG.integers(0, 20, (2 * N, 6))
+EXPORTED: dict[str, tuple[Any, Any, nn.Module, tuple[int, ...]]] = {
+    "regression": (ROWS, PRICES, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), (1,)),
+    "frozen": (ROWS, PRICES, frozen(), (1,)),
+    "multilabel": (ROWS, LABELS, nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), (3,)),
+    "segmentation": (IMAGES, MASKS, convolutions(), (3, 8, 8)),
+    "next token": (TOKENS, TOKENS, nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20)), (6, 20)),
+    "named inputs": ({"row": ROWS, "codes": CODES}, np.stack([PRICES, -PRICES], 1), Mixed(), (2,)),
+}
+
+
+QUICK = ("multilabel", "named inputs")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.exhaustive) for case in EXPORTED]
+)
+def test_models_of_every_task_predict_the_same_in_torch_and_onnx(case: str, tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    evaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator
+    pytest.importorskip("onnxscript")
+    x, y, model, shape = EXPORTED[case]
+
+    def some(rows: slice) -> Any:
+        return {name: each[rows] for name, each in x.items()} if isinstance(x, dict) else x[rows]
+
+    clients = {name: (some(rows), y[rows]) for name, rows in (("a", slice(0, N)), ("b", slice(N, None)))}
+    experiment = {
+        "name": "exports",
+        "data": fedloom.Federated.from_arrays(clients, root=tmp_path / "data", held_out_fraction=0.0),
+        "algorithm": {"name": "fedavg", "local": {"steps": 5, "batch_size": 8, "lr": 0.05}},
+        "federation": {"rounds": 2, "clients_per_round": 2},
+        "runtime": {"workers": 0},
+    }
+    run = fedloom.run(experiment, model=model, out=tmp_path / "run", report=False, progress=False)
+    made = run.models("a")
+    for suffix in ("pt2", "onnx"):
+        made.save(tmp_path / f"m.{suffix}")
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    written = onnx.load(tmp_path / "m.onnx")
+    onnx.checker.check_model(written)
+    for rows in (slice(0, 1), slice(3, 8)):  # any batch size
+        raw = some(rows)
+        tensors = (
+            {name: torch.from_numpy(each) for name, each in raw.items()}
+            if isinstance(raw, dict)
+            else torch.from_numpy(raw)
+        )
+        expected = made(tensors)
+        assert expected.shape == (len(y[rows]), *shape)
+        assert torch.allclose(program(tensors), expected, rtol=1e-4, atol=1e-5)
+        (found,) = evaluator(written).run(["output"], raw if isinstance(raw, dict) else {"x": raw})
+        assert np.allclose(found, expected.numpy(), rtol=1e-4, atol=1e-5)

@@ -266,7 +266,7 @@ class PersonalModel(nn.Module):
         return content.getvalue()
 
     def onnx(self) -> bytes:
-        """Return the model in the ONNX format."""
+        """Return the model in the ONNX format: inputs named as in the data, a single one ``x``; and ``output``."""
         try:
             import onnx  # noqa: F401
             import onnxscript  # noqa: F401
@@ -276,7 +276,8 @@ class PersonalModel(nn.Module):
                 hint=f"install {ONNX}, or save as .safetensors or .pt2",
             ) from error
         try:
-            program = torch.onnx.export(self._program(), verbose=False)
+            names = [name or "x" for name in self.card.specs]
+            program = torch.onnx.export(self._program(), input_names=names, output_names=["output"], verbose=False)
             assert program is not None
             content: bytes = program.model_proto.SerializeToString()
         except Exception as error:
