@@ -5,19 +5,20 @@ from __future__ import annotations
 import re
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedloom
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 class Blitz(nn.Module):
@@ -34,17 +35,29 @@ class Blitz(nn.Module):
         return out
 
 
-def pfllib() -> nn.Module:
-    """Two convolutions and two linear layers, as PFLlib's FedAvgCNN for CIFAR-10."""
-    blocks = [nn.Sequential(nn.Conv2d(i, o, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2)) for i, o in ((3, 32), (32, 64))]
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(1600, 512), nn.ReLU(inplace=True), nn.Linear(512, 10))
+class TwoConvolutions(nn.Module):
+    """Two convolutions and two linear layers, the last one a module of its own, as PFLlib's FedAvgCNN has them."""
+
+    def __init__(self, in_features: int, num_classes: int, dim: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (
+            nn.Sequential(nn.Conv2d(i, o, 5), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+            for i, o in ((in_features, 32), (32, 64))
+        )
+        self.fc1 = nn.Sequential(nn.Linear(dim, 512), nn.ReLU(inplace=True))
+        self.fc = nn.Linear(512, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.fc1(self.conv2(self.conv1(x)).flatten(1)))
+        return out
 
 
-class FLBench(nn.Module):
+class BaseAndClassifier(nn.Module):
     """A base with BatchNorm and a classifier, as FL-bench's LeNet5; like its models it keeps a list of dropouts."""
 
-    def __init__(self) -> None:
+    def __init__(self, dataset: str) -> None:
         super().__init__()
+        assert dataset == "cifar10"
         self.all_features: list[Tensor] = []
         self.dropout: list[nn.Module] = []
         layers = [nn.Conv2d(3, 6, 5), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)]
@@ -58,24 +71,64 @@ class FLBench(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("make", [Blitz, pfllib, FLBench])
-def test_the_first_example_runs(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Flattened(Blitz):
+    """The same network as NVFlare writes it, with ``torch.flatten`` and named layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(F.relu(self.conv2(self.pool(F.relu(self.conv1(x)))))).flatten(1)
+        out: Tensor = self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
+        return out
+
+
+EXAMPLES: dict[str, tuple[str, Callable[..., nn.Module], int, int]] = {
+    "pytorchexample.task.Net": ("Flower", Blitz, 10, 3),
+    "flcore.trainmodel.models.FedAvgCNN": ("PFLlib", TwoConvolutions, 20, 2000),
+    "src.utils.models.LeNet5": ("FL-bench", BaseAndClassifier, 100, 100),
+    "model.SimpleNetwork": ("NVFlare", Flattened, 2, 2),
+}
+"""By the name that a block imports: the framework, a network in its style, clients, and rounds."""
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, name: str, make: Any) -> None:
+    """Make a name importable, as in the framework's folder."""
+    *packages, own = name.split(".")
+    for depth in range(1, len(packages) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(packages[:depth]), ModuleType(".".join(packages[:depth])))
+    setattr(sys.modules[".".join(packages)], own, make)
+
+
+def test_each_framework_has_a_block() -> None:
+    assert len(BLOCKS) == len(EXAMPLES)
+    titles = re.findall(r"^### (\S+):", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert titles == [framework for framework, *_ in EXAMPLES.values()]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_first_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a block as it stands, on a few random images and for at most three rounds."""
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
-    task = ModuleType("pytorchexample.task")
-    task.Net = make  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pytorchexample", ModuleType("pytorchexample"))
-    monkeypatch.setitem(sys.modules, "pytorchexample.task", task)
-    (block,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    given = '"data": {"dataset": "cifar10", "partition": {"scheme": "iid", "clients": 10}, "held_out_fraction": 0},'
-    assert given in block
+    _, make, clients, rounds = EXAMPLES[name]
+    imported(monkeypatch, name, make)
+    module, _, own = name.rpartition(".")
+    (block,) = [block for block in BLOCKS if f"from {module} import {own}" in block]
+    (given,) = re.findall(r'"data": \{.*\},$', block, re.MULTILINE)
+    section = eval(f"{{{given}}}")["data"]
+    assert section["partition"]["clients"] == clients
+    assert f'"rounds": {rounds},' in block
+    channels, side = (1, 28) if section["dataset"] == "mnist" else (3, 32)
     random = np.random.default_rng(0)
-    images, labels = random.integers(0, 256, (400, 3, 32, 32), dtype=np.uint8), np.arange(400) % 10
-    clients = {f"site-{i}": (images[i::10], labels[torch.arange(i, 400, 10)]) for i in range(10)}
-    clients = {name: (x, np.random.default_rng(1).permutation(y)) for name, (x, y) in clients.items()}
-    names: dict[str, Any] = {
-        "data": fedloom.Federated.from_arrays(clients, classes=[str(i) for i in range(10)], held_out_fraction=0)
+    of_clients = {
+        f"site-{i}": (random.integers(0, 256, (20, channels, side, side), dtype=np.uint8), random.permutation(20) % 10)
+        for i in range(clients)
     }
-    exec(compile(block.replace(given, '"data": data,'), str(PAGE), "exec"), names)
-    summary = names["run"].summary
-    assert (summary["rounds"], summary["seen"]["clients"], summary["algorithm"]) == (3, 10, "fedavg")
+    names: dict[str, Any] = {
+        "data": fedloom.Federated.from_arrays(of_clients, classes=[str(i) for i in range(10)], held_out_fraction=0)
+    }
+    shorter = block.replace(given, '"data": data,').replace(f'"rounds": {rounds},', f'"rounds": {min(rounds, 3)},')
+    exec(compile(shorter, str(PAGE), "exec"), names)
+    run = names["run"]
+    assert (run.summary["rounds"], run.summary["algorithm"]) == (min(rounds, 3), "fedavg")
+    assert run.summary["seen"]["clients"] == clients
+    assert np.isfinite(run.history["train.loss"].dropna()).all()
+    assert getattr(run.experiment.model, "buffers", "shared") == ("local" if "model__buffers" in block else "shared")
