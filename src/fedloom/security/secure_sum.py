@@ -37,7 +37,7 @@ import hashlib
 import hmac
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -61,6 +61,9 @@ from fedloom.security.sum_keys import (
 )
 from fedloom.security.sum_session import Graph, SessionParameters
 
+if TYPE_CHECKING:
+    from fedloom.security.signing import Signer, Verifier
+
 Bytes = NDArray[np.uint8]
 Flags = NDArray[np.bool_]
 
@@ -80,20 +83,6 @@ OF_SELF_MASK, OF_SEEDS = 1, 2
 """Kinds of shares: of b, revealed if its owner survived, and of e, revealed if it dropped out."""
 
 _A = TypeVar("_A")
-
-
-class Signer(Protocol):
-    """Signature key of a member."""
-
-    def sign(self, message: bytes) -> bytes:
-        """Return a signature, with what a verifier needs to know besides, in a fixed number of bytes."""
-
-
-class Verifier(Protocol):
-    """Knowledge of the members' signature keys."""
-
-    def verify(self, client: str, message: bytes, signature: bytes) -> None:
-        """Raise RefusedError if this is not the signature of this client."""
 
 
 @dataclass(frozen=True)

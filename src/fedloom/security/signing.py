@@ -1,10 +1,68 @@
-"""Signatures of the keys that members of a secure sum advertise."""
+"""Signatures of the keys in a secure sum: the aggregator cannot pass off keys of its own as those of members.
+
+=======================  ========================================  ====================================================
+scheme                   member has                                the others have, before the run
+=======================  ========================================  ====================================================
+`NoSigner`               nothing                                   nothing; for simulations. The aggregator can pose as
+                                                                   any member, and so read the value of each
+`KeySigner`              an Ed25519 key of its own                 a register of signature keys (`read_register`)
+`CertificateSigner`      its certificate and key                   the authorities that they trust, and the identity
+                                                                   file if clients are not named as certificates are
+=======================  ========================================  ====================================================
+
+A token is a secret between a member and the aggregator, and proves nothing to other members. Members with tokens
+therefore make a signature key each, and agree on the register without the aggregator: by mail, on paper, in a
+repository that they all review. Whoever gives out the register, or can sign certificates, can name keys of its own. If
+that is who operates the aggregator, signatures protect from others who break into the aggregator, and not from it.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from fedloom.errors import ExperimentError, RefusedError
+from fedloom.security.certificates import URI
+from fedloom.security.credentials import KeyPair, parse_certificate
+from fedloom.security.files import create, read_text
+from fedloom.security.identities import Identities, Identity
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import padding
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+
+class Signer(Protocol):
+    """Signature key of a member.
+
+    Attributes
+    ----------
+    length
+        Length of every signature in bytes; the same for all members of a session.
+    """
+
+    length: int
+
+    def sign(self, message: bytes) -> bytes:
+        """Return a signature, with what a verifier needs to know besides."""
+
+
+class Verifier(Protocol):
+    """Knowledge of which signature keys speak for which clients."""
+
+    def verify(self, client: str, message: bytes, signature: bytes) -> None:
+        """Raise RefusedError if this is not the signature of this client."""
+
 
 class NoSigner:
-    """No signatures, for simulations: a single byte stands for each."""
+    """No signatures, for simulations: a byte stands for each."""
 
     length = 1
 
@@ -18,3 +76,262 @@ class NoVerifier:
 
     def verify(self, client: str, message: bytes, signature: bytes) -> None:
         """Accept everything."""
+
+
+class KeySigner:
+    """Signs with a member's Ed25519 key."""
+
+    length = 64
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    def sign(self, message: bytes) -> bytes:
+        """Return an Ed25519 signature."""
+        return self._key.sign(message)
+
+
+@dataclass(frozen=True)
+class RegisteredKey:
+    """Line of the register: a signature key, and the clients that it speaks for."""
+
+    clients: str
+    key: Ed25519PublicKey
+
+    def speaks_for(self, client: str) -> bool:
+        """Return whether the key's owner may sign for this client."""
+        return Identity("", frozenset(), (self.clients,)).speaks_for(client)
+
+
+class KeyVerifier:
+    """Verifies signatures with the keys of a register."""
+
+    def __init__(self, register: Iterable[RegisteredKey]) -> None:
+        self._register = tuple(register)
+
+    def verify(self, client: str, message: bytes, signature: bytes) -> None:
+        """Raise RefusedError if no key of this client has made the signature."""
+        from cryptography.exceptions import InvalidSignature
+
+        keys = [line.key for line in self._register if line.speaks_for(client)]
+        if not keys:
+            raise RefusedError(f"The register of signature keys has none for {client}.", found=client)
+        for key in keys:
+            try:
+                return key.verify(signature[: KeySigner.length], message)
+            except InvalidSignature:
+                continue
+        raise RefusedError(f"The keys that are said to be those of {client} are not signed by it.", found=client)
+
+
+def create_signing_key(path: Path) -> str:
+    """Create a member's signature key in a new file (0600), and return the public key as the register writes it.
+
+    Raise ExperimentError if the file exists already, StorageError if it cannot be written.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    key = Ed25519PrivateKey.generate()
+    create(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode(), private=True)
+    return base64.b64encode(key.public_key().public_bytes_raw()).decode()
+
+
+def read_signing_key(path: Path) -> KeySigner:
+    """Read a member's signature key.
+
+    Raise ExperimentError if the file cannot be read, or has no Ed25519 key in PEM format.
+    """
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    try:
+        key = load_pem_private_key(read_text(path, "signature key").encode(), password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ExperimentError(f"{path} has no Ed25519 key, unencrypted and in PEM format.")
+    return KeySigner(key)
+
+
+def read_register(path: Path) -> tuple[RegisteredKey, ...]:
+    """Read a register of signature keys.
+
+    Each line has the clients (an id, or a pattern with ``*`` and ``?``) and a public key in base64; ``#`` begins a
+    comment. Several lines may be for one client: an old key and its replacement.
+
+    Raise ExperimentError if the file cannot be read, or a line has another form; the message names it.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    found = []
+    for number, line in enumerate(read_text(path, "register of signature keys").splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            clients, encoded = words
+            key = Ed25519PublicKey.from_public_bytes(base64.b64decode(encoded, validate=True))
+        except (ValueError, binascii.Error):
+            clients = ""
+        if not re.fullmatch(r"[A-Za-z0-9._*?-]{1,128}", clients):
+            raise ExperimentError(
+                f"Line {number} of {path} must be a client's id, or a pattern, and an Ed25519 public key in base64."
+            )
+        found.append(RegisteredKey(clients, key))
+    return tuple(found)
+
+
+class CertificateSigner:
+    """Signs with the key of a member's certificate; each signature has the certificate and its chain with it.
+
+    Parameters
+    ----------
+    pair
+        The certificate, the intermediate ones below its authority, and the key: ECDSA, Ed25519 or RSA.
+
+    Raises
+    ------
+    ExperimentError
+        If the key is of another kind, or the certificates are too long.
+    """
+
+    length = 2048
+
+    def __init__(self, pair: KeyPair) -> None:
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+        from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+        key = load_pem_private_key(pair.key, password=None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | rsa.RSAPrivateKey):
+            raise ExperimentError(f"The key of {pair.certificate} cannot sign; use ECDSA, Ed25519 or RSA.")
+        self._key = key
+        chain = x509.load_pem_x509_certificates(pair.chain)
+        self._chain = b"".join(_packed(each.public_bytes(Encoding.DER)) for each in chain)
+        size = len(self._chain) + len(_packed(self._signature(b"")))
+        if size + 8 > self.length:  # an ECDSA signature varies in length
+            raise ExperimentError(
+                f"{pair.certificate} and those that it depends on have {size:,} bytes with a signature; at most "
+                f"{self.length - 8:,} fit. Use ECDSA keys, or leave out the authority's own certificate."
+            )
+
+    def sign(self, message: bytes) -> bytes:
+        """Return certificates and a signature, with zeros at the end."""
+        return (self._chain + _packed(self._signature(message))).ljust(self.length, b"\0")
+
+    def _signature(self, message: bytes) -> bytes:
+        from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+        from cryptography.hazmat.primitives.hashes import SHA256
+
+        if isinstance(self._key, ec.EllipticCurvePrivateKey):
+            return self._key.sign(message, ec.ECDSA(SHA256()))
+        if isinstance(self._key, ed25519.Ed25519PrivateKey):
+            return self._key.sign(message)
+        return self._key.sign(message, _pss(), SHA256())
+
+
+class CertificateVerifier:
+    """Verifies signatures with certificates that come with them.
+
+    Parameters
+    ----------
+    ca
+        Trusted authorities, in PEM format. Certificates must conform to RFC 5280, and be made for clients.
+    identities
+        Identity file that says for which clients a certificate speaks, read by the member itself. Without one, a
+        certificate speaks for the client NAME if it has the name ``urn:fedloom:NAME``.
+    now
+        Returns the current time in UTC.
+    """
+
+    def __init__(
+        self,
+        ca: bytes,
+        identities: Identities | None = None,
+        *,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        from cryptography import x509
+
+        self._authorities = x509.load_pem_x509_certificates(ca)
+        self._identities = identities
+        self._now = now
+
+    def verify(self, client: str, message: bytes, signature: bytes) -> None:
+        """Raise RefusedError if no certificate for this client, valid now, has made the signature."""
+        from cryptography import x509
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+        from cryptography.x509.verification import VerificationError
+
+        try:
+            *chain, signed = _unpacked(signature)
+            leaf, *others = map(x509.load_der_x509_certificate, chain)
+            self._check_chain(leaf, others)
+            _verify(leaf, message, signed)
+        except (ValueError, InvalidSignature, UnsupportedAlgorithm, VerificationError) as error:
+            raise RefusedError(
+                f"The keys that are said to be those of {client} are not signed with a trusted certificate"
+                f"{f' ({error})' if str(error) else ''}.",
+                found=client,
+            ) from None
+        if not self._speaks_for(leaf, client):
+            raise RefusedError(f"The keys of {client} are signed with a certificate of somebody else.", found=client)
+
+    def _check_chain(self, leaf: x509.Certificate, others: list[x509.Certificate]) -> None:
+        from cryptography.x509.verification import PolicyBuilder, Store
+
+        policy = PolicyBuilder().store(Store(self._authorities)).time(self._now())
+        policy.build_client_verifier().verify(leaf, others)
+
+    def _speaks_for(self, leaf: x509.Certificate, client: str) -> bool:
+        from cryptography.hazmat.primitives.serialization import Encoding
+
+        names = parse_certificate(leaf.public_bytes(Encoding.PEM)).names
+        if self._identities is None:
+            return f"URI:{URI}{client}" in names
+        entries = (entry for entry in self._identities.entries if entry.certificate in names)
+        return any(entry.identity.speaks_for(client) for entry in entries)
+
+
+def _verify(leaf: x509.Certificate, message: bytes, signature: bytes) -> None:
+    """Raise InvalidSignature or UnsupportedAlgorithm if the certificate's key has not made the signature."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    key = leaf.public_key()
+    if isinstance(key, ec.EllipticCurvePublicKey):
+        key.verify(signature, message, ec.ECDSA(SHA256()))
+    elif isinstance(key, ed25519.Ed25519PublicKey):
+        key.verify(signature, message)
+    elif isinstance(key, rsa.RSAPublicKey):
+        key.verify(signature, message, _pss(), SHA256())
+    else:
+        raise UnsupportedAlgorithm("its key cannot sign")
+
+
+def _pss() -> padding.PSS:
+    from cryptography.hazmat.primitives.asymmetric import padding
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    return padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
+
+
+def _packed(part: bytes) -> bytes:
+    return len(part).to_bytes(2, "big") + part
+
+
+def _unpacked(packed: bytes) -> list[bytes]:
+    """Return the parts of a signature with certificates, up to the zeros at its end.
+
+    Raise ValueError if there are fewer than two, or the last is cut.
+    """
+    parts, at = [], 0
+    while length := int.from_bytes(packed[at : at + 2], "big"):
+        parts.append(packed[at + 2 : at + 2 + length])
+        at += 2 + length
+    if len(parts) < 2 or at > len(packed):
+        raise ValueError("it has no certificate")
+    return parts
