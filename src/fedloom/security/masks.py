@@ -7,6 +7,7 @@ order. Masks are AES-256-CTR key streams; each key is used for one stream.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -115,13 +116,21 @@ def key_stream(seed: bytes, length: int) -> bytes:
     return Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(length))
 
 
-def add_mask(total: Integers, seed: bytes, sign: int) -> None:
-    """Add the mask of a seed, 32 bytes, to a vector in place; subtract it if ``sign`` is negative."""
-    stream = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor()
-    buffer = bytearray(min(total.nbytes, CHUNK) + 15)  # update_into asks for 15 bytes more than it writes
-    operation = np.subtract if sign < 0 else np.add
-    items = CHUNK // total.itemsize
-    for start in range(0, total.size, items):
-        part = total[start : start + items]
-        stream.update_into(_ZEROS[: part.nbytes], buffer)
-        operation(part, np.frombuffer(buffer, total.dtype, part.size), out=part)
+def add_masks(total: Integers, masks: Iterable[tuple[bytes, int]]) -> None:
+    """Add masks to a vector in place.
+
+    Parameters
+    ----------
+    masks
+        For each mask its seed, 32 bytes, and its sign: +1 to add it, -1 to subtract it.
+    """
+    size = min(total.nbytes, CHUNK)
+    buffer = memoryview(bytearray(size + 15))  # update_into asks for 15 bytes more than it writes
+    mask = np.frombuffer(buffer[:size], total.dtype)
+    parts = [total[start : start + mask.size] for start in range(0, total.size, max(mask.size, 1))]
+    for seed, sign in masks:
+        stream = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor()
+        operation = np.add if sign > 0 else np.subtract
+        for part in parts:
+            stream.update_into(_ZEROS[: part.nbytes], buffer)
+            operation(part, mask[: part.size], out=part)

@@ -44,7 +44,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from numpy.typing import NDArray
 
 from fedloom.errors import QuorumError, RefusedError
-from fedloom.security.masks import SEED_BYTES, Integers, add_mask, integer_type
+from fedloom.security.masks import SEED_BYTES, Integers, add_masks, integer_type
 from fedloom.security.shamir import SHARE_BYTES, combine, correct, random_secret, split
 from fedloom.security.sum_keys import (
     PUBLIC_BYTES,
@@ -166,7 +166,8 @@ class SecureSumMember:
             raise RefusedError("The roster of the secure sum does not have this client's own keys.")
         if present.sum() < p.minimum:
             raise RefusedError(f"The roster has {present.sum()} of {len(p.members)} members; {p.minimum} are required.")
-        if len(np.unique(keys[present, :PUBLIC_BYTES], axis=0)) < present.sum():
+        public = keys[present, :PUBLIC_BYTES].tobytes()
+        if len({public[i : i + PUBLIC_BYTES] for i in range(0, len(public), PUBLIC_BYTES)}) < present.sum():
             raise RefusedError("Two members of the roster have the same key.")
         graph = Graph(transcript, present, p.degree)
         if graph.degree < p.threshold:
@@ -216,12 +217,12 @@ class SecureSumMember:
         if sum(map(bool, held)) < p.threshold:
             raise RefusedError(f"{sum(map(bool, held))} neighbours have sent shares; the threshold is {p.threshold}.")
         total = values.copy()
+        masks = [(pair.seed, pair.sign) for pair, there in zip(self._pairs, included, strict=True) if there]
+        add_masks(total, [*masks, (self_mask_seed(self._secret_b, self._transcript), +1)])
         receipts = np.zeros((p.degree, TAG_BYTES), np.uint8)
-        for pair, receipt, there in zip(self._pairs, receipts, included, strict=False):
+        for (pair, receipt), there in zip(self._each(receipts), included, strict=True):
             if there:
-                add_mask(total, pair.seed, pair.sign)
                 receipt[:] = np.frombuffer(pair.receipt_to, np.uint8)
-        add_mask(total, self_mask_seed(self._secret_b, self._transcript), +1)
         if self._masked is not None:
             same = np.array_equal(total, self._masked.values) and held == self._held
             return self._again("vector", same, self._masked)
@@ -401,19 +402,23 @@ class SecureSumAggregator:
         QuorumError
             If the secret of a member cannot be recovered.
         """
-        shares = self._forward(revealed, present & self._survivors)
-        total, suspects = self._total.copy(), set[int]()
+        total = self._total.copy()
+        add_masks(total, self._masks_left(self._forward(revealed, present & self._survivors)))
+        return total
+
+    def _masks_left(self, shares: Bytes) -> Iterator[tuple[bytes, int]]:
+        """Yield the seeds of the masks in the sum of the masked vectors, with the signs that remove them."""
+        suspects = set[int]()
         for row, neighbours in zip(self._rows.tolist(), self._neighbours, strict=True):
             if self._survivors[row]:
                 secret = self._recover(row, OF_SELF_MASK, shares[row], suspects)
-                add_mask(total, self_mask_seed(secret, self._transcript), -1)
+                yield self_mask_seed(secret, self._transcript), -1
             elif self._sharers[row]:
                 secret = self._recover(row, OF_SEEDS, shares[row], suspects)
                 pads = seed_pads(secret, self._transcript, self._graph.degree)
                 for v, sealed, pad in zip(neighbours.tolist(), self._sealed[row], pads, strict=True):
                     if self._survivors[v]:
-                        add_mask(total, xor(sealed.tobytes(), pad), -1 if v < row else +1)
-        return total
+                        yield xor(sealed.tobytes(), pad), -1 if v < row else +1
 
     def _recover(self, row: int, kind: int, shares: Bytes, suspects: set[int]) -> bytes:
         """Return a secret of a member; note neighbours that have revealed wrong shares, to trust them last."""

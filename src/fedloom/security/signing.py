@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -93,34 +94,35 @@ class KeySigner:
 
 @dataclass(frozen=True)
 class RegisteredKey:
-    """Line of the register: a signature key, and the clients that it speaks for."""
+    """Line of the register: a client's id, or a pattern with ``*`` and ``?``, and a signature key of its owner."""
 
     clients: str
     key: Ed25519PublicKey
-
-    def speaks_for(self, client: str) -> bool:
-        """Return whether the key's owner may sign for this client."""
-        return Identity("", frozenset(), (self.clients,)).speaks_for(client)
 
 
 class KeyVerifier:
     """Verifies signatures with the keys of a register."""
 
     def __init__(self, register: Iterable[RegisteredKey]) -> None:
-        self._register = tuple(register)
+        self._by_id: dict[str, list[Ed25519PublicKey]] = {}
+        self._by_pattern: list[tuple[Identity, Ed25519PublicKey]] = []
+        for line in register:
+            if set(line.clients) & set("*?"):
+                self._by_pattern.append((Identity("", frozenset(), (line.clients,)), line.key))
+            else:
+                self._by_id.setdefault(line.clients, []).append(line.key)
 
     def verify(self, client: str, message: bytes, signature: bytes) -> None:
         """Raise RefusedError if no key of this client has made the signature."""
         from cryptography.exceptions import InvalidSignature
 
-        keys = [line.key for line in self._register if line.speaks_for(client)]
+        keys = [*self._by_id.get(client, ()), *(key for owner, key in self._by_pattern if owner.speaks_for(client))]
         if not keys:
             raise RefusedError(f"The register of signature keys has none for {client}.", found=client)
         for key in keys:
-            try:
-                return key.verify(signature[: KeySigner.length], message)
-            except InvalidSignature:
-                continue
+            with contextlib.suppress(InvalidSignature):
+                key.verify(signature[: KeySigner.length], message)
+                return
         raise RefusedError(f"The keys that are said to be those of {client} are not signed by it.", found=client)
 
 

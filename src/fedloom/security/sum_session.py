@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +97,7 @@ class SessionParameters:
         """Smallest number of survivors: two thirds of the members, rounded up, and at least 3."""
         return max(SMALLEST_SUM, -(-2 * len(self.members) // 3))
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """SHA-256 of all parameters."""
         numbers = (len(self.members), self.degree, self.threshold, self.bits)
