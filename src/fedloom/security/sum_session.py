@@ -126,22 +126,25 @@ def default_threshold(degree: int) -> int:
 
 @lru_cache(maxsize=64)
 def default_degree(
-    members: int, *, colluding: float = 0.05, dropped: float = 0.05, security_bits: float = 40, failure: float = 1e-3
+    members: int, *, colluding: float = 0.05, dropped: float = 0.05, security_bits: float = 64, failure: float = 1e-3
 ) -> int:
-    """Return the default number of neighbours: all others up to 20, then as many as the bound below asks for.
+    """Return the default number of neighbours: all others up to 20, then as many as the bounds below ask for.
 
-    For the default threshold t, it is the smallest even k from 20 on such that (Bell et al. 2020, section 3.2; tails of
-    the hypergeometric distribution, and the union bound over members)
+    It is the smallest even k from 20 on such that, with the default threshold t (Bell et al. 2020, section 3; tails of
+    the hypergeometric distribution, and the union bound over members),
 
     - the probability that some member has 2t - k or more colluding neighbours is at most 2^-``security_bits``,
     - the probability that some member loses more than k - t neighbours is at most ``failure``.
+
+    The aggregator can try many graphs: it says which members are absent, and members that collude with it can choose
+    their keys last. An attack with 2²⁴ graphs succeeds with a probability of at most 2⁻⁴⁰.
 
     Parameters
     ----------
     members
         Number n of members.
     colluding, dropped
-        Fractions of the members that collude with the aggregator, and that drop out, independently of the graph.
+        Fractions of the members that collude with the aggregator, and that drop out by chance.
     """
     others = members - 1
     for degree in range(SMALLEST_DEGREE, others, 2):
