@@ -19,7 +19,7 @@ from fedloom.federation.summation import Summation
 from fedloom.messages import SummedMetrics
 from fedloom.models.mlp import MLP
 from fedloom.privacy.settings import SecureAggregation
-from fedloom.security.signing import NoSigner, NoVerifier
+from fedloom.security.signing import NO_SIGNING
 
 METHODS = (
     "fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl", "fedadam", "q-fedavg", "feddyn", "ditto", "fedproto",
@@ -31,7 +31,7 @@ SIZES = (12, 7, 9, 16, 11)
 def summing(method: Algorithm, settings: Any, secure: SecureAggregation | None) -> dict[str, Any]:
     """Return what both sides of a federation need for sums."""
     summation = Summation(method.sums(settings), secure)
-    return {"summation": summation, "held": HeldAnswers(summation, lambda client: NoSigner(), NoVerifier())}
+    return {"summation": summation, "held": HeldAnswers(summation, NO_SIGNING)}
 
 
 def trained(
@@ -67,7 +67,7 @@ def test_summed_metrics_have_the_statistics_of_each_clients_metrics(name: str, t
     plain = federation(tmp_path / "plain", method, method.settings(), problem, data, unseen=unseen).run()
     fields = {**method.sums(method.settings()), **sums_of(SummedMetrics)}
     summation = Summation(fields, SecureAggregation(bits=64), dtype=torch.float64)
-    held = HeldAnswers(summation, lambda client: NoSigner(), NoVerifier())
+    held = HeldAnswers(summation, NO_SIGNING)
     made = federation(
         tmp_path / "summed", method, method.settings(), problem, data, unseen=unseen, summation=summation, held=held
     )

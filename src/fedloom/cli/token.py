@@ -75,5 +75,21 @@ def _revoke(
         typer.echo(f"{which}: already revoked", err=True)
 
 
+@app.command("signing-key")
+def _signing_key(
+    clients: Annotated[
+        str, typer.Argument(help="The member's client, or a pattern of its clients with * and ?.", metavar="CLIENT")
+    ],
+    out: Annotated[Path, typer.Option(help="New file for the key (mode 0600).", metavar="FILE")] = Path("signing.key"),
+) -> None:
+    """Create a member's signature key for secure sums, and show its line of the register, signing-keys.txt."""
+    from fedloom.security.signing import create_signing_key
+
+    typer.echo(f"{clients} {create_signing_key(out)}")
+    typer.echo(
+        f"{out}: the key, readable by its owner only; give all members the line above (docs/security.md)", err=True
+    )
+
+
 def _time(when: datetime) -> str:
     return f"{when.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -89,6 +89,15 @@ def worker(
             metavar="DIR|URL",
         ),
     ] = None,
+    only_sums: Annotated[
+        bool,
+        typer.Option(
+            "--only-sums",
+            help="Refuse an aggregator whose experiment has no secure aggregation with signed keys, so that no answer "
+            "of these clients is ever known alone.",
+            envvar="FEDLOOM_ONLY_SUMS",
+        ),
+    ] = False,
     credentials: ClientCredentials = None,
     insecure: InsecureClient = False,
     log: Annotated[Path | None, typer.Option(help="Write the log to this file, as JSON lines.")] = None,
@@ -121,6 +130,7 @@ def worker(
         class_counts=class_counts,
         verify=not owned,
         trust=ClientOptions.of(credentials, insecure=insecure),
+        only_sums=only_sums,
     )
     if dry_run:
         from fedloom.cli.disclosure import show_disclosure

@@ -167,12 +167,23 @@ def _check_sums(c: _Combination) -> Iterator[SettingError]:
     needs = []
     if federation.secure_aggregation is not None:
         needs.append("secure_aggregation")
-        if federation.clients_per_round < SMALLEST_SUM:
+        own = isinstance(c.experiment.data, OwnData)
+        if federation.secure_aggregation.signatures is None and own:
             yield _error(
-                "federation.clients_per_round",
-                f"must be at least {SMALLEST_SUM} with secure_aggregation, because smaller sums reveal their terms "
-                f"(got {federation.clients_per_round})",
+                "federation.secure_aggregation.signatures",
+                "must be set with data.own: keys or certificates, by which members know each other, or none, if they "
+                "trust the aggregator to tell them each other's keys (got null)",
             )
+        sizes = (
+            ("clients_per_round", "min_clients") if isinstance(c.experiment.data, OwnData) else ("clients_per_round",)
+        )
+        for key in sizes:
+            if (size := getattr(federation, key)) < SMALLEST_SUM:
+                yield _error(
+                    f"federation.{key}",
+                    f"must be at least {SMALLEST_SUM} with secure_aggregation, because smaller sums reveal their terms "
+                    f"(got {size})",
+                )
     if federation.privacy is not None and federation.privacy.of == "clients":
         needs.append("privacy")
         if (weighting := getattr(settings, "weighting", "uniform")) != "uniform":

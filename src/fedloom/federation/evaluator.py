@@ -87,6 +87,9 @@ class Evaluator:
                 "moments": moments_shape(self.plan, len(self.predictors)),
             },
         }
+        summation = pair.summation
+        if summation is not None and transport.traffic.up is None:  # clients in this process sign nothing
+            summation = replace(summation, signature_bytes=1)
         self._config = RoundConfig(
             schedule.seed,
             schedule.clients_per_round,
@@ -97,7 +100,7 @@ class Evaluator:
             self._judge,
             self._states if pair.client.stateful else None,
             releases,
-            pair.summation,
+            summation,
         )
         self._sums_metrics = pair.summation is not None and SummedMetrics in pair.summation.fields
         self._durable: tuple[int, Best | None] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,8 @@ from fedloom.federation.sum_vector import SumVector, graph_of
 from fedloom.federation.summation import Summation
 from fedloom.federation.transport import ConversationKey
 from fedloom.messages import Message
-from fedloom.security.secure_sum import SecureSumMember, Signer, Verifier
+from fedloom.security.secure_sum import SecureSumMember
+from fedloom.security.signing import Signing
 from fedloom.security.sum_session import SessionParameters
 
 
@@ -53,13 +54,13 @@ class HeldAnswers:
     ----------
     summation
         The sums of the method's answers.
-    signer, verifier
-        Signature key of each client, and knowledge of the others' keys.
+    signing
+        Signature key of the clients of this process, and knowledge of the others' keys.
     """
 
-    def __init__(self, summation: Summation, signer: Callable[[str], Signer], verifier: Verifier) -> None:
+    def __init__(self, summation: Summation, signing: Signing) -> None:
         self._summation = summation
-        self._signer, self._verifier = signer, verifier
+        self._signing = signing
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
 
     def covers(self, answer: Message) -> bool:
@@ -150,7 +151,7 @@ class HeldAnswers:
         )
         if held.member is not None:
             raise RefusedError(f"the answer of client {client} is part of another secure sum")
-        held.member = SecureSumMember(parameters, client, self._signer(client), self._verifier)
+        held.member = SecureSumMember(parameters, client, self._signing.signer, self._signing.verifier)
         held.members, held.largest = len(members), largest
         keys, signature = held.member.advertise()
         return MemberKeys(_row(keys), _row(signature))

@@ -41,6 +41,17 @@ class SecureAggregation(Settings):
         ge=2,
         description="Neighbours of a client that must answer until the end: more than half; null: two thirds.",
     )
+    signatures: Literal["none", "keys", "certificates"] | None = Field(
+        default=None,
+        description="Signatures of the clients' keys, by which clients know each other: with keys of a register, or "
+        "with their certificates (docs/security.md); none: they believe the aggregator. Null: none, and with data.own "
+        "an error.",
+    )
+
+    @property
+    def signature_bytes(self) -> int:
+        """Length of a signature."""
+        return {"keys": 64, "certificates": 2048}.get(self.signatures or "none", 1)
 
     @model_validator(mode="after")
     def _more_than_half(self) -> Self:

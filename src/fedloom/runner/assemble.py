@@ -52,7 +52,7 @@ from fedloom.runs.checkpoint import Best
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
-from fedloom.security.signing import NoSigner, NoVerifier
+from fedloom.security.signing import NO_SIGNING, Signing
 from fedloom.storage import is_url, open_store
 
 DTYPE = torch.float32
@@ -88,7 +88,8 @@ class RunContext:
         fields = dict(self.algorithm.sums(self.settings))
         if federation.secure_aggregation is not None:
             fields |= sums_of(SummedMetrics)
-        return Summation(fields, federation.secure_aggregation, privacy, self.setup.dtype)
+        secure = federation.secure_aggregation
+        return Summation(fields, secure, privacy, self.setup.dtype, 1 if secure is None else secure.signature_bytes)
 
     def server_algorithm(self) -> ServerAlgorithm:
         """Return a new server algorithm; its initial state depends on the seed alone."""
@@ -340,11 +341,13 @@ def client_side(
     conclude: Conclude | None = None,
     *,
     secret: bytes | None = None,
+    signing: Signing = NO_SIGNING,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
+    ``signing`` are the signatures of keys in secure sums.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -376,7 +379,7 @@ def client_side(
         start_afresh=e.federation.lost_state == "afresh",
         secret=secret,
         augment=augmentation(e.data.augment, dataset.manifest.normalization),
-        held=None if parts.summation is None else HeldAnswers(parts.summation, lambda client: NoSigner(), NoVerifier()),
+        held=None if parts.summation is None else HeldAnswers(parts.summation, signing),
     )
     return ClientSide(
         algorithm,

@@ -23,6 +23,7 @@ from fedloom.federation.measuring import MeasuringSession
 from fedloom.federation.roster import Member
 from fedloom.runner import assemble
 from fedloom.runner.constants import check_constants
+from fedloom.security.member_signing import signing_of
 from fedloom.security.options import ClientOptions, Credentials
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
@@ -56,6 +57,8 @@ class WorkerOptions:
         Check shards before serving: those of a folder, or of clients that no other worker serves.
     trust
         Credentials for the aggregator; None: plaintext without authentication.
+    only_sums
+        Refuse an experiment in which answers of clients can be known alone.
     """
 
     partition: str | None
@@ -71,6 +74,7 @@ class WorkerOptions:
     class_counts: bool = False
     verify: bool = True
     trust: ClientOptions | None = None
+    only_sums: bool = False
 
 
 class Worker:
@@ -124,12 +128,19 @@ class Worker:
             workers=0, threads=options.threads, device=options.device, clients_at_once=options.clients_at_once
         )
         shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
+        secure = shared.federation.secure_aggregation
+        if options.only_sums and (secure is None or secure.signatures not in ("keys", "certificates")):
+            raise RefusedError(
+                "the aggregator's experiment has no secure aggregation with signed keys, and this worker has "
+                f"{argument('only_sums')}"
+            )
         if isinstance(self._serves, OwnDataProvider) and "normalization" in told and told["normalization"] is None:
             return self._serves.measuring(shared)
         dataset = self._serves.dataset(shared, told)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts.setup.model, _digests(told), "the aggregator's model")
-        return assemble.client_side(parts, dataset, self._device, options.states, secret=self._secret)
+        signing = signing_of(None if secure is None else secure.signatures, options.trust)
+        return assemble.client_side(parts, dataset, self._device, options.states, secret=self._secret, signing=signing)
 
 
 def _told(text: str) -> dict[str, Any]:

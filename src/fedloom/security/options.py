@@ -29,6 +29,8 @@ FILES = {
     "token_file": "FEDLOOM_TOKEN_FILE",
     "tokens": "FEDLOOM_TOKENS",
     "identities": "FEDLOOM_IDENTITIES",
+    "signing_key": "FEDLOOM_SIGNING_KEY",
+    "register": "FEDLOOM_SIGNING_KEYS",
 }
 """Environment variables for single files, by field of :class:`ClientOptions` and :class:`ServerOptions`."""
 
@@ -39,6 +41,8 @@ IN_FOLDER = {
     "token_file": "token",
     "tokens": "tokens.json",
     "identities": "identities.yaml",
+    "signing_key": "signing.key",
+    "register": "signing-keys.txt",
 }
 """Names of the same files in a folder of credentials, which is laid out like a Kubernetes TLS Secret."""
 
@@ -93,6 +97,9 @@ class ClientOptions:
         Our token, instead of a certificate or in addition to it.
     insecure
         Allow a token to be sent in plaintext to any host.
+    signing_key, register, identities
+        For secure sums (:mod:`fedloom.security.signing`): our signature key, the register of all, and the identity
+        file that says for which clients a certificate speaks.
     """
 
     ca: Path | None = None
@@ -101,6 +108,9 @@ class ClientOptions:
     token_file: Path | None = None
     token: SecretStr | None = None
     insecure: bool = False
+    signing_key: Path | None = None
+    register: Path | None = None
+    identities: Path | None = None
 
     @classmethod
     def of(
@@ -110,7 +120,8 @@ class ClientOptions:
 
         Raise ExperimentError if the folder has no credentials, RefusedError if the token is invalid.
         """
-        files = credential_files(folder, ("ca", "certificate", "key", "token_file"), environment)
+        fields = ("ca", "certificate", "key", "token_file", "signing_key", "register", "identities")
+        files = credential_files(folder, fields, environment)
         in_folder = folder is not None and (folder / IN_FOLDER["token_file"]).exists()
         return cls(**files, token=None if in_folder else token_of(environment), insecure=insecure)
 

@@ -79,6 +79,18 @@ class NoVerifier:
         """Accept everything."""
 
 
+@dataclass(frozen=True)
+class Signing:
+    """Signature key of the members in one process, and what they know of the others' keys."""
+
+    signer: Signer
+    verifier: Verifier
+
+
+NO_SIGNING = Signing(NoSigner(), NoVerifier())
+"""No signatures."""
+
+
 class KeySigner:
     """Signs with a member's Ed25519 key."""
 

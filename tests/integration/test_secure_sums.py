@@ -1,0 +1,59 @@
+"""Secure sums between real members: signed keys, members that come and go, kills, and what a member refuses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from facts import mentions
+from run_processes import ended, fedloom, rounds, until
+from test_open_federation import EXPERIMENT, Federation, equal_to_the_replay, kill, members
+
+__all__ = ["members"]
+
+SECURE = (
+    EXPERIMENT.replace("clients_per_round: 3, min_clients: 2", "clients_per_round: 5, min_clients: 4")
+    .replace("checkpoint_every_s: 0}", "checkpoint_every_s: 0, secure_aggregation: {signatures: keys}}")
+    .replace("cohort: 2", "cohort: 5")
+)
+
+
+@pytest.fixture
+def federation(tmp_path: Path, members: Path) -> Iterator[Federation]:
+    with contextlib.ExitStack() as processes:
+        yield Federation(tmp_path, members, processes, SECURE)
+
+
+def credentials(folder: Path, *speakers: int) -> dict[int, Path]:
+    """Make a signature key for each member, and give all the register."""
+    lines, folders = [], {}
+    for i in speakers:
+        folders[i] = folder / f"credentials-{i}"
+        folders[i].mkdir()
+        made = fedloom("token", "signing-key", f"speaker-{i}", "--out", folders[i] / "signing.key")
+        lines += [line for line in made.splitlines() if line.startswith("speaker-")]
+    for made_folder in folders.values():
+        (made_folder / "signing-keys.txt").write_text("\n".join(lines) + "\n")
+    return folders
+
+
+def test_members_know_each_other_by_a_register_of_keys(federation: Federation, tmp_path: Path) -> None:
+    """One is killed in the middle, and the run goes on; its journal's replay gives the same bits."""
+    folders = credentials(tmp_path, *range(5))
+    aggregator = federation.aggregator("--set", "federation.rounds=30")
+    workers = [federation.worker(i, name=f"w{i}", more=("--credentials", folders[i], "--only-sums")) for i in range(5)]
+    until(lambda: rounds(federation.run) >= 5, "five rounds")
+    kill(workers[4])
+    ended(aggregator, 0)
+    assert len(federation.lines()) >= 30
+    equal_to_the_replay(federation, tmp_path / "again")
+
+
+def test_a_member_that_gives_only_sums_refuses_other_experiments(tmp_path: Path, members: Path) -> None:
+    with contextlib.ExitStack() as processes:
+        federation = Federation(tmp_path, members, processes, EXPERIMENT)
+        federation.aggregator()
+        worker = federation.worker(0, name="w0", more=("--only-sums",))
+        assert mentions(ended(worker, 4), "secure aggregation")
