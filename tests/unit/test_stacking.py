@@ -12,8 +12,10 @@ from federations import CLASSES, IMAGE, clients
 from test_client import SMALL, compare, group, starts
 from torch.nn.functional import relu
 
+from fedloom.algorithms.apfl import APFL
 from fedloom.algorithms.client import LocalTrainer, train
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.per_fedavg import PER_FEDAVG
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
 
@@ -73,3 +75,40 @@ def test_every_method_is_near_to_one_by_one_and_repeats_its_bits(name: str, tmp_
     for key, value in one.items():
         torch.testing.assert_close(together[key], value, rtol=1e-4, atol=1e-5)
         assert torch.equal(together[key], again[key])
+
+
+class Recorded(MLP):
+    """SMALL, which records for how many clients it is called together."""
+
+    def __init__(self) -> None:
+        super().__init__(IMAGE, [5], CLASSES)
+        self.together: list[int] = []
+
+    def forward_together(self, parameters: Any, x: Any) -> Any:
+        self.together.append(len(x))
+        return MLP.forward_together(SMALL, parameters, x)
+
+
+@pytest.mark.parametrize(
+    ("method", "gradients", "settings"),
+    [
+        (APFL, 2, {}),
+        (PER_FEDAVG, 2, {}),
+        (PER_FEDAVG, 4, {"hessian": "finite_difference"}),
+    ],
+    ids=["apfl", "per-fedavg", "per-fedavg with a Hessian"],
+)
+def test_methods_leave_out_those_who_are_done(method: Any, gradients: int, settings: dict[str, Any]) -> None:
+    """Every gradient of a step is of the clients that make it, and the result is that of each client alone."""
+    s = method.settings.model_validate({"local": {"epochs": 2, "batch_size": 4, "lr": 0.05}, **settings})
+    model, data, theta = Recorded(), clients(UNEVEN), starts(SMALL, len(UNEVEN))
+    members = group(data)
+    made = method.train(model, members, theta, s)
+    counts = [s.local.count(len(client.train)) for client in data]
+    going = [sum(count > t for count in counts) for t in range(max(counts))]
+    assert going[-1] == 1 < going[0] == len(UNEVEN)
+    assert model.together == [k for k in going for _ in range(gradients) if k > 1]
+    alone = [method.train(SMALL, group([client]), theta[i : i + 1], s) for i, client in enumerate(data)]
+    for what in ("theta", "steps", "loss"):
+        expected = torch.cat([getattr(each, what) for each in alone])
+        torch.testing.assert_close(getattr(made, what), expected, rtol=0, atol=1e-10)

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms.client import LocalTrainer, Parameters, Trained, laid_out, train
+from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Trained, laid_out, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
 from fedloom.models.flat import FlatModel
@@ -57,34 +57,36 @@ class AdaptivePersonalizedFL(FedAvg):
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> Trained:
         """Train a client as in Algorithm 1 (lines 3-9): w_i as in FedAvg, and v_i and α_i beside it."""
-        local, decay = LocalTrainer(model, group, mask_absent=s.local.mask_absent), 2 * s.local.lambda_theta
-        own, alpha = kept(group, theta, s)  # line 3
-        w, v = local.parameters(theta), local.parameters(own)
+        ordered, decay = LongestFirst.of([s.local.count(len(c.train)) for c in group.clients]), 2 * s.local.lambda_theta
+        local = LocalTrainer(model, group, mask_absent=s.local.mask_absent, members=ordered.order)
+        own, alpha = (ordered.rows(values) for values in kept(group, theta, s))  # line 3
+        w, v = local.parameters(ordered.rows(theta)), local.parameters(own)
         w_i, v_i = list(w.values()), list(v.values())
         step_w, step_v = local.sgd(w_i, s.local), local.sgd(v_i, s.local, decay=False)
-        counts = [s.local.count(n) for n in local.sizes]
         losses: list[Tensor] = []
         mixed: list[Tensor] = []
-        for pieces in local.steps(s.local, counts, "train"):
-            both = mixture(local, alpha, v, w)
-            gradients, loss = local.gradient(w, *pieces)
+        for pieces in local.steps(s.local, ordered.counts, "train", shrinking=local.stacked):
+            k = local.going(pieces[0])
+            both = mixture(local, alpha[:k], local.first(v, k), local.first(w, k))
+            gradients, loss = local.gradient(local.first(w, k), *pieces)
             slope, loss_both = local.gradient(both, *pieces)
             with torch.no_grad():
                 if decay:
                     slope = list(torch._foreach_add(slope, list(both.values()), alpha=decay))
-                through = local.scaled(slope, alpha[:, 0])  # ∇ of f(v̄) with respect to v
+                through = local.scaled(slope, alpha[:k, 0])  # ∇ of f(v̄) with respect to v
                 if s.adaptive and not losses:  # line 6: once a round, at its first batch
                     along = local.join(v) - local.join(w)
                     rise = (along * local.join_gradients(w, slope)).sum(1, keepdim=True)
                     alpha = (alpha - s.local.rate(group.round) * rise).clamp(0, 1)
-                losses.append(loss)
-                mixed.append(loss_both)
-                step_w(gradients, pieces[0].active)  # line 7
-                step_v(through, pieces[0].active)  # line 8
-        personal = local.trained(local.join(v), mixed, counts, "local.lr", s.local.lr)
-        group.save_state(v=personal.theta, alpha=alpha)
-        shared = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr)
-        return Trained(shared.theta, shared.steps + personal.steps, shared.loss)
+                losses.append(local.padded(loss))
+                mixed.append(local.padded(loss_both))
+                step_w(gradients, None)  # line 7
+                step_v(through, None)  # line 8
+        personal = local.trained(local.join(v), mixed, ordered.counts, "local.lr", s.local.lr)
+        group.save_state(v=ordered.back(personal.theta), alpha=ordered.back(alpha))
+        shared = local.trained(local.join(w), losses, ordered.counts, "local.lr", s.local.lr)
+        steps = shared.steps + personal.steps
+        return Trained(ordered.back(shared.theta), ordered.back(steps), ordered.back(shared.loss))
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> dict[str, Tensor]:
         """Return ``personal`` = α_i v_i + (1 - α_i) w (line 11); for new clients, the shared model after SGD steps."""

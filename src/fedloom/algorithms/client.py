@@ -56,6 +56,36 @@ class Trained:
     )  # fields of the answer by name, which add to the usual ones or replace them
 
 
+@dataclass(frozen=True)
+class LongestFirst:
+    """Order of clients by their numbers of steps, most first: those that are done are the last rows of every tensor.
+
+    Attributes
+    ----------
+    order
+        Positions of the clients.
+    counts
+        Their numbers of steps, in this order.
+    """
+
+    order: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> LongestFirst:
+        """Return the order of clients that make so many steps."""
+        order = sorted(range(len(counts)), key=lambda j: -counts[j])
+        return cls(tuple(order), tuple(counts[j] for j in order))
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Return rows of clients in this order; without a copy if they are in it."""
+        return _rows(values, self.order)
+
+    def back(self, values: Tensor) -> Tensor:
+        """Return rows in this order as they were, the inverse of :meth:`rows`."""
+        return _rows(values, sorted(range(len(self.order)), key=self.order.__getitem__))
+
+
 class LocalTrainer(TrainBatches):
     """Losses f_i of g clients, each of its own model w_i under the model's loss, and their gradients.
 
@@ -122,6 +152,15 @@ class LocalTrainer(TrainBatches):
             return w
         leaves = {name: leaf.detach()[:k].requires_grad_() for name, leaf in w.items()}
         return Leaves(leaves, {name: buffer[:k] for name, buffer in w.buffers.items()})
+
+    def going(self, batch: Batch) -> int:
+        """Return the number of clients that step on a shrinking batch: the first ones."""
+        return len(batch.weight) if self.stacked else 1
+
+    def padded(self, loss: Tensor) -> Tensor:
+        """Return losses of the first k clients as ``[g]``, with zeros for those that are done."""
+        missing = len(self.members) - len(loss)
+        return F.pad(loss, (0, missing)) if missing else loss
 
     def each(self, values: Tensor, like: Tensor) -> Tensor:
         """Reshape one number per client ``[g]`` to broadcast against a leaf."""
@@ -266,28 +305,26 @@ def train(
     """
     members = range(len(group)) if members is None else members
     steps = [s.count(len(group.clients[i].train)) for i in members] if counts is None else counts
-    # Those who are done first are last, so that the others are the first rows of every tensor.
-    order = sorted(range(len(members)), key=lambda j: -steps[j])
-    counts, theta = [steps[j] for j in order], _rows(theta, order)
-    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=[members[j] for j in order])
+    ordered = LongestFirst.of(steps)
+    counts, theta = ordered.counts, ordered.rows(theta)
+    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=[members[j] for j in ordered.order])
     w = local.parameters(theta)
     parts: dict[object, Container[str]] = {"all": w, "body": model.layout.body, "head": model.layout.head}
     chosen = parts[only] if isinstance(only, str) else only
     names = [name for name in w if name in chosen]
     leaves, start = [w[name] for name in names], {name: b.clone() for name, b in w.buffers.items() if only == "head"}
-    changed = _corrected(local, correct, names, leaves, order)
-    step, losses, k, still = local.sgd(leaves, s), [], len(order), w
+    changed = _corrected(local, correct, names, leaves, ordered)
+    step, losses, k, still = local.sgd(leaves, s), [], len(members), w
     for pieces in local.steps(s, counts, purpose, shrinking=local.stacked):
-        if local.stacked and len(pieces[0].weight) < k:
-            k = len(pieces[0].weight)
+        if local.going(pieces[0]) < k:
+            k = local.going(pieces[0])
             still = local.first(w, k)
         gradients, loss = local.gradient(still, *pieces, of=[still[name] for name in names])
-        losses.append(F.pad(loss, (0, len(order) - k)) if k < len(order) else loss)
+        losses.append(local.padded(loss))
         step(changed(gradients), None)
     w.buffers |= start
     made = local.trained(local.join(w), losses, counts, key, s.lr)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return Trained(_rows(made.theta, back), _rows(made.steps, back), _rows(made.loss, back))
+    return Trained(ordered.back(made.theta), ordered.back(made.steps), ordered.back(made.loss))
 
 
 def _rows(values: Tensor, order: Sequence[int]) -> Tensor:
@@ -296,13 +333,13 @@ def _rows(values: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def _corrected(
-    local: LocalTrainer, correct: Correction | None, names: Sequence[str], leaves: list[Tensor], order: Sequence[int]
+    local: LocalTrainer, correct: Correction | None, names: Sequence[str], leaves: list[Tensor], ordered: LongestFirst
 ) -> Callable[[list[Tensor]], list[Tensor]]:
     """Return ``gradients -> gradients`` by a correction at the current leaves, of the first clients in this order."""
     if correct is None:
         return lambda gradients: gradients
     start = [leaf.detach().clone() for leaf in leaves]
-    vectors = {name: local.parameters(_rows(vector, order)) for name, vector in correct.given.items()}
+    vectors = {name: local.parameters(ordered.rows(vector)) for name, vector in correct.given.items()}
     given = {name: [parts[leaf].detach() for leaf in names] for name, parts in vectors.items()}
     change = torch.no_grad()(correct.change)
 

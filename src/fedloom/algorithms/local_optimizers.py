@@ -21,8 +21,8 @@ LocalStep: TypeAlias = Callable[[list[Tensor], Tensor | None], None]
 _Move: TypeAlias = Callable[[list[Tensor], bool], None]
 """Step in place along gradients, one for each leaf.
 
-If the flag is set, SGD rounds lr · step before it subtracts it, where torch rounds once: methods that name the active
-clients of a step always did, and their bits are kept.
+If the flag is set, SGD rounds lr · step before it subtracts it, where torch rounds once: ComFedL, which names the
+active clients of a step, always did, and its bits are kept.
 """
 
 BETAS, EPS = (0.9, 0.999), 1e-8

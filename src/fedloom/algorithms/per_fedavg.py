@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.batches import Batch
-from fedloom.algorithms.client import LocalTrainer, Parameters, Trained, laid_out, train
+from fedloom.algorithms.client import LocalTrainer, LongestFirst, Parameters, Trained, laid_out, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_one_batch
@@ -119,17 +119,19 @@ class PerFedAvg(FedAvg):
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MetaLearning) -> Trained:
         """Train a client as in Algorithm 1 (lines 2-7): SGD on F_i, momentum and clipping on its gradient alone."""
-        local = LocalTrainer(model, group, mask_absent=s.local.mask_absent)
-        w = local.parameters(theta)
-        leaves, counts, losses = list(w.values()), [s.local.count(n) for n in local.sizes], []
-        step, purposes = local.sgd(leaves, s.local), ("train", "inner", "hessian")[: 2 if s.hessian == "none" else 3]
-        drawn = [local.batches(s.local.batch_size, counts, purpose) for purpose in purposes]
+        ordered = LongestFirst.of([s.local.count(len(client.train)) for client in group.clients])
+        local = LocalTrainer(model, group, mask_absent=s.local.mask_absent, members=ordered.order)
+        w, counts, losses = local.parameters(ordered.rows(theta)), ordered.counts, []
+        step = local.sgd(list(w.values()), s.local)
+        purposes = ("train", "inner", "hessian")[: 2 if s.hessian == "none" else 3]
+        drawn = [local.batches(s.local.batch_size, counts, name, shrinking=local.stacked) for name in purposes]
         for outer, inner, *third in zip(*drawn, strict=True):
-            gradients, loss = meta_gradient(local, w, s, inner, outer, *third)
-            losses.append(loss)
-            step(gradients, outer.active)  # line 7
+            gradients, loss = meta_gradient(local, local.first(w, local.going(outer)), s, inner, outer, *third)
+            losses.append(local.padded(loss))
+            step(gradients, None)  # line 7
         also = "a smaller algorithm.inner_lr"
-        return local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, also)
+        made = local.trained(local.join(w), losses, counts, "local.lr", s.local.lr, also)
+        return Trained(ordered.back(made.theta), ordered.back(made.steps), ordered.back(made.loss))
 
     def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: MetaLearning) -> dict[str, Tensor]:
         """Return ``personal``, w after SGD steps at rate α (line 9), and ``global``, w."""
