@@ -47,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
         "experiment",
         "runs",
     },
-    "security": {"data", "storage", "experiment"},
+    "security": {"data", "privacy", "storage", "experiment"},
     "transport": {
         "security",
         "models",

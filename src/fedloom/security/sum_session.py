@@ -19,13 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.errors import ExperimentError
+from fedloom.privacy.settings import SMALLEST_SUM
 from fedloom.security.masks import Bits, key_stream
 
 SESSION_BYTES = 16
 """Length of a session's name in bytes."""
-
-SMALLEST_SUM = 3
-"""Smallest number of members, and of survivors: of a sum of two, each learns the other's value."""
 
 SMALLEST_DEGREE = 20
 """Number of neighbours up to which small cohorts are complete graphs."""
