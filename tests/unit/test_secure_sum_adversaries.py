@@ -196,9 +196,9 @@ def test_survivors_that_cannot_be() -> None:
     assert np.array_equal(session.unmask(session.confirm(survivors, receipts)), session.expected())
 
 
-def signed_members(n: int = 5) -> tuple[list[SecureSumMember], list[Ed25519PrivateKey]]:
+def signed_members(n: int = 5, threshold: int = 4) -> tuple[list[SecureSumMember], list[Ed25519PrivateKey]]:
     """Return members whose keys are registered."""
-    p, keys = parameters(n), [Ed25519PrivateKey.generate() for _ in range(n)]
+    p, keys = parameters(n, threshold=threshold), [Ed25519PrivateKey.generate() for _ in range(n)]
     verifier = KeyVerifier([RegisteredKey(name, key.public_key()) for name, key in zip(p.members, keys, strict=True)])
     return [SecureSumMember(p, name, KeySigner(key), verifier) for name, key in zip(p.members, keys, strict=True)], keys
 
@@ -207,8 +207,8 @@ def test_the_aggregator_cannot_pass_off_its_keys_as_those_of_a_member() -> None:
     members, keys = signed_members()
     said = [member.advertise() for member in members]
     roster, signatures = (np.stack(parts) for parts in zip(*said, strict=True))
-    mallory = SecureSumMember(parameters(5), "m1", KeySigner(Ed25519PrivateKey.generate()), NoVerifier())
-    another = SecureSumMember(parameters(5, threshold=4), "m1", KeySigner(keys[1]), NoVerifier())  # another session
+    mallory = SecureSumMember(parameters(5, threshold=4), "m1", KeySigner(Ed25519PrivateKey.generate()), NoVerifier())
+    another = SecureSumMember(parameters(5), "m1", KeySigner(keys[1]), NoVerifier())  # another session
     for forged in (mallory, another):
         keys_of, signature = forged.advertise()
         wrong, signed = roster.copy(), signatures.copy()
@@ -230,6 +230,21 @@ def test_the_aggregator_cannot_pass_off_its_keys_as_those_of_a_member() -> None:
     with pytest.raises(RefusedError):
         members[0].share(own, signatures)
     assert members[0].share(roster, signatures).any()  # the refusals have changed nothing
+
+
+def test_a_member_that_others_do_not_know_is_left_out_of_the_sum() -> None:
+    """It drops out, since nobody shares anything with it; the others share no masks with it."""
+    n, stranger = 6, 2
+    members, _ = signed_members(n, threshold=3)
+    session = Session(parameters(n, threshold=3), vectors(n), {stranger: 1})
+    key = KeySigner(Ed25519PrivateKey.generate())  # not the registered one
+    members[stranger] = SecureSumMember(session.parameters, f"m{stranger}", key, NoVerifier())
+    session.members = members
+    shares, present = session.share(*session.advertise())
+    assert not shares[stranger].any()
+    with refusing(RefusedError, "threshold"):
+        members[stranger].mask(session.values[stranger], shares[stranger], present[stranger])
+    assert np.array_equal(session.unmask(session.confirm(*session.mask(shares, present))), session.expected())
 
 
 def test_rosters_that_cannot_be() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedloom.data.federated import ClientData
 from fedloom.errors import RefusedError
+from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.sum_messages import (
     AnswerReady,
     ConfirmationDelivery,
@@ -43,7 +44,7 @@ class _Held:
     values: Mapping[str, NDArray[np.float64]]
     examples: int
     member: SecureSumMember | None = None
-    members: int = 0
+    names: tuple[str, ...] = ()
     largest: int = 0
 
 
@@ -61,6 +62,7 @@ class HeldAnswers:
     def __init__(self, summation: Summation, signing: Signing) -> None:
         self._summation = summation
         self._signing = signing
+        self._revealed = RevealedSums()
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
 
     def covers(self, answer: Message) -> bool:
@@ -114,12 +116,14 @@ class HeldAnswers:
                 shares = held.member.share(message.keys.numpy(), message.signatures[0].numpy())
                 return EncryptedShares(_row(shares))
             case ShareDelivery():
-                integers = held.vector.encode(self._weighted(held), held.members)
+                integers = held.vector.encode(self._weighted(held), len(held.names))
                 there = message.present[0].numpy().astype(np.bool_)
                 masked = held.member.mask(integers, message.shares[0].numpy(), there)
                 return MaskedAnswer(held.vector.as_bytes(masked.values), _row(masked.receipts))
             case Survivors():
                 survived = message.survived.numpy().astype(np.bool_)
+                names = [name for name, there in zip(held.names, survived.tolist(), strict=False) if there]
+                self._revealed.check(client, (key.round, key.purpose, held.vector.answer.__name__), names)
                 return Confirmations(_row(held.member.confirm(survived, message.receipts[0].numpy())))
             case ConfirmationDelivery():
                 return RevealedShares(_row(held.member.unmask(message.tags[0].numpy())))
@@ -152,7 +156,7 @@ class HeldAnswers:
         if held.member is not None:
             raise RefusedError(f"the answer of client {client} is part of another secure sum")
         held.member = SecureSumMember(parameters, client, self._signing.signer, self._signing.verifier)
-        held.members, held.largest = len(members), largest
+        held.names, held.largest = members, largest
         keys, signature = held.member.advertise()
         return MemberKeys(_row(keys), _row(signature))
 

@@ -56,6 +56,7 @@ from fedloom.security.sum_keys import (
     is_public_key,
     seed_pads,
     self_mask_seed,
+    stranger,
     transcript_of,
     xor,
 )
@@ -147,7 +148,7 @@ class SecureSumMember:
         return self._keys, np.frombuffer(signature, np.uint8)
 
     def share(self, keys: Bytes, signatures: Bytes) -> Bytes:
-        """Return the encrypted shares for each neighbour, uint8 [k, 112].
+        """Return the encrypted shares for each neighbour, uint8 [k, 112]; zeros for one whose keys are not its own.
 
         Parameters
         ----------
@@ -176,21 +177,37 @@ class SecureSumMember:
             raise RefusedError(f"{len(signatures)} signatures are not those of the members, or of the neighbours.")
         self._neighbours = graph.neighbours(self._row)
         own = signatures[: graph.degree] if len(signatures) == p.degree else signatures[self._neighbours]
-        for v, signature in zip(self._neighbours.tolist(), own, strict=True):
-            self._verifier.verify(p.members[v], advertisement(p, v, keys[v]), signature.tobytes())
+        refusals = [self._refusal(v, keys[v], sig) for v, sig in zip(self._neighbours.tolist(), own, strict=True)]
+        self._known = np.array([refusal is None for refusal in refusals])
+        if self._known.sum() < p.threshold:
+            raise RefusedError(
+                f"{self._known.sum()} neighbours are known by their signatures; the threshold is {p.threshold}. "
+                f"{next(refusal for refusal in refusals if refusal is not None)}"
+            )
         self._present, self._transcript = present, transcript
         self._pairs = [
-            agree(self._private, keys[v, :PUBLIC_BYTES].tobytes(), transcript, self._row, v)
-            for v in self._neighbours.tolist()
+            agree(self._private, keys[v, :PUBLIC_BYTES].tobytes(), transcript, self._row, v) if known else stranger()
+            for v, known in zip(self._neighbours.tolist(), self._known.tolist(), strict=True)
         ]
         shared = np.zeros((p.degree, SHARED_BYTES), np.uint8)
         shares_b = split(self._secret_b, p.threshold, graph.degree)
         shares_e = split(self._secret_e, p.threshold, graph.degree)
         pads = seed_pads(self._secret_e, transcript, graph.degree)
-        for row, pair, b, e, pad in zip(shared, self._pairs, shares_b, shares_e, pads, strict=False):
-            row[:] = np.frombuffer(pair.encrypted(b + e) + xor(pair.seed, pad), np.uint8)
+        contents = zip(self._pairs, self._known, shares_b, shares_e, pads, strict=True)
+        for row, (pair, known, b, e, pad) in zip(shared, contents, strict=False):
+            if known:  # a row of zeros says that nothing is shared with this neighbour
+                row[:] = np.frombuffer(pair.encrypted(b + e) + xor(pair.seed, pad), np.uint8)
         self._shared = shared
         return shared
+
+    def _refusal(self, v: int, keys: Bytes, signature: Bytes) -> str | None:
+        """Return why the keys of row v are not known to be its own; None if they are."""
+        p = self._parameters
+        try:
+            self._verifier.verify(p.members[v], advertisement(p, v, keys), signature.tobytes())
+        except RefusedError as error:
+            return str(error)
+        return None
 
     def mask(self, values: Integers, shares: Bytes, present: Flags) -> MaskedVector:
         """Return this member's vector under masks.
@@ -209,7 +226,8 @@ class SecureSumMember:
         _check(shares, (p.degree, SHARED_BYTES))
         _check(present, (p.degree,), np.bool_)
         _check(values, values.shape[:1], integer_type(p.bits))
-        included = present[: len(self._pairs)]
+        self._sent = present[: len(self._pairs)].copy()
+        included = self._sent & self._known & shares[: len(self._pairs)].any(axis=1)
         held = [
             pair.decrypted(row[:BOX_BYTES].tobytes()) if there else b""
             for (pair, row), there in zip(self._each(shares), included, strict=True)
@@ -226,7 +244,7 @@ class SecureSumMember:
         if self._masked is not None:
             same = np.array_equal(total, self._masked.values) and held == self._held
             return self._again("vector", same, self._masked)
-        self._held, self._included = held, included.copy()
+        self._held = held
         self._masked = MaskedVector(total, receipts)
         return self._masked
 
@@ -251,7 +269,7 @@ class SecureSumMember:
             raise RefusedError(f"{survivors.sum()} of {len(p.members)} members survive; {p.minimum} are required.")
         if alive.sum() < p.threshold:
             raise RefusedError(f"{alive.sum()} neighbours survive; the threshold is {p.threshold}.")
-        if (alive & ~self._included).any() or (survivors & ~self._present).any():
+        if (alive & ~self._sent).any() or (survivors & ~self._present).any():
             raise RefusedError("The survivors include a member that has not sent keys and shares.")
         digest = hashlib.sha256(self._transcript + survivors.tobytes()).digest()
         proven = [hmac.compare_digest(row.tobytes(), pair.receipt_from) for pair, row in self._each(receipts)]
@@ -388,7 +406,8 @@ class SecureSumAggregator:
     def sum(self, revealed: Bytes, present: Flags) -> Integers:
         """Return the sum of the survivors' vectors modulo 2^bits, shape [d].
 
-        Wrong shares are corrected while there are enough right ones.
+        Wrong shares are corrected while there are enough right ones. A member that has dropped out leaves masks only in
+        the vectors of neighbours that know it, which their receipts tell.
 
         Parameters
         ----------
@@ -413,12 +432,22 @@ class SecureSumAggregator:
             if self._survivors[row]:
                 secret = self._recover(row, OF_SELF_MASK, shares[row], suspects)
                 yield self_mask_seed(secret, self._transcript), -1
-            elif self._sharers[row]:
+            elif self._sharers[row] and (masked := self._masked_with(neighbours)):
                 secret = self._recover(row, OF_SEEDS, shares[row], suspects)
                 pads = seed_pads(secret, self._transcript, self._graph.degree)
                 for v, sealed, pad in zip(neighbours.tolist(), self._sealed[row], pads, strict=True):
-                    if self._survivors[v]:
+                    if v in masked:
                         yield xor(sealed.tobytes(), pad), -1 if v < row else +1
+
+    def _masked_with(self, neighbours: NDArray[np.intp]) -> set[int]:
+        """Return the survivors among a member's neighbours whose vectors have a mask with it, as their receipts tell.
+
+        If v is number a in the list of u, u is number k - 1 - a in that of v (:class:`Graph`).
+        """
+        last = len(neighbours) - 1
+        return {
+            v for a, v in enumerate(neighbours.tolist()) if self._survivors[v] and self._receipts[v, last - a].any()
+        }
 
     def _recover(self, row: int, kind: int, shares: Bytes, suspects: set[int]) -> bytes:
         """Return a secret of a member; note neighbours that have revealed wrong shares, to trust them last."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +89,13 @@ def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v
     if u == lower:
         return Pair(seed, +1, up, down, receipt_up, receipt_down, confirm)
     return Pair(seed, -1, down, up, receipt_down, receipt_up, confirm)
+
+
+def stranger() -> Pair:
+    """Return secrets shared with nobody, in place of those with a neighbour whose keys are not known to be its own."""
+    secrets = [os.urandom(SEED_BYTES) for _ in range(6)]
+    seed, to, since, receipt_to, receipt_from, confirm = secrets
+    return Pair(seed, +1, to, since, receipt_to[:TAG_BYTES], receipt_from[:TAG_BYTES], confirm)
 
 
 def is_public_key(public: bytes) -> bool:
