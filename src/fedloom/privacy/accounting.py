@@ -1,0 +1,351 @@
+"""Privacy accounting of training: the ε of noisy sums over a random part of the clients, or of a client's examples.
+
+A :class:`Release` is one sum of terms clipped to the norm C, with noise of standard deviation z · C on each coordinate.
+Sums compose adaptively. How many reveal how much depends on how the terms of each were drawn:
+
+``poisson``
+    Each unit takes part independently with probability q. Privacy loss distributions, for adding or removing one unit
+    (Koskela, Jälkö, Honkela 2020, arXiv 1906.03049; Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, arXiv
+    2207.04380, for their discretization), by the package ``dp-accounting``.
+``fixed``
+    A number of units without replacement. Rényi divergences, for replacing one unit (Wang, Balle, Kasiviswanathan 2019,
+    arXiv 1808.00087, Theorem 27), by the same package. Replacing a term changes a sum by up to 2C, so noise counts
+    half.
+``all``
+    Every unit, or a part whose choice an observer knows. The Gaussian mechanism, exactly
+    (:mod:`fedloom.privacy.gaussian_mechanism`).
+
+Every answer is an upper bound. The package is an optional dependency that only sampled releases need.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from fedloom.errors import ExperimentError
+from fedloom.privacy.gaussian_mechanism import compose, gaussian_delta, gaussian_epsilon
+
+Sampling = Literal["poisson", "fixed", "all"]
+
+PRECISION = 1e-3
+"""Relative error of a noise multiplier that is searched for; it is never too small."""
+MOST_ROUNDS = 10**7
+"""Number of rounds above which no search continues."""
+
+_ORDERS = (1.1, 1.25, 1.5, 1.75, *(1 + i / 4 for i in range(4, 12)), *range(4, 65), 96, 128, 256, 512)
+_DISTINCT = 12
+"""Number of different sampling rates that are composed one by one; of more, rates are rounded up."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """One noisy sum over a sample of a population of clients, or of a client's examples.
+
+    Attributes
+    ----------
+    rate
+        Probability q with which a unit takes part; 1 for ``all``.
+    noise_multiplier
+        Standard deviation of the noise on a coordinate divided by the clipping norm; 0 without noise.
+    population, cohort
+        Numbers of units to draw from, and expected (``poisson``) or fixed number of those drawn; None if unknown.
+    sampling
+        Draw that really happened.
+    """
+
+    rate: float
+    noise_multiplier: float
+    population: int | None
+    cohort: int | None
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers without meaning."""
+        if not 0 < self.rate <= 1:
+            raise ValueError(f"the sampling rate must be above 0 and at most 1 (got {self.rate})")
+        if not self.noise_multiplier >= 0:
+            raise ValueError(f"the noise multiplier must not be negative (got {self.noise_multiplier})")
+        if self.sampling == "all" and self.rate != 1:
+            raise ValueError(f"a sum over all units has rate 1 (got {self.rate})")
+
+    def without_sampling(self) -> Release:
+        """Return the release toward an observer who knows which units take part: sampling hides nothing from it."""
+        return replace(self, rate=1.0, cohort=self.population, sampling="all")
+
+
+def sampled(sampling: Literal["poisson", "fixed"], population: int, cohort: int, noise_multiplier: float) -> Release:
+    """Return the release of a sum over an expected or fixed number of units; ``all`` if that is the population."""
+    if cohort >= population:
+        return Release(1.0, noise_multiplier, population, population, "all")
+    return Release(cohort / population, noise_multiplier, population, cohort, sampling)
+
+
+def gaussian(noise_multiplier: float) -> Release:
+    """Return the release of a Gaussian mechanism on all data, as of a client's descriptor."""
+    return Release(1.0, noise_multiplier, None, None, "all")
+
+
+def neighbours(counts: Mapping[Release, int]) -> Literal["add-or-remove-one", "replace-one"]:
+    """Return the relation between neighbouring data sets for which these releases are accounted."""
+    is_fixed = any(release.sampling == "fixed" and count for release, count in counts.items())
+    return "replace-one" if is_fixed else "add-or-remove-one"
+
+
+def epsilon_of(counts: Mapping[Release, int], delta: float) -> float:
+    """Return the ε at δ in (0, 1) of all these releases together, each this many times; inf if one has no noise.
+
+    With a release of sampling ``fixed`` the others are accounted for replacing one unit, too, without amplification.
+
+    Raises
+    ------
+    ExperimentError
+        If a sampled release needs the package ``dp-accounting``, which is not installed.
+    """
+    return _epsilon(_key(counts), delta)
+
+
+def delta_of(counts: Mapping[Release, int], epsilon: float) -> float:
+    """Return the δ at ε ≥ 0 of all these releases together, 1 if one has no noise. Raise as :func:`epsilon_of`."""
+    found = _key(counts)
+    exact = _without_sampling(found)
+    if exact == 0 or _all_known(found):
+        return gaussian_delta(epsilon, exact)
+    if neighbours(counts) == "replace-one":
+        by_renyi, _ = _rdp_package().compute_delta(_ORDERS, _renyi(found), epsilon)
+        return min(gaussian_delta(epsilon, exact), float(by_renyi))
+    return min(gaussian_delta(epsilon, exact), float(_loss(found).get_delta_for_epsilon(epsilon)))
+
+
+def noise_multiplier_for(epsilon: float, delta: float, release: Release, rounds: int) -> float:
+    """Return the least noise multiplier for which this many releases of this kind are (ε, δ)-differentially private.
+
+    The multiplier of ``release`` is not used. The result is up to 0.1 % too large, never too small; 0 for ε = inf.
+    """
+    if math.isinf(epsilon) or rounds == 0:
+        return 0.0
+
+    def cost(z: float) -> float:
+        return epsilon_of({replace(release, noise_multiplier=z): rounds}, delta)
+
+    low, high = _bracket(cost, epsilon)
+    while high > low * (1 + PRECISION):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if cost(middle) <= epsilon else (middle, high)
+    return high
+
+
+def rounds_within(
+    epsilon: float, delta: float, release: Release, spent: Mapping[Release, int] | None = None
+) -> int | None:
+    """Return how often a release fits into ε at δ, after those already ``spent``; None for more than ten million."""
+
+    def fits(rounds: int) -> bool:
+        counts = Counter(spent or {})
+        counts[release] += rounds
+        return epsilon_of(counts, delta) <= epsilon
+
+    if not fits(0):
+        return 0
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+        if low > MOST_ROUNDS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+class Budget:
+    """Releases of a run, and the largest ε that they may reach.
+
+    Parameters
+    ----------
+    limit
+        Largest ε; None for none.
+    delta
+        δ of the ε.
+    spent
+        Releases counted so far; the budget keeps its own copy.
+    """
+
+    def __init__(self, limit: float | None, delta: float, spent: Mapping[Release, int] | None = None) -> None:
+        self.limit = limit
+        self.delta = delta
+        self.spent: Counter[Release] = Counter(spent or {})
+
+    @property
+    def epsilon(self) -> float:
+        """The ε of everything spent."""
+        return epsilon_of(self.spent, self.delta)
+
+    def may_start(self, release: Release, times: int = 1) -> bool:
+        """Return whether the releases of one more round would stay within the limit."""
+        if self.limit is None:
+            return True
+        counts = Counter(self.spent)
+        counts[release] += times
+        return epsilon_of(counts, self.delta) <= self.limit
+
+    def charge(self, release: Release, times: int = 1) -> None:
+        """Count a release."""
+        self.spent[release] += times
+
+
+_Counts = tuple[tuple[Release, int], ...]
+
+
+def _key(counts: Mapping[Release, int]) -> _Counts:
+    """Return counts of releases that reveal something, without their names of populations: equal ones are one."""
+    merged: Counter[Release] = Counter()
+    for release, count in counts.items():
+        if release.rate == 1:
+            release = replace(release, sampling="all" if release.sampling == "poisson" else release.sampling)
+        if not math.isinf(release.noise_multiplier):
+            merged[replace(release, population=None, cohort=None)] += count
+    return tuple(sorted(((r, n) for r, n in merged.items() if n), key=repr))
+
+
+@lru_cache(maxsize=256)
+def _epsilon(counts: _Counts, delta: float) -> float:
+    exact = _without_sampling(counts)
+    if exact == 0:
+        return math.inf
+    bound = gaussian_epsilon(exact, delta)
+    if _all_known(counts):
+        return bound
+    if neighbours(dict(counts)) == "replace-one":
+        by_renyi, _ = _rdp_package().compute_epsilon(_ORDERS, _renyi(counts), delta)
+        return min(bound, float(by_renyi))
+    return min(bound, float(_loss(counts).get_epsilon_for_delta(delta)))
+
+
+def _all_known(counts: _Counts) -> bool:
+    return all(release.sampling == "all" for release, _ in counts)
+
+
+def _without_sampling(counts: _Counts) -> float:
+    """Return the multiplier of one Gaussian mechanism that reveals as much as all releases would without sampling."""
+    replaced = neighbours(dict(counts)) == "replace-one"
+    zs = [release.noise_multiplier / (2 if replaced else 1) for release, _ in counts]
+    if 0 in zs:
+        return 0.0
+    return compose(z / math.sqrt(count) for z, (_, count) in zip(zs, counts, strict=True))
+
+
+def _renyi(counts: _Counts) -> Any:
+    """Return the Rényi divergences of all releases at ``_ORDERS``, for replacing one unit."""
+    total: Any = 0.0
+    for release, count in counts:
+        rate = release.rate if release.sampling == "fixed" else 1.0
+        total = total + count * _renyi_of(release.noise_multiplier / 2, rate)
+    return total
+
+
+@lru_cache(maxsize=128)
+def _renyi_of(z: float, rate: float) -> Any:
+    import numpy as np
+
+    known = np.array(_ORDERS) / (2 * z * z)
+    if rate == 1:
+        return known
+    event = _package().SampledWithoutReplacementDpEvent
+    accountant = _package().rdp.RdpAccountant(_ORDERS, _package().NeighboringRelation.REPLACE_ONE)
+    size = 2**40  # only the ratio of the sizes counts
+    accountant.compose(event(size, math.ceil(rate * size), _package().GaussianDpEvent(z)))
+    return np.minimum(accountant.rdp, known)  # sampling never reveals more; the bound may
+
+
+def _loss(counts: _Counts) -> Any:
+    """Return the distribution of the privacy loss of all releases, for adding or removing one unit."""
+    drawn = _few({release: count for release, count in counts if release.sampling == "poisson"})
+    known = [release.noise_multiplier / math.sqrt(count) for release, count in counts if release.sampling == "all"]
+    step = max(map(_step, drawn))
+    if known:
+        step = min(step, _largest_step(known := [compose(known)]))
+    parts = [_composed(release.noise_multiplier, release.rate, step, count) for release, count in drawn.items()]
+    parts += [_composed(z, 1.0, step, 1) for z in known]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total.compose(part)
+    return total
+
+
+def _few(counts: Mapping[Release, int]) -> dict[Release, int]:
+    """Return releases of at most some dozen rates, by rounding rates up, more coarsely the more there are."""
+    found, factor = Counter(counts), 1.005
+    while len(found) > _DISTINCT:
+        merged: Counter[Release] = Counter()
+        for release, count in counts.items():
+            rounded = math.exp(math.ceil(math.log(release.rate) / math.log(factor)) * math.log(factor))
+            merged[replace(release, rate=min(1.0, max(release.rate, rounded)))] += count
+        found, factor = merged, factor**2
+        if factor > 4:
+            break
+    return dict(found)
+
+
+def _step(release: Release) -> float:
+    """Return the width of the cells of a loss distribution: a power of two, about a sixteenth of a release's loss.
+
+    The loss of a sampled release has a standard deviation of about q √(e^(1/z²) − 1); rounding it to cells of width w
+    makes the variance larger by at most w²/4.
+    """
+    z = release.noise_multiplier
+    spread = release.rate * math.sqrt(math.expm1(min(1 / z**2, 60.0)))
+    return min(2.0 ** math.floor(math.log2(max(spread, 1e-9) / 16)), _largest_step([z]))
+
+
+def _largest_step(zs: list[float]) -> float:
+    return min(2.0 ** math.floor(math.log2(1e-3 * max(1.0, z**-2))) for z in zs)
+
+
+@lru_cache(maxsize=64)
+def _composed(z: float, rate: float, step: float, count: int) -> Any:
+    return _loss_of(z, rate, step).self_compose(count) if count > 1 else _loss_of(z, rate, step)
+
+
+@lru_cache(maxsize=64)
+def _loss_of(z: float, rate: float, step: float) -> Any:
+    from_gaussian: Callable[..., Any] = _package().pld.privacy_loss_distribution.from_gaussian_mechanism
+    return from_gaussian(standard_deviation=z, sampling_prob=rate, value_discretization_interval=step)
+
+
+def _bracket(cost: Callable[[float], float], epsilon: float) -> tuple[float, float]:
+    """Return multipliers z and 2z of which only the second costs at most ε."""
+    z = 1.0
+    while cost(z) > epsilon:
+        z *= 2
+    while z > 1e-3 and cost(z / 2) <= epsilon:
+        z /= 2
+    return z / 2, z
+
+
+def _package() -> Any:
+    """Return the package ``dp_accounting``. Raise ExperimentError if it is not installed."""
+    try:
+        import dp_accounting
+        import dp_accounting.pld.privacy_loss_distribution
+        import dp_accounting.rdp
+    except ImportError as error:
+        raise ExperimentError(
+            f"the ε of sampled clients or examples needs the package dp-accounting, which is not installed ({error})",
+            hint="pip install 'fedloom[privacy]', where the experiment starts and where its rounds are run",
+            key="federation.privacy",
+        ) from None
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of each order at which a series does not converge
+    return dp_accounting
+
+
+def _rdp_package() -> Any:
+    _package()
+    from dp_accounting.rdp import rdp_privacy_accountant
+
+    return rdp_privacy_accountant

@@ -1,0 +1,254 @@
+"""Statement of what differential privacy a training has: of whom, toward whom, by which draws, and what it leaves out.
+
+An ε without an observer means little. A claim has two readings. *To readers*: whoever sees the released models, which
+every client of the federation does; the random choice of cohorts is hidden from them and counts. *To the aggregator*,
+which knows who takes part: nothing if it adds the noise itself, since it is trusted then, and no amplification by the
+choice of a cohort otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from fedloom.core.words import pluralize
+from fedloom.privacy.accounting import Release, epsilon_of, neighbours
+from fedloom.privacy.settings import TrainingPrivacy
+
+METRICS_UNCOVERED = "losses and metrics of evaluations, and the choice of the best round by them: they have no noise"
+PERSONAL = (
+    "what a client keeps at home (its personal part, its state, its own fine-tuning): it depends on the client's data "
+    "as it is; other clients' data reach it only through protected messages (joint differential privacy)"
+)
+AGGREGATOR_SEES = "updates as they are sent: the aggregator adds the noise, and is trusted"
+AGGREGATOR_SEES_SUMS = "sums of a cohort before the noise: the aggregator adds it, and is trusted with them"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Guarantee toward one kind of observer.
+
+    Attributes
+    ----------
+    epsilon
+        ε at the claim's δ; None: no guarantee.
+    amplified
+        True if the random choice of units counts, because it is hidden from this observer.
+    because
+        Reason why there is no guarantee; None if there is one.
+    """
+
+    epsilon: float | None
+    amplified: bool
+    because: str | None = None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Differential privacy of a training, as ``summary.json`` has it.
+
+    Attributes
+    ----------
+    unit
+        Unit that is protected: a client with all its data, or one training example of a client.
+    neighbouring
+        Neighbouring data sets: ``add-or-remove-one`` unit (while numbers of units are public), or ``replace-one``.
+    mechanism
+        ``gaussian`` noise on sums of clipped terms, or shares of ``discrete-gaussian`` noise.
+    clip, noise_multiplier
+        Clipping norm C at the start, and the smallest noise multiplier of a sum; 0 if one had none.
+    sampling
+        Draws that really happened: ``poisson``, ``fixed``, ``all``.
+    sums
+        Number of noisy sums counted; of examples, that of the client with the largest ε.
+    delta, epsilon
+        δ, and the ε toward readers; None if there is no guarantee.
+    to_readers, to_aggregator
+        Guarantee toward whoever sees the models, and toward the aggregator.
+    covers, does_not_cover
+        Messages and quantities that the ε is about, and others that it is not about.
+    noise
+        Source of the noise: ``secret``, or the experiment's ``seed`` in a simulation, which protects nobody.
+    statement
+        The claim in sentences.
+    """
+
+    unit: Literal["clients", "examples"]
+    neighbouring: str
+    mechanism: Literal["gaussian", "discrete-gaussian"]
+    clip: float
+    noise_multiplier: float
+    sampling: tuple[str, ...]
+    sums: int
+    delta: float
+    epsilon: float | None
+    to_readers: Reading
+    to_aggregator: Reading
+    covers: tuple[str, ...]
+    does_not_cover: tuple[str, ...]
+    noise: Literal["secret", "seed"]
+    statement: tuple[str, ...] = field(default=())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the claim as an object of ``summary.json``."""
+        return asdict(self) | {
+            name: list(getattr(self, name)) for name in ("sampling", "covers", "does_not_cover", "statement")
+        }
+
+
+def claim(
+    settings: TrainingPrivacy,
+    counts: Mapping[str, Mapping[Release, int]],
+    *,
+    simulated: bool,
+    secure: bool = False,
+    covers: Sequence[str] = (),
+    does_not_cover: Sequence[str] = (),
+    unknown: str | None = None,
+) -> Claim:
+    """Return what a training with these noisy sums can claim.
+
+    Parameters
+    ----------
+    settings
+        Keys of ``federation.privacy``.
+    counts
+        Releases and how often each happened, by client whose examples they are about; those about all clients under
+        the name ``""``, which counts for every client.
+    simulated
+        True if the noise was derived from the experiment's seed.
+    secure
+        True if the aggregator sees sums only (``federation.secure_aggregation``).
+    covers, does_not_cover
+        Names of messages that are protected, and of those that are not, beside what no training protects.
+    unknown
+        Reason why not everything was counted; no ε is claimed then.
+    """
+    worst = _worst(counts, settings.delta)
+    noise_multiplier = min((r.noise_multiplier for r, n in worst.items() if n), default=math.inf)
+    readers = _reading(worst, settings.delta, unknown, amplified=True)
+    seen = AGGREGATOR_SEES_SUMS if secure else AGGREGATOR_SEES
+    if settings.of == "examples":
+        aggregator = readers  # the client adds the noise, and draws its examples in secret
+    elif settings.noise == "central":
+        aggregator = Reading(None, amplified=False, because=seen)
+    else:
+        known = Counter[Release]()
+        for release, count in worst.items():
+            known[release.without_sampling()] += count
+        aggregator = _reading(known, settings.delta, unknown, amplified=False)
+    found = Claim(
+        unit=settings.of,
+        neighbouring=neighbours(worst),
+        mechanism="discrete-gaussian" if settings.noise == "distributed" else "gaussian",
+        clip=settings.clip,
+        noise_multiplier=0.0 if math.isinf(noise_multiplier) and not worst else noise_multiplier,
+        sampling=tuple(sorted({release.sampling for release, count in worst.items() if count})),
+        sums=sum(worst.values()),
+        delta=settings.delta,
+        epsilon=readers.epsilon,
+        to_readers=readers,
+        to_aggregator=aggregator,
+        covers=tuple(covers),
+        does_not_cover=(*does_not_cover, METRICS_UNCOVERED, PERSONAL),
+        noise="seed" if simulated else "secret",
+    )
+    return Claim(**{**vars(found), "statement": tuple(_sentences(found, worst))})
+
+
+def _worst(counts: Mapping[str, Mapping[Release, int]], delta: float) -> Mapping[Release, int]:
+    """Return the releases of the client with the largest ε, those about all clients included."""
+    everyone = counts.get("", {})
+    each = {_frozen(own, everyone) for client, own in counts.items() if client} or {_frozen(everyone)}
+    if len(each) == 1:
+        return dict(next(iter(each)))
+    return max(map(dict, each), key=lambda found: epsilon_of(found, delta))
+
+
+def _frozen(*parts: Mapping[Release, int]) -> frozenset[tuple[Release, int]]:
+    total = Counter[Release]()
+    for part in parts:
+        total.update(part)
+    return frozenset(total.items())
+
+
+def _reading(counts: Mapping[Release, int], delta: float, unknown: str | None, *, amplified: bool) -> Reading:
+    if unknown is not None:
+        return Reading(None, amplified, unknown)
+    epsilon = epsilon_of(counts, delta)
+    if math.isinf(epsilon):
+        return Reading(None, amplified, "a sum was released without noise")
+    return Reading(epsilon, amplified)
+
+
+def _sentences(found: Claim, counts: Mapping[Release, int]) -> Iterable[str]:
+    yield _guarantee(found)
+    yield _how(found, counts)
+    yield _toward_aggregator(found)
+    yield f"Not covered: {'; '.join(found.does_not_cover)}."
+    if found.noise == "seed":
+        yield (
+            "The noise was derived from the experiment's seed, as in a simulation: whoever knows the seed can subtract "
+            "it. The ε says what secret noise of this size would give."
+        )
+
+
+def _guarantee(found: Claim) -> str:
+    if found.epsilon is None:
+        return f"No ε is claimed for training: {found.to_readers.because}."
+    unit = "client, with all its data" if found.unit == "clients" else "training example of a client"
+    change = "adding or removing" if found.neighbouring == "add-or-remove-one" else "replacing"
+    return (
+        f"Training is (ε = {_number(found.epsilon)}, δ = {found.delta:g})-differentially private for {change} one "
+        f"{unit}, toward everyone who sees the trained models."
+    )
+
+
+def _how(found: Claim, counts: Mapping[Release, int]) -> str:
+    term = "update of a client" if found.unit == "clients" else "gradient of an example"
+    where = {
+        ("clients", "gaussian"): "the aggregator adds noise to sums over a cohort",
+        ("clients", "discrete-gaussian"): "each client adds a share of the noise before the sums are secure",
+        ("examples", "gaussian"): "the client adds noise to sums over a mini-batch",
+    }[found.unit, found.mechanism]
+    return (
+        f"Each {term} is clipped to norm {_number(found.clip)}; {where}, with noise multiplier "
+        f"{_number(found.noise_multiplier)}. {pluralize(found.sums, 'noisy sum').capitalize()} counted{_draws(counts)}."
+    )
+
+
+def _draws(counts: Mapping[Release, int]) -> str:
+    """Return the draws that happened, most frequent first, as the end of a sentence."""
+    drawn = Counter[str]()
+    for release, count in counts.items():
+        drawn[_draw(release)] += count
+    most = [text for text, _ in drawn.most_common(2)]
+    rest = "" if len(drawn) <= 2 else f" and {pluralize(len(drawn) - 2, 'other draw')}"
+    return f"; {' and '.join(most)}{rest}" if most else ""
+
+
+def _draw(release: Release) -> str:
+    of = "" if release.population is None else f" of {release.population:,}"
+    if release.sampling == "all":
+        return f"all{of} took part" if of else "all took part"
+    if release.sampling == "poisson":
+        return f"each{of} took part with probability {_number(release.rate)}, independently"
+    return f"{release.cohort:,}{of} took part, drawn without replacement"
+
+
+def _toward_aggregator(found: Claim) -> str:
+    if found.unit == "examples":
+        return "The same holds toward the aggregator: noise is added, and mini-batches are drawn, where the data are."
+    if found.to_aggregator.epsilon is None:
+        return f"Toward the aggregator there is no guarantee: {found.to_aggregator.because}."
+    return (
+        f"Toward the aggregator, which sees noisy sums only but knows who takes part, ε = "
+        f"{_number(found.to_aggregator.epsilon)} at the same δ."
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"

@@ -1,0 +1,186 @@
+"""The ε of noisy sums: against dp-accounting's own accountants, and against the exact Gaussian mechanism."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import replace
+
+import dp_accounting as dp
+import pytest
+from facts import mentions
+
+from fedloom.errors import ExperimentError
+from fedloom.privacy import accounting
+from fedloom.privacy.accounting import (
+    Budget,
+    Release,
+    delta_of,
+    epsilon_of,
+    gaussian,
+    neighbours,
+    noise_multiplier_for,
+    rounds_within,
+    sampled,
+)
+from fedloom.privacy.gaussian_mechanism import gaussian_epsilon, noise_multiplier
+
+SETTINGS = [
+    # population, cohort, rounds; multipliers for ε 8 and 2 by Rényi divergences (an upper bound) at δ = n^-1.1
+    (90, 5, 5000, 1.95, 5.3),
+    (900, 45, 5000, 2.03, 6.0),
+    (900, 45, 400, 0.85, 1.9),
+    (10_000, 100, 1500, 0.63, 1.07),
+]
+
+
+def poisson(z: float, q: float = 0.05) -> Release:
+    return Release(q, z, None, None, "poisson")
+
+
+def without_replacement(z: float, population: int = 900, cohort: int = 45) -> Release:
+    return sampled("fixed", population, cohort, z)
+
+
+@pytest.mark.parametrize(("n", "m", "rounds", "at_8", "at_2"), SETTINGS)
+def test_epsilon_of_poisson_samples_is_the_package_s_own(n: int, m: int, rounds: int, at_8: float, at_2: float) -> None:
+    delta = n**-1.1
+    for z, by_renyi in ((at_8, 8), (at_2, 2)):
+        own = dp.pld.PLDAccountant()
+        own.compose(dp.PoissonSampledDpEvent(m / n, dp.GaussianDpEvent(z)), rounds)
+        found = epsilon_of({sampled("poisson", n, m, z): rounds}, delta)
+        assert found == pytest.approx(own.get_epsilon(delta), rel=0.01)
+        assert found < by_renyi * 1.05  # figures with three digits, by a looser accountant
+
+
+@pytest.mark.parametrize(("n", "m", "rounds", "at_8", "at_2"), SETTINGS)
+def test_noise_for_an_epsilon_spends_it_and_no_more(n: int, m: int, rounds: int, at_8: float, at_2: float) -> None:
+    delta = n**-1.1
+    for epsilon, by_renyi in ((8.0, at_8), (2.0, at_2)):
+        release = sampled("poisson", n, m, 1.0)
+        z = noise_multiplier_for(epsilon, delta, release, rounds)
+        assert 0.98 * epsilon <= epsilon_of({replace(release, noise_multiplier=z): rounds}, delta) <= epsilon
+        assert z < by_renyi * 1.02
+
+
+def test_epsilon_without_replacement_counts_half_of_the_noise() -> None:
+    """Replacing a clipped term changes a sum by up to 2C."""
+    own = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
+    own.compose(dp.SampledWithoutReplacementDpEvent(900, 45, dp.GaussianDpEvent(12.0 / 2)), 5000)
+    found = epsilon_of({without_replacement(12.0): 5000}, 1e-4)
+    assert found == pytest.approx(own.get_epsilon(1e-4), rel=0.01)
+
+
+def test_sampling_never_costs_more_than_none() -> None:
+    """The bound for samples without replacement exceeds that of no sampling at large rates."""
+    for rate in (800, 899):
+        found = epsilon_of({without_replacement(4.0, 900, rate): 10}, 1e-5)
+        assert found <= gaussian_epsilon(2.0, 1e-5, 10)
+    assert epsilon_of({poisson(4.0, 0.999): 10}, 1e-5) <= gaussian_epsilon(4.0, 1e-5, 10)
+
+
+@pytest.mark.parametrize("z", [0.6, 2.0, 30.0])
+@pytest.mark.parametrize("rounds", [1, 40])
+def test_epsilon_without_sampling_is_exact(z: float, rounds: int) -> None:
+    for release in (gaussian(z), sampled("poisson", 10, 10, z), Release(1.0, z, 10, 10, "poisson")):
+        assert epsilon_of({release: rounds}, 1e-5) == pytest.approx(gaussian_epsilon(z, 1e-5, rounds), rel=1e-6)
+    assert noise_multiplier_for(2.0, 1e-5, gaussian(1.0), rounds) == pytest.approx(
+        noise_multiplier(2.0, 1e-5, rounds), rel=2e-3
+    )
+
+
+def test_sampling_hides_nothing_from_who_knows_the_cohort() -> None:
+    known = poisson(3.0).without_sampling()
+    assert epsilon_of({known: 20}, 1e-5) == pytest.approx(gaussian_epsilon(3.0, 1e-5, 20), rel=1e-6)
+
+
+def test_different_releases_compose() -> None:
+    """A descriptor of each client, without sampling, and training."""
+    own = dp.pld.PLDAccountant()
+    own.compose(dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(1.5)), 200)
+    own.compose(dp.PoissonSampledDpEvent(0.02, dp.GaussianDpEvent(1.0)), 100)
+    own.compose(dp.GaussianDpEvent(4.0), 3)
+    found = {poisson(1.5): 200, poisson(1.0, 0.02): 100, gaussian(4.0): 3}
+    assert epsilon_of(found, 1e-5) == pytest.approx(own.get_epsilon(1e-5), rel=0.01)
+    assert delta_of(found, 2.0) == pytest.approx(own.get_delta(2.0), rel=0.02)
+    together = epsilon_of(found, 1e-5)
+    assert together > max(epsilon_of({release: count}, 1e-5) for release, count in found.items())
+
+
+def test_sums_of_both_kinds_are_accounted_for_replacing_one() -> None:
+    mixed = {without_replacement(12.0): 100, gaussian(20.0): 3}
+    assert neighbours(mixed) == "replace-one"
+    assert neighbours({without_replacement(12.0): 0, gaussian(20.0): 3}) == "add-or-remove-one"
+    own = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
+    own.compose(dp.SampledWithoutReplacementDpEvent(900, 45, dp.GaussianDpEvent(6.0)), 100)
+    own.compose(dp.GaussianDpEvent(10.0), 3)
+    assert epsilon_of(mixed, 1e-5) == pytest.approx(own.get_epsilon(1e-5), rel=0.01)
+    assert delta_of(mixed, 2.0) == pytest.approx(own.get_delta(2.0), rel=0.05)
+
+
+def test_many_rates_are_rounded_up() -> None:
+    """Populations of an open federation vary: the ε is an upper bound, and close to that of the mean."""
+    counts = {sampled("poisson", 900 + i, 45, 2.0): 5 for i in range(60)}
+    found = epsilon_of(counts, 1e-5)
+    largest = epsilon_of({sampled("poisson", 900, 45, 2.0): 300}, 1e-5)
+    smallest = epsilon_of({sampled("poisson", 959, 45, 2.0): 300}, 1e-5)
+    assert smallest < found < 1.03 * largest
+
+
+def test_no_noise_is_no_privacy() -> None:
+    assert epsilon_of({poisson(0.0): 1}, 1e-5) == math.inf
+    assert epsilon_of({poisson(0.0): 0}, 1e-5) == 0
+    assert epsilon_of({}, 1e-5) == 0
+    assert delta_of({poisson(0.0): 1}, 3.0) == 1
+    assert noise_multiplier_for(math.inf, 1e-5, poisson(1.0), 10) == 0
+
+
+def test_delta_and_epsilon_are_inverse() -> None:
+    for counts in ({poisson(2.0): 500}, {without_replacement(20.0): 500}, {gaussian(5.0): 3}):
+        epsilon = epsilon_of(counts, 1e-5)
+        assert delta_of(counts, epsilon) == pytest.approx(1e-5, rel=0.02)
+
+
+def test_rounds_within_a_budget() -> None:
+    release = poisson(2.0)
+    rounds = rounds_within(3.0, 1e-5, release)
+    assert rounds is not None
+    assert epsilon_of({release: rounds}, 1e-5) <= 3 < epsilon_of({release: rounds + 1}, 1e-5)
+    assert rounds_within(3.0, 1e-5, release, {release: 100}) == rounds - 100
+    assert rounds_within(0.001, 1e-5, release, {release: 100}) == 0
+
+
+def test_budget_ends_before_it_is_exceeded() -> None:
+    release = poisson(2.0)
+    budget = Budget(1.0, 1e-5)
+    while budget.may_start(release):
+        budget.charge(release)
+    assert budget.spent[release] == rounds_within(1.0, 1e-5, release) > 0  # type: ignore[operator]
+    assert budget.epsilon <= 1.0
+    assert Budget(None, 1e-5).may_start(poisson(0.0))
+
+
+def test_five_thousand_rounds_are_answered_in_well_under_a_second() -> None:
+    epsilon_of({poisson(2.0): 1}, 1e-5)  # imports the package, and makes the distribution of one sum
+    took = time.process_time()
+    for rounds in range(4990, 5000):
+        epsilon_of({poisson(2.0): rounds}, 1e-5)
+    assert (time.process_time() - took) / 10 < 0.5
+
+
+@pytest.mark.parametrize(
+    "values", [(0.0, 1.0, "poisson"), (1.5, 1.0, "poisson"), (0.5, -1.0, "fixed"), (0.5, 1, "all")]
+)
+def test_releases_without_meaning_are_refused(values: tuple[float, float, accounting.Sampling]) -> None:
+    with pytest.raises(ValueError, match="got"):
+        Release(values[0], values[1], 10, 5, values[2])
+
+
+def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    assert epsilon_of({gaussian(2.0): 3}, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1e-5, 3))  # needs none
+    with pytest.raises(ExperimentError) as refused:
+        epsilon_of({poisson(1.2345): 7}, 1e-5)
+    assert mentions(str(refused.value), "dp-accounting", "fedloom[privacy]")
+    assert refused.value.key == "federation.privacy"
