@@ -104,5 +104,6 @@ class NoiseSource:
         v = np.floor(-np.log(self.uniform(len(u)))).astype(np.int64)
         negative = (self.words(len(u)) & np.uint64(1)).astype(bool)
         size = u + scale * v
-        drawn: NDArray[np.int64] = np.where(negative, -size, size)
-        return drawn[~(negative & (size == 0))]
+        drawn = np.where(negative, -size, size)
+        kept: NDArray[np.int64] = drawn[~(negative & (size == 0))]
+        return kept
