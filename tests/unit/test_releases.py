@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from published_runs import aggregator, run_folder
 from fedloom.algorithms.base import Privacy
 from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.errors import DataError, QuorumError, StorageError
-from fedloom.federation.releases import Releases, count_releases
+from fedloom.federation.releases import BudgetSpent, Releases, count_releases, count_training_releases
 from fedloom.federation.transport import Call, ConversationKey, Lost
+from fedloom.privacy.accounting import EVERYONE, epsilon_of, sampled
 from fedloom.privacy.gaussian_mechanism import compose
+from fedloom.privacy.tally import Tally
 from fedloom.runner.results import _multiplier
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
@@ -177,6 +180,77 @@ def test_rounds_without_noise_are_not_forgotten(tmp_path: Path, promises: tuple[
                 releases.tell(KEY, 0, ["a"])
         folder.append("journal.jsonl", {"round": i + 1})
     assert not count_releases(folder, repeatable=False).is_known
+
+
+SUM = sampled("poisson", 900, 45, 2.0)
+
+
+def test_noisy_sums_are_counted_and_bounded(tmp_path: Path) -> None:
+    """Beside private answers, over several aggregators, whether the cohort answered or not."""
+    folder = RunFolder(tmp_path)
+    limit = epsilon_of({SUM: 3}, 1e-5)
+    first = Releases(folder, PROMISED, training=Tally(1e-5, limit))
+    first.tell(KEY, 0, ["a"])
+    first.tell_sum(KEY, SUM)
+    first.tell_sum(KEY, SUM)
+    second = Releases(folder, PROMISED, training=Tally(1e-5, limit))
+    second.tell_sum(KEY, SUM)
+    before = (tmp_path / RELEASES).read_bytes()
+    with pytest.raises(BudgetSpent):
+        second.tell_sum(KEY, SUM)
+    assert (tmp_path / RELEASES).read_bytes() == before
+    found = count_training_releases(folder)
+    assert (found.counts, found.is_known) == ({EVERYONE: Counter({SUM: 3})}, True)
+    assert count_training_releases(folder, repeatable=True).counts == {EVERYONE: Counter({SUM: 1})}
+    assert counts(tmp_path) == {"a": 1}
+    assert second.training is not None
+    assert second.training.epsilon == limit
+
+
+def test_noisy_steps_are_counted_client_by_client(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    a, b = sampled("poisson", 500, 32, 4.0), sampled("poisson", 90, 32, 4.0)
+    releases = Releases(folder, None, training=Tally(1e-5))
+    releases.tell_steps(KEY, 0, {"a": (a, 15), "b": (b, 3)})
+    releases.tell_steps(replace(KEY, round=4), 0, {"a": (a, 15)})
+    found = count_training_releases(folder)
+    assert found.counts == {"a": Counter({a: 30}), "b": Counter({b: 3})}
+    assert count_releases(folder, repeatable=False).times == {}
+    with pytest.raises(RuntimeError, match=r"federation\.privacy"):
+        Releases(folder, PROMISED).tell_sum(KEY, SUM)
+
+
+@pytest.mark.parametrize("private", [(False, True), (True, False, True)])
+def test_rounds_of_training_without_noise_are_not_forgotten(tmp_path: Path, private: tuple[bool, ...]) -> None:
+    folder = RunFolder(tmp_path)
+    for i, is_private in enumerate(private):
+        if is_private or folder.has(RELEASES):
+            releases = Releases(folder, None, training=Tally(1e-5, 100.0) if is_private else None)
+            if is_private and i == 0:
+                releases.tell_sum(KEY, SUM)
+        folder.append("journal.jsonl", {"round": i + 1})
+    assert not count_training_releases(folder).is_known
+    assert releases.training is not None
+    with pytest.raises(BudgetSpent):
+        releases.tell_sum(KEY, SUM)
+
+
+def test_training_without_private_answers_does_not_promise_any(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    Releases(folder, None, training=Tally(1e-5)).tell_sum(KEY, SUM)
+    folder.append("journal.jsonl", {"round": 1})
+    Releases(folder, PROMISED, training=Tally(1e-5)).tell(KEY, 0, ["a"])
+    assert not count_releases(folder, repeatable=False).is_known
+    assert count_training_releases(folder).is_known
+
+
+@pytest.mark.parametrize("told", [{"units": ""}, {"units": "", "rate": 0.0, "times": 1}, 3])
+def test_lines_of_others_are_refused(tmp_path: Path, told: Any) -> None:
+    folder = RunFolder(tmp_path)
+    Releases(folder, None, training=Tally(1e-5))
+    folder.append(RELEASES, {"about": "training", "purpose": "train", "releases": [told]})
+    with pytest.raises(DataError, match=RELEASES):
+        count_training_releases(folder)
 
 
 def test_another_aggregator_counts_what_was_not_published(tmp_path: Path) -> None:

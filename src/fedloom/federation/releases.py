@@ -1,8 +1,12 @@
-"""Record of differentially private answers, written before clients are asked and never undone.
+"""Record of differentially private answers and sums, written before clients are asked and never undone.
 
 The journal lists the rounds that count, and loses those that run again after a resume. Released answers stay released,
 so ``releases.jsonl`` has a line for each exchange that asks for a private answer, and is not cut on resume: it counts
 failed attempts, evaluations, repeated rounds, and clients asked again after a worker restart.
+
+With ``federation.privacy`` it also has a line for each noisy sum over a cohort, and for each exchange whose answers
+come from noisy steps on examples. These lines have the key ``about``, and are written before the cohort is asked, so
+that :class:`BudgetSpent` can end training before a sum that would exceed the budget.
 """
 
 from __future__ import annotations
@@ -10,14 +14,16 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fedloom.algorithms.base import Privacy
 from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError
 from fedloom.federation.transport import ConversationKey
+from fedloom.privacy.accounting import EVERYONE, Release
+from fedloom.privacy.tally import Tally
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
 
@@ -26,18 +32,32 @@ BEGIN = "begin"
 BEFORE = "before"
 """Purpose that marks earlier rounds whose answers were not private, or were not counted."""
 
+TRAINING = "training"
+"""Value of ``about`` in lines about noisy sums and steps of training; lines about clients' answers have none."""
+
 Keep = Callable[[Mapping[str, Any]], None]
 """Function that stores a line where other aggregators can read it."""
+
+
+class BudgetSpent(Exception):
+    """A sum of training would exceed ``federation.privacy.budget``; nothing was asked for."""
 
 
 class Releases:
     """Writer of ``releases.jsonl`` for the lifetime of one aggregator.
 
     ``promised`` are the private answers and their noise; None if no answers are private. For a published run, ``keep``
-    is called with each line before it takes effect.
+    is called with each line before it takes effect. ``training`` counts noisy sums and steps of training, those of
+    earlier aggregators included, and knows the budget; None if training is not private.
     """
 
-    def __init__(self, folder: RunFolder, promised: Privacy | None, keep: Keep | None = None) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        promised: Privacy | None,
+        keep: Keep | None = None,
+        training: Tally | None = None,
+    ) -> None:
         self._folder = folder
         self._keep = keep
         self._lock = threading.Lock()
@@ -45,22 +65,66 @@ class Releases:
         self._written = 0
         self.noise_multiplier = 0.0 if promised is None else promised.noise_multiplier
         self.covers: Collection[str] = () if promised is None else promised.covers
+        self.training = training
         file = folder.line_file(RELEASES)
         whole = [line.end for line in file.forwards() if line.whole]
         file.cut(whole[-1] if whole else 0)  # a line that was cut short belongs to a request that was never sent
-        if promised is None or not whole:
-            # The run may have begun without private answers, or continue without them.
-            is_new = promised is not None and not folder.has("journal.jsonl")
-            self._write({"purpose": BEGIN if is_new else BEFORE, "noise_multiplier": 0.0, "clients": []})
+        self._is_new = not folder.has("journal.jsonl")
+        self._begin({}, promised is not None)
+        self._begin({"about": TRAINING}, training is not None)
+        if training is not None:
+            found = count_training_releases(folder, repeatable=False)
+            training.restore(found.counts, is_known=found.is_known)
+
+    def _begin(self, about: Mapping[str, str], is_private: bool) -> None:
+        """Mark where counting begins, or that it was interrupted.
+
+        The run may have begun without private answers or sums, or continue without them.
+        """
+        counted = any(line.get("about") == about.get("about") for line in self._folder.objects(RELEASES))
+        if is_private != counted:
+            purpose = BEGIN if is_private and self._is_new else BEFORE
+            self._write({"purpose": purpose, "noise_multiplier": 0.0, "clients": [], **about})
 
     def tell(self, key: ConversationKey, exchange: int, clients: Sequence[str]) -> None:
         """Record that these clients are about to answer; the line is durable when this returns.
 
         Raise StorageError if it cannot be written; the clients must then not be asked.
         """
-        at = {"round": key.round, "attempt": key.attempt, "conversation": key.conversation, "exchange": exchange}
         about = {"purpose": key.purpose, "noise_multiplier": self.noise_multiplier}
-        self._write({**at, **about, "clients": list(clients)})
+        self._write({**_at(key), "exchange": exchange, **about, "clients": list(clients)})
+
+    def tell_sum(self, key: ConversationKey, release: Release) -> None:
+        """Record that a cohort is about to be asked for a noisy sum over it; the line is durable when this returns.
+
+        Raise BudgetSpent if the sum would exceed the budget, and StorageError if the line cannot be written; the cohort
+        must then not be asked.
+        """
+        self._tell_training(key, {EVERYONE: Counter({release: 1})})
+
+    def tell_steps(self, key: ConversationKey, exchange: int, steps: Mapping[str, tuple[Release, int]]) -> None:
+        """Record that clients are about to take noisy steps on their examples: each step's release, and their number.
+
+        Raise as :meth:`tell_sum`.
+        """
+        told = {client: Counter({release: count}) for client, (release, count) in steps.items()}
+        self._tell_training(key, told, exchange=exchange)
+
+    def _tell_training(self, key: ConversationKey, told: Mapping[str, Counter[Release]], **at: int) -> None:
+        if self.training is None:
+            raise RuntimeError("noisy sums are counted only in a run with federation.privacy")
+        if not self.training.may_release(told):
+            raise BudgetSpent(
+                f"another round would exceed federation.privacy.budget, ε = {self.training.limit:g}, at δ = "
+                f"{self.training.delta:g}"
+            )
+        lines = [
+            {**asdict(release), "units": client, "times": times}
+            for client, releases in told.items()
+            for release, times in releases.items()
+        ]
+        self._write({**_at(key), **at, "about": TRAINING, "purpose": key.purpose, "releases": lines})
+        self.training.add(told)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with self._lock:
@@ -70,6 +134,10 @@ class Releases:
             self._folder.sync(RELEASES)
             if self._keep is not None:
                 self._keep(line)
+
+
+def _at(key: ConversationKey) -> dict[str, Any]:
+    return {"round": key.round, "attempt": key.attempt, "conversation": key.conversation}
 
 
 @dataclass(frozen=True)
@@ -83,6 +151,17 @@ class ReleaseCounts:
     is_known: bool
 
 
+@dataclass(frozen=True)
+class TrainingReleases:
+    """Noisy sums and steps of training, by the client that they are about; ``EVERYONE`` for sums over cohorts.
+
+    ``is_known`` is False if some rounds had no noise, or were not counted.
+    """
+
+    counts: Mapping[str, Counter[Release]] = field(default_factory=dict)
+    is_known: bool = True
+
+
 def count_releases(folder: RunFolder, *, repeatable: bool) -> ReleaseCounts:
     """Return the private answers of each client.
 
@@ -92,22 +171,54 @@ def count_releases(folder: RunFolder, *, repeatable: bool) -> ReleaseCounts:
     Raise DataError if ``releases.jsonl`` is damaged.
     """
     times: defaultdict[str, Counter[float]] = defaultdict(Counter)
-    asked: set[tuple[Any, ...]] = set()
-    is_known = True
-    for line in _lines(folder):
-        is_known = is_known and line["purpose"] != BEFORE
-        what = tuple(line.get(key) for key in ("purpose", "round", "attempt", "conversation", "exchange"))
-        if not (repeatable and what in asked):
-            asked.add(what)
-            for client in line["clients"]:
-                times[client][line["noise_multiplier"]] += 1
+    lines, is_known = _lines(folder, None, repeatable=repeatable)
+    for line in lines:
+        match line:
+            case {"noise_multiplier": int() | float() as z, "clients": list() as clients} if z >= 0:
+                for client in clients:
+                    times[client][z] += 1
+            case _:
+                raise _damaged(folder)
     return ReleaseCounts(times, is_known)
 
 
-def _lines(folder: RunFolder) -> Iterator[dict[str, Any]]:
+def count_training_releases(folder: RunFolder, *, repeatable: bool = False) -> TrainingReleases:
+    """Return the noisy sums and steps of training, ``repeatable`` as in :func:`count_releases`.
+
+    Raise DataError if ``releases.jsonl`` is damaged.
+    """
+    counts: defaultdict[str, Counter[Release]] = defaultdict(Counter)
+    lines, is_known = _lines(folder, TRAINING, repeatable=repeatable)
+    for line in lines:
+        try:
+            for told in line.get("releases", []):
+                release = Release(**{name: told[name] for name in _FIELDS})
+                counts[told["units"]][release] += told["times"]
+        except (KeyError, TypeError, ValueError):
+            raise _damaged(folder) from None
+    return TrainingReleases(counts, is_known)
+
+
+_FIELDS = [each.name for each in fields(Release)]
+_KEY = ("purpose", "round", "attempt", "conversation", "exchange")
+
+
+def _lines(folder: RunFolder, about: str | None, *, repeatable: bool) -> tuple[list[dict[str, Any]], bool]:
+    """Return the lines about answers (None) or training, and whether they are all that there was."""
+    asked: set[tuple[Any, ...]] = set()
+    found, is_known = [], True
     for line in folder.objects(RELEASES):
-        match line:
-            case {"purpose": str(), "noise_multiplier": int() | float() as z, "clients": list()} if z >= 0:
-                yield line
-            case _:
-                raise DataError(f"{folder.path / RELEASES} has a line not written by FedLoom.", hint=RESTORE)
+        if not isinstance(line.get("purpose"), str):
+            raise _damaged(folder)
+        if line.get("about") != about:
+            continue
+        is_known = is_known and line["purpose"] != BEFORE
+        what = tuple(line.get(name) for name in _KEY)
+        if not (repeatable and what in asked):
+            asked.add(what)
+            found.append(line)
+    return found, is_known
+
+
+def _damaged(folder: RunFolder) -> DataError:
+    return DataError(f"{folder.path / RELEASES} has a line not written by FedLoom.", hint=RESTORE)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from fedloom.core.words import pluralize
 from fedloom.privacy.accounting import Release, epsilon_of, neighbours
 from fedloom.privacy.settings import TrainingPrivacy
+from fedloom.privacy.tally import Counts, largest
 
 METRICS_UNCOVERED = "losses and metrics of evaluations, and the choice of the best round by them: they have no noise"
 PERSONAL = (
@@ -101,7 +102,7 @@ class Claim:
 
 def claim(
     settings: TrainingPrivacy,
-    counts: Mapping[str, Mapping[Release, int]],
+    counts: Counts,
     *,
     simulated: bool,
     secure: bool = False,
@@ -127,7 +128,7 @@ def claim(
     unknown
         Reason why not everything was counted; no ε is claimed then.
     """
-    worst = _worst(counts, settings.delta)
+    worst = largest(counts, settings.delta)
     noise_multiplier = min((r.noise_multiplier for r, n in worst.items() if n), default=math.inf)
     readers = _reading(worst, settings.delta, unknown, amplified=True)
     seen = AGGREGATOR_SEES_SUMS if secure else AGGREGATOR_SEES
@@ -157,22 +158,6 @@ def claim(
         noise="seed" if simulated else "secret",
     )
     return Claim(**{**vars(found), "statement": tuple(_sentences(found, worst))})
-
-
-def _worst(counts: Mapping[str, Mapping[Release, int]], delta: float) -> Mapping[Release, int]:
-    """Return the releases of the client with the largest ε, those about all clients included."""
-    everyone = counts.get("", {})
-    each = {_frozen(own, everyone) for client, own in counts.items() if client} or {_frozen(everyone)}
-    if len(each) == 1:
-        return dict(next(iter(each)))
-    return max(map(dict, each), key=lambda found: epsilon_of(found, delta))
-
-
-def _frozen(*parts: Mapping[Release, int]) -> frozenset[tuple[Release, int]]:
-    total = Counter[Release]()
-    for part in parts:
-        total.update(part)
-    return frozenset(total.items())
 
 
 def _reading(counts: Mapping[Release, int], delta: float, unknown: str | None, *, amplified: bool) -> Reading:

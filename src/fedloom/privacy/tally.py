@@ -1,0 +1,91 @@
+"""Count of what a training has released, its ε, and the budget that ends it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from fedloom.privacy.accounting import EVERYONE, Release, epsilon_bound, epsilon_of
+
+Counts = Mapping[str, Mapping[Release, int]]
+"""Releases by the client whose examples they are about; :data:`EVERYONE` for sums over clients."""
+
+
+class Tally:
+    """Releases of a training so far. Not for use from several threads at once.
+
+    Parameters
+    ----------
+    delta
+        δ of the ε.
+    limit
+        Largest ε that the releases may reach; None for none.
+    """
+
+    def __init__(self, delta: float, limit: float | None = None) -> None:
+        self.delta = delta
+        self.limit = limit
+        self.counts: dict[str, Counter[Release]] = {}
+        self.is_known = True
+
+    def restore(self, counts: Counts, *, is_known: bool) -> None:
+        """Take over earlier releases; they are not known if some had no noise, or were not counted."""
+        self.counts = {client: Counter(releases) for client, releases in counts.items()}
+        self.is_known = is_known
+
+    def add(self, told: Counts) -> None:
+        """Count releases."""
+        for client, releases in told.items():
+            self.counts.setdefault(client, Counter()).update(releases)
+
+    @property
+    def epsilon(self) -> float:
+        """ε toward readers of the trained models, of the client that released most; inf if it is not known."""
+        return epsilon_of(self.most(), self.delta) if self.is_known else math.inf
+
+    @property
+    def sums(self) -> int:
+        """Number of releases that :attr:`epsilon` is about."""
+        return sum(self.most().values())
+
+    def most(self) -> Counter[Release]:
+        """Return the releases about the client with the largest ε, those about everyone included."""
+        return largest(self.counts, self.delta)
+
+    def may_release(self, told: Counts) -> bool:
+        """Return whether the budget allows these releases after the others."""
+        if self.limit is None:
+            return True
+        if not self.is_known:
+            return False
+        after = {who: self.counts.get(who, Counter()) + Counter(told.get(who, {})) for who in {*self.counts, *told}}
+        everyone = after.pop(EVERYONE, Counter())
+        changed = [releases for who, releases in after.items() if who in told or EVERYONE in told]
+        each = _distinct(releases + everyone for releases in changed) or [everyone]
+        return all(fits(counts, self.delta, self.limit) for counts in each)
+
+
+def largest(counts: Counts, delta: float) -> Counter[Release]:
+    """Return the releases about the client with the largest ε at δ, those about everyone included."""
+    everyone = Counter(counts.get(EVERYONE, {}))
+    each = _distinct(Counter(own) + everyone for client, own in counts.items() if client != EVERYONE) or [everyone]
+    if len(each) == 1:
+        return each[0]
+    bounds = sorted(((epsilon_bound(found, delta), i) for i, found in enumerate(each)), reverse=True)
+    best, least = each[bounds[0][1]], -1.0
+    for bound, i in bounds:
+        if bound <= least:  # nobody after it can have more
+            break
+        if (epsilon := epsilon_of(each[i], delta)) > least:
+            best, least = each[i], epsilon
+    return best
+
+
+def fits(counts: Mapping[Release, int], delta: float, limit: float) -> bool:
+    """Return whether the ε of these releases is at most the limit; a bound decides where it can, which is fast."""
+    return epsilon_bound(counts, delta) <= limit or epsilon_of(counts, delta) <= limit
+
+
+def _distinct(each: Iterable[Counter[Release]]) -> list[Counter[Release]]:
+    return [Counter(dict(found)) for found in {frozenset(counts.items()) for counts in each}]
