@@ -27,30 +27,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
+from bare_models import BareLeNet
 from common import ROOT, describe, import_torch_s, machine, write_json
-from torch import nn
 
 from fedloom import experiment as experiments
 from fedloom.data.inputs import single
 from fedloom.runner.assemble import make_partition
 
 EXPERIMENT = ROOT / "experiments" / "pefll-fashion-mnist.yaml"
-
-
-class BareLeNet(nn.Module):
-    """Model of papers/001, Table 3, written by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 16, 5), nn.Conv2d(16, 32, 5)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(512, 120), nn.Linear(120, 84), nn.Linear(84, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        h = F.relu(F.max_pool2d(self.conv1(x), 2))
-        h = F.relu(F.max_pool2d(self.conv2(h), 2)).flatten(1)
-        logits: torch.Tensor = self.fc3(F.relu(self.fc2(F.relu(self.fc1(h)))))
-        return logits
 
 
 def bare_rate(x: torch.Tensor, y: torch.Tensor, seconds: float) -> float:

@@ -1,11 +1,13 @@
-"""Client steps of users' modules (``model: module``): LeNet relative to the built-in one, others to bare loops.
+"""Client steps of users' modules (``model: module``) relative to bare loops, and LeNet relative to the built-in one.
 
-    .venv/bin/python research/benchmarks/module_model.py [--json FILE]
+    .venv/bin/python research/benchmarks/module_model.py [--models LeNet ResNet18 ...] [--pairs 10] [--json FILE]
 
-Both sides of a comparison train from the same point on the same examples, in turns, with one thread. The figure is the
-ratio of CPU times of pairs of turns, whose median depends least on other work on the machine. The final LeNets are
-compared bit for bit. ResNet18 and the vision transformer are torchvision's, on images 3x32x32, and the MLP has three
-layers; the bare loop is torch's module and ``torch.optim.SGD`` on the same batches.
+Speed: both sides of a comparison train from the same point on the same examples, in turns, with one thread. The figure
+is the median ratio of CPU times of pairs of turns, which depends least on other work on the machine, and the range of
+its middle half. The LeNets are compared bit for bit. The bare loop is torch's module and ``torch.optim.SGD``.
+
+Memory: peak resident memory of a fresh process that makes three visits: the bare loop, which imports torch and the
+model's library, and a client's conversations of FedAvg, in a process that has imported all that a worker imports.
 """
 
 from __future__ import annotations
@@ -13,126 +15,154 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-import torch.nn.functional as F
-from common import describe, machine, write_json
-from local_training import BareLeNet
-from torch import Tensor, nn
+from bare_models import BATCH, EXAMPLES, LR, MODELS, MOMENTUM, Model, bare_loop
+from common import MIB, describe, machine, resident_bytes, table, write_json
+from torch import Tensor
 
-from fedloom.algorithms.batches import batches
-from fedloom.algorithms.client import train
-from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.local_sgd import LocalSGD
-from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import single
-from fedloom.models import library
-from fedloom.models.flat import FlatModel
-from fedloom.models.lenet import LeNet
-from fedloom.models.module import ModuleModel
+VISITS = 3
 
 
 def main() -> None:
     """Run the benchmark and print its results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=60)
-    parser.add_argument("--resnet-turns", type=int, default=10)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", choices=list(MODELS), nargs="*", default=list(MODELS))
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of turns")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--visits-of", choices=["bare", "worker"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.visits_of:
+        make = bare_visit if options.visits_of == "bare" else worker_visit
+        visit = make(MODELS[options.models[0]])
+        for _ in range(VISITS):
+            visit()
+        print(resident_bytes(os.getpid(), peak=True))
+        return
     about = machine()
     print(describe(about))
-    found = {"lenet": lenet(options.turns)}
-    found["resnet18"] = against_bare("ResNet18", resnet18, (3, 32, 32), "pixels", options.resnet_turns)
-    found["vit"] = against_bare("ViT", vit, (3, 32, 32), "pixels", options.turns // 2)
-    found["mlp"] = against_bare("MLP", mlp, (32,), "features", options.turns)
-    write_json(options.json, about, found)
+    found: dict[str, Any] = {}
+    for name in options.models:
+        found[name] = speed(name, options.pairs) | memory(name)
+        print(".", end="", flush=True)
+        write_json(options.json, about, found)
+    head = ["", "ms a step, bare", "of the bare loop's speed", "of the built-in one's", "MiB, bare", "worker", "ratio"]
+    print("\n\n" + table(head, [_line(name, figures) for name, figures in found.items()]))
+    print("\nCPU time; median and middle half of the ratios of pairs; peak memory of a process")
 
 
-def client(shape: tuple[int, ...]) -> ClientGroup:
-    """Return a client with random images of 10 classes."""
-    random = torch.Generator().manual_seed(0)
-    x, y = torch.randn(640, *shape, generator=random), torch.randint(10, (640,), generator=random)
-    data = ClientData("client", Split(x, y), Split(x, y), Split(x, y), 10)
-    return ClientGroup([data], lambda client, purpose: torch.Generator().manual_seed(1))
+def batches_of(model: Model) -> list[Tensor]:
+    """Return the batches of a visit."""
+    order = torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(1)).split(BATCH)
+    return [order[t % len(order)] for t in range(model.steps)]
 
 
-def lenet(turns: int) -> dict[str, object]:
-    """Compare the module LeNet with the built-in one."""
-    models: dict[str, FlatModel] = {
-        "built in": LeNet((1, 28, 28), 10),
-        "module": ModuleModel(BareLeNet, (1, 28, 28), 10, "pixels", initial="drawn"),
-    }
-    group, settings = client((1, 28, 28)), LocalSGD(steps=20, lr=0.005)
-    theta = models["built in"].init(torch.Generator().manual_seed(2))[None]
-    sides = {name: lambda model=model: train(model, group, theta, settings).theta for name, model in models.items()}
-    return compared("LeNet", sides, turns, 20, same_bits=True)
+def bare_visit(model: Model) -> Callable[[], Tensor]:
+    """Return a visit of the bare loop."""
+    return bare_loop(model, lambda: batches_of(model))
 
 
-def resnet18() -> nn.Module:
-    """Return torchvision's ResNet18."""
-    from torchvision.models import resnet18 as make
+def group_of(model: Model) -> Any:
+    """Return a group of one client."""
+    from fedloom.algorithms.client_group import ClientGroup
+    from fedloom.data.federated import ClientData, Split
 
-    found: nn.Module = make(num_classes=10)
-    return found
-
-
-def vit() -> nn.Module:
-    """Return a small vision transformer of torchvision."""
-    return library.vit((3, 32, 32), 10, patch=4, width=64, layers=4, heads=4, dropout=0.0)
+    split = Split(*model.examples())
+    client = ClientData("client", split, split, split, model.outputs)
+    return ClientGroup([client], lambda client, purpose: torch.Generator().manual_seed(1))
 
 
-def mlp() -> nn.Module:
-    """Return a network of three layers for 32 features."""
-    return nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+def module_of(model: Model, initial: str = "module") -> Any:
+    """Return FedLoom's model of a module."""
+    from fedloom.models.module import ModuleModel
+    from fedloom.models.module_inputs import SingleInput
+    from fedloom.tasks.registry import OWN_TASKS
+
+    shape: Any = model.shape
+    tasks = {task.name: task for task in OWN_TASKS}
+    if isinstance(shape, Mapping):
+        shape = {name: SingleInput("integers", s, high) for name, (s, high) in shape.items()}
+    return ModuleModel(
+        model.make, shape, model.outputs, model.kind, initial=initial,
+        task=tasks[model.task], target_shape=model.target_shape,
+    )  # fmt: skip
 
 
-def against_bare(
-    what: str, make: Callable[[], nn.Module], shape: tuple[int, ...], kind: str, turns: int
-) -> dict[str, object]:
-    """Compare a module in FedLoom with a bare loop of the same module on the same batches."""
-    model, group, steps, bare = ModuleModel(make, shape, 10, kind), client(shape), 10, make().train()
-    settings = LocalSGD(steps=steps, batch_size=32, lr=0.005, momentum=0.9)
-    theta = model.init(torch.Generator().manual_seed(2))[None]
-    x, y = group.clients[0].train.x, group.clients[0].train.y
-    assert y is not None
+def fedloom_visit(flat: Any, model: Model) -> Callable[[], Tensor]:
+    """Return a visit of local training in FedLoom."""
+    from fedloom.algorithms.client import train
+    from fedloom.algorithms.local_sgd import LocalSGD
 
-    def loop() -> Tensor:
-        optimizer = torch.optim.SGD(bare.parameters(), lr=0.005, momentum=0.9)
-        for index in batches(len(x), 32, steps, torch.Generator().manual_seed(1)):
-            optimizer.zero_grad()
-            F.cross_entropy(bare(single(x)[index]), y[index]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        return torch.cat([p.detach().flatten() for p in bare.parameters()])
-
-    sides = {"bare loop": loop, "module": lambda: train(model, group, theta, settings).theta}
-    return compared(what, sides, turns, steps, same_bits=False)
+    group, settings = group_of(model), LocalSGD(steps=model.steps, batch_size=BATCH, lr=LR, momentum=MOMENTUM)
+    theta = flat.init(torch.Generator().manual_seed(2))[None]
+    return lambda: train(flat, group, theta, settings).theta
 
 
-def compared(
-    what: str, sides: Mapping[str, Callable[[], Tensor]], turns: int, steps: int, *, same_bits: bool
-) -> dict[str, object]:
-    """Time both sides in turns, and print the steps a second and the median ratio of pairs."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(turns + 2):
-        ends = []
-        for name, side in sides.items():
+def worker_visit(model: Model) -> Callable[[], object]:
+    """Return a client's conversation of FedAvg, from the message with θ to the answer with its change."""
+    import fedloom.runner.worker  # noqa: F401  # all that a worker process has imported
+    from fedloom.algorithms.base import Setup
+    from fedloom.algorithms.fedavg import FEDAVG, SharedModel
+
+    group, flat = group_of(model), module_of(model)
+    local = {"steps": model.steps, "batch_size": BATCH, "lr": LR, "momentum": MOMENTUM}
+    settings = FEDAVG.settings.model_validate({"local": local})
+    side = FEDAVG.client(settings, Setup(flat, model.outputs, (), 1, roster=("client",)))
+    theta = flat.init(torch.Generator().manual_seed(2))
+    return lambda: next(side.open(group, SharedModel(theta)))
+
+
+def speed(name: str, pairs: int) -> dict[str, Any]:
+    """Return the CPU seconds of the visits of all sides, which take turns."""
+    model = MODELS[name]
+    sides = {"bare": bare_visit(model), "module": fedloom_visit(module_of(model), model)}
+    if name == "LeNet":
+        from fedloom.models.lenet import LeNet
+
+        sides["module"] = fedloom_visit(module_of(model, "drawn"), model)
+        sides["built in"] = fedloom_visit(LeNet((1, 28, 28), model.outputs), model)
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(pairs + 2):
+        ends = {}
+        for side in (*sides,) if turn % 2 else reversed((*sides,)):
             started = time.process_time()
-            ends.append(side())
+            ends[side] = sides[side]()
             if turn > 1:  # the first turns warm the caches
-                seconds[name].append(time.process_time() - started)
-        assert not same_bits or torch.equal(*ends), "the bits are not those of the other side"
-    other = next(iter(sides))
-    ratio = statistics.median(a / b for a, b in zip(seconds[other], seconds["module"], strict=True))
-    for name, found in seconds.items():
-        print(f"{what}, {name}: {steps / statistics.median(found):.3g} steps a second of CPU time")
-    print(f"{what}, module: {ratio:.1%} of the speed of the {other}" + (", the same bits" if same_bits else ""))
-    return {"seconds": seconds, "ratio": ratio}
+                seconds[side].append(time.process_time() - started)
+        assert "built in" not in ends or torch.equal(ends["module"], ends["built in"]), "the bits differ"
+    return {"seconds": seconds, "steps": model.steps}
+
+
+def memory(name: str) -> dict[str, int]:
+    """Return the peak memory of a process of each side."""
+    command = [sys.executable, __file__, "--models", name, "--visits-of"]
+    return {
+        f"{side}_bytes": int(subprocess.run([*command, side], check=True, capture_output=True, text=True).stdout)
+        for side in ("bare", "worker")
+    }
+
+
+def _line(name: str, figures: Mapping[str, Any]) -> list[str]:
+    seconds, (bare, worker) = figures["seconds"], (figures["bare_bytes"], figures["worker_bytes"])
+    step = 1000 * statistics.median(seconds["bare"]) / figures["steps"]
+    built_in = _ratio(seconds["built in"], seconds["module"]) if "built in" in seconds else ""
+    ratio = _ratio(seconds["bare"], seconds["module"])
+    return [name, f"{step:.2f}", ratio, built_in, f"{bare / MIB:.0f}", f"{worker / MIB:.0f}", f"{worker / bare:.2f}"]
+
+
+def _ratio(other: list[float], module: list[float]) -> str:
+    ratios = [100 * a / b for a, b in zip(other, module, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.0f} % ({low:.0f}-{high:.0f})"
 
 
 if __name__ == "__main__":

@@ -322,6 +322,8 @@ def train(
         gradients, loss = local.gradient(still, *pieces, of=[still[name] for name in names])
         losses.append(local.padded(loss))
         step(changed(gradients), None)
+        del gradients  # before the next ones are computed: a large model's take as much memory as it does
+    del step, changed  # and the optimizer's state
     w.buffers |= start
     made = local.trained(local.join(w), losses, counts, key, s.lr)
     return Trained(ordered.back(made.theta), ordered.back(made.steps), ordered.back(made.loss))

@@ -270,13 +270,17 @@ class FedAvgClient(base.ClientAlgorithm):
     @conversation
     def train(self, clients: ClientGroup, opening: SharedModel) -> Conversation:
         """Train in a round."""
-        start = self._start(clients, opening.theta)
+        yield self._update(clients, opening.theta)
+        return None
+
+    def _update(self, clients: ClientGroup, sent: Tensor) -> Update:
+        """Return the answer; an open conversation then holds nothing else of the training."""
+        start = self._start(clients, sent)
         trained = self.method.train(self.setup.model, clients, start, self.settings)
         self._division.keep(clients, trained.theta)
         change = trained.theta - start[:, self._part]
         answer = {"delta_theta": change, "steps": trained.steps, "loss": trained.loss, **trained.also}
-        yield self.method.update(**{**answer, "delta_theta": self._division.shared(answer["delta_theta"])})
-        return None
+        return self.method.update(**{**answer, "delta_theta": self._division.shared(answer["delta_theta"])})
 
     @conversation
     def personalize(self, clients: ClientGroup, opening: PersonalizeRequest) -> Predictors:

@@ -34,7 +34,7 @@ from fedloom.models.module_inputs import (
     mapped,
     trial_inputs,
 )
-from fedloom.models.module_layers import check_copyable, check_layers, copied, is_tied
+from fedloom.models.module_layers import check_copyable, check_layers, copied, copied_around, hollowed, is_tied
 from fedloom.models.module_ranges import within_tables
 from fedloom.models.module_state import (
     batch_layers,
@@ -151,6 +151,7 @@ class ModuleModel(FlatModel):
         self.predicts_by_batch = bool(without_statistics(self._module))
         tell_of_batches(self._module)
         tell_of_outputs(type(self._module).__name__, self._call)
+        self._module = hollowed(self._module)
         self._copies = threading.local()  # a call sets parameters of the module, so threads must not share it
         self._trains = False
         self._training = copy.copy(self)
@@ -243,7 +244,7 @@ class ModuleModel(FlatModel):
     def _own(self) -> ModuleFunction:
         """Return this thread's copy of the module, in this model's mode, as a function."""
         if not hasattr(self._copies, "function"):
-            module = copied(self._module).train(self._trains)
+            module = copied_around(self._module).train(self._trains)
             self._copies.function = ModuleFunction(module, self.layout.buffers, self._call)
         found: ModuleFunction = self._copies.function
         return found

@@ -24,7 +24,7 @@ from fedloom.models.module_draws import GLOBAL, NumpyGenerators, collection_paus
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_inputs import ModuleInputs, mapped, shapes
 from fedloom.models.module_kernels import ConvolutionSizes
-from fedloom.models.module_layers import at_layer, copied, named
+from fedloom.models.module_layers import at_layer, copied, copied_around, named
 from fedloom.models.module_state import batch_layers, theta_of, without_statistics
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.trial import sums_to_one, takes_logits_of_one
@@ -201,7 +201,7 @@ class _Trial:
             with torch.set_grad_enabled(training), drawing_with(seed), noting, at:
                 outputs = function(parameters, x)
             moved[:] = [self.layout.join(parameters).detach()]
-            return outputs
+            return outputs.detach()  # without its graph, which has all parameters
 
         buffers = {name: b.clone() for name, b in function.module.named_buffers()}
         names = {name for name, _ in function.module.named_parameters()}
@@ -243,8 +243,9 @@ class _Trial:
 
     def own_gradient(self, *, training: bool = True) -> dict[str, Tensor]:
         """Return torch's gradient of the module itself, away from its initial parameters."""
-        function, there = self._function(training=training), self.layout.split(self.elsewhere)
-        own = {name: p for name, p in function.module.named_parameters() if p.requires_grad}
+        module, there = copied(self.module).train(training), self.layout.split(self.elsewhere)
+        function = ModuleFunction(module, self.layout.buffers, self.call)
+        own = {name: p for name, p in module.named_parameters() if p.requires_grad}
         with torch.no_grad():
             for name, p in own.items():
                 p.copy_(there[name])
@@ -288,7 +289,7 @@ class _Trial:
                 )
 
     def _function(self, *, training: bool) -> ModuleFunction:
-        return ModuleFunction(copied(self.module).train(training), self.layout.buffers, self.call)
+        return ModuleFunction(copied_around(self.module).train(training), self.layout.buffers, self.call)
 
     def _contiguous(self, *, requires_grad: bool = False) -> Leaves:
         plain = replace(self.layout, channels_last=False)

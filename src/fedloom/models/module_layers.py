@@ -146,8 +146,37 @@ def copied(module: nn.Module) -> nn.Module:
     ExperimentError
         If it cannot be copied: the layer and the attribute, such as a lock or a weight computed in advance.
     """
+    return _copied(module, _computed_weights(module))
+
+
+def copied_around(module: nn.Module) -> nn.Module:
+    """Copy all of a module but its parameters, which the copy shares: for calls with other parameters.
+
+    Raises
+    ------
+    ExperimentError
+        As :func:`copied` does.
+    """
+    return _copied(module, _computed_weights(module) | {id(p): p for p in module.parameters()})
+
+
+def hollowed(module: nn.Module) -> nn.Module:
+    """Copy a module with zeros that take no memory for its trained parameters, for calls with others; share the rest.
+
+    Raises
+    ------
+    ExperimentError
+        As :func:`copied` does.
+    """
+    known = {
+        id(p): nn.Parameter(p.new_zeros(()).expand(p.shape)) if p.requires_grad else p for p in module.parameters()
+    }
+    return _copied(module, _computed_weights(module) | known)
+
+
+def _copied(module: nn.Module, known: dict[int, Any]) -> nn.Module:
     try:
-        return copy.deepcopy(module, _computed_weights(module))
+        return copy.deepcopy(module, known)
     except Exception as error:
         for name, layer in module.named_modules():
             for key, value in vars(layer).items():

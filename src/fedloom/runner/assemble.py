@@ -271,11 +271,11 @@ def check_clients(experiment: Experiment, clients: Iterable[ClientEntry]) -> Non
     ExperimentError
         Names the client and the reason.
     """
-    method = experiment.algorithm
-    unfit: list[tuple[str, str]] = []
+    method, unfit = experiment.algorithm, list[tuple[str, str]]()
+    algorithm = find_algorithm(method.name)
     for entry in clients if experiment.federation.rounds else ():
         classes = sum(count > 0 for count in entry.class_counts["train"])
-        wrong = find_algorithm(method.name).check_client(method.settings, entry.train, classes) if entry.seen else None
+        wrong = algorithm.check_client(method.settings, entry.train, classes) if entry.seen else None
         if wrong is not None:
             unfit.append((entry.id, wrong))
     if unfit:
