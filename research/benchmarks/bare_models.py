@@ -52,8 +52,8 @@ def bert() -> nn.Module:
     import peft
     import transformers
 
-    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
-    config = transformers.BertConfig(vocab_size=VOCABULARY, num_labels=2, **sizes)
+    sizes: Any = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
+    config = transformers.BertConfig(vocab_size=VOCABULARY, **sizes)
     adapters = peft.LoraConfig(task_type="SEQ_CLS", r=8, target_modules=["query", "value"])
     made: nn.Module = peft.get_peft_model(transformers.BertForSequenceClassification(config), adapters)
     return made
@@ -61,7 +61,7 @@ def bert() -> nn.Module:
 
 def unet() -> nn.Module:
     """Return a small U-Net of MONAI for two classes of a pixel."""
-    from monai.networks.nets import UNet
+    from monai.networks.nets.unet import UNet
 
     made: nn.Module = UNet(spatial_dims=2, in_channels=1, out_channels=2, channels=(16, 32, 64), strides=(2, 2))
     return made

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 def batches_of(model: Model) -> list[Tensor]:
     """Return the batches of a visit."""
-    order = torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(1)).split(BATCH)
+    order = torch.split(torch.randperm(EXAMPLES, generator=torch.Generator().manual_seed(1)), BATCH)
     return [order[t % len(order)] for t in range(model.steps)]
 
 
@@ -81,7 +81,7 @@ def group_of(model: Model) -> Any:
     return ClientGroup([client], lambda client, purpose: torch.Generator().manual_seed(1))
 
 
-def module_of(model: Model, initial: str = "module") -> Any:
+def module_of(model: Model, initial: Literal["module", "drawn"] = "module") -> Any:
     """Return FedLoom's model of a module."""
     from fedloom.models.module import ModuleModel
     from fedloom.models.module_inputs import SingleInput

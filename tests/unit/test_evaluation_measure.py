@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
-from fedloom.evaluation.measure import measure
+from fedloom.evaluation.measure import measure, metrics
+from fedloom.evaluation.measure_together import measured_together
+from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.uncertainty import group_uncertainty
 from fedloom.tasks.base import LOSS_CAP
+from fedloom.tasks.sums import MetricSums
 
 
 @dataclass
@@ -213,3 +216,61 @@ def test_a_broken_prediction_has_no_confidence() -> None:
     found = measure({"personal": Fixed()}, client([0, 1], test), ["personal"], batch_size=8)
     assert found.uncertainty.tolist() == [[1, 0, 0]]
     assert found.calibration.sum(1).tolist() == [[1, 1, 1]]
+
+
+class Named(MetricSums):
+    """A metric of the user's, whose sums are taken client by client."""
+
+    names = ("brier",)
+    size = 1
+
+    def of(self, predictions: Tensor, y: Tensor) -> Tensor:
+        return (predictions.double().exp().amax(1) * (y + 1)).sum()[None]
+
+    def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
+        return {}
+
+    def implausible(self, sums: Tensor, examples: int) -> str | None:
+        return None
+
+
+def test_small_clients_together_are_measured_as_one_by_one() -> None:
+    data = [
+        client([3, 1, 1], random_split(5, 4, 1), random_split(2, 4, 2)),
+        client([0, 2], random_split(7, 4, 3)),
+        client([1], Split(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64)), random_split(3, 4, 4)),
+    ]
+    plan = EvaluationPlan.of_classes(4)
+    plan = replace(plan, sums=(*plan.sums, Named()))
+    shared, names = Fixed(), ["personal", "global", "other"]
+    predictors = [{"personal": Fixed(), "global": shared, "other": shared} for _ in data]
+    found = measured_together(predictors, data, names, batch_size=7, plan=plan)
+    assert found is not None
+    for name, rows in zip(
+        found.tensors(),
+        zip(
+            *(measure(p, d, names, batch_size=7, plan=plan) for p, d in zip(predictors, data, strict=True)), strict=True
+        ),
+        strict=True,
+    ):
+        expected = torch.stack(rows)
+        assert found.tensors()[name].dtype == expected.dtype
+        torch.testing.assert_close(found.tensors()[name], expected, rtol=1e-12, atol=1e-12)
+    assert found.counts[0].abs().sum() > 0
+    together = metrics(predictors, data, names, batch_size=7, plan=plan)
+    assert all(torch.equal(a, b) for a, b in zip(together.tensors().values(), found.tensors().values(), strict=True))
+
+
+@pytest.mark.parametrize("case", ["large", "no labels", "no train data", "missing", "not a number", "masked out"])
+def test_others_are_measured_one_by_one(case: str) -> None:
+    x, y = torch.zeros(2, 4).log_softmax(1), torch.tensor([0, 1])
+    if case == "not a number":
+        x = x * math.nan
+    if case == "masked out":
+        x = torch.tensor([[0.0, *[-math.inf] * 3]] * 2)
+    test = Split(x, None if case == "no labels" else y)
+    data = [client([] if case == "no train data" else [1, 1], test) for _ in range(2)]
+    predictors = [{"personal": Fixed()}, {} if case == "missing" else {"personal": Fixed()}]
+    size = 1 if case == "large" else 9
+    plan = EvaluationPlan.of_classes(4)
+    assert measured_together(predictors, data, ["personal"], batch_size=size, plan=plan) is None

@@ -18,7 +18,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_with, seed_from
 from fedloom.data.federated import ClientData, Split
-from fedloom.data.inputs import Inputs, first, joined, selected, take, unflattened
+from fedloom.data.inputs import Inputs, each, first, joined, selected, take, unflattened
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.flat import FlatModel
 
@@ -69,6 +69,12 @@ class Batch:
     weight: Tensor  # [b], weight of each example in its client's loss
     active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
     seed: int | None = None  # of the draws; None if the model draws nothing
+
+    @property
+    def of_first(self) -> Batch:
+        """The first client's part of a stack, as of a client alone."""
+        y = None if self.y is None else self.y[0]
+        return Batch(each(self.x, lambda t: t[0]), y, self.weight[0], seed=self.seed)
 
 
 def _joined(splits: Sequence[Split]) -> tuple[Inputs, Tensor | None]:
@@ -165,10 +171,11 @@ class TrainBatches:
         tables = [torch.stack(list(indices)) for indices in drawn]
         length = max(counts)
         table, weight = self._padded([torch.cat([t, t[-1:].expand(length - len(t), -1)]) for t in tables], each)
-        remaining = torch.tensor(counts, device=self._device)
+        remaining, k = torch.tensor(counts, device=self._device), len(counts)
         for t in range(length):
             if shrinking:
-                k = sum(count > t for count in counts)
+                while counts[k - 1] <= t:
+                    k -= 1
                 yield self._take(table[:k, t], weight[:k])
             else:
                 yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)

@@ -40,7 +40,8 @@ def stacked_losses(
         return (model if absent is None else masked(model, absent)).loss(Leaves(w, buffers), x, y)
 
     if len(weight) == 1:  # as a client alone: vmap takes as long as a small model
-        leaves = Leaves({name: leaf[0] for name, leaf in w.items()}, {name: b[0] for name, b in w.buffers.items()})
+        # The gradient of leaf[0] would be copied into zeros.
+        leaves = Leaves({name: leaf.squeeze(0) for name, leaf in w.items()}, {n: b[0] for n, b in w.buffers.items()})
         alone = loss(
             leaves, leaves.buffers, each(x, lambda t: t[0]), *(None if t is None else t[0] for t in (absent, y))
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli.credentials import AuditLog, Health, InsecureServer, Metrics, ServerCredentials
+from fedloom.core.garbage import collection_paused
 
 if TYPE_CHECKING:
     from fedloom.experiment import Experiment
@@ -131,7 +132,9 @@ def run_command(
     if seeds is None and not grid:
         if parallel > 1:
             raise ExperimentError("--parallel needs --seeds or --grid.", key="parallel")
-        _run(experiments.load_experiment(experiment, overrides, begun=out if resume else None), options)
+        with collection_paused():
+            found = experiments.load_experiment(experiment, overrides, begun=out if resume else None)
+        _run(found, options)
         return
     if replay is not None:
         raise ExperimentError("--replay cannot be combined with --seeds or --grid.", key="replay")
@@ -202,16 +205,19 @@ def aggregator_command(
         report=report,
         track=tuple(track or ()),
     )
-    _run(experiments.load_experiment(experiment, set_ or (), begun=out if resume else None), options)
+    with collection_paused():
+        found = experiments.load_experiment(experiment, set_ or (), begun=out if resume else None)
+    _run(found, options)
 
 
 def _run(experiment: Experiment, options: RunOptions) -> None:
     """Run an experiment and show its results."""
-    from fedloom.api.watch import Watch
-    from fedloom.cli.logged import LoggedRun
-    from fedloom.cli.tables import print_results
-    from fedloom.core.logs import structured
-    from fedloom.runner.run_experiment import run_experiment
+    with collection_paused():
+        from fedloom.api.watch import Watch
+        from fedloom.cli.logged import LoggedRun
+        from fedloom.cli.tables import print_results
+        from fedloom.core.logs import structured
+        from fedloom.runner.run_experiment import run_experiment
 
     if structured():
         run_experiment(experiment, options, LoggedRun())

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli.credentials import ClientCredentials, InsecureClient
+from fedloom.core.garbage import collection_paused
 
 
 def worker(
@@ -108,10 +109,12 @@ def worker(
     from fedloom import experiment as experiments
     from fedloom.core import processes
     from fedloom.errors import ExperimentError, InterruptedRun
-    from fedloom.runner.log_file import logged_to
-    from fedloom.runner.worker import Worker, WorkerOptions
-    from fedloom.security.options import ClientOptions
-    from fedloom.transport.bandwidth import parse_bandwidth
+
+    with collection_paused():
+        from fedloom.runner.log_file import logged_to
+        from fedloom.runner.worker import Worker, WorkerOptions
+        from fedloom.security.options import ClientOptions
+        from fedloom.transport.bandwidth import parse_bandwidth
 
     runtime = experiments.settings_of(experiments.WorkerSettings, set_ or (), "the worker").runtime
     owned = processes.ends_with_parent()

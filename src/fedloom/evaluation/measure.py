@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import Inputs, take
+from fedloom.evaluation.measure_together import measured_together
 from fedloom.evaluation.plan import SPLITS, EvaluationPlan
 from fedloom.evaluation.uncertainty import EnsemblePredictor, averaged, calibration_counts, uncertainty_counts
 from fedloom.messages import Metrics
@@ -63,7 +65,14 @@ def metrics(
     batch_size: int,
     plan: EvaluationPlan | None = None,
 ) -> Metrics:
-    """Run :func:`measure` for several clients, and return the message that answers an evaluation."""
+    """Run :func:`measure` for several clients, and return the message that answers an evaluation.
+
+    Sums of small clients are taken together (:func:`~fedloom.evaluation.measure_together.measured_together`).
+    """
+    if len(clients) > 1 and plan is not None:
+        together = measured_together(predictors, clients, names, batch_size=batch_size, plan=plan)
+        if together is not None:
+            return together
     pairs = zip(predictors, clients, strict=True)
     measured = [measure(named, client, names, batch_size=batch_size, plan=plan) for named, client in pairs]
     return Metrics(*(torch.stack(rows) for rows in zip(*measured, strict=True)))
@@ -172,14 +181,15 @@ def measure(
         raise ValueError(f"batch_size must be 1 or more (got {batch_size})")
     plan = EvaluationPlan.of_classes(client.classes) if plan is None else plan
     _check_missing([name for name in names if name not in predictors], predictors, client, names, plan)
-    mask, nothing = _mask(plan, client), _nothing(plan)
+    mask = _mask(plan, client)
     found = {id(predictor): predictor for name, predictor in predictors.items() if name in names}  # two names may share
     with torch.no_grad():
         rows = {key: _measure(predictor, client, plan, mask, batch_size) for key, predictor in found.items()}
-    measured = [rows[id(predictors[name])] if name in predictors else nothing for name in names]
-    broken = [name for name, row in zip(names, measured, strict=True) if not all(t.isfinite().all() for t in row)]
-    if broken:  # the predictor broke its contract
-        raise ArithmeticError(f"client {client.id}: the measurements of {broken[0]!r} are not finite")
+    for key, row in rows.items():
+        if not torch.cat([t.flatten() for t in row]).isfinite().all():  # the predictor broke its contract
+            name = next(name for name in names if name in predictors and id(predictors[name]) == key)
+            raise ArithmeticError(f"client {client.id}: the measurements of {name!r} are not finite")
+    measured = [rows[id(predictors[name])] if name in predictors else _nothing(plan) for name in names]
     return Measurements(*(torch.stack(tensors) for tensors in zip(*measured, strict=True)))
 
 
@@ -238,21 +248,29 @@ def _measure_classes(
     predictor: Predictor, x: Any, y: Tensor, found: Measurements, s: int, mask: Tensor | None
 ) -> Tensor:
     """Add a batch of split ``s`` to all measurements but the sums; return its log-probabilities ``[b, C]``."""
-    draws = predictor.draws_log_probabilities(x) if isinstance(predictor, EnsemblePredictor) else None
+    draws = cast(EnsemblePredictor, predictor).draws_log_probabilities(x) if _is_ensemble(type(predictor)) else None
     all_log_p = (predictor.log_probabilities(x) if draws is None else averaged(draws)).double()
     found.counts[s, 0] += _score(all_log_p, y)
     if mask is not None:
         absent = ~mask.to(all_log_p.device)
         found.counts[s, 1] += _score(all_log_p.masked_fill(absent, -math.inf).log_softmax(1), y)
     if SPLITS[s] == "test":
-        unbroken = ~all_log_p.isnan().any(1)
-        log_p, labels = all_log_p[unbroken], y[unbroken]
+        log_p, labels, broken = all_log_p, y, all_log_p.isnan().any(1)
+        if broken.any():
+            log_p, labels = all_log_p[~broken], y[~broken]
+            draws = None if draws is None else draws[:, ~broken]
         classes = found.confusion.shape[-1]
         pairs = torch.bincount(labels * classes + log_p.argmax(1), minlength=classes**2)
         found.confusion.add_(pairs.view(classes, classes).cpu())
         found.calibration.add_(calibration_counts(log_p, labels))
-        found.uncertainty.add_(uncertainty_counts(log_p, None if draws is None else draws[:, unbroken]))
+        found.uncertainty.add_(uncertainty_counts(log_p, draws))
     return all_log_p
+
+
+@cache
+def _is_ensemble(predictor: type) -> bool:
+    """Return whether predictors of a class are ensembles; a protocol's own check takes 20 µs each time."""
+    return issubclass(predictor, EnsemblePredictor)
 
 
 class _SplitSums:
@@ -310,10 +328,12 @@ def _losses(predictor: Predictor, split: Split, batch_size: int) -> Tensor:
 
 def _score(log_p: Tensor, y: Tensor) -> Tensor:
     """Return correct, total and summed loss of log-probabilities ``[b, C]`` against labels ``[b]``."""
-    broken = log_p.isnan().any(1)
-    if bool(broken.any()):
-        _log.warning("%d of %d predictions are NaN: counted wrong, loss %.2f each", int(broken.sum()), len(y), LOSS_CAP)
-    # argmax returns the first of equal values, and would return a NaN; hence the second condition.
-    correct = (log_p.argmax(1) == y) & ~broken
-    loss = (-log_p.gather(1, y[:, None]).squeeze(1)).masked_fill(broken, LOSS_CAP).clamp(max=LOSS_CAP)
-    return torch.stack([correct.sum().double(), loss.new_tensor(len(y)), loss.sum()]).cpu()
+    # argmax returns the first of equal values.
+    correct, loss = log_p.argmax(1) == y, -log_p.gather(1, y[:, None]).squeeze(1)
+    if log_p.isnan().any():
+        broken = log_p.isnan().any(1)
+        count = int(broken.sum())
+        _log.warning("%d of %d predictions are NaN: counted wrong, loss %.2f each", count, len(y), LOSS_CAP)
+        correct, loss = correct & ~broken, loss.masked_fill(broken, LOSS_CAP)
+    summed = float(loss.clamp(max=LOSS_CAP).sum())
+    return torch.tensor([int(correct.sum()), len(y), summed], dtype=torch.float64)

@@ -36,7 +36,7 @@ def averaged(draws: Tensor) -> Tensor:
     return draws.logsumexp(0) - math.log(len(draws))
 
 
-def calibration_counts(log_p: Tensor, y: Tensor) -> Tensor:
+def calibration_counts(log_p: Tensor, y: Tensor, client: Tensor | None = None, clients: int = 1) -> Tensor:
     """Count predictions by confidence bin (C. Guo et al., On calibration of modern neural networks, ICML 2017).
 
     Parameters
@@ -45,17 +45,20 @@ def calibration_counts(log_p: Tensor, y: Tensor) -> Tensor:
         ``[b, C]`` log-probabilities, none NaN; ties go to the lowest class.
     y
         ``[b]`` labels.
+    client
+        ``[b]`` number of each example's client on the CPU, below ``clients``; None for one client.
 
     Returns
     -------
     Tensor
-        ``[BINS, 3]`` float64 on the CPU: examples, summed confidence, correct predictions.
+        ``[clients * BINS, 3]`` float64 on the CPU: examples, summed confidence, correct predictions.
     """
     confidence, predicted = log_p.double().exp().max(1)
     bins = (confidence * BINS).ceil().long().sub(1).clamp(0, BINS - 1)
-    found = torch.zeros(BINS, 3, dtype=torch.float64)
+    bins = bins.cpu() if client is None else bins.cpu() + BINS * client
+    found = torch.zeros(clients * BINS, 3, dtype=torch.float64)
     values = torch.stack([torch.ones_like(confidence), confidence, (predicted == y).double()], dim=1)
-    return found.index_add_(0, bins.cpu(), values.cpu())
+    return found.index_add_(0, bins, values.cpu())
 
 
 def entropy(log_p: Tensor) -> Tensor:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.core.draws import drawing_with
+from fedloom.core.garbage import collection_paused
 from fedloom.errors import ExperimentError
 from fedloom.models.factories import KEY
 from fedloom.models.flat import Layout, Leaves
 from fedloom.models.module_call import LostAxisError, ModuleCall, UnreadOutputError
 from fedloom.models.module_compare import ROUNDING, attributes, near
-from fedloom.models.module_draws import GLOBAL, NumpyGenerators, collection_paused, draws_noted
+from fedloom.models.module_draws import GLOBAL, NumpyGenerators, draws_noted
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_inputs import ModuleInputs, mapped, shapes
 from fedloom.models.module_kernels import ConvolutionSizes

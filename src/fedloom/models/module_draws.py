@@ -84,8 +84,8 @@ def draws_noted(
 class NumpyGenerators:
     """Generators of numpy in this process, such as one in a global name of a module's file.
 
-    Looking through all objects takes some hundredths of a second. While nothing is collected
-    (:func:`collection_paused`), new objects stay in the youngest generation, and only that is looked through again.
+    Looking through all objects takes some hundredths of a second. While the collection of garbage is paused, new
+    objects stay in the youngest generation, and only that is looked through again.
     """
 
     def __init__(self) -> None:
@@ -100,18 +100,6 @@ class NumpyGenerators:
         of_numpy = map(operator.is_, map(type, objects), repeat(np.random.Generator))
         self._known |= {id(value): value for value in compress(objects, of_numpy)}
         return [*self._known.values()]
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Collect no garbage within the block."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _generators(numpy: Sequence[np.random.Generator]) -> dict[str, Any]:

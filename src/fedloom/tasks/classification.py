@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -113,6 +113,14 @@ class Brier(MetricSums):
             score = p.square().sum(1) - 2 * right.squeeze(1) + 1
             total = float(score.nan_to_num(nan=2.0).clamp(0, 2).sum())
         return torch.tensor([len(y), min(max(total, 0.0), 2.0 * len(y))], dtype=torch.float64)
+
+    def of_clients(self, predictions: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the sums of several clients, ``[g, 2]``, of predictions of which none is NaN."""
+        p, number = predictions.double().exp(), torch.tensor(sizes, device=y.device)
+        score = p.square().sum(1) - 2 * p.gather(1, y[:, None]).squeeze(1) + 1
+        client = torch.arange(len(sizes), device=y.device).repeat_interleave(number)
+        total = score.new_zeros(len(sizes)).index_add_(0, client, score.clamp(0, 2))
+        return torch.stack([number.double(), total], 1).cpu()
 
     def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
         """Return the mean score."""

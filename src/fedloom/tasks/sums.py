@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from fedloom.tasks.names import METRICS, Headline
@@ -43,6 +45,11 @@ class MetricSums(ABC):
         pooled
             True for sums over clients, False for those of each client alone.
         """
+
+    def of_clients(self, predictions: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the sums of g clients, ``[g, size]``, whose examples follow each other in these sizes."""
+        parts = zip(torch.split(predictions, list(sizes)), torch.split(y, list(sizes)), strict=True)
+        return torch.stack([self.of(*part).cpu() for part in parts])
 
     @abstractmethod
     def implausible(self, sums: Tensor, examples: int) -> str | None:
