@@ -30,6 +30,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # all systems start from compiled files, as their users' do
 
 import numpy as np
 from common import MIB, ROOT, describe, machine, spread, table, write_json
@@ -40,6 +41,7 @@ PACKAGES = {"flower": ["flwr[simulation]==1.41.*"], "pfl": ["pfl[pytorch]==0.6.0
 NAMES = {
     "fedloom": "FedLoom, `workers: 2`",
     "fedloom-0": "FedLoom, `workers: 0`",
+    "fedloom-0-together": "FedLoom, `workers: 0`, cohorts trained together",
     "flower": "Flower, simulation",
     "pfl-1": "pfl, one process and thread",
     "pfl-threads": "pfl, one process, a thread for each core",
@@ -164,6 +166,9 @@ class Task:
         import yaml
 
         s = self._settings
+        runtime = {"workers": 0 if system.startswith("fedloom-0") else self._cores, "threads": 1}
+        if system.endswith("-together"):
+            runtime["clients_at_once"] = s.cohort
         experiment = {
             "name": "headline",
             "seed": s.seed,
@@ -175,7 +180,7 @@ class Task:
             },
             "federation": {"rounds": s.rounds, "clients_per_round": s.cohort},
             "evaluation": {"every": s.rounds, "cohort": 100},
-            "runtime": {"workers": 0 if system == "fedloom-0" else self._cores, "threads": 1},
+            "runtime": runtime,
         }
         (scratch / "experiment.yaml").write_text(yaml.safe_dump(experiment))
         command = [sys.executable, "-m", "fedloom", "run", str(scratch / "experiment.yaml")]

@@ -6,6 +6,8 @@ torch, gRPC and other packages of FedLoom inside functions, never at the top.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import os
 import signal
@@ -139,6 +141,7 @@ def main() -> NoReturn:
     """
     # Set before slow imports: the first process of a container has no default handler for SIGTERM.
     signal.signal(signal.SIGTERM, _terminated)
+    atexit.register(gc.freeze)  # the last collection of garbage would take half a second of a process that ends
     write_anything()
     listen_to_parent()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would repeat our messages on standard error
