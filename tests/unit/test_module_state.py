@@ -424,3 +424,22 @@ def test_every_process_compares_what_it_does_not_send(tmp_path: Path, monkeypatc
     del told["constants"]
     with pytest.raises(DataError):  # the aggregator's model has none
         worker._session(dataclasses.replace(joined, experiment=json.dumps(told)))
+
+
+def test_calls_of_a_model_hold_its_parameters_once() -> None:
+    """Copies for threads and modes have zeros of no memory where calls put parameters, and share frozen ones."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    net[0].requires_grad_(False)
+    m = ModuleModel(lambda: net, (3,), 2, "features")
+    own = {name: p.clone() for name, p in net.named_parameters()}
+    modules = [m.called_module(), m.in_training().called_module()]  # type: ignore[attr-defined]
+    for module in modules:
+        layers = dict(module.named_parameters())
+        assert layers["0.weight"].data_ptr() == m.constants["0.weight"].data_ptr()
+        assert all(p.untyped_storage().nbytes() == p.element_size() for p in layers.values() if p.requires_grad)
+        assert {name: p.shape for name, p in layers.items()} == {name: p.shape for name, p in own.items()}
+    assert modules[0].get_buffer("1.running_mean").data_ptr() != modules[1].get_buffer("1.running_mean").data_ptr()
+    theta = m.init(torch.Generator().manual_seed(0))
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(m.logits(theta, x), net.eval()(x))
+    assert all(torch.equal(p, own[name]) for name, p in net.named_parameters())
