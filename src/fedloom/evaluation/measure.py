@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -15,7 +14,13 @@ from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import Inputs, take
 from fedloom.evaluation.measure_together import measured_together
 from fedloom.evaluation.plan import SPLITS, EvaluationPlan
-from fedloom.evaluation.uncertainty import EnsemblePredictor, averaged, calibration_counts, uncertainty_counts
+from fedloom.evaluation.uncertainty import (
+    EnsemblePredictor,
+    averaged,
+    calibration_counts,
+    is_ensemble,
+    uncertainty_counts,
+)
 from fedloom.messages import Metrics
 from fedloom.tasks.base import LOSS, LOSS_CAP, VALUE_CAP
 from fedloom.tasks.sums import are_whole
@@ -185,10 +190,10 @@ def measure(
     found = {id(predictor): predictor for name, predictor in predictors.items() if name in names}  # two names may share
     with torch.no_grad():
         rows = {key: _measure(predictor, client, plan, mask, batch_size) for key, predictor in found.items()}
-    for key, row in rows.items():
-        if not torch.cat([t.flatten() for t in row]).isfinite().all():  # the predictor broke its contract
-            name = next(name for name in names if name in predictors and id(predictors[name]) == key)
-            raise ArithmeticError(f"client {client.id}: the measurements of {name!r} are not finite")
+    broken = [key for key, row in rows.items() if not torch.cat([t.flatten() for t in row]).isfinite().all()]
+    if broken:  # the predictor broke its contract
+        name = next(name for name, predictor in predictors.items() if id(predictor) in broken)
+        raise ArithmeticError(f"client {client.id}: the measurements of {name!r} are not finite")
     measured = [rows[id(predictors[name])] if name in predictors else _nothing(plan) for name in names]
     return Measurements(*(torch.stack(tensors) for tensors in zip(*measured, strict=True)))
 
@@ -248,7 +253,7 @@ def _measure_classes(
     predictor: Predictor, x: Any, y: Tensor, found: Measurements, s: int, mask: Tensor | None
 ) -> Tensor:
     """Add a batch of split ``s`` to all measurements but the sums; return its log-probabilities ``[b, C]``."""
-    draws = cast(EnsemblePredictor, predictor).draws_log_probabilities(x) if _is_ensemble(type(predictor)) else None
+    draws = cast(EnsemblePredictor, predictor).draws_log_probabilities(x) if is_ensemble(type(predictor)) else None
     all_log_p = (predictor.log_probabilities(x) if draws is None else averaged(draws)).double()
     found.counts[s, 0] += _score(all_log_p, y)
     if mask is not None:
@@ -265,12 +270,6 @@ def _measure_classes(
         found.calibration.add_(calibration_counts(log_p, labels))
         found.uncertainty.add_(uncertainty_counts(log_p, draws))
     return all_log_p
-
-
-@cache
-def _is_ensemble(predictor: type) -> bool:
-    """Return whether predictors of a class are ensembles; a protocol's own check takes 20 µs each time."""
-    return issubclass(predictor, EnsemblePredictor)
 
 
 class _SplitSums:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.plan import SPLITS, EvaluationPlan
-from fedloom.evaluation.uncertainty import BINS, EnsemblePredictor, calibration_counts, entropy
+from fedloom.evaluation.uncertainty import BINS, calibration_counts, entropy, is_ensemble
 from fedloom.messages import Metrics
 from fedloom.tasks.base import LOSS_CAP
 
@@ -44,15 +44,8 @@ def measured_together(
     predictors
         Predictors of each client by name.
     """
-    splits = [split for client in clients for split in (client.validation, client.test)]
-    if (
-        not plan.classes
-        or any(split.y is None or len(split) > batch_size for split in splits)
-        or any(client.train.y is None or len(client.train) == 0 for client in clients)
-        or any(
-            name not in named or isinstance(named[name], EnsemblePredictor) for named in predictors for name in names
-        )
-        or sum(map(len, splits)) * plan.classes > _MOST
+    if not (
+        plan.classes and _are_small(clients, batch_size, plan) and all(_has_all(named, names) for named in predictors)
     ):
         return None
     present = torch.stack([client.present for client in clients]).cpu()
@@ -67,6 +60,21 @@ def measured_together(
         elif not _measure(found, i, each, clients, ~present, plan):
             return None
     return found if all(tensor.isfinite().all() for tensor in found.tensors().values()) else None
+
+
+def _are_small(clients: Sequence[ClientData], batch_size: int, plan: EvaluationPlan) -> bool:
+    """Return whether all splits have labels and at most a batch, and all train splits examples with labels."""
+    splits = [split for client in clients for split in (client.validation, client.test)]
+    return (
+        all(client.train.y is not None and len(client.train) > 0 for client in clients)
+        and all(split.y is not None and len(split) <= batch_size for split in splits)
+        and sum(map(len, splits)) * plan.classes <= _MOST
+    )
+
+
+def _has_all(named: Mapping[str, Predictor], names: Sequence[str]) -> bool:
+    """Return whether a client has all predictors, and none is an ensemble."""
+    return all(name in named and not is_ensemble(type(named[name])) for name in names)
 
 
 @torch.no_grad()
