@@ -1,0 +1,163 @@
+"""Lower bounds on ε from attacks: from rates of a membership inference, and from guesses about canaries of one run.
+
+M. Jagielski, J. Ullman, A. Oprea, Auditing differentially private machine learning, NeurIPS 2020, arXiv 2006.07709;
+T. Steinke, M. Nasr, M. Jagielski, Privacy auditing with one (1) training run, NeurIPS 2023, arXiv 2305.08846;
+G. Andrew, P. Kairouz, S. Oh, A. Oprea, H. B. McMahan, V. Suriyakumar, One-shot empirical privacy estimation for
+federated learning, ICLR 2024, arXiv 2302.03098. A bound that exceeds a claim refutes it; one below proves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+LARGEST = 700.0
+"""ε above which bounds and estimates are infinite: e^ε overflows soon after."""
+
+
+def log_binomial(n: int, p: float) -> NDArray[np.float64]:
+    """Return log P[X = k] for k = 0 ... n and X binomial with n trials of probability p in [0, 1], ``[n + 1]``."""
+    k = torch.arange(n + 1, dtype=torch.float64)
+    ways = math.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+    x, y = torch.tensor(p, dtype=torch.float64), torch.tensor(1 - p, dtype=torch.float64)
+    found: NDArray[np.float64] = (ways + torch.xlogy(k, x) + torch.xlogy(n - k, y)).numpy()
+    return found
+
+
+def binomial_tail(k: int, n: int, p: float) -> float:
+    """Return P[X ≥ k] for X binomial with n trials of probability p."""
+    return min(1.0, float(np.exp(log_binomial(n, p)[max(k, 0) :]).sum()))
+
+
+def rate_bounds(count: int, trials: int, confidence: float) -> tuple[float, float]:
+    """Return the Clopper-Pearson bounds of a rate, given successes of independent trials.
+
+    Each bound holds with this confidence on its own. Without trials they are 0 and 1.
+    """
+    miss = 1 - confidence
+    low, high = 0.0, 1.0
+    if count > 0:
+        low = _largest(lambda p: binomial_tail(count, trials, p) <= miss)
+    if count < trials:
+        high = 1 - _largest(lambda p: binomial_tail(trials - count, trials, p) <= miss)
+    return low, high
+
+
+def epsilon_of_rates(
+    true_positives: int, members: int, false_positives: int, others: int, *, delta: float, confidence: float
+) -> float:
+    """Return a lower bound on ε from an attack's decisions about members and others; 0 if there is none.
+
+    (ε, δ)-differential privacy implies TPR ≤ e^ε FPR + δ, and 1 - FPR ≤ e^ε (1 - TPR) + δ. The Clopper-Pearson bounds
+    of both rates hold together with this confidence. The decisions must be independent, and the rule that makes them
+    chosen without these examples.
+    """
+    each = (1 + confidence) / 2
+    tpr, _ = rate_bounds(true_positives, members, each)
+    _, fpr = rate_bounds(false_positives, others, each)
+    return max(_log_ratio(tpr - delta, fpr), _log_ratio(1 - fpr - delta, 1 - tpr))
+
+
+def _log_ratio(above: float, below: float) -> float:
+    if above <= 0 or above <= below:
+        return 0.0
+    return math.log(above / below) if below > 0 else math.inf
+
+
+def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
+    """Return the largest probability of so many correct guesses about an (ε, δ)-differentially private training.
+
+    Steinke et al., Theorem 5.2 and Appendix D: with W binomial of r guesses and probability e^ε/(1 + e^ε), at most
+    P[W ≥ v] + 2 m δ max over i of P[v > W ≥ v - i]/i. Each of the m canaries is in by a fair coin of its own, and the
+    auditor guesses about r of them, which the outcome may determine, and not the coins.
+    """
+    p = 1 / (1 + math.exp(-min(epsilon, LARGEST)))
+    each = np.exp(log_binomial(guesses, p))
+    found = float(each[correct:].sum())
+    if correct and delta:
+        below = np.cumsum(each[:correct][::-1])  # P[v > W ≥ v - i], i = 1 ... v
+        found += 2 * canaries * delta * float((below / np.arange(1, correct + 1)).max())
+    return min(found, 1.0)
+
+
+def one_run_epsilon(canaries: int, guesses: int, correct: int, *, delta: float, confidence: float) -> float:
+    """Return a lower bound on ε from correct guesses about canaries of one run (:func:`one_run_p_value`).
+
+    It is 0 if the guesses are no better than chance allows.
+    """
+    miss = 1 - confidence
+    if one_run_p_value(canaries, guesses, correct, 0.0, delta) > miss:
+        return 0.0
+    high = 1.0
+    while one_run_p_value(canaries, guesses, correct, high, delta) <= miss:
+        high *= 2
+        if high > LARGEST:
+            return math.inf
+    return high * _largest(lambda part: one_run_p_value(canaries, guesses, correct, part * high, delta) <= miss)
+
+
+def normal_pair_epsilon(mean_in: float, std_in: float, mean_out: float, std_out: float, *, delta: float) -> float:
+    """Return the smallest ε at δ between two normal distributions of a score, with the canary in and out; maybe inf.
+
+    Andrew et al., Algorithm 2, takes it for an estimate of ε: the score is normal where the noise is, or where an
+    update's direction is random in many dimensions. It is no bound, because the distributions are estimates.
+    """
+    if std_in == 0 or std_out == 0:
+        return 0.0 if (mean_in, std_in) == (mean_out, std_out) else math.inf
+    pairs = ((mean_in, std_in, mean_out, std_out), (mean_out, std_out, mean_in, std_in))
+
+    def enough(epsilon: float) -> bool:
+        return all(_normal_pair_delta(epsilon, *pair) <= delta for pair in pairs)
+
+    if not enough(LARGEST):
+        return math.inf
+    return LARGEST * (1 - _largest(lambda part: enough(LARGEST * (1 - part))))
+
+
+def _normal_pair_delta(epsilon: float, mean: float, std: float, other_mean: float, other_std: float) -> float:
+    """Return P(S) - e^ε Q(S) of the set S where the densities have p > e^ε q, for normal P and Q."""
+    # log p/q - ε = a x² + b x + c in units of Q's deviation from its mean, of which S is where it is positive.
+    m, s = (mean - other_mean) / other_std, std / other_std
+    a, b, c = 0.5 - 0.5 / s**2, m / s**2, -0.5 * (m / s) ** 2 - math.log(s) - epsilon
+    if abs(a) < 1e-12:
+        if b == 0:
+            return 0.0
+        edges = (-c / b, math.inf) if b > 0 else (-math.inf, -c / b)
+        return _excess(epsilon, m, s, (edges,))
+    root = b * b - 4 * a * c
+    if root <= 0:
+        return 0.0 if a < 0 else max(0.0, -math.expm1(epsilon))
+    low, high = sorted((-b + sign * math.sqrt(root)) / (2 * a) for sign in (-1, 1))
+    return _excess(epsilon, m, s, ((low, high),) if a < 0 else ((-math.inf, low), (high, math.inf)))
+
+
+def _excess(epsilon: float, m: float, s: float, intervals: tuple[tuple[float, float], ...]) -> float:
+    """Return P(S) - e^ε Q(S) of a union of intervals S, for P of mean m and deviation s, and Q standard normal."""
+    found = 0.0
+    for low, high in intervals:
+        of_q = _normal_mass(low, high)
+        found += _normal_mass((low - m) / s, (high - m) / s) - (math.exp(epsilon + math.log(of_q)) if of_q else 0.0)
+    return found
+
+
+def _normal_mass(low: float, high: float) -> float:
+    """Return P[low < X < high] of a standard normal number, precise in both tails."""
+    if low > 0:
+        low, high = -high, -low
+    below, above = torch.special.log_ndtr(torch.tensor([low, high], dtype=torch.float64)).exp().tolist()
+    return float(above - below)
+
+
+def _largest(holds: Callable[[float], bool]) -> float:
+    """Return the largest number in [0, 1], rounded down, up to which a monotone condition holds."""
+    low, high = 0.0, 1.0
+    if holds(high):
+        return high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
