@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "algorithms": {"models", "data", "messages", "privacy"},
     "experiment": {"models", "data", "algorithms", "privacy", "storage"},  # models, data and algorithms never know it
     "evaluation": {"data", "messages"},
+    "attacks": {"models", "data", "messages", "algorithms", "evaluation", "privacy", "storage"},
     "runs": {"data", "storage", "experiment"},
     "federation": {
         "models",
@@ -60,7 +61,7 @@ ARROWS: dict[str, set[str]] = {
         "runs",
     },
     "reporting": {"data", "evaluation", "experiment", "runs", "federation"},
-    "runner": {*PARTS, "privacy", "reporting"},
+    "runner": {*PARTS, "attacks", "privacy", "reporting"},
     "trackers": {"experiment", "runs", "runner"},
     "api": {"models", "data", "storage", "experiment", "runs", "reporting", "runner"},
     "cluster": PARTS,

@@ -20,6 +20,7 @@ import typer
 
 import fedloom
 from fedloom.cli import (
+    audit,
     certificates,
     cluster,
     data,
@@ -62,6 +63,7 @@ app.command("worker")(worker.worker)
 app.command("serve")(serve.serve_command)
 app.command("personalize")(use.personalize_command)
 app.command("evaluate")(use.evaluate_command)
+app.command("audit")(audit.audit_command)
 app.command("status")(status.status_command)
 app.command("clients")(status.clients_command)
 app.command("runs")(runs.runs)

@@ -13,6 +13,45 @@ def method_title(summary: Mapping[str, Any]) -> str:
     return min(titles.values(), key=len, default=str(summary["algorithm"]))
 
 
+def epsilon_shown(epsilon: float | None) -> str:
+    """Return ε with three digits; an infinite one, null in documents, as a sign."""
+    return "∞" if epsilon is None else f"{epsilon:.3g}"
+
+
+def audit_verdict(canaries: Mapping[str, Any], claim: Mapping[str, Any] | None) -> str:
+    """Return a sentence that compares a bound from canaries with the run's claim, or says that there is none."""
+    if claim is None:
+        return "The run claims no ε for its training, so there is nothing to refute."
+    claimed = f"(ε = {claim['epsilon']:.3g}, δ = {claim['delta']:g}) for {claim['of']}"
+    if claim["of"] != canaries["of"]:
+        return f"The run claims {claimed}, and not for {canaries['of']}."
+    if canaries["epsilon"] is None or canaries["epsilon"] > claim["epsilon"]:
+        return f"The bound exceeds the claim of {claimed}: something in the mechanism or its accounting is wrong."
+    most = canaries["largest_bound"]
+    few = most is not None and most <= claim["epsilon"]
+    return f"The bound is below the claim of {claimed}, which it does not prove." + (
+        " No result with so few canaries could have exceeded it." if few else ""
+    )
+
+
+def inversion_note(inversion: Mapping[str, Any]) -> str:
+    """Return sentences on what an inversion of updates shows."""
+    cases = {case["update"]: case for case in inversion["cases"]}
+    above = {name: case["psnr_best"] - case["psnr_of_mean_input"] for name, case in cases.items()}
+    text = (
+        "Each update is one step of FedAvg. PSNR: 20 dB shows an outline, above 40 dB is a copy; the mean of all inputs "
+        "is what a guess without the update gives."
+    )
+    if inversion["secure_aggregation"]:
+        text = "Secure aggregation: the aggregator gets no single update to invert, only the sum of a cohort's. " + text
+    summed = above.get("sum of a cohort", 0.0)
+    return text + (
+        " The attack fails on the sum of the cohort."
+        if summed < 3
+        else " Even the sum of the cohort gives inputs away."
+    )
+
+
 def human_bytes(count: int | None) -> str:
     """Return a byte count in decimal units, as communication is counted; a dash if unknown."""
     if count is None:

@@ -1,0 +1,192 @@
+"""Partitions with canaries: a copy of a partition with clients or examples that are there only to be guessed about."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.core.keyed import make_rng, shuffled
+from fedloom.data.federated import FederatedDataset, Manifest
+from fedloom.data.manifest import SPLITS, ClientEntry, shard_path
+from fedloom.errors import ExperimentError, argument
+from fedloom.storage.folder import fill, make_private
+
+NAME = "canary"
+"""Beginning of the ids of canary clients."""
+
+COPIED = 16
+"""Maximum number of training examples of a canary client, which are copies of another client's."""
+
+
+def canary_names(dataset: FederatedDataset, count: int) -> tuple[str, ...]:
+    """Return ids of canary clients.
+
+    Raise ExperimentError if the partition has clients of such names, because it holds canaries already.
+    """
+    names = tuple(f"{NAME}-{i:0{len(str(count - 1))}d}" for i in range(count))
+    if taken := {client.id for client in dataset.manifest.clients}.intersection(names):
+        raise ExperimentError(f"The partition {dataset.folder} has canaries already: {min(taken)}.", found=min(taken))
+    return names
+
+
+def write_with_clients(dataset: FederatedDataset, folder: Path, names: Sequence[str], seed: int) -> Manifest:
+    """Write a partition with canary clients beside the others; return its manifest.
+
+    Each holds copies of a few training examples of some seen client, and no others, so that it can do whatever its
+    method does in a round, and enters no result.
+    """
+    random, hosts = make_rng(seed, "audit", "hosts"), dataset.manifest.roster
+    made: list[ClientEntry] = []
+    make_private(folder / "shards")
+    for name in names:
+        tensors = dataset.tensors(hosts[int(random.random() * len(hosts))])
+        kept = {key: each[: COPIED if key.startswith("train_") else 0].contiguous() for key, each in tensors.items()}
+        made.append(_write_shard(folder, ClientEntry(name, True, 0, 0, 0, {}, ""), kept, dataset.manifest.classes))
+    _link(dataset, folder, [client.id for client in dataset.manifest.clients])
+    groups = dataset.manifest.shift_groups
+    manifest = replace(
+        dataset.manifest,
+        clients=(*dataset.manifest.clients, *made),
+        shift_groups=None if groups is None else (*groups, *[0] * len(made)),
+    )
+    return _finish(folder, manifest)
+
+
+@dataclass(frozen=True)
+class CanaryExample:
+    """Training example of a client whose target is replaced by another, and which is in the training set or not.
+
+    Attributes
+    ----------
+    client
+        Client that it belongs to.
+    place
+        Position in its train split.
+    target
+        Class that replaces its own; for other tasks the position of the example in the train split whose target does.
+    """
+
+    client: str
+    place: int
+    target: int
+
+
+def draw_examples(dataset: FederatedDataset, count: int, seed: int) -> tuple[CanaryExample, ...]:
+    """Draw canaries among the training examples of seen clients, and wrong targets for them.
+
+    Raises
+    ------
+    ExperimentError
+        If they would be more than half of the examples, or the data have no targets.
+    """
+    manifest = dataset.manifest
+    if not manifest.outputs:
+        raise ExperimentError(
+            f"{argument('of')} examples needs data with targets, and {manifest.dataset} has none.", key="of"
+        )
+    sizes = [(client.id, client.train) for client in manifest.clients if client.seen]
+    total = sum(size for _, size in sizes)
+    if 2 * count > total:
+        raise ExperimentError(
+            f"{argument('canaries')} must be at most {total // 2}, half of the training examples (got {count}).",
+            key="canaries",
+            found=count,
+        )
+    random = make_rng(seed, "audit", "examples")
+    chosen = np.sort(shuffled(random, total)[:count])
+    starts = np.cumsum([0, *(size for _, size in sizes)])
+    owners = np.searchsorted(starts, chosen, side="right") - 1
+    labels: dict[str, Tensor] = {}
+    found = []
+    for place, owner in zip((chosen - starts[owners]).tolist(), owners.tolist(), strict=True):
+        client, size = sizes[owner]
+        if manifest.classes:
+            if client not in labels:
+                labels[client] = dataset.tensors(client)["train_y"]
+            shift = 1 + int(random.random() * (manifest.classes - 1))
+            target = (int(labels[client][place]) + shift) % manifest.classes
+        else:
+            target = (place + 1 + int(random.random() * (size - 1))) % size
+        found.append(CanaryExample(client, place, target))
+    return tuple(found)
+
+
+def canary_targets(y: Tensor, canaries: Sequence[CanaryExample], classes: int) -> Tensor:
+    """Return the targets of canaries, all of one client, given the targets of its train split ``[n, ...]``."""
+    targets = torch.tensor([canary.target for canary in canaries])
+    return targets.to(y) if classes else y[targets.to(y.device)]
+
+
+def write_with_examples(
+    dataset: FederatedDataset, folder: Path, canaries: Sequence[CanaryExample], coins: NDArray[np.bool_]
+) -> Manifest:
+    """Write a partition whose canaries that are in have their wrong targets, and that lacks the others.
+
+    Returns its manifest.
+    """
+    make_private(folder / "shards")
+    by_client: dict[str, list[int]] = {}
+    for i, canary in enumerate(canaries):
+        by_client.setdefault(canary.client, []).append(i)
+    entries = []
+    for entry in dataset.manifest.clients:
+        if entry.id not in by_client:
+            entries.append(entry)
+            continue
+        of_client, tensors = [canaries[i] for i in by_client[entry.id]], dataset.tensors(entry.id)
+        places = torch.tensor([canary.place for canary in of_client])
+        y = tensors["train_y"].clone()
+        y[places] = canary_targets(tensors["train_y"], of_client, dataset.manifest.classes)
+        stays = torch.ones(len(y), dtype=torch.bool)
+        stays[places] = torch.from_numpy(coins[by_client[entry.id]])
+        tensors = {
+            key: each[stays] if key.startswith("train_") else each for key, each in {**tensors, "train_y": y}.items()
+        }
+        entries.append(_write_shard(folder, entry, tensors, dataset.manifest.classes))
+    _link(dataset, folder, [entry.id for entry in entries if entry.id not in by_client])
+    return _finish(folder, replace(dataset.manifest, clients=tuple(entries)))
+
+
+def _write_shard(folder: Path, entry: ClientEntry, tensors: Mapping[str, Tensor], classes: int) -> ClientEntry:
+    """Write a shard; return the client's entry with its numbers."""
+    content = safetensors.torch.save(dict(tensors))
+    fill(shard_path(folder, entry.id), content, durably=False, private=True)
+    train, validation, test = (
+        next(len(each) for key, each in tensors.items() if key.startswith(f"{split}_x")) for split in SPLITS
+    )
+    none = torch.zeros(0, dtype=torch.int64)
+    counts = {
+        split: tuple(torch.bincount(tensors.get(f"{split}_y", none), minlength=classes).tolist()) if classes else ()
+        for split in SPLITS
+    }
+    return ClientEntry(
+        entry.id, entry.seen, train, validation, test, counts, hashlib.sha256(content).hexdigest(), entry.owner
+    )
+
+
+def _link(dataset: FederatedDataset, folder: Path, clients: Sequence[str]) -> None:
+    """Give the new partition the shards of clients that stay as they are, without a copy where the disk allows."""
+    dataset.verify(clients)
+    for client in clients:
+        source, target = shard_path(dataset.folder, client), shard_path(folder, client)
+        with suppress(OSError):
+            os.link(source, target)
+            continue
+        shutil.copyfile(source, target)
+        target.chmod(0o600)
+
+
+def _finish(folder: Path, manifest: Manifest) -> Manifest:
+    fill(folder / "partition.json", manifest.to_json().encode())
+    return manifest

@@ -1,0 +1,89 @@
+"""Guesses about canaries of one training run, with abstention, and the bound on ε that follows.
+
+T. Steinke, M. Nasr, M. Jagielski, Privacy auditing with one (1) training run, NeurIPS 2023, arXiv 2305.08846,
+Algorithm 1: each canary is in or out of the training by a fair coin; the auditor sees what training releases, and
+guesses "in" for the highest scores, "out" for the lowest, and nothing between.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.privacy.audit_bounds import normal_pair_epsilon, one_run_epsilon
+
+SHARES = (1.0, 0.5, 0.25, 0.125)
+"""Shares of the canaries that an auditor guesses about."""
+
+LEAST = 8
+"""Minimum number of guesses."""
+
+
+def guess_counts(canaries: int) -> list[tuple[int, int]]:
+    """Return the numbers of guesses "in" and "out" to try: as many of each, or all "in", the latter of half at most.
+
+    A canary that is in shows itself only if it was sampled, so guesses "in" are the surer ones.
+    """
+    sizes = [round(canaries * share) for share in SHARES]
+    counts = [(size // 2, size - size // 2) for size in sizes] + [(size // 2, 0) for size in sizes]
+    return list(dict.fromkeys(pair for pair in counts if sum(pair) >= LEAST))
+
+
+def right_guesses(scores: NDArray[np.float64], coins: NDArray[np.bool_], ins: int, outs: int) -> int:
+    """Return the number of right guesses: "in" for the highest scores, "out" for the lowest.
+
+    Parameters
+    ----------
+    scores, coins
+        ``[m]``: score of each canary, and True if it is in. Equal scores are ordered by position.
+    """
+    order = np.argsort(scores, kind="stable")
+    return int(coins[order[len(order) - ins :]].sum()) + int((~coins[order[:outs]]).sum())
+
+
+def canary_document(
+    scores: NDArray[np.float64], coins: NDArray[np.bool_], *, delta: float, confidence: float
+) -> dict[str, Any]:
+    """Return the lower bound on ε from guesses about canaries, and the largest that their number allows.
+
+    The largest bound over :func:`guess_counts` counts; each holds with so much more confidence that all hold together.
+    Infinite values are null.
+    """
+    m, counts = len(scores), guess_counts(len(scores))
+    each = 1 - (1 - confidence) / max(1, len(counts))
+    best = {"epsilon": 0.0, "guesses_in": 0, "guesses_out": 0, "right": 0}
+    for ins, outs in counts:
+        right = right_guesses(scores, coins, ins, outs)
+        found = one_run_epsilon(m, ins + outs, right, delta=delta, confidence=each)
+        if found > best["epsilon"] or not best["right"]:
+            best = {"epsilon": found, "guesses_in": ins, "guesses_out": outs, "right": right}
+    most = one_run_epsilon(m, m, m, delta=delta, confidence=each)
+    return {
+        "canaries": m,
+        "in": int(coins.sum()),
+        **best,
+        "epsilon": _or_null(best["epsilon"]),
+        "largest_bound": _or_null(most),
+        "delta": delta,
+        "confidence": confidence,
+    }
+
+
+def normal_estimate(scores: NDArray[np.float64], coins: NDArray[np.bool_], *, delta: float) -> dict[str, Any] | None:
+    """Return means and deviations of the scores of canaries, and the ε at δ between normal distributions with them.
+
+    None if fewer than two canaries are in, or out.
+    """
+    groups = {"in": scores[coins], "out": scores[~coins]}
+    if min(map(len, groups.values())) < 2:
+        return None
+    told = {name: {"mean": float(some.mean()), "std": float(some.std(ddof=1))} for name, some in groups.items()}
+    pair = (*told["in"].values(), *told["out"].values())
+    return {"epsilon": _or_null(normal_pair_epsilon(*pair, delta=delta)), **told}
+
+
+def _or_null(epsilon: float) -> float | None:
+    return epsilon if math.isfinite(epsilon) else None

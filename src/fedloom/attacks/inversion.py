@@ -1,0 +1,161 @@
+"""Gradient inversion: reconstruct inputs from one update of a client, a step of FedAvg.
+
+L. Zhu, Z. Liu, S. Han, Deep leakage from gradients, NeurIPS 2019, arXiv 1906.08935; B. Zhao, K. R. Mopuri, H. Bilen,
+iDLG, 2020, arXiv 2001.02610 (the label); J. Geiping, H. Bauermeister, H. Dröge, M. Moeller, Inverting gradients,
+NeurIPS 2020, arXiv 2003.14053 (the cosine, and Proposition 3.1 for a linear layer).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms.client import train
+from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.data.federated import ClientData, Split
+from fedloom.models.flat import FlatModel, Layout
+
+LR = 0.1
+"""Learning rate of the attacked step; the attacker knows it, and divides the update by it."""
+
+STEPS = 1000
+"""Steps of gradient matching."""
+
+STEP_SIZE = 0.1
+"""Step size of gradient matching, in standard deviations of inputs; divided by 10 after 3/8, 5/8 and 7/8 of it."""
+
+SMOOTHNESS = 1e-4
+"""Weight of the total variation of images."""
+
+LARGEST_PSNR = 120.0
+"""Maximum peak signal-to-noise ratio, dB: an equal picture has an infinite one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """Update under attack, and what the attacker knows besides it.
+
+    Attributes
+    ----------
+    model, theta
+        The model, and θ ``[d]`` that the client was sent.
+    gradient
+        Mean gradient ``[d]`` that the update reveals.
+    shape
+        Shape of one input.
+    y
+        Targets of the examples to reconstruct ``[b, ...]``, or None.
+    """
+
+    model: FlatModel
+    theta: Tensor
+    gradient: Tensor
+    shape: tuple[int, ...]
+    y: Tensor | None
+
+
+def gradient_of_step(model: FlatModel, theta: Tensor, examples: Split, client: ClientData) -> Tensor:
+    """Return the gradient ``[d]`` that a client's update reveals: one step of FedAvg on all of these examples."""
+    held = ClientData(client.id, examples, client.validation, client.test, client.classes)
+    group = ClientGroup([held], lambda client, purpose: torch.Generator().manual_seed(0))
+    step = LocalSGD(steps=1, batch_size=len(examples), lr=LR, momentum=0.0)
+    return (theta - train(model, group, theta[None], step).theta[0]) / LR
+
+
+def linear_layer(layout: Layout, inputs: int) -> tuple[str, str] | None:
+    """Return the weight and the bias of a linear layer that takes the flattened input; None if there is none."""
+    shapes = dict(layout.entries)
+    for name, shape in layout.entries:
+        bias = f"{name.rpartition('.')[0]}.bias"
+        if len(shape) == 2 and shape[1] == inputs and shapes.get(bias) == shape[:1]:
+            return name, bias
+    return None
+
+
+def invert_linear_layer(target: Target) -> Tensor | None:
+    """Return inputs that the gradient of a first linear layer contains, ``[k, *shape]``; None without such a layer.
+
+    With outputs a = W x + b of each example, row i of the gradient is ∂L/∂W_i = Σ ∂L/∂a_i xᵀ, and ∂L/∂b_i = Σ ∂L/∂a_i:
+    their ratio is x itself for one example, and a weighted mean of several; of those that activate unit i, only. Rows
+    are in the order of the size of their gradient, the surest first.
+    """
+    found = linear_layer(target.model.layout, math.prod(target.shape))
+    if found is None:
+        return None
+    parts = target.model.layout.split(target.gradient)
+    weight, bias = (parts[name].double() for name in found)
+    order = bias.abs().argsort(descending=True)
+    rows = order[bias[order].abs() > 1e-9 * bias.abs().max().clamp(min=1e-300)]
+    return (weight[rows] / bias[rows, None]).float().view(-1, *target.shape)
+
+
+def label_of(target: Target) -> int | None:
+    """Return the class of the single example behind a gradient; None if the model has no bias at its outputs.
+
+    The gradient of the cross-entropy with respect to the logits is p - e_y, so that only the entry of the class is
+    negative (Zhao et al., eq. 4).
+    """
+    layout = target.model.layout
+    if not layout.head_is_linear or target.model.task.name != "classification" or not target.model.has_task_loss:
+        return None
+    name, shape = layout.entries[-1]
+    return int(layout.split(target.gradient)[name].argmin()) if len(shape) == 1 else None
+
+
+def match_gradient(
+    target: Target, low: float, high: float, *, steps: int = STEPS, seed: int = 0
+) -> tuple[Tensor, float]:
+    """Return inputs ``[b, *shape]`` whose gradient has the direction of the target's, and its cosine distance to it.
+
+    Signed steps of Adam on 1 - cos(∇, ∇*) and, for images, the total variation (Geiping et al., eq. 4). b is the length
+    of ``target.y``, or 1. Inputs stay between ``low`` and ``high``.
+    """
+    model = target.model if target.model.draws else target.model.in_training()
+    leaves = model.layout.divided(model.layout.leaves(target.theta, requires_grad=True))
+    known = model.layout.divided(model.layout.leaves(target.gradient))
+    wanted = [known[name] for name in leaves]
+    size = torch.stack([w.norm() for w in wanted]).norm()
+    count = 1 if target.y is None else len(target.y)
+    x = torch.randn(count, *target.shape, generator=torch.Generator().manual_seed(seed)).clamp(low, high)
+    x.requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=STEP_SIZE)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [steps * part // 8 for part in (3, 5, 7)], 0.1)
+    distance = torch.ones(())
+    for _ in range(steps):
+        loss = model.loss(leaves, x, target.y).mean()
+        found = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
+        pairs = [(f, w) for f, w in zip(found, wanted, strict=True) if f is not None]
+        product = torch.stack([(f * w).sum() for f, w in pairs]).sum()
+        norm = torch.stack([f.square().sum() for f, _ in pairs]).sum().sqrt()
+        distance = 1 - product / (norm * size).clamp(min=1e-30)
+        (gradient,) = torch.autograd.grad(distance + SMOOTHNESS * total_variation(x), [x])
+        x.grad = gradient.nan_to_num().sign()
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            x.clamp_(low, high)
+    return x.detach(), float(distance.detach())
+
+
+def total_variation(x: Tensor) -> Tensor:
+    """Return the mean absolute difference of neighbouring pixels of images ``[b, c, h, w]``; 0 for other inputs."""
+    if x.dim() != 4:
+        return x.new_zeros(())
+    return x.diff(dim=2).abs().mean() + x.diff(dim=3).abs().mean()
+
+
+def psnr(original: Tensor, found: Tensor, peak: float) -> float:
+    """Return the peak signal-to-noise ratio of a reconstruction, dB, at most :data:`LARGEST_PSNR`."""
+    error = float((original.double() - found.double()).square().mean())
+    return min(LARGEST_PSNR, 10 * math.log10(peak**2 / error)) if error else LARGEST_PSNR
+
+
+def best_matches(originals: Tensor, found: Tensor, peak: float) -> list[tuple[float, int]]:
+    """Return the PSNR and the position of the closest reconstruction ``[k, ...]`` to each original ``[n, ...]``."""
+    errors = torch.cdist(originals.flatten(1).double(), found.flatten(1).double())
+    places = errors.argmin(1).tolist()
+    return [(psnr(originals[i], found[place], peak), place) for i, place in enumerate(places)]

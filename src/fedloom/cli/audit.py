@@ -1,0 +1,199 @@
+"""``fedloom audit``: attacks on a run, or on a training with canaries."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.cli.run import Set
+from fedloom.cli.use import OwnFolders, Which
+from fedloom.core.words import pluralize
+
+WIDTH = 80
+"""Width of sentences below tables."""
+
+
+class CanaryKind(StrEnum):
+    """Kind of canaries."""
+
+    CLIENTS = "clients"
+    EXAMPLES = "examples"
+
+
+def audit_command(
+    where: Annotated[
+        str,
+        typer.Argument(
+            help="The run's folder; with --canaries an experiment file.",
+            metavar="RUN|EXPERIMENT",
+        ),
+    ],
+    invert: Annotated[
+        bool, typer.Option("--invert", help="Also reconstruct examples of a client from its update.")
+    ] = False,
+    client: Annotated[
+        str | None, typer.Option(help="With --invert, the client; by default the first that trains.", metavar="ID")
+    ] = None,
+    canaries: Annotated[
+        int | None,
+        typer.Option(
+            help="Run the experiment with this many canaries, each in or out by a fair coin, and guess the coins.",
+            metavar="M",
+        ),
+    ] = None,
+    of: Annotated[CanaryKind, typer.Option(help="With --canaries, what a canary is.")] = CanaryKind.CLIENTS,
+    norm: Annotated[
+        float | None,
+        typer.Option(
+            help="With --canaries of clients, the norm of their updates; by default the clipping norm of "
+            "federation.privacy, or the norm of an honest update.",
+            metavar="C",
+        ),
+    ] = None,
+    set_: Set = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --canaries, a new folder for partition, coins and run; by default "
+            "runs/NAME-ALGORITHM-seedN-audit.",
+            metavar="DIR",
+        ),
+    ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(help="With --canaries, the partition to add them to: a folder or URL.", metavar="DIR|URL"),
+    ] = None,
+    checkpoint: Which = "last",
+    data: OwnFolders = None,
+) -> None:
+    """Attack a run: membership inference, gradient inversion, canaries. Results go to audit.json and the report."""
+    from fedloom.errors import ExperimentError
+
+    if canaries is None:
+        of_canaries = {"--norm": norm, "--set": set_, "--out": out, "--partition": partition}
+        if given := [option for option, value in of_canaries.items() if value]:
+            raise ExperimentError(f"{given[0]} needs --canaries.", key=given[0][2:])
+        run = _audit_run(where, checkpoint, data, invert=invert, client=client)
+    else:
+        of_run = {"--invert": invert, "--client": client, "--data": data, "--checkpoint": checkpoint != "last"}
+        if given := [option for option, value in of_run.items() if value]:
+            raise ExperimentError(f"{given[0]} is for a run, and --canaries for an experiment.", key=given[0][2:])
+        run = _audit_experiment(where, set_, canaries, of, norm, out, partition)
+    show_audit(run)
+
+
+def _audit_run(where: str, checkpoint: str, data: list[Path] | None, *, invert: bool, client: str | None) -> Path:
+    from fedloom.runs.folder import RunFolder
+
+    RunFolder.open(where)  # fail early, before torch is imported
+    from fedloom.runner.audit import audit_run
+
+    audit_run(Path(where), checkpoint, data or (), invert=invert, client=client)
+    return Path(where)
+
+
+def _audit_experiment(
+    where: str,
+    set_: list[str] | None,
+    canaries: int,
+    of: CanaryKind,
+    norm: float | None,
+    out: Path | None,
+    partition: str | None,
+) -> Path:
+    from fedloom import experiment as experiments
+    from fedloom.api.watch import Watch
+    from fedloom.runner.audit_canaries import CanaryOptions, audit_with_canaries
+
+    options = CanaryOptions(canaries, of.value, out, partition, norm)
+    return audit_with_canaries(experiments.load_experiment(where, set_ or ()), options, Watch())
+
+
+def show_audit(run: Path) -> None:
+    """Print what a run's ``audit.json`` found."""
+    from fedloom.runs.files import AUDIT
+    from fedloom.runs.folder import RunFolder
+
+    document = RunFolder.open(run).json(AUDIT)
+    for part, show in (("membership", _show_membership), ("canaries", _show_canaries), ("inversion", _show_inversion)):
+        if part in document:
+            show(document[part], document["claim"])
+            typer.echo()
+    typer.echo(f"audit: {run / AUDIT}")
+
+
+def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
+    from fedloom.cli.tables import print_table
+    from fedloom.reporting.words import epsilon_shown
+
+    rows = [
+        (
+            f"{name}, {group} clients",
+            f"{result['auc']:.3f}",
+            f"{result['auc_clients']['highest']:.3f}",
+            f"{100 * result['tpr_at_low_fpr']:.1f}",
+            epsilon_shown(result["epsilon"]),
+        )
+        for name, groups in found["predictors"].items()
+        for group, result in groups.items()
+        if result is not None
+    ]
+    print_table(
+        f"Membership inference by loss, round {found['round']}",
+        ("model", "AUC", "highest AUC of a client", "TPR at 1 % FPR, %", "ε at least"),
+        rows,
+    )
+    _say(
+        f"Training against test examples of the same client; 0.5 is chance. ε with {100 * found['confidence']:g} % "
+        f"confidence at δ = {found['delta']:g}, if examples are independent."
+    )
+
+
+def _show_canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
+    from fedloom.reporting.words import audit_verdict, epsilon_shown
+
+    guesses = found["guesses_in"] + found["guesses_out"]
+    typer.echo(
+        f"Canaries: {pluralize(found['canaries'], found['of'].removesuffix('s'))}, {found['in']} in; "
+        f"{found['right']} of {pluralize(guesses, 'guess', 'guesses')} right"
+    )
+    typer.echo(
+        f"  ε at least {epsilon_shown(found['epsilon'])} with {100 * found['confidence']:g} % confidence at δ = "
+        f"{found['delta']:g}; so many canaries can show up to {epsilon_shown(found['largest_bound'])}"
+    )
+    if found.get("normal_estimate") is not None:
+        typer.echo(f"  ε about {epsilon_shown(found['normal_estimate']['epsilon'])} from scores taken for normal")
+    _say(audit_verdict(found, claim))
+
+
+def _show_inversion(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
+    from fedloom.cli.tables import print_table
+    from fedloom.reporting.words import inversion_note
+
+    rows = [
+        (
+            case["update"],
+            f"{case['clients']:,}",
+            f"{case['examples']:,}",
+            case["attack"],
+            f"{case['psnr_best']:.1f}",
+            f"{case['psnr_of_mean_input']:.1f}",
+        )
+        for case in found["cases"]
+    ]
+    print_table(
+        f"Gradient inversion, client {found['client']}, model of round {found['round']}",
+        ("update", "clients", "examples", "attack", "best PSNR, dB", "of the mean input, dB"),
+        rows,
+        texts=(0, 3),
+    )
+    _say(inversion_note(found))
+
+
+def _say(text: str) -> None:
+    typer.echo(textwrap.fill(text, WIDTH))

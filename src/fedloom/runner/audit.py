@@ -1,0 +1,140 @@
+"""Audit of a finished run: attacks on its models, on the run's own data and in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.algorithms.client_group import ClientGroup
+from fedloom.attacks.membership import MemberScores, membership_document
+from fedloom.core.words import pluralize
+from fedloom.data.federated import FederatedDataset
+from fedloom.errors import DataError, ExperimentError, QuorumError, argument
+from fedloom.experiment import Experiment
+from fedloom.federation.evaluator import Evaluator
+from fedloom.messages import Message
+from fedloom.models.predictors import Predictors
+from fedloom.runner import assemble
+from fedloom.runner.assemble import RunContext
+from fedloom.runner.requesting_client import torch_threads
+from fedloom.runner.trained import restore
+from fedloom.runs.files import AUDIT, SUMMARY
+from fedloom.runs.folder import RunFolder
+
+VERSION = 1
+"""Version of ``audit.json``."""
+
+CONFIDENCE = 0.95
+"""Confidence of lower bounds."""
+
+DELTA = 1e-5
+"""δ of bounds for a run without a claim of its own."""
+
+
+def audit_run(
+    run: Path, checkpoint: str = "last", data: Sequence[Path] = (), *, invert: bool = False, client: str | None = None
+) -> dict[str, Any]:
+    """Attack a run's models, and with ``invert`` an update; add the results to ``audit.json``, and return that.
+
+    Parameters
+    ----------
+    checkpoint, data
+        As in :func:`fedloom.runner.trained.evaluate`.
+    invert
+        Reconstruct examples of a client from its update, too (:mod:`fedloom.runner.audit_inversion`).
+    client
+        The client whose update that is; None: the first that trains.
+
+    Raises
+    ------
+    DataError
+        If the folder is not a finished run, or the data of its clients are missing.
+    ExperimentError
+        If the run's inputs cannot be reconstructed.
+    QuorumError
+        If no client has a model and both training and test examples.
+    """
+    from fedloom.runner.audit_inversion import inversion_document
+
+    folder = RunFolder.open(run)
+    if not folder.is_finished:
+        raise DataError(f"{run} is not finished; an audit needs a run's last model.", hint="continue it with --resume")
+    if client is not None and not invert:
+        raise ExperimentError(f"{argument('client')} needs {argument('invert')}.", key="client")
+    with torch_threads(1):  # restores the number of threads, which is changed inside
+        parts, loop, dataset = restore(folder.path, checkpoint, data=data)
+        found = {"membership": _membership(parts, loop, dataset, delta_of(folder))}
+        if invert:
+            found["inversion"] = inversion_document(parts, loop, dataset, client)
+    return keep_audit(folder, found)
+
+
+def keep_audit(folder: RunFolder, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Add results to a run's ``audit.json``, in place of earlier ones of the same attacks; return its content."""
+    earlier = folder.json_or_none(AUDIT) or {}
+    document = {**earlier, "version": VERSION, **found, "claim": claim_of(folder)}
+    folder.write_json(AUDIT, document)
+    return document
+
+
+def claim_of(folder: RunFolder) -> dict[str, Any] | None:
+    """Return what a run claims about the privacy of its training: ``of``, ``epsilon``, ``delta``; None for no claim."""
+    told = folder.json(SUMMARY).get("training_privacy")
+    if not isinstance(told, dict) or told.get("epsilon") is None:
+        return None
+    return {"of": told.get("of", "clients"), "epsilon": told["epsilon"], "delta": told.get("delta", DELTA)}
+
+
+def delta_of(folder: RunFolder) -> float:
+    """Return the δ at which a run is audited: its claim's, its experiment's, or :data:`DELTA`."""
+    claim = claim_of(folder)
+    return delta_asked(folder.experiment()) if claim is None else float(claim["delta"])
+
+
+def delta_asked(experiment: Experiment) -> float:
+    """Return δ of ``federation.privacy``, or :data:`DELTA` without it."""
+    privacy = experiment.federation.privacy
+    return DELTA if privacy is None else privacy.delta
+
+
+def _membership(parts: RunContext, loop: Evaluator, dataset: FederatedDataset, delta: float) -> dict[str, Any]:
+    """Return the results of membership inference for each predictor, on seen and on unseen clients.
+
+    The global model has seen none of the latter's examples; a personal model has, if personalization trains it.
+    """
+    found: dict[str, dict[str, MemberScores]] = {name: {} for name in loop.predictors}
+    size = parts.experiment.evaluation.batch_size
+
+    def attack(predictors: Predictors, group: ClientGroup) -> Message:
+        for named, client in zip(predictors, group.clients, strict=True):
+            different = {id(each): each for each in named.values()}  # two names may share one
+            scored = {key: MemberScores.of(each, client, parts.plan, size) for key, each in different.items()}
+            for name, each in named.items():
+                if (scores := scored[id(each)]) is not None:
+                    found[name][client.id] = scores
+        return parts.plan.nothing(len(predictors), len(loop.predictors))
+
+    loop.transport = assemble.in_process(parts, dataset, loop.folder, attack)
+    groups = {"seen": dataset.manifest.roster, "unseen": dataset.manifest.unseen}
+    lost: dict[str, str] = {}
+    for clients in groups.values():
+        lost |= loop.personalize(clients)
+    if not any(found.values()):
+        reason = next(iter(lost.values()), "no client has both training and test examples")
+        raise QuorumError(f"None of {pluralize(len(dataset.manifest.clients), 'client')} can be audited: {reason}.")
+
+    def document(scores: Mapping[str, MemberScores], clients: Sequence[str]) -> dict[str, Any] | None:
+        some = {client: scores[client] for client in clients if client in scores}
+        return membership_document(some, delta=delta, confidence=CONFIDENCE, seed=parts.experiment.seed)
+
+    return {
+        "round": loop.round,
+        "delta": delta,
+        "confidence": CONFIDENCE,
+        "lost": len(lost),
+        "predictors": {
+            name: {group: document(scores, clients) for group, clients in groups.items()}
+            for name, scores in found.items()
+        },
+    }

@@ -1,0 +1,275 @@
+"""Audit by canaries: a run with clients or examples that are in or out by fair coins, and guesses about the coins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedloom.algorithms.base import ClientAlgorithm
+from fedloom.algorithms.client_group import ClientGroup
+from fedloom.attacks.canary_clients import CanaryClientAlgorithm, CanarySet, sent_part, sent_size
+from fedloom.attacks.canary_data import (
+    CanaryExample,
+    canary_names,
+    canary_targets,
+    draw_examples,
+    write_with_clients,
+    write_with_examples,
+)
+from fedloom.attacks.guesses import LEAST, canary_document, normal_estimate
+from fedloom.attacks.membership import example_losses
+from fedloom.core.keyed import make_rng
+from fedloom.core.words import pluralize
+from fedloom.data.federated import FederatedDataset, Split
+from fedloom.data.input_spec import input_fields
+from fedloom.data.inputs import take
+from fedloom.errors import ExperimentError, QuorumError, argument
+from fedloom.experiment import Experiment, OwnData
+from fedloom.federation.evaluator import Evaluator
+from fedloom.messages import Message
+from fedloom.models.predictors import Predictors, predictor_of
+from fedloom.runner import assemble
+from fedloom.runner.assemble import RunContext
+from fedloom.runner.audit import CONFIDENCE, claim_of, delta_asked, keep_audit
+from fedloom.runner.closed_run import run_closed
+from fedloom.runner.engine import Engine, write_report_if_possible
+from fedloom.runner.observer import RunObserver
+from fedloom.runner.options import RunOptions
+from fedloom.runner.requesting_client import torch_threads
+from fedloom.runner.run_experiment import run_experiment
+from fedloom.runner.trained import restore
+from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.files import JOURNAL
+from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import DONE
+from fedloom.security.files import write_private
+
+COINS = "canaries.json"
+"""File in the audit's folder with the seed, and each canary's coin."""
+
+
+@dataclass(frozen=True)
+class CanaryOptions:
+    """Options of an audit by canaries.
+
+    Attributes
+    ----------
+    count
+        Number of canaries.
+    of
+        What a canary is: a client, or a training example of a client.
+    out
+        Folder of the audit; None: named after the experiment.
+    partition
+        Folder or URL of an existing partition; None: create the experiment's.
+    norm
+        Norm of a canary client's update; None: the clipping norm of ``federation.privacy``, or without it the norm of
+        what the client would have sent.
+    seed
+        Seed of coins and directions; None: drawn by the operating system.
+    report
+        Write the run's report.
+    """
+
+    count: int
+    of: Literal["clients", "examples"] = "clients"
+    out: Path | None = None
+    partition: str | None = None
+    norm: float | None = None
+    seed: int | None = None
+    report: bool = True
+
+
+@dataclass(frozen=True)
+class _WithCanaries(RunContext):
+    """Parts of a run whose canaries answer with what the audit says."""
+
+    canaries: CanarySet | None = None
+
+    def client_algorithm(self) -> ClientAlgorithm:
+        """Return the method's client algorithm, wrapped."""
+        assert self.canaries is not None
+        return CanaryClientAlgorithm(super().client_algorithm(), self.canaries)
+
+
+def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer: RunObserver | None = None) -> Path:
+    """Run an experiment with canaries, guess which are in, and write ``audit.json`` of that run; return its folder.
+
+    The audit's folder holds the partition with the canaries, their coins, and the run.
+
+    Raises
+    ------
+    ExperimentError
+        If the experiment cannot have such canaries, or the folder is in use.
+    FedloomError
+        Any error of a run (docs/exit-codes.md).
+    """
+    e = _check(experiment, options)
+    out = options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}-audit"
+    if out.exists():
+        raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
+    assemble.use_device("cpu", e.runtime.threads)
+    dataset = assemble.make_partition(e) if options.partition is None else FederatedDataset.open(options.partition)
+    dataset.verify()
+    seed = secrets.randbits(62) if options.seed is None else options.seed
+    coins = make_rng(seed, "audit", "coins").random(options.count) < 0.5
+    run = _run_with_clients if options.of == "clients" else _run_with_examples
+    with torch_threads(e.runtime.threads):
+        folder, scores, told = run(e, options, dataset, out, seed, coins, observer)
+    claim = claim_of(folder)
+    delta = delta_asked(e) if claim is None else float(claim["delta"])
+    found = canary_document(scores, coins, delta=delta, confidence=CONFIDENCE)
+    if options.of == "clients":  # sums of noise and many directions, and thus nearly normal
+        found["normal_estimate"] = normal_estimate(scores, coins, delta=delta)
+    keep_audit(folder, {"canaries": {"of": options.of, **told, **found}})
+    if options.report:
+        write_report_if_possible(folder, observer or RunObserver())
+    return folder.path
+
+
+def _check(e: Experiment, options: CanaryOptions) -> Experiment:
+    """Return the experiment as the audit runs it: canary clients train in this process, one by one."""
+    if options.count < LEAST:
+        raise ExperimentError(
+            f"{argument('canaries')} must be at least {LEAST} (got {options.count}).",
+            key="canaries",
+            found=options.count,
+        )
+    if isinstance(e.data, OwnData):
+        raise ExperimentError(
+            "Canaries are part of a simulation: the experiment needs data.dataset, and has data.own.", key="data.own"
+        )
+    if not e.federation.rounds:
+        raise ExperimentError(
+            f"federation.rounds is {e.federation.rounds}; canaries need a training.", key="federation.rounds"
+        )
+    if options.of == "examples":
+        return e
+    runtime = e.runtime.model_copy(update={"workers": 0, "clients_at_once": 1})
+    return e.model_copy(update={"runtime": runtime})
+
+
+def _write_coins(out: Path, options: CanaryOptions, seed: int, coins: NDArray[np.bool_], names: Sequence[Any]) -> None:
+    """Keep the coins with the audit; only its owner may read them."""
+    rows = [{"canary": name, "in": bool(coin)} for name, coin in zip(names, coins, strict=True)]
+    content = {"of": options.of, "seed": seed, "canaries": rows}
+    write_private(out / COINS, json.dumps(content, indent=1) + "\n")
+
+
+def _run_with_clients(
+    e: Experiment,
+    options: CanaryOptions,
+    dataset: FederatedDataset,
+    out: Path,
+    seed: int,
+    coins: NDArray[np.bool_],
+    observer: RunObserver | None,
+) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
+    """Run with canary clients; return the run, their scores, and what was done."""
+    roster, names = len(dataset.manifest.roster), canary_names(dataset, options.count)
+    # The part of the clients in a round, which a claim depends on, stays as it was.
+    cohort = max(1, round(e.federation.clients_per_round * (roster + options.count) / roster))
+    e = e.model_copy(update={"federation": e.federation.model_copy(update={"clients_per_round": cohort})})
+    parts, privacy = assemble.make_parts(e, dataset.manifest), e.federation.privacy
+    size = sent_size(parts.server_algorithm(), parts.algorithm)
+    norm = privacy.clip if options.norm is None and privacy is not None else options.norm
+    canaries = CanarySet(names, coins, seed, norm)
+    write_with_clients(dataset, out / "partition", names, seed)
+    _write_coins(out, options, seed, coins, names)
+    engine = Engine(e, _run_options(out), observer or RunObserver())
+    engine.parts = parts = _WithCanaries(**vars(engine.parts), canaries=canaries)
+    with engine.opened():
+        run_closed(engine)
+    _check_counted(engine.folder, names)
+    last = Checkpoints(engine.folder.checkpoints).load("last").state["theta"]
+    change = sent_part(last - parts.server_algorithm().state["theta"], size, parts.algorithm, parts.setup)
+    return engine.folder, canaries.scores(change), {"score": "direction", "norm": norm, "clients_per_round": cohort}
+
+
+def _check_counted(folder: RunFolder, names: Sequence[str]) -> None:
+    """Raise QuorumError if a canary's answer was not counted: the coins would then not be those of the run."""
+    canaries = set(names)
+    for attempt in folder.objects(JOURNAL):
+        lost = [loss for held in attempt["conversations"] for loss in held["lost"] if loss["client"] in canaries]
+        if lost and attempt.get("outcome", DONE) == DONE:
+            raise QuorumError(
+                f"Canary {lost[0]['client']} was lost in round {attempt['round']}: {lost[0]['reason']}.",
+                hint=f"a smaller {argument('norm')} may be plausible",
+            )
+
+
+def _run_with_examples(
+    e: Experiment,
+    options: CanaryOptions,
+    dataset: FederatedDataset,
+    out: Path,
+    seed: int,
+    coins: NDArray[np.bool_],
+    observer: RunObserver | None,
+) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
+    """Run with canary examples; return the run, their scores, and what was done."""
+    canaries = draw_examples(dataset, options.count, seed)
+    write_with_examples(dataset, out / "partition", canaries, coins)
+    _write_coins(out, options, seed, coins, [asdict(canary) for canary in canaries])
+    done = run_experiment(e, _run_options(out), observer)
+    parts, last, trained_on = restore(done.folder, partition=out / "partition")
+    first = assemble.evaluator(parts, last.transport, last.folder)  # at the start of the run
+    predictor = "global" if "global" in last.predictors else "personal"
+    whole = dataset.described_by(dataclasses.replace(dataset.manifest, **input_fields(parts.manifest.specs)))
+    before, after = (_canary_losses(parts, at, trained_on, whole, canaries, predictor) for at in (first, last))
+    return RunFolder(done.folder), before - after, {"score": "loss", "predictor": predictor}
+
+
+def _canary_losses(
+    parts: RunContext,
+    loop: Evaluator,
+    trained_on: FederatedDataset,
+    whole: FederatedDataset,
+    canaries: Sequence[CanaryExample],
+    predictor: str,
+) -> NDArray[np.float64]:
+    """Return the loss of each canary under its client's predictor ``[m]``.
+
+    Raise QuorumError if a client has no predictor.
+
+    Parameters
+    ----------
+    trained_on, whole
+        Data of the run, and the same without canaries, where these are ordinary examples.
+    """
+    losses = np.full(len(canaries), np.nan)
+    by_client: dict[str, list[int]] = {}
+    for i, canary in enumerate(canaries):
+        by_client.setdefault(canary.client, []).append(i)
+    load = parts.examples_of(whole)
+
+    def measure(predictors: Predictors, group: ClientGroup) -> Message:
+        for named, client in zip(predictors, group.clients, strict=True):
+            places, train = by_client[client.id], load(client.id).train
+            some = [canaries[i] for i in places]
+            assert train.y is not None, "checked when they were drawn"
+            y = canary_targets(train.y, some, whole.manifest.classes)
+            x: Any = take(train.x, torch.tensor([canary.place for canary in some]))
+            found = predictor_of(client.id, named, predictor)
+            losses[places] = example_losses(found, Split(x, y), parts.plan, parts.experiment.evaluation.batch_size)
+        return parts.plan.nothing(len(predictors), len(loop.predictors))
+
+    loop.transport = assemble.in_process(parts, trained_on, loop.folder, measure)
+    lost = loop.personalize(list(by_client))
+    if lost:
+        client, reason = next(iter(lost.items()))
+        raise QuorumError(f"{pluralize(len(lost), 'client')} with canaries got no model; client {client}: {reason}")
+    return losses
+
+
+def _run_options(out: Path) -> RunOptions:
+    return RunOptions(out=out / "run", partition=str(out / "partition"), report=False, signals=True)

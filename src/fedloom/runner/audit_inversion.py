@@ -1,0 +1,185 @@
+"""Gradient inversion on a run's model: what one update of a client gives away, and what a sum of updates does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.attacks.inversion import (
+    Target,
+    best_matches,
+    gradient_of_step,
+    invert_linear_layer,
+    label_of,
+    match_gradient,
+    psnr,
+)
+from fedloom.data.federated import ClientData, FederatedDataset, Split
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.own import OWN
+from fedloom.errors import DataError, ExperimentError
+from fedloom.federation.evaluator import Evaluator
+from fedloom.federation.randomness import generator
+from fedloom.runner.assemble import RunContext
+from fedloom.runner.examples import SIDE
+
+BATCH = 32
+"""Examples of a mini-batch, for methods whose settings name no number; and most that are reconstructed together."""
+
+RANGE = 5.0
+"""Largest magnitude of a reconstructed feature, in standard deviations."""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Normalization of inputs undone: pixels from 0 to 1, features in standard deviations."""
+
+    spec: InputSpec
+
+    @property
+    def is_picture(self) -> bool:
+        return self.spec.kind == "pixels" and len(self.spec.shape) == 3
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        if not self.is_picture:
+            return -RANGE, RANGE
+        pairs = zip(self.spec.normalization.mean, self.spec.normalization.std, strict=True)
+        ends = [(-mean / std, (1 - mean) / std) for mean, std in pairs]
+        return min(low for low, _ in ends), max(high for _, high in ends)
+
+    def raw(self, x: Tensor) -> Tensor:
+        if not self.is_picture:
+            return x
+        mean, std = (
+            torch.tensor(figures, dtype=torch.float32).reshape(self.spec.broadcast)
+            for figures in (self.spec.normalization.mean, self.spec.normalization.std)
+        )
+        return (x * std + mean).clamp(0, 1)
+
+    def peak(self, x: Tensor) -> float:
+        return 1.0 if self.is_picture else max(float(x.max() - x.min()), 1e-9)
+
+    def picture(self, x: Tensor) -> list[Any] | None:
+        """Return an image as ``[h][w]`` or ``[h][w][3]`` of 0 to 255, thinned to a limited size; None for features."""
+        if not self.is_picture:
+            return None
+        levels = (255 * self.raw(x)).round().to(torch.int64)
+        levels = levels if len(levels) == 3 else levels[:1]
+        thin = slice(None, None, math.ceil(max(levels.shape[1:]) / SIDE))
+        levels = levels[:, thin, thin]
+        shown: list[Any] = (levels.permute(1, 2, 0) if len(levels) == 3 else levels[0]).tolist()
+        return shown
+
+
+@dataclass(frozen=True)
+class _Victim:
+    """Client under attack, the θ ``[d]`` that it was sent, and the cohort whose updates are summed with its own."""
+
+    parts: RunContext
+    data: ClientData
+    others: Sequence[ClientData]
+    theta: Tensor
+    scale: _Scale
+
+    def examples(self, client: ClientData, count: int) -> Split:
+        """Return the first examples of a client's train split."""
+        x = client.train.x
+        assert isinstance(x, Tensor)
+        return Split(x[:count], None if client.train.y is None else client.train.y[:count])
+
+    def case(self, name: str, clients: Sequence[ClientData], count: int, *, shown: bool) -> dict[str, Any]:
+        """Attack the mean update of clients, each of ``count`` examples; return the results for the victim's."""
+        model = self.parts.setup.model
+        gradients = [gradient_of_step(model, self.theta, self.examples(each, count), each) for each in clients]
+        own = self.examples(self.data, min(count, BATCH))
+        x = own.x
+        assert isinstance(x, Tensor)
+        target = Target(model, self.theta, torch.stack(gradients).sum(0) / len(gradients), x.shape[1:], own.y)
+        alone = len(clients) == 1 and len(x) == 1
+        found, attack = invert_linear_layer(target), "linear layer"
+        if found is None:
+            found, attack = match_gradient(target, *self.scale.limits)[0], "gradient matching"
+        elif alone:
+            found = found[:1]  # the surest unit; of several examples, the best of all units counts
+        originals, candidates = self.scale.raw(x), self.scale.raw(found)
+        peak = self.scale.peak(x)
+        matches = best_matches(originals, candidates, peak)
+        values = [value for value, _ in matches]
+        best = max(range(len(values)), key=values.__getitem__)
+        mean = self.scale.raw(torch.zeros_like(x[:1])).expand_as(x)
+        told: dict[str, Any] = {
+            "update": name,
+            "clients": len(clients),
+            "examples": sum(min(count, len(each.train)) for each in clients),
+            "attack": attack,
+            "psnr_best": values[best],
+            "psnr_mean": sum(values) / len(values),
+            "psnr_of_mean_input": max(psnr(a, b, peak) for a, b in zip(originals, mean, strict=True)),
+        }
+        if alone and (label := label_of(target)) is not None and own.y is not None:
+            told["label_found"] = label == int(own.y[0])
+        pictures = (self.scale.picture(x[best]), self.scale.picture(found[matches[best][1]]))
+        if shown and None not in pictures:
+            told["original"], told["reconstruction"] = pictures
+        return told
+
+
+def inversion_document(
+    parts: RunContext, loop: Evaluator, dataset: FederatedDataset, client: str | None
+) -> dict[str, Any]:
+    """Attack updates of a client: of one example, of one mini-batch, and summed with those of a cohort.
+
+    Each is one step of FedAvg at the shared model of the evaluator's round; at the initial model if the method has no
+    shared one. Of a run with secure aggregation, only the sum is attacked: no single update reaches its aggregator.
+
+    Raises
+    ------
+    ExperimentError
+        If an input is not one tensor of pixels or features.
+    DataError
+        If there is no such client, or it has no training examples.
+    """
+    victim, at_round = _victim(parts, loop, dataset, client)
+    secure = parts.experiment.federation.secure_aggregation is not None
+    batch = min(getattr(getattr(parts.settings, "local", None), "batch_size", BATCH), len(victim.data.train))
+    cohort = [victim.data, *victim.others]
+    shown = dataset.manifest.dataset != OWN  # data of a simulation, none of whose clients is private
+    cases = [] if secure else [("one example", [victim.data], parts.setup.model.least_batch)]
+    if not secure and batch > parts.setup.model.least_batch:
+        cases.append(("one mini-batch", [victim.data], batch))
+    cases.append(("sum of a cohort", cohort, batch))
+    return {
+        "round": at_round,
+        "client": victim.data.id,
+        "model": parts.experiment.model.name,
+        "secure_aggregation": secure,
+        "cases": [victim.case(name, clients, count, shown=shown) for name, clients, count in cases],
+    }
+
+
+def _victim(parts: RunContext, loop: Evaluator, dataset: FederatedDataset, client: str | None) -> tuple[_Victim, int]:
+    spec = parts.manifest.specs.get("")
+    if spec is None or spec.kind == "tokens" or (spec.kind == "integers" and not parts.standardizes):
+        kind = "named" if spec is None else spec.kind
+        raise ExperimentError(
+            f"Gradient inversion reconstructs one input of pixels or features, and this run's inputs are {kind}.",
+            key="invert",
+        )
+    load, roster = parts.examples_of(dataset), dataset.manifest.roster
+    first = roster[0] if client is None else dataset.manifest.named(client).id
+    data = load(first)
+    if not len(data.train):
+        raise DataError(f"client {first} has no training examples, whose gradient could be inverted.")
+    size = max(1, parts.experiment.federation.clients_per_round)
+    others = [each for each in map(load, [name for name in roster if name != first][: size - 1]) if len(each.train)]
+    model, at_round = parts.setup.model, loop.round
+    theta = loop.server.state.get("theta")
+    if theta is None or theta.shape != (model.layout.size,):
+        theta, at_round = model.init(generator(parts.experiment.seed, "init"), parts.setup.dtype), 0
+    return _Victim(parts, data, others, theta, _Scale(spec)), at_round
