@@ -1,8 +1,8 @@
 """FedLoom: personalized federated learning on one machine, on Kubernetes, under Kubeflow.
 
 ``run`` runs an experiment and returns it as a :class:`Run`. ``sweep`` runs many. ``load`` opens a finished run,
-``compare`` compares several, ``personalize`` gets a model for a client outside the run, and ``fetch`` downloads a
-data set (docs/python.md).
+``compare`` compares several, ``audit`` attacks one, ``personalize`` gets a model for a client outside the run, and
+``fetch`` downloads a data set (docs/python.md).
 Heavy dependencies are imported on first use.
 """
 
@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedloom.api.audits import audit
     from fedloom.api.calls import compare, fetch, load, personalize, personalize_async, run, sweep
     from fedloom.api.federated import Federated
     from fedloom.api.run import Comparison, Run, Sweep
@@ -36,6 +37,7 @@ __all__ = [
     "Run",
     "Runtime",
     "Sweep",
+    "audit",
     "compare",
     "fetch",
     "load",
@@ -54,6 +56,7 @@ _LATER = {
         ("Data", "Evaluation", "Experiment", "Federation", "OwnData", "Runtime"), "fedloom.experiment.sections"
     ),
     "Federated": "fedloom.api.federated",
+    "audit": "fedloom.api.audits",
     "PersonalModel": "fedloom.runner.personal_model",
 }
 """Public names that are imported on first use -> their module."""

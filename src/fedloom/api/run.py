@@ -90,6 +90,21 @@ class Run:
         return self._run.json("summary.json")
 
     @property
+    def audit(self) -> dict[str, Any]:
+        """Content of ``audit.json``: results of the attacks of :func:`fedloom.audit` (docs/audit.md).
+
+        Raises
+        ------
+        DataError
+            If the run has not been audited.
+        """
+        from fedloom.runs.files import AUDIT
+
+        if not self._run.has(AUDIT):
+            raise DataError(f"{self.where} has no {AUDIT}, because the run has not been audited.", hint="fedloom.audit")
+        return self._run.json(AUDIT)
+
+    @property
     def history(self) -> DataFrame:
         """Evaluated rounds, a row each, indexed by round; columns such as ``seen.accuracy_mean`` and ``train.loss``.
 

@@ -145,12 +145,13 @@ def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) 
     ]
     print_table(
         f"Membership inference by loss, round {found['round']}",
-        ("model", "AUC", "highest AUC of a client", "TPR at 1 % FPR, %", "ε at least"),
+        ("model", "AUC", "highest", "TPR, %", "ε ≥"),
         rows,
     )
     _say(
-        f"Training against test examples of the same client; 0.5 is chance. ε with {100 * found['confidence']:g} % "
-        f"confidence at δ = {found['delta']:g}, if examples are independent."
+        "Training against test examples of the same clients. AUC: 0.5 is chance; highest: of one client. TPR: at a "
+        f"false positive rate of 1 %. ε: with {100 * found['confidence']:g} % confidence at δ = {found['delta']:g}, "
+        "if examples are independent."
     )
 
 
@@ -187,8 +188,8 @@ def _show_inversion(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -
         for case in found["cases"]
     ]
     print_table(
-        f"Gradient inversion, client {found['client']}, model of round {found['round']}",
-        ("update", "clients", "examples", "attack", "best PSNR, dB", "of the mean input, dB"),
+        f"Gradient inversion, client {found['client']}",
+        ("update", "clients", "examples", "attack", "PSNR, dB", "mean, dB"),
         rows,
         texts=(0, 3),
     )

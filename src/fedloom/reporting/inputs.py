@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedloom.errors import DataError
+from fedloom.reporting.audit_file import AuditFile
+from fedloom.runs.files import AUDIT
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
@@ -380,7 +382,8 @@ class _Outputs(_Part):
         return self
 
 
-_OBJECTS: Mapping[str, type[_Part]] = {
+_OBJECTS: Mapping[str, type[BaseModel]] = {
+    AUDIT: AuditFile,
     "outputs.json": _Outputs,
     "examples.json": _Examples,
     "summary.json": _Summary,

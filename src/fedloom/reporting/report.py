@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse_yaml
-from fedloom.reporting import inputs, report_classes, report_examples, report_results, report_setup
+from fedloom.reporting import inputs, report_audit, report_classes, report_examples, report_results, report_setup
 from fedloom.reporting.page import DASH, Fact, PageSection, Part, ReportPage, check_installed
 from fedloom.reporting.words import human_bytes, human_time, method_title, number_range
-from fedloom.runs.files import EXPERIMENT
+from fedloom.runs.files import AUDIT, EXPERIMENT
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import headline_of, values_of
 
@@ -32,6 +32,7 @@ FILES: Mapping[str, Sequence[str]] = {
     "Examples": ("examples.json",),
     "Uncertainty": ("uncertainty.json", "clients.csv"),
     "Client by client": ("clients.csv", "metrics.jsonl", "confusion.csv", "partition.json"),
+    "Privacy audit": (AUDIT,),
     "Data": ("partition.json",),
     "Time": ("journal.jsonl", "summary.json"),
     "Environment": ("environment.json",),
@@ -150,7 +151,7 @@ def _followed(page: ReportPage, renewal: AutoRefresh) -> ReportPage:
 
 
 def _sections(run: RunFolder) -> list[PageSection]:
-    parts: dict[str, Callable[[RunFolder], Part]] = {
+    parts: dict[str, Callable[[RunFolder], Part | Sequence[Part]]] = {
         "Learning curves": report_results.learning_curves,
         "Results": report_results.result_table,
     }
@@ -168,6 +169,8 @@ def _sections(run: RunFolder) -> list[PageSection]:
         parts["Uncertainty"] = report_classes.uncertainty
     if report_results.has_classes(run) and (run.path / "confusion.csv").exists():
         parts["Client by client"] = report_classes.each_client
+    if run.has(AUDIT):
+        parts["Privacy audit"] = report_audit.audit
     if report_setup.method(run).pairs:
         parts["Method"] = report_setup.method
     parts |= {"Data": report_setup.data, "Time": report_setup.time}
@@ -175,12 +178,13 @@ def _sections(run: RunFolder) -> list[PageSection]:
     return [section_of(title, run, build) for title, build in parts.items()]
 
 
-def section_of(title: str, run: RunFolder, build: Callable[[RunFolder], Part]) -> PageSection:
+def section_of(title: str, run: RunFolder, build: Callable[[RunFolder], Part | Sequence[Part]]) -> PageSection:
     """Return a section, or a note on the damaged file; other errors are bugs and are raised."""
     files = FILES.get(title, ())
     try:
         try:
-            return PageSection(title, (build(run),))
+            found = build(run)
+            return PageSection(title, (found,) if isinstance(found, Part) else tuple(found))
         except inputs.OF_BROKEN_FILES:
             inputs.check_files(run, files)
             raise

@@ -34,22 +34,25 @@ def audit_verdict(canaries: Mapping[str, Any], claim: Mapping[str, Any] | None) 
     )
 
 
+OUTLINE_DB, COPY_DB = 3.0, 40.0
+"""dB above the mean input from which a reconstruction shows something, and PSNR from which it is a copy."""
+
+
 def inversion_note(inversion: Mapping[str, Any]) -> str:
     """Return sentences on what an inversion of updates shows."""
-    cases = {case["update"]: case for case in inversion["cases"]}
-    above = {name: case["psnr_best"] - case["psnr_of_mean_input"] for name, case in cases.items()}
+    last = inversion["cases"][-1]
+    best, above = last["psnr_best"], last["psnr_best"] - last["psnr_of_mean_input"]
     text = (
-        "Each update is one step of FedAvg. PSNR: 20 dB shows an outline, above 40 dB is a copy; the mean of all inputs "
-        "is what a guess without the update gives."
+        f"Each update is one step of FedAvg at the initial model. From {COPY_DB:g} dB on, a reconstruction is a copy; the mean input is a "
+        "guess without any update. "
     )
     if inversion["secure_aggregation"]:
-        text = "Secure aggregation: the aggregator gets no single update to invert, only the sum of a cohort's. " + text
-    summed = above.get("sum of a cohort", 0.0)
-    return text + (
-        " The attack fails on the sum of the cohort."
-        if summed < 3
-        else " Even the sum of the cohort gives inputs away."
-    )
+        text = f"Secure aggregation: no single update reaches the aggregator, so there is none to invert. {text}"
+    if best >= COPY_DB:
+        return f"{text}Even the {last['update']} contains a copy of an input."
+    if above < OUTLINE_DB:
+        return f"{text}On the {last['update']} the attack fails."
+    return f"{text}The {last['update']} gives no copy, but {above:.0f} dB more than the mean input."
 
 
 def human_bytes(count: int | None) -> str:

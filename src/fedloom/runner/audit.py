@@ -66,7 +66,7 @@ def audit_run(
         parts, loop, dataset = restore(folder.path, checkpoint, data=data)
         found = {"membership": _membership(parts, loop, dataset, delta_of(folder))}
         if invert:
-            found["inversion"] = inversion_document(parts, loop, dataset, client)
+            found["inversion"] = inversion_document(parts, dataset, client)
     return keep_audit(folder, found)
 
 

@@ -23,7 +23,6 @@ from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.own import OWN
 from fedloom.errors import DataError, ExperimentError
-from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.randomness import generator
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.examples import SIDE
@@ -54,6 +53,7 @@ class _Scale:
         return min(low for low, _ in ends), max(high for _, high in ends)
 
     def raw(self, x: Tensor) -> Tensor:
+        """Return inputs ``[n, *shape]`` as they were before normalization, pixels between 0 and 1."""
         if not self.is_picture:
             return x
         mean, std = (
@@ -69,7 +69,7 @@ class _Scale:
         """Return an image as ``[h][w]`` or ``[h][w][3]`` of 0 to 255, thinned to a limited size; None for features."""
         if not self.is_picture:
             return None
-        levels = (255 * self.raw(x)).round().to(torch.int64)
+        levels = (255 * self.raw(x[None])[0]).round().to(torch.int64)
         levels = levels if len(levels) == 3 else levels[:1]
         thin = slice(None, None, math.ceil(max(levels.shape[1:]) / SIDE))
         levels = levels[:, thin, thin]
@@ -104,7 +104,7 @@ class _Victim:
         alone = len(clients) == 1 and len(x) == 1
         found, attack = invert_linear_layer(target), "linear layer"
         if found is None:
-            found, attack = match_gradient(target, *self.scale.limits)[0], "gradient matching"
+            found, attack = match_gradient(target, *self.scale.limits), "gradient matching"
         elif alone:
             found = found[:1]  # the surest unit; of several examples, the best of all units counts
         originals, candidates = self.scale.raw(x), self.scale.raw(found)
@@ -130,13 +130,11 @@ class _Victim:
         return told
 
 
-def inversion_document(
-    parts: RunContext, loop: Evaluator, dataset: FederatedDataset, client: str | None
-) -> dict[str, Any]:
+def inversion_document(parts: RunContext, dataset: FederatedDataset, client: str | None) -> dict[str, Any]:
     """Attack updates of a client: of one example, of one mini-batch, and summed with those of a cohort.
 
-    Each is one step of FedAvg at the shared model of the evaluator's round; at the initial model if the method has no
-    shared one. Of a run with secure aggregation, only the sum is attacked: no single update reaches its aggregator.
+    Each is one step of FedAvg at the initial model, whose gradients are large. Of a run with secure aggregation, only
+    the sum is attacked: no single update reaches its aggregator.
 
     Raises
     ------
@@ -145,7 +143,7 @@ def inversion_document(
     DataError
         If there is no such client, or it has no training examples.
     """
-    victim, at_round = _victim(parts, loop, dataset, client)
+    victim = _victim(parts, dataset, client)
     secure = parts.experiment.federation.secure_aggregation is not None
     batch = min(getattr(getattr(parts.settings, "local", None), "batch_size", BATCH), len(victim.data.train))
     cohort = [victim.data, *victim.others]
@@ -155,7 +153,6 @@ def inversion_document(
         cases.append(("one mini-batch", [victim.data], batch))
     cases.append(("sum of a cohort", cohort, batch))
     return {
-        "round": at_round,
         "client": victim.data.id,
         "model": parts.experiment.model.name,
         "secure_aggregation": secure,
@@ -163,7 +160,7 @@ def inversion_document(
     }
 
 
-def _victim(parts: RunContext, loop: Evaluator, dataset: FederatedDataset, client: str | None) -> tuple[_Victim, int]:
+def _victim(parts: RunContext, dataset: FederatedDataset, client: str | None) -> _Victim:
     spec = parts.manifest.specs.get("")
     if spec is None or spec.kind == "tokens" or (spec.kind == "integers" and not parts.standardizes):
         kind = "named" if spec is None else spec.kind
@@ -178,8 +175,5 @@ def _victim(parts: RunContext, loop: Evaluator, dataset: FederatedDataset, clien
         raise DataError(f"client {first} has no training examples, whose gradient could be inverted.")
     size = max(1, parts.experiment.federation.clients_per_round)
     others = [each for each in map(load, [name for name in roster if name != first][: size - 1]) if len(each.train)]
-    model, at_round = parts.setup.model, loop.round
-    theta = loop.server.state.get("theta")
-    if theta is None or theta.shape != (model.layout.size,):
-        theta, at_round = model.init(generator(parts.experiment.seed, "init"), parts.setup.dtype), 0
-    return _Victim(parts, data, others, theta, _Scale(spec)), at_round
+    theta = parts.setup.model.init(generator(parts.experiment.seed, "init"), parts.setup.dtype)
+    return _Victim(parts, data, others, theta, _Scale(spec))

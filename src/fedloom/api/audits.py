@@ -1,0 +1,110 @@
+"""Audits of runs and experiments: ``fedloom.audit``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fedloom.api.calls import with_module
+from fedloom.api.run import Run
+from fedloom.errors import ExperimentError
+
+if TYPE_CHECKING:
+    from fedloom.experiment import Experiment
+    from fedloom.runner.observer import RunObserver
+
+
+def audit(
+    what: Run | Experiment | Mapping[str, Any] | str | Path,
+    /,
+    *,
+    canaries: int | None = None,
+    of: Literal["clients", "examples"] = "clients",
+    norm: float | None = None,
+    seed: int | None = None,
+    invert: bool = False,
+    client: str | None = None,
+    checkpoint: Literal["last", "best"] | int = "last",
+    packed: str | Path | Iterable[str | Path] = (),
+    out: str | Path | None = None,
+    partition: str | Path | None = None,
+    report: bool = True,
+    progress: bool | RunObserver = True,
+    **overrides: Any,
+) -> Run:
+    """Attack a finished run, or run an experiment with canaries and guess which of them took part.
+
+    Without ``canaries``, membership inference tells training from test examples by the losses of the run's models.
+    Everything happens in this process, on the run's own data (docs/audit.md).
+
+    Parameters
+    ----------
+    what
+        A finished run, or its folder or URL; with ``canaries`` an experiment, as in :func:`run`.
+    canaries
+        Number of canaries, each in or out of training by a fair coin; None: attack a run.
+    of
+        With ``canaries``: clients whose update is a random direction, or training examples with a wrong target.
+    norm
+        Norm of the update of canary clients; None: the clipping norm of ``federation.privacy``, or without it the norm
+        of an honest update.
+    seed
+        Seed of the coins; None: drawn by the operating system.
+    invert
+        Also reconstruct examples of a client from one update, and from the sum of a cohort's.
+    client
+        With ``invert``, the client; None: the first that trains.
+    checkpoint, packed
+        As in :meth:`Run.models`.
+    out
+        With ``canaries``, a new folder for partition, coins and run; None: ``runs/NAME-ALGORITHM-seedN-audit``.
+    partition, report, progress, overrides
+        With ``canaries``, as in :func:`run`.
+
+    Returns
+    -------
+    Run
+        The audited run; :attr:`Run.audit` has the results, and so does its report.
+
+    Raises
+    ------
+    DataError
+        If the run is not finished, or its data are missing.
+    ExperimentError
+        If an argument does not fit, or the experiment cannot have such canaries.
+    """
+    if canaries is None:
+        given = {"norm": norm, "seed": seed, "out": out, "partition": partition, **overrides}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise ExperimentError(f"{wrong[0]} needs canaries.", key=wrong[0])
+        if not isinstance(what, Run | str | Path):
+            raise ExperimentError("Without canaries, an audit needs a run, not an experiment.", key="canaries")
+        return _of_run(what, checkpoint, packed, invert=invert, client=client)
+    if isinstance(what, Run) or invert or client is not None or checkpoint != "last" or packed:
+        raise ExperimentError("canaries needs an experiment, and no argument of a run.", key="canaries")
+    from fedloom import experiment as experiments
+    from fedloom.api.watch import Watch
+    from fedloom.runner.audit_canaries import CanaryOptions, audit_with_canaries
+    from fedloom.runner.observer import RunObserver
+
+    place = None if partition is None else str(partition)
+    options = CanaryOptions(canaries, of, None if out is None else Path(out), place, norm, seed, report)
+    observer = progress if isinstance(progress, RunObserver) else Watch() if progress else None
+    return Run(audit_with_canaries(experiments.of(what, **with_module(overrides)), options, observer))
+
+
+def _of_run(
+    what: Run | str | Path,
+    checkpoint: str | int,
+    packed: str | Path | Iterable[str | Path],
+    *,
+    invert: bool,
+    client: str | None,
+) -> Run:
+    from fedloom.runner.audit import audit_run
+
+    run = what if isinstance(what, Run) else Run(what)
+    folders = [packed] if isinstance(packed, str | Path) else packed
+    audit_run(run.folder, str(checkpoint), [Path(each) for each in folders], invert=invert, client=client)
+    return run

@@ -1,0 +1,109 @@
+"""Section of a report on attacks: membership inference, canaries, gradient inversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedloom.core.words import pluralize
+from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
+from fedloom.reporting.words import audit_verdict, epsilon_shown, in_percent, inversion_note
+from fedloom.runs.files import AUDIT
+from fedloom.runs.folder import RunFolder
+
+
+def audit(run: RunFolder) -> tuple[Part, ...]:
+    """Return a part for each attack in ``audit.json``."""
+    document = run.json(AUDIT)
+    parts = []
+    if "canaries" in document:
+        parts.append(_canaries(document["canaries"], document["claim"]))
+    if "membership" in document:
+        parts.append(_membership(document["membership"]))
+    if "inversion" in document:
+        parts.append(_inversion(document["inversion"]))
+    return tuple(parts)
+
+
+def _membership(found: Mapping[str, Any]) -> Part:
+    from fedloom.reporting import audit_figures
+
+    rows: list[TableRow] = []
+    for name, groups in found["predictors"].items():
+        for group, result in groups.items():
+            if result is not None:
+                exposed = result["auc_clients"]
+                rows.append(
+                    table_row(
+                        f"{name}, {group} clients",
+                        f"{result['auc']:.3f}",
+                        f"{exposed['mean']:.3f}",
+                        f"{exposed['highest']:.3f} ({exposed['client']})",
+                        in_percent(result["tpr_at_low_fpr"]),
+                        epsilon_shown(result["epsilon"]),
+                        f"{result['members']:,} / {result['others']:,}",
+                        colour=group,
+                    )
+                )
+    headings = ("model", "AUC", "mean of clients", "highest of a client", "TPR at 1% FPR, %", "ε at least", "examples")
+    text = (
+        f"Training against test examples of the same clients, told apart by the loss of the model after round "
+        f"{found['round']}. AUC 0.5 is chance. Examples: trained on / not. The global model has seen none of unseen "
+        f"clients. ε: lower bound with {100 * found['confidence']:g} % confidence at δ = {found['delta']:g}, of half "
+        "the examples by the threshold that is best for the others, if examples are independent; those of a single "
+        "training are only nearly so."
+    )
+    panel = Panel("membership", audit_figures.draw_membership(found))
+    return Part("Membership inference", (panel,), (Table(headings, (("", tuple(rows)),)),), columns=2, text=text)
+
+
+def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part:
+    guesses = found["guesses_in"] + found["guesses_out"]
+    kind = found["of"].removesuffix("s")
+    pairs = [
+        ("canaries", f"{pluralize(found['canaries'], kind)}, {found['in']} in"),
+        ("guesses", f"{found['guesses_in']} in and {found['guesses_out']} out, {found['right']} of {guesses} right"),
+        ("ε at least", f"{epsilon_shown(found['epsilon'])} at δ = {found['delta']:g}"),
+        ("largest bound of so many", epsilon_shown(found["largest_bound"])),
+    ]
+    if found.get("normal_estimate") is not None:
+        pairs.append(("ε of normal scores", f"about {epsilon_shown(found['normal_estimate']['epsilon'])}, no bound"))
+    if claim is not None:
+        pairs.append(("claimed ε", f"{epsilon_shown(claim['epsilon'])} at δ = {claim['delta']:g}, for {claim['of']}"))
+    what = {
+        "clients": "A canary client sends a random direction for an update, or zeros; the score is the dot product of "
+        "the direction with the change of the model.",
+        "examples": "A canary example has a wrong target, and is trained on or left out; the score is the decrease of "
+        "its loss.",
+    }[found["of"]]
+    text = (
+        f"Each canary was in or out of this run by a fair coin. {what} The bound holds with "
+        f"{100 * found['confidence']:g} % confidence (Steinke, Nasr, Jagielski 2023). {audit_verdict(found, claim)}"
+    )
+    return Part("Canaries", pairs=tuple(pairs), text=text)
+
+
+def _inversion(found: Mapping[str, Any]) -> Part:
+    from fedloom.reporting import audit_figures
+
+    rows = [
+        table_row(
+            case["update"],
+            f"{case['clients']:,}",
+            f"{case['examples']:,}",
+            case["attack"],
+            f"{case['psnr_best']:.1f}",
+            f"{case['psnr_mean']:.1f}",
+            f"{case['psnr_of_mean_input']:.1f}",
+        )
+        for case in found["cases"]
+    ]
+    headings = ("update", "clients", "examples", "attack", "best PSNR, dB", "mean, dB", "of the mean input, dB")
+    pictured = [case for case in found["cases"] if case.get("original") and case.get("reconstruction")]
+    panels = (Panel("inversion", audit_figures.draw_inversion(pictured)),) if pictured else ()
+    text = (
+        f"Examples of {found['client']}, reconstructed from its update, or from its sum with others; the best of "
+        f"them is shown. {inversion_note(found)}"
+    )
+    tables = (Table(headings, (("", tuple(rows)),)),)
+    return Part("Gradient inversion", panels, tables, columns=2, text=text)
