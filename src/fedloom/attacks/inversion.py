@@ -23,10 +23,13 @@ from fedloom.models.flat import FlatModel, Layout
 LR = 0.1
 """Learning rate of the attacked step; the attacker knows it, and divides the update by it."""
 
-STEPS, RESTARTS = 1000, 3
-"""Steps of gradient matching for one example, and beginnings of which the closest end counts."""
+STEPS, ITERATIONS, RESTARTS = 800, 300, 2
+"""Steps by direction and iterations by distance for one example, and beginnings of which the closest end counts."""
 
-STEPS_OF_MANY = 300
+MATCHED = 1e-5
+"""Cosine distance that ends the search."""
+
+STEPS_OF_MANY = 200
 """Steps of gradient matching for several examples, from one beginning."""
 
 STEP_SIZE = 0.1
@@ -111,50 +114,88 @@ def label_of(target: Target) -> int | None:
 
 
 def match_gradient(target: Target, low: float, high: float) -> Tensor:
-    """Return inputs ``[b, *shape]`` whose gradient has the direction of the target's.
+    """Return inputs ``[b, *shape]`` whose gradient is the target's; b is the length of ``target.y``, or 1.
 
-    Signed steps of Adam on 1 - cos(∇, ∇*) and, for images, the total variation (Geiping et al., eq. 4). b is the length
-    of ``target.y``, or 1. Inputs stay between ``low`` and ``high``.
+    For one example first by its Euclidean distance (Zhu et al., Algorithm 1), which finds inputs of smooth networks
+    exactly, then by its direction (Geiping et al., eq. 4), which finds something of others. Inputs stay between ``low``
+    and ``high``. The attacker takes the end of the closest direction.
     """
-    one = target.y is None or len(target.y) == 1
-    steps, restarts = (STEPS, RESTARTS) if one else (STEPS_OF_MANY, 1)
-    ends = [_matched(target, low, high, steps, seed) for seed in range(restarts)]
-    return min(ends, key=lambda end: end[1])[0]
+    distance = _cosine_distance(target)
+    if target.y is not None and len(target.y) > 1:
+        return _by_direction(target, distance, low, high, STEPS_OF_MANY, 0)
+    found: list[tuple[float, Tensor]] = []
+    for seed in range(RESTARTS):
+        for search in (_by_distance(target, low, high, seed), _by_direction(target, distance, low, high, STEPS, seed)):
+            found.append((float(distance(search).detach().nan_to_num(nan=2.0)), search))
+            if found[-1][0] < MATCHED:
+                return search
+    return min(found, key=lambda end: end[0])[1]
 
 
-def _matched(target: Target, low: float, high: float, steps: int, seed: int) -> tuple[Tensor, float]:
-    """Return inputs found from one beginning, and the objective that they reach."""
+def _start(target: Target, low: float, high: float, seed: int) -> Tensor:
     count = 1 if target.y is None else len(target.y)
-    x = torch.randn(count, *target.shape, generator=torch.Generator().manual_seed(seed)).clamp(low, high)
-    x.requires_grad_()
+    x = torch.randn(count, *target.shape, generator=torch.Generator().manual_seed(seed))
+    return x.clamp(low, high).requires_grad_()
+
+
+def _by_distance(target: Target, low: float, high: float, seed: int) -> Tensor:
+    """Minimize ‖∇(x) - ∇*‖² / ‖∇*‖² by L-BFGS."""
+    x, gradients = _start(target, low, high, seed), _gradients(target)
+    size = target.gradient.square().sum().clamp(min=1e-30)
+    optimizer = torch.optim.LBFGS([x], max_iter=ITERATIONS, history_size=50, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        loss = torch.stack([(found - wanted).square().sum() for found, wanted in gradients(x)]).sum() / size
+        (x.grad,) = torch.autograd.grad(loss, [x])
+        return loss.detach()
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return x.detach().nan_to_num().clamp(low, high)
+
+
+def _by_direction(
+    target: Target, distance: Callable[[Tensor], Tensor], low: float, high: float, steps: int, seed: int
+) -> Tensor:
+    """Minimize 1 - cos(∇(x), ∇*) and, for images, the total variation, by signed steps of Adam."""
+    x = _start(target, low, high, seed)
     optimizer = torch.optim.Adam([x], lr=STEP_SIZE)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [steps * part // 8 for part in (3, 5, 7)], 0.1)
-    distance, objective = _cosine_distance(target), torch.zeros(())
     for _ in range(steps):
-        objective = distance(x) + SMOOTHNESS * total_variation(x)
-        (gradient,) = torch.autograd.grad(objective, [x])
+        (gradient,) = torch.autograd.grad(distance(x) + SMOOTHNESS * total_variation(x), [x])
         x.grad = gradient.nan_to_num().sign()
         optimizer.step()
         schedule.step()
         with torch.no_grad():
             x.clamp_(low, high)
-    return x.detach(), float(objective.detach())
+    return x.detach()
 
 
-def _cosine_distance(target: Target) -> Callable[[Tensor], Tensor]:
-    """Return 1 - cos(∇(x), ∇*) as a differentiable function of inputs x; of draws in training, an attacker has none."""
+def _gradients(target: Target) -> Callable[[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Return pairs of (∇, ∇*) by leaf as a differentiable function of inputs x.
+
+    The model is the one that predicts if training draws numbers, which an attacker does not know.
+    """
     model = target.model if target.model.draws else target.model.in_training()
     leaves = model.layout.divided(model.layout.leaves(target.theta, requires_grad=True))
     known = model.layout.divided(model.layout.leaves(target.gradient))
     wanted = [known[name] for name in leaves]
-    size = torch.stack([w.norm() for w in wanted]).norm()
 
-    def distance(x: Tensor) -> Tensor:
+    def gradients(x: Tensor) -> list[tuple[Tensor, Tensor]]:
         loss = model.loss(leaves, x, target.y).mean()
         found = torch.autograd.grad(loss, list(leaves.values()), create_graph=True, allow_unused=True)
-        pairs = [(f, w) for f, w in zip(found, wanted, strict=True) if f is not None]
-        product = torch.stack([(f * w).sum() for f, w in pairs]).sum()
-        norm = torch.stack([f.square().sum() for f, _ in pairs]).sum().clamp(min=1e-30).sqrt()
+        return [(f, w) for f, w in zip(found, wanted, strict=True) if f is not None]
+
+    return gradients
+
+
+def _cosine_distance(target: Target) -> Callable[[Tensor], Tensor]:
+    """Return 1 - cos(∇(x), ∇*) as a differentiable function of inputs x."""
+    gradients, size = _gradients(target), target.gradient.norm()
+
+    def distance(x: Tensor) -> Tensor:
+        pairs = gradients(x)
+        product = torch.stack([(found * wanted).sum() for found, wanted in pairs]).sum()
+        norm = torch.stack([found.square().sum() for found, _ in pairs]).sum().clamp(min=1e-30).sqrt()
         away: Tensor = 1 - product / (norm * size).clamp(min=1e-30)
         return away
 

@@ -43,8 +43,8 @@ def inversion_note(inversion: Mapping[str, Any]) -> str:
     last = inversion["cases"][-1]
     best, above = last["psnr_best"], last["psnr_best"] - last["psnr_of_mean_input"]
     text = (
-        f"Each update is one step of FedAvg at the initial model. From {COPY_DB:g} dB on, a reconstruction is a copy; the mean input is a "
-        "guess without any update. "
+        f"Each update is one step of FedAvg at the initial model. From {COPY_DB:g} dB on, a reconstruction is a copy; "
+        "the mean input is a guess without any update. "
     )
     if inversion["secure_aggregation"]:
         text = f"Secure aggregation: no single update reaches the aggregator, so there is none to invert. {text}"
