@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import integrate, stats
+from scipy import stats
 
 from fedloom.privacy.audit_bounds import (
     binomial_tail,
     epsilon_of_rates,
-    normal_pair_epsilon,
     one_run_epsilon,
     one_run_p_value,
     rate_bounds,
 )
-from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 
 
 @given(st.integers(1, 400), st.floats(0, 1), st.data())
@@ -94,30 +91,3 @@ def test_bound_of_randomized_response_holds_in_19_of_20_runs(epsilon: float) -> 
     bounds = [one_run_epsilon(m, m, int((random.random(m) < p).sum()), delta=1e-6, confidence=0.95) for _ in range(400)]
     assert np.mean(np.array(bounds) <= epsilon) >= 0.95 - 3 * math.sqrt(0.05 * 0.95 / 400)
     assert np.mean(bounds) > 0.6 * epsilon  # randomized response is the tight case
-
-
-@pytest.mark.parametrize("multiplier", [0.3, 1.0, 4.0])
-def test_normal_scores_of_equal_spread_are_a_gaussian_mechanism(multiplier: float) -> None:
-    found = normal_pair_epsilon(3.0, 2 * multiplier, 1.0, 2 * multiplier, delta=1e-5)
-    assert found == pytest.approx(gaussian_epsilon(multiplier, 1e-5), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    "pair", [(1.0, 1.5, 0.0, 1.0), (1.0, 0.7, 0.0, 1.0), (0.0, 2.0, 0.0, 1.0), (2.0, 1.0, 0.0, 1.2)]
-)
-def test_normal_scores_of_unequal_spread_agree_with_integration(pair: tuple[float, float, float, float]) -> None:
-    delta = 1e-3
-    found = normal_pair_epsilon(*pair, delta=delta)
-    p, q = stats.norm(*pair[:2]), stats.norm(*pair[2:])
-
-    def excess(a: Any, b: Any, epsilon: float) -> float:
-        x = np.linspace(-30, 30, 600_001)
-        return float(integrate.trapezoid(np.maximum(a.pdf(x) - math.exp(epsilon) * b.pdf(x), 0), x))
-
-    assert max(excess(p, q, found), excess(q, p, found)) == pytest.approx(delta, rel=1e-2)
-
-
-def test_scores_without_spread_differ_for_certain() -> None:
-    assert normal_pair_epsilon(1.0, 0.0, 0.0, 0.0, delta=1e-5) == math.inf
-    assert normal_pair_epsilon(1.0, 1e-6, 0.0, 1e-6, delta=1e-5) == math.inf
-    assert normal_pair_epsilon(0.0, 1.0, 0.0, 1.0, delta=1e-5) == 0.0

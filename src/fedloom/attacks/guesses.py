@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.privacy.audit_bounds import normal_pair_epsilon, one_run_epsilon
+from fedloom.privacy.audit_bounds import one_run_epsilon
+from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of the canaries that an auditor guesses about."""
@@ -73,16 +74,21 @@ def canary_document(
 
 
 def normal_estimate(scores: NDArray[np.float64], coins: NDArray[np.bool_], *, delta: float) -> dict[str, Any] | None:
-    """Return means and deviations of the scores of canaries, and the ε at δ between normal distributions with them.
+    """Return means and deviations of the scores of canaries, and the ε at δ of normal scores with such means.
 
-    None if fewer than two canaries are in, or out.
+    Two normal distributions of one deviation are those of the Gaussian mechanism with it as noise and the difference of
+    the means as sensitivity. G. Andrew et al., ICLR 2024, arXiv 2302.03098, Algorithm 2, estimate ε like this. It is no
+    bound, because means and deviation are estimates. None if fewer than two canaries are in, or out.
     """
     groups = {"in": scores[coins], "out": scores[~coins]}
     if min(map(len, groups.values())) < 2:
         return None
     told = {name: {"mean": float(some.mean()), "std": float(some.std(ddof=1))} for name, some in groups.items()}
-    pair = (*told["in"].values(), *told["out"].values())
-    return {"epsilon": _or_null(normal_pair_epsilon(*pair, delta=delta)), **told}
+    apart = abs(told["in"]["mean"] - told["out"]["mean"])
+    weighted = sum((len(some) - 1) * told[name]["std"] ** 2 for name, some in groups.items())
+    deviation = math.sqrt(weighted / (len(scores) - 2))
+    epsilon = gaussian_epsilon(deviation / apart, delta) if apart else 0.0
+    return {"epsilon": _or_null(epsilon), **told}
 
 
 def _or_null(epsilon: float) -> float | None:

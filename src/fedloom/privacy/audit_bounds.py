@@ -1,9 +1,8 @@
 """Lower bounds on ε from attacks: from rates of a membership inference, and from guesses about canaries of one run.
 
 M. Jagielski, J. Ullman, A. Oprea, Auditing differentially private machine learning, NeurIPS 2020, arXiv 2006.07709;
-T. Steinke, M. Nasr, M. Jagielski, Privacy auditing with one (1) training run, NeurIPS 2023, arXiv 2305.08846;
-G. Andrew, P. Kairouz, S. Oh, A. Oprea, H. B. McMahan, V. Suriyakumar, One-shot empirical privacy estimation for
-federated learning, ICLR 2024, arXiv 2302.03098. A bound that exceeds a claim refutes it; one below proves nothing.
+T. Steinke, M. Nasr, M. Jagielski, Privacy auditing with one (1) training run, NeurIPS 2023, arXiv 2305.08846.
+A bound that exceeds a claim refutes it; one below proves nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 LARGEST = 700.0
-"""ε above which bounds and estimates are infinite: e^ε overflows soon after."""
+"""ε above which a bound is infinite: e^ε overflows soon after."""
 
 
 def log_binomial(n: int, p: float) -> NDArray[np.float64]:
@@ -98,58 +97,6 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, *, delta: float, 
         if high > LARGEST:
             return math.inf
     return high * _largest(lambda part: one_run_p_value(canaries, guesses, correct, part * high, delta) <= miss)
-
-
-def normal_pair_epsilon(mean_in: float, std_in: float, mean_out: float, std_out: float, *, delta: float) -> float:
-    """Return the smallest ε at δ between two normal distributions of a score, with the canary in and out; maybe inf.
-
-    Andrew et al., Algorithm 2, takes it for an estimate of ε: the score is normal where the noise is, or where an
-    update's direction is random in many dimensions. It is no bound, because the distributions are estimates.
-    """
-    if std_in == 0 or std_out == 0:
-        return 0.0 if (mean_in, std_in) == (mean_out, std_out) else math.inf
-    pairs = ((mean_in, std_in, mean_out, std_out), (mean_out, std_out, mean_in, std_in))
-
-    def enough(epsilon: float) -> bool:
-        return all(_normal_pair_delta(epsilon, *pair) <= delta for pair in pairs)
-
-    if not enough(LARGEST):
-        return math.inf
-    return LARGEST * (1 - _largest(lambda part: enough(LARGEST * (1 - part))))
-
-
-def _normal_pair_delta(epsilon: float, mean: float, std: float, other_mean: float, other_std: float) -> float:
-    """Return P(S) - e^ε Q(S) of the set S where the densities have p > e^ε q, for normal P and Q."""
-    # log p/q - ε = a x² + b x + c in units of Q's deviation from its mean, of which S is where it is positive.
-    m, s = (mean - other_mean) / other_std, std / other_std
-    a, b, c = 0.5 - 0.5 / s**2, m / s**2, -0.5 * (m / s) ** 2 - math.log(s) - epsilon
-    if abs(a) < 1e-12:
-        if b == 0:
-            return 0.0
-        edges = (-c / b, math.inf) if b > 0 else (-math.inf, -c / b)
-        return _excess(epsilon, m, s, (edges,))
-    root = b * b - 4 * a * c
-    if root <= 0:
-        return 0.0 if a < 0 else max(0.0, -math.expm1(epsilon))
-    low, high = sorted((-b + sign * math.sqrt(root)) / (2 * a) for sign in (-1, 1))
-    return _excess(epsilon, m, s, ((low, high),) if a < 0 else ((-math.inf, low), (high, math.inf)))
-
-
-def _excess(epsilon: float, m: float, s: float, intervals: tuple[tuple[float, float], ...]) -> float:
-    """Return P(S) - e^ε Q(S) of a union of intervals S, for P of mean m and deviation s, and Q standard normal."""
-    found = 0.0
-    for low, high in intervals:
-        of_q = _normal_mass(low, high)
-        found += _normal_mass((low - m) / s, (high - m) / s) - (math.exp(epsilon + math.log(of_q)) if of_q else 0.0)
-    return found
-
-
-def _normal_mass(low: float, high: float) -> float:
-    """Return P[low < X < high] of a standard normal number, precise in both tails."""
-    if low > 0:
-        low, high = -high, -low
-    below, above = torch.special.log_ndtr(torch.tensor([low, high], dtype=torch.float64)).exp().tolist()
-    return float(above - below)
 
 
 def _largest(holds: Callable[[float], bool]) -> float:

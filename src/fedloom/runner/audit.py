@@ -81,9 +81,9 @@ def keep_audit(folder: RunFolder, found: Mapping[str, Any]) -> dict[str, Any]:
 def claim_of(folder: RunFolder) -> dict[str, Any] | None:
     """Return what a run claims about the privacy of its training: ``of``, ``epsilon``, ``delta``; None for no claim."""
     told = folder.json(SUMMARY).get("training_privacy")
-    if not isinstance(told, dict) or told.get("epsilon") is None:
+    if told is None or told["epsilon"] is None:
         return None
-    return {"of": told.get("of", "clients"), "epsilon": told["epsilon"], "delta": told.get("delta", DELTA)}
+    return {"of": told["unit"], "epsilon": told["epsilon"], "delta": told["delta"]}
 
 
 def delta_of(folder: RunFolder) -> float:

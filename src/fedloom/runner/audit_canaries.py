@@ -95,6 +95,12 @@ class _WithCanaries(RunContext):
 
     canaries: CanarySet | None = None
 
+    @classmethod
+    def of(cls, parts: RunContext, canaries: CanarySet) -> _WithCanaries:
+        """Return the parts of a run with canaries."""
+        known = {field.name: getattr(parts, field.name) for field in dataclasses.fields(parts)}
+        return cls(**known, canaries=canaries)
+
     def client_algorithm(self) -> ClientAlgorithm:
         """Return the method's client algorithm, wrapped."""
         assert self.canaries is not None
@@ -186,7 +192,7 @@ def _run_with_clients(
     write_with_clients(dataset, out / "partition", names, seed)
     _write_coins(out, options, seed, coins, names)
     engine = Engine(e, _run_options(out), observer or RunObserver())
-    engine.parts = parts = _WithCanaries(**vars(engine.parts), canaries=canaries)
+    engine.parts = parts = _WithCanaries.of(engine.parts, canaries)
     with engine.opened():
         run_closed(engine)
     _check_counted(engine.folder, names)
