@@ -1,0 +1,236 @@
+"""``fedloom audit``: a tiny run and a tiny experiment, from the command line, in Python, and on the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from facts import mentions, refusing
+from vowel_runs import loop, on_vowels
+
+import fedloom
+from fedloom.errors import DataError, ExperimentError
+from fedloom.privacy.settings import SecureAggregation
+from fedloom.reporting.report import write_report
+from fedloom.reporting.words import audit_verdict, inversion_note
+from fedloom.runner.audit import audit_run, claim_of
+from fedloom.runner.audit_inversion import inversion_document
+from fedloom.runner.trained import restore
+from fedloom.runs.folder import RunFolder
+
+FEDAVG = {"name": "fedavg", "local": {"steps": 5, "lr": 0.05}, "personalize_steps": 20}
+Command = Callable[..., tuple[int, str, str]]
+
+
+def experiment(root: Path, **changed: Any) -> dict[str, Any]:
+    """An experiment on the fixture of vowels below a folder."""
+    data = root / "data" / "datasets" / "vowel"
+    data.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
+    return {
+        "name": "small",
+        "data": {
+            "dataset": "vowel",
+            "root": str(root / "data"),
+            "partition": {"scheme": "natural"},
+            "held_out_fraction": 0.2,
+        },
+        "model": {"name": "mlp", "hidden": [16]},
+        "algorithm": FEDAVG,
+        "federation": {"rounds": 3, "clients_per_round": 12},
+        "evaluation": {"every": 3},
+        "runtime": {"workers": 0},
+        "storage": str(root / "runs"),
+        **changed,
+    }
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> fedloom.Run:
+    root = tmp_path_factory.mktemp("audited")
+    made = fedloom.run(experiment(root), report=False, progress=False)
+    return fedloom.audit(made, invert=True)
+
+
+def test_audit_has_every_predictor_of_seen_and_unseen_clients(run: fedloom.Run) -> None:
+    found = run.audit["membership"]
+    assert found["round"] == 3
+    assert found["predictors"].keys() == {"personal", "global"}
+    for groups in found["predictors"].values():
+        assert groups["seen"]["clients"] == 12
+        assert groups["unseen"]["clients"] == 3
+        assert groups["seen"]["members"] == 12 * 27
+        assert groups["seen"]["curve"][-1] == [1, 1]
+    personal = found["predictors"]["personal"]
+    assert personal["seen"]["auc"] > found["predictors"]["global"]["unseen"]["auc"]
+    assert run.audit["claim"] is None
+
+
+def test_inversion_shows_a_copy_from_one_example(run: fedloom.Run) -> None:
+    cases = run.audit["inversion"]["cases"]
+    assert [case["update"] for case in cases] == ["one example", "one mini-batch", "sum of a cohort"]
+    assert cases[0]["psnr_best"] > 60
+    assert cases[0]["label_found"]
+    assert cases[2]["clients"] == 12
+    assert cases[2]["psnr_best"] < cases[0]["psnr_best"]
+    assert mentions(inversion_note(run.audit["inversion"]), "one step of FedAvg")
+
+
+def test_a_second_audit_keeps_what_other_attacks_found(run: fedloom.Run) -> None:
+    before = run.audit["inversion"]
+    audit_run(run.folder)
+    assert run.audit["inversion"] == before
+
+
+def test_report_shows_the_audit(run: fedloom.Run) -> None:
+    page = write_report(run.folder).read_text()
+    assert mentions(page, "Privacy audit", "Membership inference", "Gradient inversion", "one mini-batch")
+    assert "membership" in run.figures
+
+
+def test_report_of_a_damaged_audit_says_so(run: fedloom.Run, tmp_path: Path) -> None:
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.folder, copy.path)
+    document = copy.json("audit.json")
+    document["membership"]["predictors"]["personal"]["seen"]["auc"] = 7
+    copy.write_json("audit.json", document)
+    (copy.path / "report.html").unlink(missing_ok=True)
+    document["membership"]["predictors"]["personal"]["seen"].pop("curve")
+    copy.write_json("audit.json", document)
+    page = write_report(copy.path).read_text()
+    assert mentions(page, "audit.json", "damaged", "membership.predictors.personal.seen")
+
+
+def test_command_shows_one_screen(run: fedloom.Run, fedloom: Command) -> None:
+    code, out, _ = fedloom("audit", run.folder, "--invert")
+    assert code == 0
+    assert len(out.splitlines()) < 45
+    assert max(map(len, out.splitlines())) <= 100
+    assert mentions(out, "AUC", "personal, seen clients", "sum of a cohort", "audit.json")
+
+
+def test_image_run_has_pictures(tmp_path: Path, tiny_root: Path) -> None:
+    data = {"dataset": "tiny", "partition": {"scheme": "iid", "clients": 6}, "held_out_fraction": 0.0}
+    loop(tmp_path, {**data, "root": str(tiny_root)}, {"name": "mlp", "hidden": [8]}, FEDAVG).run()
+    parts, _, dataset = restore(tmp_path / "run")
+    case = inversion_document(parts, dataset, None)["cases"][0]
+    assert case["original"] == case["reconstruction"]
+    assert len(case["original"]) == len(case["original"][0]) == 6
+
+
+def test_secure_aggregation_has_no_single_update(run: fedloom.Run) -> None:
+    parts, _, dataset = restore(run.folder)
+    e = parts.experiment
+    federation = e.federation.model_copy(update={"secure_aggregation": SecureAggregation()})
+    secure = dataclasses.replace(parts, experiment=e.model_copy(update={"federation": federation}))
+    found = inversion_document(secure, dataset, None)
+    assert [case["update"] for case in found["cases"]] == ["sum of a cohort"]
+    assert mentions(inversion_note(found), "Secure aggregation")
+
+
+@pytest.mark.parametrize(("of", "steps", "least"), [("clients", 5, 0.5), ("examples", 30, 0.1)])
+def test_canaries_of_a_run_without_noise_are_found(tmp_path: Path, of: str, steps: int, least: float) -> None:
+    found = fedloom.audit(
+        experiment(tmp_path), canaries=60, of=of, seed=4, out=tmp_path / "audit", report=False, progress=False,
+        federation__rounds=10, model__hidden=[64], algorithm__local={"steps": steps, "lr": 0.05, "batch_size": 8},
+    )  # fmt: skip
+    document = found.audit["canaries"]
+    assert document["canaries"] == 60
+    assert document["right"] > 0.8 * (document["guesses_in"] + document["guesses_out"])
+    assert least < document["epsilon"] <= document["largest_bound"]
+    coins = json.loads((tmp_path / "audit" / "canaries.json").read_text())
+    assert sum(row["in"] for row in coins["canaries"]) == document["in"]
+    assert (tmp_path / "audit" / "canaries.json").stat().st_mode & 0o077 == 0
+    if of == "clients":
+        assert document["clients_per_round"] == 72  # 12 of 12 clients, as before
+        assert found.summary["seen"]["clients"] == 12
+    else:
+        assert document["predictor"] == "global"
+
+
+def test_canaries_of_a_method_with_state(tmp_path: Path) -> None:
+    method = {"name": "scaffold", "local": {"steps": 3, "lr": 0.05}}
+    found = fedloom.audit(
+        experiment(tmp_path, algorithm=method), canaries=20, seed=4, norm=0.5, out=tmp_path / "audit",
+        report=False, progress=False,
+    )  # fmt: skip
+    assert found.audit["canaries"]["norm"] == 0.5
+
+
+def test_command_with_canaries_says_what_the_bound_says(tmp_path: Path, fedloom: Command) -> None:
+    path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(experiment(tmp_path)))
+    code, out, _ = fedloom("audit", path, "--canaries", 16, "--out", tmp_path / "audit", "--set", "federation.rounds=1")
+    assert code == 0
+    assert mentions(out, "16 clients", "ε at least", "claims no ε", tmp_path / "audit" / "run" / "audit.json")
+    assert mentions((tmp_path / "audit" / "run" / "report.html").read_text(), "Canaries", "16 clients")
+    code, _, err = fedloom("audit", path, "--canaries", 16, "--out", tmp_path / "audit")
+    assert code == 2
+    assert mentions(err, "--out", tmp_path / "audit")
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        (["--out", "x"], ["--out", "--canaries"]),
+        (["--norm", "2"], ["--norm", "--canaries"]),
+        (["--client", "a"], ["--client", "--invert"]),
+        (["--canaries", "20", "--invert"], ["--invert", "--canaries"]),
+        (["--canaries", "3"], ["--canaries", "3"]),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    run: fedloom.Run, fedloom: Command, options: list[str], facts: list[str]
+) -> None:
+    where = run.folder / "experiment.yaml" if "--canaries" in options else run.folder
+    code, _, err = fedloom("audit", where, *options)
+    assert code == 2
+    assert mentions(err, *facts)
+
+
+def test_run_that_cannot_be_audited_is_refused(tmp_path: Path, run: fedloom.Run) -> None:
+    unfinished = on_vowels(tmp_path, FEDAVG)
+    with refusing(DataError, "not finished"):
+        audit_run(unfinished.folder.path)
+    with refusing(DataError, "audited"):
+        _ = fedloom.load(unfinished.folder.path).audit
+    with refusing(ExperimentError, "canaries"):
+        fedloom.audit(run, norm=1.0)
+    with refusing(ExperimentError, "canaries"):
+        fedloom.audit(experiment(tmp_path))
+    with refusing(DataError, "nobody"):
+        fedloom.audit(run, invert=True, client="nobody")
+
+
+def test_claim_is_that_of_the_summary(run: fedloom.Run, tmp_path: Path) -> None:
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.folder, copy.path)
+    assert claim_of(copy) is None
+    summary = copy.json("summary.json")
+    summary["training_privacy"] = {"unit": "clients", "epsilon": 2.5, "delta": 1e-6}
+    copy.write_json("summary.json", summary)
+    assert claim_of(copy) == {"of": "clients", "epsilon": 2.5, "delta": 1e-6}
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "facts"),
+    [(3.0, 5.0, ["exceeds"]), (1.0, 5.0, ["below"]), (1.0, 1.5, ["below", "so few"]), (None, None, ["exceeds"])],
+)
+def test_verdict_compares_the_bound_with_the_claim(bound: float | None, most: float | None, facts: list[str]) -> None:
+    found = {"of": "clients", "epsilon": bound, "largest_bound": most}
+    claim = {"of": "clients", "epsilon": 2.0, "delta": 1e-5}
+    assert mentions(audit_verdict(found, claim), "ε = 2", *facts)
+    assert mentions(audit_verdict({**found, "of": "examples"}, claim), "not for examples")
+
+
+def test_audits_restore_the_number_of_threads(run: fedloom.Run) -> None:
+    before = torch.get_num_threads()
+    audit_run(run.folder)
+    assert torch.get_num_threads() == before
