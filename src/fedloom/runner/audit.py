@@ -59,7 +59,9 @@ def audit_run(
 
     folder = RunFolder.open(run)
     if not folder.is_finished:
-        raise DataError(f"{run} is not finished; an audit needs a run's last model.", hint="continue it with --resume")
+        raise DataError(
+            f"{run} is not finished; an audit needs a run's last model.", hint=f"continue it with {argument('resume')}"
+        )
     if client is not None and not invert:
         raise ExperimentError(f"{argument('client')} needs {argument('invert')}.", key="client")
     with torch_threads(1):  # restores the number of threads, which is changed inside
