@@ -26,8 +26,8 @@ LR = 0.1
 STEPS, ITERATIONS, RESTARTS = 800, 300, 2
 """Steps by direction and iterations by distance for one example, and beginnings of which the closest end counts."""
 
-MATCHED = 1e-5
-"""Cosine distance that ends the search."""
+MATCHED, EXPLAINED = 1e-5, 1e-2
+"""Cosine distances that end the search, and below which a linear layer's input is believed."""
 
 STEPS_OF_MANY = 200
 """Steps of gradient matching for several examples, from one beginning."""
@@ -100,6 +100,14 @@ def invert_linear_layer(target: Target) -> Tensor | None:
     return (weight[rows] / bias[rows, None]).float().view(-1, *target.shape)
 
 
+def explains(target: Target, x: Tensor) -> bool:
+    """Return whether the gradient at an input ``[1, *shape]`` has the direction of the target's, as an attacker tests.
+
+    A layer may have the size of a first layer, and take something else.
+    """
+    return float(_cosine_distance(target)(x).detach()) < EXPLAINED
+
+
 def label_of(target: Target) -> int | None:
     """Return the class of the single example behind a gradient; None if the model has no bias at its outputs.
 
@@ -146,7 +154,8 @@ def _by_distance(target: Target, low: float, high: float, seed: int) -> Tensor:
 
     def closure() -> Tensor:
         loss = torch.stack([(found - wanted).square().sum() for found, wanted in gradients(x)]).sum() / size
-        (x.grad,) = torch.autograd.grad(loss, [x])
+        (gradient,) = torch.autograd.grad(loss, [x])
+        x.grad = gradient.contiguous()
         return loss.detach()
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedloom.attacks.inversion import (
     Target,
     best_matches,
+    explains,
     gradient_of_step,
     invert_linear_layer,
     label_of,
@@ -103,7 +104,7 @@ class _Victim:
         target = Target(model, self.theta, torch.stack(gradients).sum(0) / len(gradients), x.shape[1:], own.y)
         alone = len(clients) == 1 and len(x) == 1
         found, attack = invert_linear_layer(target), "linear layer"
-        if found is None:
+        if found is None or (alone and not explains(target, found[:1])):
             found, attack = match_gradient(target, *self.scale.limits), "gradient matching"
         elif alone:
             found = found[:1]  # the surest unit; of several examples, the best of all units counts
