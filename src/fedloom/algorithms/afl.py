@@ -120,6 +120,10 @@ class AgnosticFL(FedAvg):
     settings = AFLSettings
     predictors = {"personal": "AFL + fine-tuning", "global": "AFL"}
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: losses have no noise."""
+        return "Clients are weighted by their losses, which have no noise."
+
     def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> AFLServer:
         """Return the server, which keeps a weight of each client."""
         return AFLServer(self, settings, setup, generator)

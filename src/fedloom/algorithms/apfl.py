@@ -55,6 +55,10 @@ class AdaptivePersonalizedFL(FedAvg):
     predictors = {"personal": "APFL", "global": "APFL, shared model"}
     stateful = True
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: w takes noisy steps, and v_i and α_i, which do not affect it, stay with their client."""
+        return None
+
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: APFLSettings) -> Trained:
         """Train a client as in Algorithm 1 (lines 3-9): w_i as in FedAvg, and v_i and α_i beside it."""
         ordered, decay = LongestFirst.of([s.local.count(len(c.train)) for c in group.clients]), 2 * s.local.lambda_theta
@@ -69,7 +73,7 @@ class AdaptivePersonalizedFL(FedAvg):
             k = local.going(pieces[0])
             both = mixture(local, alpha[:k], local.first(v, k), local.first(w, k))
             gradients, loss = local.gradient(local.first(w, k), *pieces)
-            slope, loss_both = local.gradient(both, *pieces)
+            slope, loss_both = local.gradient(both, *pieces, at_home=True)
             with torch.no_grad():
                 if decay:
                     slope = list(torch._foreach_add(slope, list(both.values()), alpha=decay))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.model_needs import Need, check_batches, check_masks, check_needs, check_task
 from fedloom.algorithms.sums import SummedFields
 from fedloom.core.plugins import entries, load_plugin
@@ -45,6 +46,7 @@ class Setup:
     roster: tuple[str, ...] = ()  # ids of the seen clients, in manifest order; () in an open federation
     same_clients: bool = True  # False for another partition, whose clients reuse ids of the roster
     targets: Targets | None = None  # of tasks other than classification
+    protects_examples: bool = False  # by noisy steps (``federation.privacy.of: examples``)
 
     @property
     def outputs(self) -> int:
@@ -150,6 +152,12 @@ class ServerAlgorithm(ABC):
         if not self.setup.model.layout.buffers:
             return bounds
         return {name: bound for name, bound in bounds.items() if not name.startswith("delta_")}
+
+    def disclosed(self, statistics: Statistics) -> Statistics:
+        """Return the statistics of a round without a loss that clients did not tell, to protect their examples."""
+        if not self.setup.protects_examples:
+            return statistics
+        return {name: value for name, value in statistics.items() if name != "loss"}
 
     @abstractmethod
     def train_round(self, round: Round) -> Statistics:
@@ -280,6 +288,8 @@ class Algorithm(ABC):
     """Reason why its server needs more than sums over a cohort (:meth:`sums`), if it does: the end of a sentence."""
     needs_one_input: ClassVar[bool] = False
     """True if an example must be one tensor; else its inputs may have names."""
+    at_home: ClassVar[tuple[str, ...]] = ()
+    """Keys of settings of local training whose results stay with the clients, and need no noise for examples."""
     answers_privately: ClassVar[bool] = False
     """True if a new client can add noise to everything that it discloses (:meth:`private`)."""
 
@@ -325,6 +335,23 @@ class Algorithm(ABC):
         if self.needs_each_update(settings):
             return "bounds or trims each client's own update at the server; set max_norm to null and trim to 0"
         return None
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return in a sentence why training cannot protect examples (``federation.privacy.of: examples``).
+
+        None if all that clients send in training, and all of their state that affects it, depends on their examples by
+        gradients of :class:`~fedloom.algorithms.client.LocalTrainer` alone, of batches that it draws, and by numbers of
+        examples. A method must say so itself.
+        """
+        return "Not all that its clients send follows from gradients of its local steps."
+
+    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
+        """Return the noisy steps of a training visit of a client with this many train examples.
+
+        ``personalizing`` asks for those of a personalization, whose results the client sends. A method that protects
+        examples overrides this.
+        """
+        return ()
 
     def differentiates_twice(self, settings: Any) -> bool:
         """Return True if training differentiates gradients of the model's loss."""

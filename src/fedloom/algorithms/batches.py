@@ -69,6 +69,13 @@ class Batch:
     weight: Tensor  # [b], weight of each example in its client's loss
     active: Tensor | None = None  # [g] bool: clients that step on the batch; None for all
     seed: int | None = None  # of the draws; None if the model draws nothing
+    each: Tensor | None = None  # [g], weight of an example of a batch that was drawn for a noisy step; None for others
+
+
+def _lengths(batch: Batch) -> list[int]:
+    """Return the number of examples of each client in a batch, without padding."""
+    counted = (batch.weight > 0).sum(-1)
+    return [int(n) for n in counted.reshape(-1)]
 
     @property
     def of_first(self) -> Batch:
@@ -94,6 +101,9 @@ class TrainBatches:
         Model that trains on them, in training mode.
     members
         Positions of the g clients in the group; all of them by default.
+    at_home
+        True if nothing computed with them leaves the clients or affects what does, so that they need no noise. None:
+        True outside of training rounds.
 
     Raises
     ------
@@ -103,8 +113,16 @@ class TrainBatches:
         If there are several clients, and the model predicts by the batch.
     """
 
-    def __init__(self, model: FlatModel, group: ClientGroup, *, members: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        model: FlatModel,
+        group: ClientGroup,
+        *,
+        members: Sequence[int] | None = None,
+        at_home: bool | None = None,
+    ) -> None:
         self.group = group
+        self.private = None if (group.round is None if at_home is None else at_home) else group.examples
         self.members = tuple(range(len(group)) if members is None else members)
         self.stacked = len(self.members) > 1
         self._model = model
@@ -137,7 +155,9 @@ class TrainBatches:
         A client with fewer examples uses them all. A client that is done repeats its last batch and is inactive; from
         ``shrinking`` batches, whose counts must not ascend, it is left out. The weights of a batch sum to ``totals``
         per client, by default 1, so that its loss is a mean. The run's augmentation changes the examples, unless the
-        batches are not ``augmented`` because nothing trains on them.
+        batches are not ``augmented`` because nothing trains on them. For noisy steps (:attr:`private`), ``size`` is
+        the expected or fixed size of batches, each drawn from all examples, and the weights of a batch of that size
+        sum to ``totals``.
 
         Raises
         ------
@@ -146,16 +166,20 @@ class TrainBatches:
         """
         if self.stacked and self._model.needs_whole_batches and len({min(size, n) for n in self.sizes}) > 1:
             raise self._padded_batches()
-        drawn, augment = self._batches(size, counts, purpose, totals, shrinking), self.group.augment
+        draw = self._batches if self.private is None else self._private_batches
+        drawn, augment = draw(size, counts, purpose, totals, shrinking), self.group.augment
         if augment is None or not augmented:
             yield from drawn
             return
-        generators = [self.group.generator(i, f"{purpose}/augment") for i in self.members]
+        generator_of = self.group.generator if self.private is None else self.group.hidden
+        generators, lengths = [generator_of(i, f"{purpose}/augment") for i in self.members], []
         for t, batch in enumerate(drawn):
             x = batch.x if self.stacked else batch.x[None]
-            for rows, n, count, generator in zip(x, self.sizes, counts, generators, strict=False):
-                if t < count:
-                    rows[: min(size, n)] = augment(rows[: min(size, n)], generator)
+            if not lengths or batch.each is not None:
+                lengths = [min(size, n) for n in self.sizes] if batch.each is None else _lengths(batch)
+            for rows, length, count, generator in zip(x, lengths, counts, generators, strict=False):
+                if t < count and length:
+                    rows[:length] = augment(rows[:length], generator)
             yield replace(batch, x=x if self.stacked else x[0])
 
     def _batches(
@@ -180,11 +204,51 @@ class TrainBatches:
             else:
                 yield self._take(table[:, t], weight, None if min(counts) == length else remaining > t)
 
+    def _private_batches(
+        self, size: int, counts: Sequence[int], purpose: str, totals: Sequence[float] | None, shrinking: bool
+    ) -> Iterator[Batch]:
+        """Yield batches as the privacy accountant assumes them: each drawn independently of those before it.
+
+        They are padded to the longest of the clients, and to one example, by examples of weight 0.
+        """
+        expected = [min(size, n) for n in self.sizes]
+        each = [total / b for total, b in zip(totals or [1] * len(counts), expected, strict=True)]
+        first, nothing = torch.tensor([0, *self.sizes]).cumsum(0)[:-1], torch.arange(0)
+        for t in range(max(counts)):
+            going = [count > t for count in counts]
+            k = sum(going) if shrinking else len(counts)
+            drawn = [self._sample(j, expected[j], f"{purpose}/sample/{t}") if going[j] else nothing for j in range(k)]
+            length = max(1, *map(len, drawn))
+            rows = [F.pad(d, (0, length - len(d))) for d in drawn]
+            weights = [F.pad(self._weight(len(d), w), (0, length - len(d))) for d, w in zip(drawn, each, strict=False)]
+            active = None if shrinking or all(going) else torch.tensor(going, device=self._device)
+            if self.stacked:
+                index = (torch.stack(rows) + first[:k, None]).to(self._device)
+                batch = self._take(index, torch.stack(weights), active)
+            else:
+                batch = self._take(rows[0], weights[0])
+            yield replace(batch, each=torch.tensor(each[:k], dtype=torch.float64))
+
+    def _sample(self, j: int, expected: int, purpose: str) -> Tensor:
+        """Draw positions of the j-th client's examples: each with probability ``expected`` / n, or so many of them."""
+        assert self.private is not None
+        n = self.sizes[j]
+        if expected == n:
+            return torch.arange(n)
+        u = self.group.uniform(self.members[j], purpose, n)
+        return (u < expected / n).nonzero()[:, 0] if self.private.sampling == "poisson" else u.argsort()[:expected]
+
     def steps(
         self, s: LocalSGD, counts: Sequence[int], purpose: str, *, shrinking: bool = False
     ) -> Iterator[tuple[Batch, ...]]:
-        """Yield the mini-batches of each step, ``accumulate`` of them; their weights sum to 1 in all."""
+        """Yield the mini-batches of each step, ``accumulate`` of them; their weights sum to 1 in all.
+
+        A noisy step has one batch, of ``accumulate`` times the size: its gradients are computed in pieces anyway.
+        """
         n = s.accumulate
+        if self.private is not None:
+            drawn = self.batches(n * s.batch_size, counts, purpose, shrinking=shrinking)
+            return ((batch,) for batch in drawn)
         if n == 1:
             return ((batch,) for batch in self.batches(s.batch_size, counts, purpose, shrinking=shrinking))
         totals = [1 / n] * len(counts)
@@ -192,7 +256,8 @@ class TrainBatches:
         return zip(*[drawn] * n, strict=True)
 
     def everything(self) -> list[Batch]:
-        """Return all train data of each client, in pieces whose weights sum to 1."""
+        """Return all train data of each client, in pieces whose weights sum to 1; not for noisy steps."""
+        self._refuse_if_private("a loss over all examples")
         pieces = [torch.split(torch.arange(n), PIECE) for n in self.sizes]
         if not self.stacked:
             return [self._take(index, self._weight(len(index), 1 / self.sizes[0])) for index in pieces[0]]
@@ -204,11 +269,17 @@ class TrainBatches:
 
     def halves(self, batch: Batch) -> tuple[Batch, Batch, Tensor]:
         """Return a batch in two parts, each with weights that sum to 1, and the first's share, ``[g, 1]`` float64."""
+        self._refuse_if_private("halves of a batch")
         counted = batch.weight > 0
         b = counted.sum(-1, keepdim=True)
         first = torch.arange(counted.shape[-1], device=b.device) < (b + 1) // 2
         one, other = self._part(batch, counted & first), self._part(batch, counted & ~first)
         return one, other, (((b + 1) // 2).double() / b).view(-1, 1)
+
+    def _refuse_if_private(self, what: str) -> None:
+        """Raise RuntimeError if steps are noisy: the method must not have been accepted."""
+        if self.private is not None:
+            raise RuntimeError(f"{what} would disclose examples without noise (federation.privacy: of examples)")
 
     def _part(self, batch: Batch, chosen: Tensor) -> Batch:
         weight = torch.where(chosen, 1 / chosen.sum(-1, keepdim=True).clamp(min=1).to(batch.weight.dtype), 0)
@@ -245,7 +316,9 @@ class TrainBatches:
         """Return a new seed of draws from the clients' streams; None if the model draws nothing."""
         if not self._model.draws:
             return None
-        return reduce(operator.xor, [seed_from(self.group.stream(i, "draws")) for i in self.members])
+        hidden = self.private is not None
+        streams = [self.group.stream(i, "draws", hidden=hidden) for i in self.members]
+        return reduce(operator.xor, map(seed_from, streams))
 
     def drawing(self, seed: int | None) -> AbstractContextManager[None]:
         """Let the model draw the numbers of a seed within the context."""

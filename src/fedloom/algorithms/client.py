@@ -19,10 +19,13 @@ from torch import Tensor
 
 from fedloom.algorithms.batches import Batch, TrainBatches
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_gradients import clipped_sums
 from fedloom.algorithms.local_optimizers import LocalStep, first_rows, local_step
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.stacking import stacked_losses
 from fedloom.models.flat import FlatModel, Leaves, masked
+from fedloom.privacy.examples import ExamplePrivacy
+from fedloom.privacy.gaussian_mechanism import on_grid
 
 _is_missing = partial(operator.is_, None)
 
@@ -98,6 +101,9 @@ class LocalTrainer(TrainBatches):
         Set the logits of labels absent from a client's train split to -inf.
     members
         Positions of the g clients in the group; all of them by default.
+    at_home
+        True for training whose results stay with the clients (:class:`TrainBatches`). Gradients of other training in a
+        round are noisy if the run protects examples, and the losses beside them are 0.
 
     Raises
     ------
@@ -109,9 +115,17 @@ class LocalTrainer(TrainBatches):
     """
 
     def __init__(
-        self, model: FlatModel, group: ClientGroup, *, mask_absent: bool = False, members: Sequence[int] | None = None
+        self,
+        model: FlatModel,
+        group: ClientGroup,
+        *,
+        mask_absent: bool = False,
+        members: Sequence[int] | None = None,
+        at_home: bool | None = None,
     ) -> None:
-        super().__init__(model.in_training(), group, members=members)
+        super().__init__(model.in_training(), group, members=members, at_home=at_home)
+        if mask_absent:
+            self._refuse_if_private("a mask of absent labels")
         clients = [group.clients[i] for i in self.members]
         self._absent = torch.stack([~client.present for client in clients]).to(self._device) if mask_absent else None
         self._model, self._measured = self._masked(self._model), self._masked(model)
@@ -179,6 +193,7 @@ class LocalTrainer(TrainBatches):
 
         As any call in training mode, it moves the buffers of w in place.
         """
+        self._refuse_if_private("a loss")
         parts = []
         for piece in pieces:
             with self.drawing(piece.seed):
@@ -188,6 +203,7 @@ class LocalTrainer(TrainBatches):
     @torch.no_grad()
     def measured(self, w: Parameters, *pieces: Batch) -> Tensor:
         """Return f_i(w_i) over the examples of some pieces, ``[g]``, of the models as they predict; no gradients."""
+        self._refuse_if_private("a loss")
         parts = [self._value(self._measured, w, piece) for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
@@ -203,14 +219,26 @@ class LocalTrainer(TrainBatches):
         return losses
 
     def gradient(
-        self, w: Parameters, *pieces: Batch, of: list[Tensor] | None = None, differentiable: bool = False
+        self,
+        w: Parameters,
+        *pieces: Batch,
+        of: list[Tensor] | None = None,
+        differentiable: bool = False,
+        at_home: bool = False,
     ) -> tuple[list[Tensor], Tensor]:
         """Return ∇f_i(w_i) over the examples of some pieces, and f_i(w_i) ``[g]``.
 
         The gradient is with respect to the leaves ``of``, in their order, by default all of them. It is zero for a leaf
         that the model does not use. With ``differentiable`` it can itself be differentiated (for MAML).
+
+        If steps are noisy, it is that of :meth:`noisy_gradient`, and 0, unless what follows from it stays ``at_home``.
         """
         leaves = list(w.values()) if of is None else of
+        if self.private is not None and not at_home:
+            if differentiable or len(pieces) != 1:
+                self._refuse_if_private("a second derivative, or a gradient over several batches,")
+            batch, numbers = pieces[0], len(pieces[0].weight) if self.stacked else 1
+            return self.noisy_gradient(self.private, w, batch, leaves), batch.weight.new_zeros(numbers)
         gradients: list[Tensor] = []
         total = None
         for piece in pieces:
@@ -224,6 +252,33 @@ class LocalTrainer(TrainBatches):
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return gradients, total
+
+    def noisy_gradient(
+        self, private: ExamplePrivacy, w: Parameters, batch: Batch, leaves: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return (Σ_j clipped g_j + N(0, z²C² I)) / b for each client, 0 for one that is done.
+
+        Abadi et al. 2016, arXiv 1607.00133, Algorithm 1. g_j is the gradient of an example's loss with respect to these
+        leaves, and b the expected size of a batch: the actual one would disclose how many examples were drawn.
+        """
+        if batch.each is None:
+            self._refuse_if_private("a batch that was not drawn for a noisy step")
+            raise RuntimeError("the batch was drawn without privacy")
+        place = {id(leaf): name for name, leaf in w.items()}
+        names = [place[id(leaf)] for leaf in leaves]
+        with self.drawing(batch.seed):
+            sums = clipped_sums(self._model, w, names, batch, private.clip, stacked=self.stacked)
+        found = []
+        for j, weight in enumerate(batch.each.tolist()):
+            total = torch.cat([(one[j] if self.stacked else one).reshape(-1) for one in sums]).double().cpu()
+            if batch.active is not None and not batch.active[j]:
+                found.append(torch.zeros_like(total))
+                continue
+            noise = self.group.noise_for(self.members[j], total)
+            found.append(on_grid(total + private.deviation * noise, private.deviation) * weight)
+        noisy = torch.stack(found) if self.stacked else found[0]
+        parts = torch.split(noisy, [one[0].numel() if self.stacked else one.numel() for one in sums], dim=-1)
+        return [laid_out(part.reshape(leaf.shape).to(leaf), leaf) for part, leaf in zip(parts, leaves, strict=True)]
 
     def gradient_at(self, theta: Tensor, *pieces: Batch) -> tuple[Tensor, Tensor]:
         """Return ∇f_i at θ_i as flat vectors, ``[g, d] -> [g, d]``, and f_i(θ_i) ``[g]``."""
@@ -281,6 +336,7 @@ def train(
     members: Sequence[int] | None = None,
     purpose: str = "train",
     key: str = "local.lr",
+    at_home: bool | None = None,
 ) -> Trained:
     """Train one model per client by mini-batch steps of ``s.optimizer`` on the mean loss + λ_θ‖θ‖².
 
@@ -302,12 +358,15 @@ def train(
         Purpose of the generators that draw the batches.
     key
         Key of the learning rate under ``algorithm``, for messages.
+    at_home
+        True if the result stays with the clients; None: outside of training rounds (:class:`LocalTrainer`).
     """
     members = range(len(group)) if members is None else members
     steps = [s.count(len(group.clients[i].train)) for i in members] if counts is None else counts
     ordered = LongestFirst.of(steps)
     counts, theta = ordered.counts, ordered.rows(theta)
-    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=[members[j] for j in ordered.order])
+    who = [members[j] for j in ordered.order]
+    local = LocalTrainer(model, group, mask_absent=s.mask_absent, members=who, at_home=at_home)
     w = local.parameters(theta)
     parts: dict[object, Container[str]] = {"all": w, "body": model.layout.body, "head": model.layout.head}
     chosen = parts[only] if isinstance(only, str) else only

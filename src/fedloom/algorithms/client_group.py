@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from hashlib import shake_256
+from hashlib import sha256, shake_256
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.core.draws import seed_from
 from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData
 from fedloom.errors import DataError
+from fedloom.privacy.examples import ExamplePrivacy
 
 
 class ClientGroup:
@@ -34,6 +37,8 @@ class ClientGroup:
         Number of the training round, from 1; None outside training.
     augment
         Augmentation of training examples; None without.
+    examples
+        Differential privacy of examples: steps of training rounds are noisy then; None without.
     """
 
     def __init__(
@@ -46,15 +51,18 @@ class ClientGroup:
         secret: bytes | None = None,
         round: int | None = None,
         augment: Augmentation | None = None,
+        examples: ExamplePrivacy | None = None,
     ) -> None:
         self.clients = tuple(clients)
         self.augment = augment
+        self.examples = examples
         self.round = round
         self._generator = generator
         self._states = tuple(states) if states is not None else (None,) * len(self.clients)
         self._may_keep = may_keep
         self._secret = secret
         self._streams: dict[tuple[int, str], torch.Generator] = {}
+        self._noisy_sums = [0] * len(self.clients)
         self.kept: dict[int, dict[str, Tensor]] = {}  # new state by position
         self.lost: dict[int, str] = {}  # reason by position
 
@@ -65,11 +73,33 @@ class ClientGroup:
         """Return the random generator of the i-th client for a purpose."""
         return self._generator(self.clients[i].id, purpose)
 
-    def stream(self, i: int, purpose: str) -> torch.Generator:
-        """Return the generator of the i-th client for a purpose, which goes on from use to use in the conversation."""
+    def stream(self, i: int, purpose: str, *, hidden: bool = False) -> torch.Generator:
+        """Return the generator of the i-th client for a purpose, which goes on from use to use in the conversation.
+
+        ``hidden`` asks for the :meth:`hidden` one.
+        """
         if (i, purpose) not in self._streams:
-            self._streams[i, purpose] = self.generator(i, purpose)
+            self._streams[i, purpose] = (self.hidden if hidden else self.generator)(i, purpose)
         return self._streams[i, purpose]
+
+    def hidden(self, i: int, purpose: str) -> torch.Generator:
+        """Return a generator of the i-th client whose seed the server does not know; in a simulation, that of the seed.
+
+        For draws that an example brings along, such as its dropout. Where a guarantee depends on them, use
+        :meth:`uniform`: torch's generator uses 32 bits of a seed.
+        """
+        if self._secret is None:
+            return self.generator(i, purpose)
+        made = torch.Generator()
+        made.manual_seed(int(self._words(i, purpose, self._moment(i, purpose), 1)[0] >> np.uint64(1)))
+        return made
+
+    def uniform(self, i: int, purpose: str, size: int) -> Tensor:
+        """Return numbers ``[size]`` float64, uniform in [0, 1), that the server does not know, as :meth:`noise`."""
+        if self._secret is None:
+            return torch.rand(size, dtype=torch.float64, generator=self.generator(i, purpose))
+        words = self._words(i, purpose, self._moment(i, purpose), size)
+        return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) / 2.0**53)
 
     def noise(self, i: int, purpose: str, about: bytes, size: int) -> Tensor:
         """Return standard normal numbers ``[size]``, float64, that hide something of the i-th client from the server.
@@ -80,12 +110,32 @@ class ClientGroup:
         """
         if self._secret is None:
             return torch.randn(size, dtype=torch.float64, generator=self.generator(i, purpose))
-        parts = (self._secret, self.clients[i].id.encode(), purpose.encode(), about)
-        key = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-        words = np.frombuffer(shake_256(key).digest(8 * size), dtype="<u8")
+        words = self._words(i, purpose, about, size)
         uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53  # in (0, 1), both ends excluded
         numbers: Tensor = torch.special.ndtri(torch.from_numpy(uniform))
         return numbers
+
+    def noise_for(self, i: int, total: Tensor) -> Tensor:
+        """Return the :meth:`noise` ``[d]`` of the next noisy sum over examples of the i-th client, ``[d]`` float64.
+
+        With a secret it is a function of the sum, of its number in the conversation, and of the client, purpose and
+        round. An exchange that is repeated gives the same sums and noise, and so discloses nothing more.
+        """
+        purpose = f"example-noise/{self._noisy_sums[i]}"
+        self._noisy_sums[i] += 1
+        about = b"" if self._secret is None else sha256(self._moment(i, purpose) + total.numpy().tobytes()).digest()
+        return self.noise(i, purpose, about, len(total))
+
+    def _moment(self, i: int, purpose: str) -> bytes:
+        """Return bytes that differ between purposes, conversations and rounds."""
+        return seed_from(self.generator(i, purpose)).to_bytes(8, "little")
+
+    def _words(self, i: int, purpose: str, about: bytes, count: int) -> NDArray[np.uint64]:
+        """Return pseudorandom 64-bit words of the secret, the i-th client, a purpose, and more."""
+        assert self._secret is not None
+        parts = (self._secret, self.clients[i].id.encode(), purpose.encode(), about)
+        key = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+        return np.frombuffer(shake_256(key).digest(8 * count), dtype="<u8")
 
     @property
     def new(self) -> list[int]:

@@ -379,6 +379,10 @@ class ComFedL(base.Algorithm):
     client = ComFedLClient
     messages = (SharedModel, LossAtSharedModel, LossShift, CompositionalUpdate, PersonalizeRequest)
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: losses have no noise."""
+        return "Clients scale their gradients by exponentials of losses, which have no noise."
+
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "ComFedL", "global": "ComFedL, shared model"}

@@ -34,7 +34,7 @@ def train_near(
     """Run SGD on f_i(v) + λ/2 ‖v - w‖² from v (line 5), for all clients of the group or some."""
     pull = proximal(s.proximity, to=w) if s.proximity else None
     key = "personal.lr"
-    return train(model, group, v, sgd, correct=pull, members=who, purpose="personal", key=key)
+    return train(model, group, v, sgd, correct=pull, members=who, purpose="personal", key=key, at_home=True)
 
 
 class DittoSettings(Averaging):
@@ -60,6 +60,11 @@ class Ditto(FedAvg):
     settings = DittoSettings
     predictors = {"personal": "Ditto", "global": "Ditto, shared model"}
     stateful = True
+    at_home = ("personal",)
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: w takes noisy steps, and v_i, which does not affect it, stays with its client."""
+        return None
 
     def train(self, model: FlatModel, group: ClientGroup, w: Tensor, s: DittoSettings) -> Trained:
         """Train a client as in Algorithm 1: w as in FedAvg (line 3), and v_i beside it (lines 4-5)."""

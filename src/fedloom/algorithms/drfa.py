@@ -161,6 +161,10 @@ class DistributionallyRobustFedAvg(base.Algorithm):
     client = DRFAClient
     messages = (DRFATrainRequest, NotedUpdate, LossRequest, BatchLoss, PersonalizeRequest)
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: losses have no noise."""
+        return "Clients are weighted by their losses, which have no noise."
+
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "DRFA + fine-tuning", "global": "DRFA"}

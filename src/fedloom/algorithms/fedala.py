@@ -133,6 +133,10 @@ class FedALA(FedAvg):
     predictors = {"personal": "FedALA", "global": "FedALA, shared model"}
     stateful = True
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: W_i."""
+        return "The weights W_i by which a client starts follow losses and gradients that have no noise."
+
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedALASettings) -> Trained:
         """Perform lines 2-8."""
         start, kept, steps = starts(model, group, theta, s)

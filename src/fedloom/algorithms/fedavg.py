@@ -22,6 +22,7 @@ from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversa
 from fedloom.algorithms.batches import NothingToTrainOn
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.model_needs import check_needs
 from fedloom.algorithms.sums import Summed, SummedFields, sums_of
@@ -111,6 +112,17 @@ class FedAvg(base.Algorithm):
         """Return the bounds of an update (:meth:`ServerAlgorithm.update_bounds`)."""
         bounds: Mapping[str, float] = s.local.update_bounds(examples)
         return bounds
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: clients send what :func:`~fedloom.algorithms.client.train` makes of the model.
+
+        A subclass that overrides :meth:`train` must override this, too; otherwise it is refused.
+        """
+        return None
+
+    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
+        """Return the steps of ``local``; personalized models stay with their clients."""
+        return () if personalizing else (settings.local.noisy(examples),)
 
     def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> base.ServerAlgorithm:
         """Return the server algorithm; override it if rounds differ, or if more than the model is kept."""

@@ -36,6 +36,10 @@ class FedBABU(FedAvg):
     shared = "body"
     sends_all = True
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: the body's steps are noisy."""
+        return None
+
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBABUSettings) -> Trained:
         """Run SGD on the body with the head frozen (line 2 of docs/algorithms/fedbabu.md)."""
         trained = train(model, group, theta, s.local, only="body")

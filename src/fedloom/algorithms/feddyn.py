@@ -65,6 +65,10 @@ class FedDyn(FedAvg):
     predictors = {"personal": "FedDyn + fine-tuning", "global": "FedDyn"}
     stateful = True
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: g_i follows from the results of noisy steps."""
+        return None
+
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedDynSettings) -> Trained:
         """Run SGD on f_i(w) - ⟨g_i, w⟩ + α/2 ‖w - w_t‖² from w_t (line 3), and renew g_i (line 4)."""
         g = group.load_state("g", torch.zeros_like(theta))

@@ -217,6 +217,10 @@ class FedProto(base.Algorithm):
     restriction = "Its prototypes are means of features by class."
     needs = ("labels", "head", "linear head", "features")
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: prototypes have no noise."""
+        return "Prototypes are means of a client's features, which have no noise."
+
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "FedProto"}

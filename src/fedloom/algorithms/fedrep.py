@@ -18,6 +18,7 @@ from torch import Tensor
 from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.models.flat import FlatModel
@@ -48,6 +49,14 @@ class FedRep(FedAvg):
     stateful = True
     head_key: ClassVar[str] = "head"
     """Key of the settings by which a new client trains its head."""
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: both trainings are noisy, the head's because it affects the body's gradients."""
+        return None
+
+    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
+        """Return the steps of the head and of the body."""
+        return () if personalizing else (settings.head.noisy(examples), settings.local.noisy(examples))
 
     def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: Any) -> Trained:
         """Run ClientUpdate of Algorithm 1: steps on the head h_i, then on the body φ, each with fresh momentum."""

@@ -116,6 +116,11 @@ class FedRoD(FedAvg):
     predictors = {"personal": "FedRoD", "global": "FedRoD, generic head"}
     stateful = True
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason unless both losses are plain: a balanced one uses the counts of labels."""
+        counts = "The balanced loss uses a client's counts of labels, which have no noise; set algorithm.balance to 0."
+        return counts if settings.balance else None
+
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedRoDSettings) -> Trained:
         """Train in one visit of a client; line numbers refer to docs/algorithms/fedrod.md."""
         d, two = theta.shape[1], TwoHeads(model)

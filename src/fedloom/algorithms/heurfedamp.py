@@ -18,6 +18,7 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.core.settings import Settings
@@ -157,6 +158,14 @@ class HeurFedAMP(base.Algorithm):
     server = HeurFedAMPServer
     client = HeurFedAMPClient
     messages = (Centre, Update, ClientModel)
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: the proximal term is no data."""
+        return None
+
+    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
+        """Return the steps of ``local``."""
+        return () if personalizing else (settings.local.noisy(examples),)
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

@@ -45,6 +45,10 @@ class LGFedAvg(FedAvg):
     sends_all = True
     stateful = True
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: body and head take the same noisy steps."""
+        return None
+
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: LGFedAvgSettings) -> Trained:
         """Perform lines 1 to 3 of docs/algorithms/lg-fedavg.md."""
         trained, size = train(model, group, with_bodies(model, group, theta), s.local), model.layout.body_size

@@ -96,6 +96,10 @@ class LocalTraining(base.Algorithm):
     trains = False
     has_steps = True
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: nothing is sent."""
+        return "There are no training rounds, and nothing that is sent depends on training."
+
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "Local"}

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.schedules import RateSchedule
 from fedloom.core.settings import Settings
 
@@ -67,6 +68,10 @@ class PlainSGD(Settings):
             return 0
         batches = (self.epochs or 0) * (examples // min(self.batch_size, examples))
         return self.steps or math.ceil(batches / self.accumulate)
+
+    def noisy(self, examples: int) -> NoisySteps:
+        """Return the noisy steps of a visit of a client with this many train examples."""
+        return NoisySteps(self.batch_size * self.accumulate, self.count(examples))
 
     def rate(self, round: int | None) -> float:
         """Return the learning rate in a training round t = 1, 2, ...; outside training (None), ``lr``."""

@@ -412,6 +412,13 @@ class PeFLL(base.Algorithm):
     )
     answers_privately = True
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: the embedding network's update has no noise."""
+        return (
+            "The update of the embedding network is a derivative of a descriptor of the client's examples, which has "
+            "no noise; algorithm.descriptor.privacy protects the descriptors of new clients."
+        )
+
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "PeFLL + fine-tuning" if settings.personalize_steps else "PeFLL"}

@@ -113,6 +113,13 @@ class PerFedAvg(FedAvg):
     settings: ClassVar[Any] = PerFedAvgSettings
     predictors = {"personal": "Per-FedAvg", "global": "Per-FedAvg, shared model"}
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: an inner step joins examples."""
+        return (
+            "The gradient after an inner step depends on two batches together, so that no example's part of it can be "
+            "clipped."
+        )
+
     def differentiates_twice(self, settings: MetaLearning) -> bool:
         """Return True with the exact Hessian."""
         return settings.hessian == "exact"

@@ -24,6 +24,7 @@ from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversa
 from fedloom.algorithms.batches import Batch, NothingToTrainOn
 from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.mean_field import (
     MU,
     RHO,
@@ -384,6 +385,14 @@ class PFedBayes(base.Algorithm):
     server = PFedBayesServer
     client = PFedBayesClient
     messages = (GlobalGaussian, LocalizedGaussian, Prior)
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: steps of q_i follow from noisy gradients at samples of θ, which are no data."""
+        return None
+
+    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
+        """Return the steps of q_i, each with K gradients of one batch."""
+        return () if personalizing else (NoisySteps(settings.batch_size, settings.steps, settings.samples),)
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

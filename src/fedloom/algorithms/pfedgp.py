@@ -398,6 +398,13 @@ class PFedGP(FedAvg):
     predictors = {"personal": "pFedGP"}
     shared = "body"
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: a step is of all examples."""
+        return (
+            "Each step is over all examples together, by Gaussian processes, so that no example's part of it can be "
+            "clipped."
+        )
+
     def train(self, model: FlatModel, group: ClientGroup, body: Tensor, s: PFedGPSettings) -> Trained:
         """Visit the clients of a group one by one: each has a tree and matrices of its own size."""
         made = [visit(model, group, i, body[i : i + 1], s) for i in range(len(group))]

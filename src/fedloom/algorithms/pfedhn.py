@@ -10,6 +10,7 @@ numbers refer to docs/algorithms/pfedhn.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -20,6 +21,7 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import train
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.fedavg import Update
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.algorithms.optimizers import MomentumAscent
@@ -125,7 +127,7 @@ class PFedHNClient(base.ClientAlgorithm):
         steps, loss = numbers, numbers.clone()
         if members:
             s, model = self.settings.local, self.setup.model
-            trained = train(model, clients, theta[members], s, members=members, purpose=purpose)
+            trained = train(model, clients, theta[members], s, members=members, purpose=purpose, at_home=False)
             delta[members] = trained.theta - theta[members]
             steps[members], loss[members] = trained.steps, trained.loss
         return Update(delta, steps, loss)
@@ -190,6 +192,15 @@ class PFedHN(base.Algorithm):
     server = PFedHNServer
     client = PFedHNClient
     messages = (PFedHNTrainRequest, TrialModel, GeneratedModel, Update)
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: clients send the results of noisy steps, also in the search for an embedding."""
+        return None
+
+    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
+        """Return the steps of ``local``, and in a search for an embedding those of each of its exchanges."""
+        steps = settings.local.noisy(examples)
+        return (replace(steps, count=steps.count * settings.personalize_exchanges) if personalizing else steps,)
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

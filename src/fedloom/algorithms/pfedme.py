@@ -19,6 +19,7 @@ from torch import Tensor
 from fedloom.algorithms.averaging import Averaging
 from fedloom.algorithms.client import LocalTrainer, Trained, proximal, train
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD, check_overshoot
 from fedloom.models.flat import FlatModel
@@ -53,6 +54,14 @@ class PFedMe(FedAvg):
     name = "pfedme"
     settings = PFedMeSettings
     predictors = {"personal": "pFedMe", "global": "pFedMe, shared model"}
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: w_i follows noisy steps of θ_i."""
+        return None
+
+    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
+        """Return the steps of w_i, each with K gradients of one batch."""
+        return () if personalizing else (NoisySteps(settings.batch_size, settings.steps, settings.inner_steps),)
 
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: PFedMeSettings) -> Trained:
         """Train a client as in Algorithm 1: R steps of w_i along λ(w_i - θ_i), the gradient of its Moreau envelope."""

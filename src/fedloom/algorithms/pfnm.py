@@ -227,6 +227,10 @@ class ProbabilisticMatching(base.Algorithm):
     tasks = ("classification", "multilabel", "regression")
     restriction = "It matches the neurons of perceptrons, whose outputs have no pixels or positions."
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: counts have no noise."""
+        return "Clients send their numbers of examples of each class, which have no noise."
+
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": "PFNM + fine-tuning", "global": "PFNM"}

@@ -64,6 +64,10 @@ class QFedAvg(FedAvg):
     predictors = {"personal": "q-FedAvg + fine-tuning", "global": "q-FedAvg"}
     update = FairUpdate
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: losses have no noise."""
+        return "Clients scale their updates by their losses, which have no noise."
+
     def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: QFedAvgSettings) -> Trained:
         """Perform lines 5-7: SGD from w, and F_k at the received w, over all train data."""
         local = LocalTrainer(model, group, mask_absent=s.local.mask_absent)

@@ -21,6 +21,7 @@ from fedloom.algorithms.averaging import buffers_by_mean
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import Correction, train
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import NoisySteps
 from fedloom.algorithms.fedavg import PersonalizeRequest, fine_tune, or_shared_alone
 from fedloom.algorithms.local_sgd import LocalSGD, PlainSGD
 from fedloom.algorithms.sums import SummedFields, sums_of
@@ -153,6 +154,14 @@ class Scaffold(base.Algorithm):
     server = ScaffoldServer
     client = ScaffoldClient
     messages = (ModelAndControl, ControlledUpdate, PersonalizeRequest)
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return None: c_i follows from the results of noisy steps."""
+        return None
+
+    def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
+        """Return the steps of ``local``."""
+        return () if personalizing else (settings.local.noisy(examples),)
 
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""

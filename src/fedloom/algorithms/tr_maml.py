@@ -40,6 +40,13 @@ class TRMAML(PerFedAvg):
     settings = TRMAMLSettings
     predictors = {"personal": "TR-MAML", "global": "TR-MAML, shared model"}
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: losses have no noise."""
+        return (
+            "The gradient after an inner step depends on two batches together, and clients are weighted by their "
+            "losses, which have no noise."
+        )
+
     def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> WeightedServer:
         """Return the server, which keeps a weight of each client."""
         return WeightedServer(self, settings, setup, generator)

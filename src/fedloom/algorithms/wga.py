@@ -473,6 +473,13 @@ class WeightedGradientAveraging(base.Algorithm):
     messages = (SharedStates, TrueGradients, Gradients, UserModel)
     needs = ("no buffers",)
 
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: gradients of several states."""
+        return (
+            "Clients send gradients of the same examples at the states of many users, and variances, which have no "
+            "noise."
+        )
+
     def titles(self, settings: Any) -> Mapping[str, str]:
         """Return the name of each predictor in tables."""
         return {"personal": RULES[settings.rule], "global": f"{RULES[settings.rule]}, mean of all"}

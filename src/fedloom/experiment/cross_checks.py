@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
+from fedloom.algorithms.example_privacy import check_example_privacy
 from fedloom.data.augment import check_augment
 from fedloom.data.datasets import Dataset
 from fedloom.data.input_spec import specs_of
@@ -116,7 +117,9 @@ def _check_model(c: _Combination) -> Iterator[SettingError]:
         found = fitted(e.model, specs, outputs, task, shape)
         c.algorithm.check_model(e.algorithm.settings, found.model)
         twice = c.algorithm.differentiates_twice(e.algorithm.settings)
-        found.model.check_steps(clients=e.runtime.clients_at_once, twice=twice)
+        if e.protects_examples:
+            check_example_privacy(c.algorithm, e.algorithm.settings)
+        found.model.check_steps(clients=e.runtime.clients_at_once, twice=twice, examples=e.protects_examples)
     except ExperimentError as error:
         yield _error_of(error, "model")
 

@@ -451,6 +451,12 @@ class Experiment(Section):
         return expanded("runs" if self.storage is None or is_url(self.storage) else self.storage)
 
     @property
+    def protects_examples(self) -> bool:
+        """True if training protects single examples of clients (``federation.privacy.of: examples``)."""
+        privacy = self.federation.privacy
+        return privacy is not None and privacy.of == "examples"
+
+    @property
     def code(self) -> tuple[str, ...]:
         """Names of the user's own code: the factory of the model, and metrics."""
         factory = getattr(self.model, "factory", None)

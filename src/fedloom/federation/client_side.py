@@ -25,6 +25,7 @@ from fedloom.federation.sum_messages import STEPS
 from fedloom.federation.transport import EVALUATE, TRAIN, ConversationKey, Lost, MissingConversation
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors
+from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runs.journal import Version
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class ClientConfig:
         Augmentation of training examples.
     held
         Answers of which the aggregator learns only sums; None if it receives all.
+    examples
+        Differential privacy of examples in training rounds.
     """
 
     seed: int
@@ -84,6 +87,7 @@ class ClientConfig:
     secret: bytes | None = None
     augment: Augmentation | None = None
     held: HeldAnswers | None = None
+    examples: ExamplePrivacy | None = None
 
 
 @dataclass(frozen=True)
@@ -279,6 +283,7 @@ class ClientSide:
             secret=self._config.secret,
             round=key.round if key.purpose == TRAIN else None,
             augment=self._config.augment,
+            examples=self._config.examples,
         )
         coroutine = self._algorithm_for(key.purpose).open(group, _message_to(request.select(rows), self._config.device))
         opened = _Open(key, rows, group, coroutine, versions[0].life if versions else 0)

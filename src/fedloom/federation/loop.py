@@ -244,7 +244,7 @@ class Loop(Evaluator):
         """
         before = dict(self.server.state)
         try:
-            statistics = self.server.train_round(session)
+            statistics = self.server.disclosed(self.server.train_round(session))
             self._check_finite(before, {"client_steps": statistics["client_steps"]} | statistics)
             attempt.statistics = statistics
             return False

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from fedloom.errors import ExperimentError
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 
@@ -229,7 +230,9 @@ class FlatModel(FlatNetwork):
         """Return the model in training mode: itself, unless training computes something else."""
         return self
 
-    def check_steps(self, *, clients: int = 1, twice: bool = False, device: torch.device | None = None) -> None:
+    def check_steps(
+        self, *, clients: int = 1, twice: bool = False, device: torch.device | None = None, examples: bool = False
+    ) -> None:
         """Check that training steps as a run makes them succeed; built-in networks are known to.
 
         Parameters
@@ -240,12 +243,22 @@ class FlatModel(FlatNetwork):
             True if gradients are differentiated, too.
         device
             Device of the run; None for the CPU.
+        examples
+            True if steps use the gradients of single examples (differential privacy of examples).
 
         Raises
         ------
         ExperimentError
-            If a step fails, or several clients together get other gradients than one by one.
+            If a step fails, several clients together get other gradients than one by one, or, with ``examples``, an
+            example's output depends on others or a call moves buffers.
         """
+        if examples and self.layout.buffers:
+            raise ExperimentError(
+                f"model.norm: {self.layout.buffers[0]} of this model follows the examples of a batch together, so that "
+                "no example's part can be clipped (federation.privacy.of: examples). Use norm: none, or a model with "
+                "GroupNorm or LayerNorm",
+                key="model.norm",
+            )
 
     @abstractmethod
     def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:

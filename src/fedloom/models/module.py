@@ -177,9 +177,11 @@ class ModuleModel(FlatModel):
         own = theta_of(seeded(self._make, seed, self._trial.x), self.layout).to(dtype)
         return own if drawn is None else torch.where(self.layout.mask(self.layout.buffers), own, drawn)
 
-    def check_steps(self, *, clients: int = 1, twice: bool = False, device: torch.device | None = None) -> None:
+    def check_steps(
+        self, *, clients: int = 1, twice: bool = False, device: torch.device | None = None, examples: bool = False
+    ) -> None:
         """Make training steps as a run with these settings would; see :class:`~fedloom.models.flat.FlatModel`."""
-        check_steps(self, self._trial, Steps(clients, twice, device or torch.device("cpu")))
+        check_steps(self, self._trial, Steps(clients, twice, device or torch.device("cpu"), examples))
 
     def called_module(self) -> nn.Module:
         """Return the module that this thread's calls run."""

@@ -16,6 +16,7 @@ from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel, Leaves
 from fedloom.models.module_check import Trial
 from fedloom.models.module_compare import near
+from fedloom.models.module_examples import ExampleTrial
 from fedloom.models.module_inputs import ModuleInputs, mapped
 from fedloom.models.module_layers import at_layer
 
@@ -35,11 +36,14 @@ class Steps(NamedTuple):
         True if gradients are differentiated, too.
     device
         Device of the run.
+    examples
+        True if steps use the gradients of single examples.
     """
 
     clients: int = 1
     twice: bool = False
     device: torch.device = CPU
+    examples: bool = False
 
 
 def check_steps(model: FlatModel, data: Trial, steps: Steps) -> None:
@@ -73,6 +77,9 @@ class _Trial:
 
     def check(self) -> None:
         """Make the steps."""
+        if self.steps.examples:
+            examples = ExampleTrial(self.training, self._leaves(0), *self.inputs, self.y)
+            examples.check(stacked=self.steps.clients > 1)
         alone = [self._step(i) for i in range(2)]
         if self.steps.clients == 1:
             return

@@ -16,6 +16,7 @@ import torch
 import fedloom
 from fedloom.algorithms.base import Algorithm, ClientAlgorithm, ServerAlgorithm, Setup, find_algorithm
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import check_example_privacy
 from fedloom.algorithms.sums import sums_of
 from fedloom.core.words import pluralize
 from fedloom.data.augment import augmentation
@@ -45,6 +46,7 @@ from fedloom.messages import Message, SummedMetrics
 from fedloom.models.fitting import fitted
 from fedloom.models.module_state import digests_of
 from fedloom.models.predictors import Predictors
+from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runner.evaluation_plan import evaluation_plan
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.results import extra_metrics
@@ -130,10 +132,13 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         dtype=DTYPE,
         roster=() if brought else trained_on.roster,
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
+        protects_examples=experiment.protects_examples,
     )
     parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan, found.standardizes)
     parts.algorithm.check_inputs(kind)
     parts.algorithm.check_model(parts.settings, model)
+    if experiment.protects_examples:
+        check_example_privacy(parts.algorithm, parts.settings)
     if experiment.evaluation.label_mask and not (plan.task.target_kind == "classification" and setup.classes):
         raise ExperimentError(
             f"evaluation.label_mask: only in classification can labels be absent (the task is {plan.task.name}); set "
@@ -142,7 +147,9 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
             found=True,
         )
     model.check_steps(
-        clients=experiment.runtime.clients_at_once, twice=parts.algorithm.differentiates_twice(parts.settings)
+        clients=experiment.runtime.clients_at_once,
+        twice=parts.algorithm.differentiates_twice(parts.settings),
+        examples=experiment.protects_examples,
     )
     parts.client_algorithm()  # raises on unsupported settings before anything is written
     return parts
@@ -365,6 +372,7 @@ def client_side(
             clients=e.runtime.clients_at_once,
             twice=parts.algorithm.differentiates_twice(parts.settings),
             device=device,
+            examples=e.protects_examples,
         )
 
     def evaluate(predictors: Predictors, clients: ClientGroup) -> Message:
@@ -380,6 +388,7 @@ def client_side(
         secret=secret,
         augment=augmentation(e.data.augment, dataset.manifest.normalization),
         held=None if parts.summation is None else HeldAnswers(parts.summation, signing),
+        examples=ExamplePrivacy.of(e.federation.privacy),
     )
     return ClientSide(
         algorithm,

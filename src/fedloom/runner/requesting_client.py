@@ -28,6 +28,7 @@ from fedloom.federation.served import About
 from fedloom.federation.transport import ConversationKey, Lost
 from fedloom.messages import Message, Metrics
 from fedloom.models.predictors import Predictor, Predictors, predictor_of
+from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
@@ -237,6 +238,7 @@ class PersonalizationClient:
                 parts.experiment.seed,
                 secret=os.urandom(32),
                 augment=augmentation(parts.experiment.data.augment, data.manifest.normalization),
+                examples=ExamplePrivacy.of(parts.experiment.federation.privacy),
             ),
         )
         self._side.raises_bugs = True

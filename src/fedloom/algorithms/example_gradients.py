@@ -1,0 +1,76 @@
+"""Gradients of single examples, clipped and summed: of one client, or of a group of clients together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from fedloom.algorithms.batches import Batch
+from fedloom.data.inputs import each
+from fedloom.models.flat import FlatModel, Leaves
+
+MOST_NUMBERS = 1 << 25
+"""Numbers of the gradients of examples that are held at once."""
+
+
+def clipped_sums(
+    model: FlatModel, w: Leaves, names: Sequence[str], batch: Batch, clip: float, *, stacked: bool
+) -> list[Tensor]:
+    """Return Σ_j g_j · min(1, C/‖g_j‖) over the examples of a batch, for each leaf ``[*shape]`` or ``[g, *shape]``.
+
+    g_j is the gradient of the loss of one example alone, and ‖g_j‖ its norm over all these leaves. An example of weight
+    0 adds nothing, and neither does one whose gradient is not finite.
+
+    Parameters
+    ----------
+    model
+        Model in training mode. What it draws with torch's generator differs from example to example.
+    names
+        Leaves to differentiate by.
+    clip
+        C.
+    stacked
+        True if leaves and examples have a first axis for clients.
+    """
+    leaves = {name: leaf.detach() for name, leaf in w.items()}
+    chosen = {name: leaves.pop(name) for name in names}
+    axes, randomness = (None, None, 0, None if batch.y is None else 0), "different" if model.draws else "error"
+
+    def loss(chosen: dict[str, Tensor], others: dict[str, Tensor], x: object, y: Tensor | None) -> Tensor:
+        found = model.loss(Leaves({**others, **chosen}), each(x, lambda t: t[None]), None if y is None else y[None])  # type: ignore[arg-type]
+        return found.sum()
+
+    gradients_of = vmap(grad(loss), in_dims=axes, randomness=randomness)
+    if stacked:
+        gradients_of = vmap(gradients_of, in_dims=(0, 0, *axes[2:]), randomness=randomness)
+    first = 1 + stacked  # axes before those of a leaf
+    total: list[Tensor] = []
+    for part in _pieces(batch, sum(leaf.numel() for leaf in chosen.values()), stacked=stacked):
+        found = gradients_of(chosen, leaves, part.x, part.y)
+        flat = [found[name].reshape(*found[name].shape[:first], -1) for name in names]
+        sums = _clipped(flat, part.weight > 0, clip)
+        total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
+    return [one.reshape(chosen[name].shape) for one, name in zip(total, names, strict=True)]
+
+
+def _clipped(flat: list[Tensor], counted: Tensor, clip: float) -> list[Tensor]:
+    """Return sums of clipped gradients ``[..., d]`` of examples ``[..., b, d]``, over those counted ``[..., b]``."""
+    norm = torch.stack([gradient.norm(dim=-1) for gradient in flat]).norm(dim=0)
+    known = norm.isfinite()
+    if not known.all():
+        flat = [torch.where(known[..., None], gradient, 0) for gradient in flat]
+    factor = torch.where(known & counted, (clip / norm).clamp(max=1), 0)[..., None, :]
+    return [(factor @ gradient)[..., 0, :] for gradient in flat]
+
+
+def _pieces(batch: Batch, numbers: int, *, stacked: bool) -> Iterator[Batch]:
+    """Yield a batch in pieces of at most :data:`MOST_NUMBERS` numbers of gradients, or of one example per client."""
+    length, axis = batch.weight.shape[-1], int(stacked)
+    size = max(1, MOST_NUMBERS // max(1, numbers))
+    for start in range(0, length, size):
+        where = (axis, start, min(size, length - start))
+        y = None if batch.y is None else batch.y.narrow(*where)
+        yield Batch(each(batch.x, lambda t, at=where: t.narrow(*at)), y, batch.weight.narrow(*where))  # type: ignore[misc]

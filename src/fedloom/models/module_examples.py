@@ -1,0 +1,174 @@
+"""Gradients of single examples of a module, and layers whose output for one example depends on others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from fedloom.core.draws import drawing_with
+from fedloom.errors import ExperimentError
+from fedloom.models.flat import Leaves
+from fedloom.models.module_compare import near
+from fedloom.models.module_inputs import ModuleInputs, mapped
+from fedloom.models.module_layers import at_layer, named
+
+KEY = "federation.privacy.of"
+
+SAME = 1e-4
+"""Relative norm of a difference up to which two outputs of one example are the same."""
+
+
+class _FirstExample(NamedTuple):
+    """Output of each layer for the first example of a batch, in the order of the calls, and its loss."""
+
+    outputs: list[tuple[str, nn.Module, Tensor]]
+    loss: Tensor
+
+
+class ExampleTrial(NamedTuple):
+    """Training calls by which a module shows whether gradients of single examples can be taken.
+
+    Attributes
+    ----------
+    model
+        Model in training mode that calls a module.
+    leaves
+        Parameters.
+    x, others
+        Trial inputs, and as many others.
+    y
+        Targets of either.
+    """
+
+    model: Any
+    leaves: Leaves
+    x: ModuleInputs
+    others: ModuleInputs
+    y: Tensor
+
+    def check(self, *, stacked: bool) -> None:
+        """Check the calls; with ``stacked`` also for several clients together.
+
+        Raises
+        ------
+        ExperimentError
+            If an example's output or loss depends on others, a call moves a buffer, or gradients of single examples
+            fail or differ from those of examples alone. The message names the layer.
+        """
+        self._check_apart()
+        if moving := self.model.layout.buffers:
+            layer = moving[0].rpartition(".")[0]
+            raise ExperimentError(
+                f"{named(layer, self.model.called_module().get_submodule(layer))} moves its buffer {moving[0]} when "
+                "called in training mode, and buffers are sent without noise (federation.privacy.of: examples). Make "
+                "it a constant, or leave the layer out",
+                key="model.factory",
+            )
+        with at_layer(self.model.called_module(), "for the gradient of one example", hint=_HINT, key=KEY):
+            found = self._gradients(stacked=False)
+            together = self._gradients(stacked=True) if stacked else {}
+        if self.model.draws:  # alone an example draws other numbers
+            return
+        for i in range(len(self.y)):
+            for name, alone in self._gradient_alone(i).items():
+                both = [found[name][i], *(each[i] for each in together.get(name, ()))]
+                if not all(near(one, alone, 1e-6) for one in both):
+                    raise ExperimentError(
+                        f"{KEY}: the gradient of {name} for one example differs from that of a batch of one under "
+                        f"torch.func.vmap{_HINT}",
+                        key=KEY,
+                    )
+
+    # Outputs of one example beside others
+
+    def _check_apart(self) -> None:
+        """Call the module twice, with the same first example beside others, and compare what it gives for that one."""
+        rest = mapped(self.x, lambda t: t)
+        if isinstance(self.x, Tensor) and isinstance(self.others, Tensor):
+            rest = torch.cat([self.x[:1], self.others[1:]])
+        elif isinstance(self.x, Mapping) and isinstance(self.others, Mapping):
+            rest = {name: torch.cat([t[:1], self.others[name][1:]]) for name, t in self.x.items()}
+        first, second = self._called(self.x, self.y), self._called(rest, torch.cat([self.y[:1], self.y[1:].flip(0)]))
+        for (name, layer, one), (_, _, other) in zip(first.outputs, second.outputs, strict=False):
+            if one.shape != other.shape or not _same(one, other):
+                raise ExperimentError(
+                    f"{named(name, layer)} gives an example another output beside other examples in training mode"
+                    f"{_APART}. Use GroupNorm or LayerNorm in place of batch normalization, and treat each example "
+                    "separately",
+                    key="model.factory",
+                )
+        if not _same(first.loss, second.loss):
+            name = type(self.model.called_module()).__name__
+            raise ExperimentError(
+                f"model.factory: {name}.loss gives an example another loss beside other examples{_APART}. Compute the "
+                "loss of each example from its own outputs",
+                key="model.factory",
+            )
+
+    def _called(self, x: ModuleInputs, y: Tensor) -> _FirstExample:
+        module: nn.Module = self.model.called_module()
+        with torch.no_grad(), drawing_with(0), _first_rows(module, len(y)) as found:
+            buffers = {name: b.clone() for name, b in self.leaves.buffers.items()}
+            losses = self.model.loss(Leaves(self.leaves, buffers), x, y)
+        return _FirstExample(found, losses[0].detach())
+
+    # Gradients
+
+    def _gradients(self, *, stacked: bool) -> dict[str, Tensor]:
+        """Return the gradients of each example, ``[b, *shape]``; ``stacked``: of two clients, ``[2, b, *shape]``."""
+
+        def loss(w: dict[str, Tensor], x: ModuleInputs, y: Tensor) -> Tensor:
+            total: Tensor = self.model.loss(Leaves(w), mapped(x, lambda t: t[None]), y[None]).sum()
+            return total
+
+        randomness = "different" if self.model.draws else "error"
+        of_examples = vmap(grad(loss), in_dims=(None, 0, 0), randomness=randomness)
+        w = {name: leaf.detach() for name, leaf in self.leaves.items()}
+        with drawing_with(0):
+            if not stacked:
+                return dict(of_examples(w, self.x, self.y))
+            twice = {name: torch.stack([leaf, leaf]) for name, leaf in w.items()}
+            x, y = mapped(self.x, lambda t: torch.stack([t, t])), torch.stack([self.y, self.y])
+            return dict(vmap(of_examples, randomness=randomness)(twice, x, y))
+
+    def _gradient_alone(self, i: int) -> dict[str, Tensor]:
+        with torch.enable_grad(), drawing_with(0):
+            loss = self.model.loss(self.leaves, mapped(self.x, lambda t: t[i : i + 1]), self.y[i : i + 1]).sum()
+            found = torch.autograd.grad(loss, list(self.leaves.values()), materialize_grads=True)
+        return dict(zip(self.leaves, found, strict=True))
+
+
+_APART = ", so that no example's part of a gradient can be clipped (federation.privacy.of: examples)"
+
+_HINT = "; privacy of examples needs layers that torch.func.vmap and grad can call. Use federation.privacy.of: clients"
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return True if two results are the same up to rounding."""
+    a, b = (t.double().nan_to_num(posinf=0.0, neginf=0.0) for t in (one, other))
+    return bool((a - b).norm() <= SAME * b.norm() + 1e-9)
+
+
+@contextmanager
+def _first_rows(module: nn.Module, rows: int) -> Iterator[list[tuple[str, nn.Module, Tensor]]]:
+    """Note the first row of each layer's output that has one row per example."""
+    found: list[tuple[str, nn.Module, Tensor]] = []
+
+    def note(name: str, layer: nn.Module, output: object) -> None:
+        if isinstance(output, Tensor) and output.dim() and len(output) == rows:
+            found.append((name, layer, output[0].detach().clone()))
+
+    hooks = [
+        layer.register_forward_hook(lambda layer, _, output, name=name: note(name, layer, output))
+        for name, layer in module.named_modules()
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
