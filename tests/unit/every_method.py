@@ -13,6 +13,7 @@ from fedloom.data.federated import ClientData
 from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
+from fedloom.privacy.examples import ExamplePrivacy
 
 SIZES = (4, 9, 6)
 PLAIN = MLP(IMAGE, [5], CLASSES)
@@ -72,6 +73,7 @@ def made(
     unseen: Sequence[str] = (),
     rounds: int = 1,
     at_once: int = 1,
+    examples: ExamplePrivacy | None = None,
     **settings: Any,
 ) -> Federation:
     """A federation that is to train, by default for one round, by METHODS and settings; a plain model if it can be."""
@@ -83,8 +85,9 @@ def made(
     s = method.settings.model_validate(METHODS[name] | settings)
     rounds = rounds if method.trains else 0
     return federation(
-        folder, method, s, problem, data, rounds=rounds, unseen=unseen, evaluation_cohort=2, at_once=at_once
-    )
+        folder, method, s, problem, data, rounds=rounds, unseen=unseen, evaluation_cohort=2, at_once=at_once,
+        examples=examples,
+    )  # fmt: skip
 
 
 def run(folder: Path, name: str, *args: Any, **kwargs: Any) -> Federation:

@@ -44,6 +44,7 @@ from fedloom.messages import Message, SummedMetrics
 from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Predictors
+from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, Replay
 from fedloom.storage import Store, open_store
@@ -292,6 +293,7 @@ def federation(
     at_once: int = 1,
     summation: Summation | None = None,
     held: HeldAnswers | None = None,
+    examples: ExamplePrivacy | None = None,
 ) -> Federation:
     """The real loop over the in-process transport, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
 
@@ -303,6 +305,7 @@ def federation(
     if plan is None and problem.targets is not None:
         plan = EvaluationPlan.of(problem.targets, problem.model.task)
     plan = plan or EvaluationPlan.of_classes(data[0].classes and CLASSES)
+    problem = replace(problem, protects_examples=examples is not None)
     half = algorithm.client(settings, problem)
     by_id = {c.id: c for c in data}
     predictors: dict[tuple[int, str], dict[str, Any]] = {}
@@ -320,7 +323,7 @@ def federation(
             vocabulary(algorithm),
             load or by_id.__getitem__,
             conclude,
-            ClientConfig(seed, clients_at_once=at_once, start_afresh=start_afresh, held=held),
+            ClientConfig(seed, clients_at_once=at_once, start_afresh=start_afresh, held=held, examples=examples),
             states=StoredStates(states or open_store(made.states)) if half.stateful else None,
         ),
         problem.dtype,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fedloom.errors import ExperimentError
 from fedloom.privacy.settings import TrainingPrivacy
 
 
@@ -41,11 +42,14 @@ class ExamplePrivacy:
 
         Raises
         ------
-        ValueError
-            If its noise multiplier has not been found yet.
+        ExperimentError
+            If it has no noise multiplier.
         """
         if settings is None or settings.of != "examples":
             return None
         if settings.noise_multiplier is None:
-            raise ValueError(f"the noise multiplier for ε = {settings.epsilon} has not been found")
+            raise ExperimentError(
+                f"federation.privacy.noise_multiplier has not been found for ε = {settings.epsilon}; set it",
+                key="federation.privacy.noise_multiplier",
+            )
         return cls(settings.clip, settings.noise_multiplier, settings.sampling)

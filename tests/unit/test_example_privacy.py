@@ -1,0 +1,390 @@
+"""Methods, models and settings that protect examples, those that are refused, and what is counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from every_method import LOCAL, METHODS, SIZES, made, ours
+from facts import refusing, tells
+from federations import CLASSES, IMAGE, Federation, client, clients
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import fedloom
+from fedloom.algorithms.base import Algorithm, find_algorithm
+from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.example_privacy import ExampleReleases, check_example_privacy, example_releases
+from fedloom.algorithms.fedavg import FedAvg
+from fedloom.algorithms.fedprox import FedProx
+from fedloom.data.federated import ClientData
+from fedloom.errors import ExperimentError
+from fedloom.experiment import load_experiment
+from fedloom.models.convnet import BatchNormConvNet
+from fedloom.models.flat import FlatModel
+from fedloom.models.lenet import LeNet
+from fedloom.models.module import ModuleModel
+from fedloom.privacy.examples import ExamplePrivacy
+
+NORMS = "normalization by groups"
+PLAIN_HEAD = {"fedrod": {"balance": 0.0}}
+
+
+def settings_of(name: str, **changes: Any) -> Any:
+    method = find_algorithm(name.split()[0])
+    return method.settings.model_validate(METHODS[name] | PLAIN_HEAD.get(name, {}) | changes)
+
+
+def protects(name: str) -> bool:
+    return find_algorithm(name.split()[0]).example_privacy(settings_of(name)) is None
+
+
+PROTECTING = [name for name in METHODS if name.split()[0] in ours() and protects(name)]
+OTHERS = sorted({name.split()[0] for name in METHODS if name.split()[0] in ours() and not protects(name)})
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(256, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, CLASSES)
+    )  # fmt: skip
+
+
+def model_for(name: str) -> FlatModel | None:
+    return ModuleModel(grouped, IMAGE, CLASSES, "pixels") if name == "fedbn" else None
+
+
+def federation(folder: Path, name: str, data: Sequence[ClientData], how: ExamplePrivacy, **keys: Any) -> Federation:
+    keys = {"rounds": 2, **PLAIN_HEAD.get(name, {}), **keys}
+    return made(folder, name, model_for(name), data, examples=how, **keys)
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+def test_these_methods_protect_examples() -> None:
+    assert {*PROTECTING} == {
+        "apfl", "ditto", "fedadam", "fedavg", "fedavgm", "fedbabu", "fedbn", "feddyn", "fedper", "fedprox", "fedrep",
+        "fedrod", "fedyogi", "heurfedamp", "knn-per", "lg-fedavg", "moon", "pfedbayes", "pfedhn", "pfedme", "scaffold",
+    }  # fmt: skip
+    for name in PROTECTING:
+        check_example_privacy(find_algorithm(name), settings_of(name))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_others_say_why_not(name: str) -> None:
+    method = find_algorithm(name)
+    reason = method.example_privacy(settings_of(name))
+    assert reason is not None
+    assert reason.endswith(".")
+    with refusing(ExperimentError, "algorithm.name", name, reason):
+        check_example_privacy(method, settings_of(name))
+
+
+@pytest.mark.parametrize("name", PROTECTING)
+def test_all_that_is_sent_follows_from_clipped_gradients(name: str, tmp_path: Path) -> None:
+    """With a clipping norm of nearly nothing, the server learns the same from other examples, in three rounds."""
+    how = ExamplePrivacy(1e-18, 1e-3)
+    # Adam would make steps of its rate of any gradient.
+    plain = {"optimizer": "gd", "lr_personal": 1e-4, "lr_global": 1e-4} if name == "pfedbayes" else {}
+    one, other = (
+        federation(tmp_path / str(i), name, data, how, rounds=3, **plain)
+        for i, data in enumerate((clients(SIZES), [client(f"c{i}", n, seed=50 + i) for i, n in enumerate(SIZES)]))
+    )
+    for f in (one, other):
+        f.run()
+    for key, value in one.state.items():
+        torch.testing.assert_close(other.state[key], value, rtol=0, atol=1e-9)
+    journals = [(f.loop.folder.path / "journal.jsonl").read_text().splitlines() for f in (one, other)]
+    for lines in zip(*journals, strict=True):
+        first, second = (json.loads(line)["statistics"] for line in lines)
+        assert first == second
+        assert "loss" not in first
+
+
+@pytest.mark.parametrize("name", PROTECTING)
+def test_noisy_sums_are_those_that_are_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two rounds of all clients, and in evaluations of a client that is only evaluated."""
+    released = Counter[str]()
+    noise_for = ClientGroup.noise_for
+
+    def counted(self: ClientGroup, i: int, total: Tensor) -> Tensor:
+        released[self.clients[i].id] += 1
+        return noise_for(self, i, total)
+
+    monkeypatch.setattr(ClientGroup, "noise_for", counted)
+    data, method, s = clients(SIZES), find_algorithm(name), settings_of(name)
+    federation(tmp_path, name, data, ExamplePrivacy(0.5, 1.0), unseen=["c2"]).run()
+    expected = Counter[str]()
+    for c in data[:2]:
+        steps = method.noisy_steps(s, len(c.train))
+        expected[c.id] = 2 * sum(each.count * each.uses for each in steps)
+    evaluations = 2
+    searched = method.noisy_steps(s, SIZES[2], personalizing=True)
+    if searched:
+        expected["c2"] = evaluations * sum(each.count * each.uses for each in searched)
+    assert released == expected
+
+
+@pytest.mark.parametrize("name", PROTECTING)
+def test_clients_together_are_near_to_one_by_one(name: str, tmp_path: Path) -> None:
+    how = ExamplePrivacy(0.5, 0.1, "fixed")
+    states = []
+    for at_once in (1, 3):
+        f = federation(tmp_path / str(at_once), name, clients(SIZES), how, at_once=at_once)
+        f.run()
+        states.append(f.state)
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=1e-5, atol=1e-7)
+
+
+def test_what_stays_at_home_has_no_noise(tmp_path: Path) -> None:
+    """Ditto's own model learns its client's data where the shared one is all noise."""
+    data = [client("c0", 12, seed=3), client("c1", 12, seed=4)]
+    f = federation(
+        tmp_path, "ditto", data, ExamplePrivacy(1e-6, 1.0), rounds=6,
+        personal=LOCAL | {"steps": 30, "lr": 0.1}, proximity=0.0,
+    )  # fmt: skip
+    f.run()
+    for c in data:
+        personal, shared = (f.predictors[6, c.id][which] for which in ("personal", "global"))
+        assert c.train.y is not None
+        of_both = [one.log_probabilities(c.train.x) for one in (personal, shared)]
+        learned, noise = (float(torch.nn.functional.nll_loss(log_p, c.train.y)) for log_p in of_both)
+        assert learned < 0.5
+        assert noise > 0.9
+
+
+class Counting(FedAvg):
+    """Method that sends something of its own, and does not say that it protects examples."""
+
+    name = "counting"
+
+    def train(self, model: FlatModel, group: ClientGroup, shared: Tensor, s: Any) -> Trained:
+        return train(model, group, shared, s.local)
+
+
+class Stating(Counting):
+    def example_privacy(self, settings: Any) -> str | None:
+        return None
+
+
+class Later(FedProx):
+    def train(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: Any) -> Trained:
+        return super().train(model, group, theta, s)
+
+
+class Named(FedAvg):
+    name = "named"
+
+
+def test_a_method_of_another_package_must_state_it() -> None:
+    for method in (Counting(), Later()):
+        with refusing(ExperimentError, "algorithm.name", method.name):
+            check_example_privacy(method, method.settings())
+    for method in (Stating(), Named()):
+        check_example_privacy(method, method.settings())
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("fedavg", {"local": LOCAL | {"clip": 2.0}}, "algorithm.local.clip"),
+        ("fedprox", {"local": LOCAL | {"clip_value": 2.0}}, "algorithm.local.clip_value"),
+        ("fedrep", {"head": LOCAL | {"clip": 2.0}}, "algorithm.head.clip"),
+        ("fedavg", {"local": LOCAL | {"mask_absent": True}}, "algorithm.local.mask_absent"),
+        ("scaffold", {"local": LOCAL | {"mask_absent": True}}, "algorithm.local.mask_absent"),
+        ("fedrod", {"balance": 1.0}, "algorithm.balance"),
+    ],
+)
+def test_settings_that_use_examples_or_clip_twice_are_refused(name: str, changes: dict[str, Any], key: str) -> None:
+    with refusing(ExperimentError, key):
+        check_example_privacy(find_algorithm(name), settings_of(name, **changes))
+
+
+def test_training_at_home_may_clip_and_mask() -> None:
+    changes = {"personal": LOCAL | {"clip": 1.0, "mask_absent": True}}
+    check_example_privacy(find_algorithm("ditto"), settings_of("ditto", **changes))
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def convolutional(norm: nn.Module) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)
+        )  # fmt: skip
+
+    return make
+
+
+class Averaging(nn.Module):
+    """Layer that keeps a moving average of the examples it sees, and does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(), 0.1)
+        return x
+
+
+class Joint(nn.Module):
+    """Module whose loss of an example depends on the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(256, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(x.flatten(1))
+        return found
+
+    def loss(self, z: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(z, y, reduction="none") + z.var(0).sum()
+
+
+class Asking(Joint):
+    """Module that asks for a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        return z if float(z.detach().sum()) < 1e9 else 2 * z
+
+    def loss(self, z: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(z, y, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("make", "facts"),
+    [
+        (convolutional(nn.BatchNorm2d(4)), ["'1'", "BatchNorm2d", "GroupNorm"]),
+        (convolutional(nn.BatchNorm2d(4, track_running_stats=False)), ["'1'", "BatchNorm2d"]),
+        (convolutional(Averaging()), ["'1'", "Averaging", "1.mean"]),
+        (Joint, ["Joint.loss"]),
+        (Asking, ["Asking", "vmap"]),
+    ],
+)
+def test_models_that_join_examples_are_refused_with_the_layer(make: Callable[[], nn.Module], facts: list[str]) -> None:
+    model = ModuleModel(make, IMAGE, CLASSES, "pixels")
+    model.check_steps()
+    with refusing(ExperimentError, "model.factory", *facts):
+        model.check_steps(examples=True)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.Dropout(0.5), nn.LocalResponseNorm(2), nn.Identity()]
+)
+def test_models_that_treat_examples_apart_pass(norm: nn.Module) -> None:
+    model = ModuleModel(convolutional(norm), IMAGE, CLASSES, "pixels")
+    model.check_steps(examples=True)
+    if not isinstance(norm, nn.InstanceNorm2d):  # the gradient of a bias before it is of rounding alone
+        model.check_steps(examples=True, clients=4)
+
+
+def test_built_in_networks() -> None:
+    LeNet(IMAGE, CLASSES).check_steps(examples=True)
+    with refusing(ExperimentError, "model.norm", "GroupNorm"):
+        BatchNormConvNet(IMAGE, [3], [], CLASSES).check_steps(examples=True)
+
+
+# --- experiments ------------------------------------------------------------------------------------------------------
+
+OWN = """\
+name: own
+data: {own: {kind: pixels, input_shape: [1, 16, 16], classes: [a, b, c]}}
+model: {name: vgg, channels: [3]}
+algorithm: {name: fedavg}
+federation:
+  rounds: 2
+  privacy: {of: examples, clip: 1.0, noise_multiplier: 1.0, delta: 1e-5}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "facts"),
+    [
+        ("fedavg", "q-fedavg", ["line 4, algorithm.name: ", "q-fedavg", "losses"]),
+        ("channels: [3]", "channels: [3], norm: batch", ["line 3, model.norm: ", "norm: none"]),
+        ("{name: fedavg}", "{name: fedavg, local: {steps: 2, clip: 1.0}}", ["algorithm.local.clip: ", "null"]),
+        ("{name: vgg, channels: [3]}", "{name: resnet18}", ["line 3, model", "BatchNorm2d"]),
+    ],
+)
+def test_experiments_are_refused_at_the_line_of_the_key(tmp_path: Path, old: str, new: str, facts: list[str]) -> None:
+    (tmp_path / "own.yaml").write_text(OWN.replace(old, new))
+    with pytest.raises(ExperimentError) as error:
+        load_experiment(tmp_path / "own.yaml")
+    assert tells(str(error.value), *facts)
+    (tmp_path / "own.yaml").write_text(OWN.replace(old, new).replace("of: examples", "of: clients"))
+    load_experiment(tmp_path / "own.yaml")
+
+
+def people(n: int = 3) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    random = np.random.default_rng(0)
+    found = {}
+    for i in range(n):
+        x = random.normal(size=(40, 6)).astype(np.float32)
+        found[f"p{i}"] = (x, np.array(["no", "yes"])[(x[:, 0] > 0).astype(int)])
+    return found
+
+
+def test_a_run_protects_examples_in_any_number_of_processes(tmp_path: Path) -> None:
+    experiment = {
+        "name": "noisy",
+        "data": fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0),
+        "model": {"name": "mlp", "hidden": [4]},
+        "algorithm": {"name": "fedavg", "local": {"steps": 4, "batch_size": 8, "lr": 0.2}},
+        "federation": {
+            "rounds": 3, "clients_per_round": 3,
+            "privacy": {"of": "examples", "clip": 1.0, "noise_multiplier": 0.5, "delta": 1e-3},
+        },
+    }  # fmt: skip
+    quiet = {"report": False, "progress": False}
+    found = []
+    for name, keys in {"here": {}, "workers": {"runtime__workers": 2}, "less": {"noise": 0.4}}.items():
+        privacy = {**experiment["federation"]["privacy"], "noise_multiplier": keys.pop("noise", 0.5)}  # type: ignore[index]
+        made = {"runtime__workers": 0, "federation__privacy": privacy, **quiet, **keys}
+        folder = fedloom.run(experiment, out=tmp_path / name, **made).folder  # type: ignore[arg-type]
+        found.append(load_file(sorted((folder / "checkpoints").glob("*.safetensors"))[-1]))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert all(line["train"]["loss"] is None for line in lines)
+        assert lines[-1]["client_steps"] == 3 * 3 * 4
+    assert torch.equal(found[0]["theta"], found[1]["theta"])
+    assert not torch.equal(found[0]["theta"], found[2]["theta"])
+
+
+# --- counting ---------------------------------------------------------------------------------------------------------
+
+
+def test_releases_are_rates_multipliers_and_numbers_of_sums() -> None:
+    how = ExamplePrivacy(1.0, 2.0)
+
+    def found(name: str, examples: int, visits: int, personalizations: int = 0, **changes: Any) -> Any:
+        method: Algorithm = find_algorithm(name)
+        return example_releases(method, settings_of(name, **changes), how, examples, visits, personalizations)
+
+    assert found("fedavg", 30, 5) == (ExampleReleases(0.1, 2.0, 15),)
+    assert found("fedavg", 2, 5) == (ExampleReleases(1.0, 2.0, 15),)
+    assert found("fedavg", 30, 0) == ()
+    accumulated = {"epochs": 2, "batch_size": 3, "accumulate": 2}
+    assert found("fedavg", 30, 1, local=accumulated) == (ExampleReleases(0.2, 2.0, 10),)
+    head = LOCAL | {"batch_size": 6}
+    assert found("fedrep", 30, 2, head=head) == (ExampleReleases(0.2, 2.0, 6), ExampleReleases(0.1, 2.0, 6))
+    assert found("pfedme", 30, 2) == (ExampleReleases(0.1, pytest.approx(2 / 2**0.5), 4),)
+    assert found("pfedhn", 50, 1, 3, local=LOCAL) == (ExampleReleases(0.06, 2.0, 3), ExampleReleases(0.06, 2.0, 18))
+    assert replace(how, sampling="fixed").deviation == 2.0
