@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,14 @@ import fedloom
 from fedloom.algorithms.base import Algorithm, find_algorithm
 from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
-from fedloom.algorithms.example_privacy import ExampleReleases, check_example_privacy, example_releases
+from fedloom.algorithms.example_privacy import NoisySteps, check_example_privacy
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
-from fedloom.data.federated import ClientData
+from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
 from fedloom.experiment import load_experiment
+from fedloom.federation.randomness import generator
 from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
@@ -277,7 +278,6 @@ class Asking(Joint):
         (convolutional(nn.BatchNorm2d(4, track_running_stats=False)), ["'1'", "BatchNorm2d"]),
         (convolutional(Averaging()), ["'1'", "Averaging", "1.mean"]),
         (Joint, ["Joint.loss"]),
-        (Asking, ["Asking", "vmap"]),
     ],
 )
 def test_models_that_join_examples_are_refused_with_the_layer(make: Callable[[], nn.Module], facts: list[str]) -> None:
@@ -285,6 +285,50 @@ def test_models_that_join_examples_are_refused_with_the_layer(make: Callable[[],
     model.check_steps()
     with refusing(ExperimentError, "model.factory", *facts):
         model.check_steps(examples=True)
+
+
+class Recurrent(nn.Module):
+    """Module with a layer that vmap cannot run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.GRU(16, 5, batch_first=True), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.cell(x[:, 0])[0][:, -1])
+        return found
+
+
+@pytest.mark.parametrize("make", [Asking, Recurrent])
+def test_examples_are_differentiated_one_by_one_where_vmap_fails(make: Callable[[], nn.Module]) -> None:
+    model, data, s = ModuleModel(make, IMAGE, CLASSES, "pixels"), clients((7, 5)), LocalSGD(steps=3, batch_size=4)
+    model.check_steps(examples=True)
+    assert not model.in_training().vmaps_examples
+    theta = torch.stack([model.init(torch.Generator().manual_seed(i)) for i in range(2)])
+    data = [ClientData(c.id, Split(c.train.x.float(), c.train.y), c.test, c.test, c.classes) for c in data]
+
+    def group(*members: ClientData) -> ClientGroup:
+        keyed = lambda client, purpose: generator(1, purpose, client, 1)  # noqa: E731
+        return ClientGroup(members, keyed, round=1, examples=ExamplePrivacy(0.2, 1e-9))
+
+    together = train(model, group(*data), theta, s).theta
+    for i, c in enumerate(data):
+        alone = train(model, group(c), theta[i : i + 1], s).theta
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=0, atol=1e-6)
+    # One step over all examples, against autograd.
+    leaves, c = model.layout.leaves(theta[0]), data[0]
+    assert c.train.y is not None
+    total = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    for i in range(len(c.train)):
+        own = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
+        loss = nn.functional.cross_entropy(model.forward(own, c.train.x[i : i + 1]), c.train.y[i : i + 1])
+        found = torch.autograd.grad(loss, [*own.values()])
+        factor = min(1.0, 0.2 / float(torch.cat([part.flatten() for part in found]).norm()))
+        for name, part in zip(own, found, strict=True):
+            total[name] += factor * part
+    one = LocalSGD(steps=1, batch_size=7, lr=1.0, momentum=0.0)
+    moved = train(model, group(c), theta[:1], one).theta - theta[:1]
+    torch.testing.assert_close(moved[0], -model.layout.join(total) / 7, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -371,20 +415,16 @@ def test_a_run_protects_examples_in_any_number_of_processes(tmp_path: Path) -> N
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-def test_releases_are_rates_multipliers_and_numbers_of_sums() -> None:
-    how = ExamplePrivacy(1.0, 2.0)
-
-    def found(name: str, examples: int, visits: int, personalizations: int = 0, **changes: Any) -> Any:
+def test_noisy_steps_of_a_visit() -> None:
+    def found(name: str, examples: int = 30, *, personalizing: bool = False, **changes: Any) -> tuple[NoisySteps, ...]:
         method: Algorithm = find_algorithm(name)
-        return example_releases(method, settings_of(name, **changes), how, examples, visits, personalizations)
+        return method.noisy_steps(settings_of(name, **changes), examples, personalizing=personalizing)
 
-    assert found("fedavg", 30, 5) == (ExampleReleases(0.1, 2.0, 15),)
-    assert found("fedavg", 2, 5) == (ExampleReleases(1.0, 2.0, 15),)
-    assert found("fedavg", 30, 0) == ()
-    accumulated = {"epochs": 2, "batch_size": 3, "accumulate": 2}
-    assert found("fedavg", 30, 1, local=accumulated) == (ExampleReleases(0.2, 2.0, 10),)
-    head = LOCAL | {"batch_size": 6}
-    assert found("fedrep", 30, 2, head=head) == (ExampleReleases(0.2, 2.0, 6), ExampleReleases(0.1, 2.0, 6))
-    assert found("pfedme", 30, 2) == (ExampleReleases(0.1, pytest.approx(2 / 2**0.5), 4),)
-    assert found("pfedhn", 50, 1, 3, local=LOCAL) == (ExampleReleases(0.06, 2.0, 3), ExampleReleases(0.06, 2.0, 18))
-    assert replace(how, sampling="fixed").deviation == 2.0
+    assert found("fedavg") == found("scaffold") == (NoisySteps(3, 3),)
+    assert found("fedavg", local={"epochs": 2, "batch_size": 3, "accumulate": 2}) == (NoisySteps(6, 10),)
+    assert found("fedrep", head=LOCAL | {"batch_size": 6}) == (NoisySteps(6, 3), NoisySteps(3, 3))
+    assert found("ditto", personal=LOCAL | {"steps": 50}) == (NoisySteps(3, 3),)
+    assert found("pfedme") == (NoisySteps(3, 2, 2),)
+    assert found("pfedbayes", samples=4) == (NoisySteps(3, 3, 4),)
+    assert found("fedavg", personalizing=True, personalize_steps=5) == ()
+    assert found("pfedhn", personalizing=True, personalize_exchanges=7) == (NoisySteps(3, 21),)

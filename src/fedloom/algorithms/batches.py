@@ -172,7 +172,8 @@ class TrainBatches:
             yield from drawn
             return
         generator_of = self.group.generator if self.private is None else self.group.hidden
-        generators, lengths = [generator_of(i, f"{purpose}/augment") for i in self.members], []
+        generators = [generator_of(i, f"{purpose}/augment") for i in self.members]
+        lengths: list[int] = []
         for t, batch in enumerate(drawn):
             x = batch.x if self.stacked else batch.x[None]
             if not lengths or batch.each is not None:

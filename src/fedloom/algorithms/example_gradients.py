@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
 from fedloom.algorithms.batches import Batch
-from fedloom.data.inputs import each
+from fedloom.data.inputs import Inputs, count, each
 from fedloom.models.flat import FlatModel, Leaves
 
 MOST_NUMBERS = 1 << 25
@@ -43,9 +45,12 @@ def clipped_sums(
         found = model.loss(Leaves({**others, **chosen}), each(x, lambda t: t[None]), None if y is None else y[None])  # type: ignore[arg-type]
         return found.sum()
 
-    gradients_of = vmap(grad(loss), in_dims=axes, randomness=randomness)
-    if stacked:
-        gradients_of = vmap(gradients_of, in_dims=(0, 0, *axes[2:]), randomness=randomness)
+    if model.vmaps_examples:
+        gradients_of = vmap(grad(loss), in_dims=axes, randomness=randomness)
+        if stacked:
+            gradients_of = vmap(gradients_of, in_dims=(0, 0, *axes[2:]), randomness=randomness)
+    else:
+        gradients_of = partial(_one_by_one, _differentiated(loss), stacked=stacked)
     first = 1 + stacked  # axes before those of a leaf
     total: list[Tensor] = []
     for part in _pieces(batch, sum(leaf.numel() for leaf in chosen.values()), stacked=stacked):
@@ -54,6 +59,40 @@ def clipped_sums(
         sums = _clipped(flat, part.weight > 0, clip)
         total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
     return [one.reshape(chosen[name].shape) for one, name in zip(total, names, strict=True)]
+
+
+def _differentiated(loss: Callable[..., Tensor]) -> Callable[..., dict[str, Tensor]]:
+    """Return the gradient of a loss by its first argument, by autograd."""
+
+    def gradient(chosen: Mapping[str, Tensor], *rest: Any) -> dict[str, Tensor]:
+        leaves = {name: leaf.detach().requires_grad_() for name, leaf in chosen.items()}
+        with torch.enable_grad():
+            found = torch.autograd.grad(loss(leaves, *rest), list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, found, strict=True))
+
+    return gradient
+
+
+def _one_by_one(
+    gradient: Callable[..., dict[str, Tensor]],
+    chosen: Mapping[str, Tensor],
+    others: Mapping[str, Tensor],
+    x: Inputs,
+    y: Tensor | None,
+    *,
+    stacked: bool,
+) -> dict[str, Tensor]:
+    """Return gradients of each example ``[b, *shape]``, or of each client's ``[g, b, *shape]``, by a call each."""
+
+    def row(i: int) -> dict[str, Tensor]:
+        x_i, y_i = each(x, lambda t: t[i]), None if y is None else y[i]
+        if not stacked:
+            return gradient(chosen, others, x_i, y_i)
+        own, rest = ({name: leaf[i] for name, leaf in leaves.items()} for leaves in (chosen, others))
+        return _one_by_one(gradient, own, rest, x_i, y_i, stacked=False)
+
+    rows = [row(i) for i in range(count(x))]
+    return {name: torch.stack([one[name] for one in rows]) for name in chosen}
 
 
 def _clipped(flat: list[Tensor], counted: Tensor, clip: float) -> list[Tensor]:

@@ -1,14 +1,12 @@
-"""Differential privacy of examples in local training: which methods, models and settings can, and what they release."""
+"""Differential privacy of examples in local training: which methods and settings can, and by which steps."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ExperimentError
-from fedloom.privacy.examples import ExamplePrivacy
 
 if TYPE_CHECKING:
     from fedloom.algorithms.base import Algorithm
@@ -18,7 +16,12 @@ KEY = "federation.privacy.of"
 
 @dataclass(frozen=True)
 class NoisySteps:
-    """Noisy steps of one visit of a client.
+    """Noisy steps of one visit of a client, as a privacy accountant counts them.
+
+    A batch is drawn anew for each step: every example with probability q = b/n, or b of n (``federation.privacy``);
+    q = 1 for a client with n ≤ b. K noisy sums over one batch disclose no more than one with noise multiplier z/√K: as
+    Gaussian mechanisms on the same examples, adaptively chosen, they compose to that (J. Dong, A. Roth, W. J. Su,
+    Gaussian differential privacy, arXiv 1905.02383, Corollary 3.3), and the batch is drawn once.
 
     Attributes
     ----------
@@ -33,52 +36,6 @@ class NoisySteps:
     batch_size: int
     count: int
     uses: int = 1
-
-
-class ExampleReleases(NamedTuple):
-    """Noisy sums over the examples of a client, as a privacy accountant counts them.
-
-    Attributes
-    ----------
-    rate
-        Share q of the examples in a batch: b/n, or 1 for a client with n ≤ b.
-    noise_multiplier
-        z, in units of the clipping norm.
-    count
-        Sums.
-    """
-
-    rate: float
-    noise_multiplier: float
-    count: int
-
-
-def example_releases(
-    method: Algorithm,
-    settings: Any,
-    privacy: ExamplePrivacy,
-    examples: int,
-    visits: int,
-    personalizations: int = 0,
-) -> tuple[ExampleReleases, ...]:
-    """Return the noisy sums that a client with this many train examples has released.
-
-    K gradients of one batch count as one sum with multiplier z/√K: Gaussian mechanisms on the same examples, adaptively
-    chosen, disclose no more (J. Dong, A. Roth, W. J. Su, Gaussian differential privacy, arXiv 1905.02383, Corollary
-    3.3), and the batch is drawn once.
-
-    Parameters
-    ----------
-    visits, personalizations
-        Training visits, and personalizations, of the client.
-    """
-    found = []
-    for times, personalizing in ((visits, False), (personalizations, True)):
-        for steps in method.noisy_steps(settings, examples, personalizing=personalizing) if times and examples else ():
-            rate = min(steps.batch_size, examples) / examples
-            z = privacy.noise_multiplier / math.sqrt(steps.uses)
-            found.append(ExampleReleases(rate, z, steps.count * times))
-    return tuple(release for release in found if release.count)
 
 
 def check_example_privacy(method: Algorithm, settings: Any) -> None:

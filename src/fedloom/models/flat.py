@@ -220,6 +220,9 @@ class FlatModel(FlatNetwork):
     predicts_by_batch: bool = False
     """True if a prediction, too, depends on the other examples of its batch."""
 
+    vmaps_examples: bool = True
+    """False if ``torch.func.vmap`` cannot run it for single examples, whose gradients are then found one by one."""
+
     constants: Mapping[str, Tensor] = MappingProxyType({})
     """Tensors outside θ that the outputs depend on, the same in every process: frozen parameters and fixed buffers."""
 

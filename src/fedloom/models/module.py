@@ -45,6 +45,7 @@ from fedloom.models.module_state import (
     running_statistics,
     seeded,
     tell_of_batches,
+    tell_of_examples,
     theta_of,
     uncompiled,
     without_statistics,
@@ -182,6 +183,12 @@ class ModuleModel(FlatModel):
     ) -> None:
         """Make training steps as a run with these settings would; see :class:`~fedloom.models.flat.FlatModel`."""
         check_steps(self, self._trial, Steps(clients, twice, device or torch.device("cpu"), examples))
+
+    def take_examples(self, *, vmapped: bool) -> None:
+        """Set whether training takes the gradients of single examples by ``torch.func.vmap``, or one by one."""
+        self.vmaps_examples = self._training.vmaps_examples = vmapped
+        if not vmapped:
+            tell_of_examples(type(self._module).__name__)
 
     def called_module(self) -> nn.Module:
         """Return the module that this thread's calls run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -161,3 +162,13 @@ def tell_of_batches(module: nn.Module) -> None:
             kind,
             layers[0],
         )
+
+
+@cache
+def tell_of_examples(kind: str) -> None:
+    """Log, once for each kind of module, that gradients of single examples take a call each."""
+    _log.warning(
+        "%s: torch.func.vmap cannot run it for single examples, so their gradients (federation.privacy.of: examples) "
+        "are computed one by one",
+        kind,
+    )

@@ -78,8 +78,8 @@ class _Trial:
     def check(self) -> None:
         """Make the steps."""
         if self.steps.examples:
-            examples = ExampleTrial(self.training, self._leaves(0), *self.inputs, self.y)
-            examples.check(stacked=self.steps.clients > 1)
+            examples = ExampleTrial(self.training, self._leaves(0), self.inputs[0], self.inputs[1], self.y)
+            self.model.take_examples(vmapped=examples.check(stacked=self.steps.clients > 1))
         alone = [self._step(i) for i in range(2)]
         if self.steps.clients == 1:
             return
