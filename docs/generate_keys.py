@@ -102,7 +102,17 @@ def methods_page(text: str) -> str:
         method = find_algorithm(name)
         cells = ["yes" if task in method.tasks else "" for task in tasks]
         rows.append(f"| `{name}` | {' | '.join(cells)} | {', '.join(_needs(method))} | {method.restriction} |")
-    return _filled(text, {"tasks": "\n".join(rows)})
+    return _filled(text, {"tasks": "\n".join(rows), "privacy of examples": "\n".join(_examples())})
+
+
+def _examples() -> Iterator[str]:
+    """Yield a table of the methods that protect single examples, and the reasons of the others."""
+    yield "| method | protects examples | why not |"
+    yield "|---|---|---|"
+    for name in available():
+        method = find_algorithm(name)
+        why = method.example_privacy(method.settings())
+        yield f"| `{name}` | {'' if why else 'yes'} | {why or ''} |"
 
 
 def _needs(method: Algorithm) -> list[str]:

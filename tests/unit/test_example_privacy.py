@@ -351,7 +351,7 @@ def test_built_in_networks() -> None:
 
 OWN = """\
 name: own
-data: {own: {kind: pixels, input_shape: [1, 16, 16], classes: [a, b, c]}}
+data: {own: {kind: pixels, input_shape: [1, 16, 16], classes: [a, b, c], normalization: {mean: [0.5], std: [0.2]}}}
 model: {name: vgg, channels: [3]}
 algorithm: {name: fedavg}
 federation:
@@ -367,6 +367,7 @@ federation:
         ("channels: [3]", "channels: [3], norm: batch", ["line 3, model.norm: ", "norm: none"]),
         ("{name: fedavg}", "{name: fedavg, local: {steps: 2, clip: 1.0}}", ["algorithm.local.clip: ", "null"]),
         ("{name: vgg, channels: [3]}", "{name: resnet18}", ["line 3, model", "BatchNorm2d"]),
+        (", normalization: {mean: [0.5], std: [0.2]}", "", ["line 2, data.own.normalization: ", "mean", "measured"]),
     ],
 )
 def test_experiments_are_refused_at_the_line_of_the_key(tmp_path: Path, old: str, new: str, facts: list[str]) -> None:

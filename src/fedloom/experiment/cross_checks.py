@@ -124,6 +124,18 @@ def _check_model(c: _Combination) -> Iterator[SettingError]:
         yield _error_of(error, "model")
 
 
+def _check_moments(c: _Combination) -> Iterator[SettingError]:
+    """Check that clients whose examples are protected send no sums over them for the normalization."""
+    data = c.experiment.data
+    sends = isinstance(data, OwnData) and data.own.normalization == "measured" and data.own.numbers > 0
+    if c.experiment.protects_examples and sends:
+        yield _error(
+            "data.own.normalization",
+            "clients would send sums over their examples without noise (federation.privacy.of: examples); give "
+            "{mean, std} (got measured)",
+        )
+
+
 def _check_augment(c: _Combination) -> Iterator[SettingError]:
     e = c.experiment
     if e.data.augment and not c.algorithm.augments:
@@ -236,7 +248,7 @@ def _check_runtime(c: _Combination) -> Iterator[SettingError]:
         yield _error("runtime.clients_at_once", f"must be 1 with model.norm: batch (got {runtime.clients_at_once})")
 
 
-DATA_CHECKS: tuple[Check, ...] = (_check_population, _check_partition, _check_augment)
+DATA_CHECKS: tuple[Check, ...] = (_check_population, _check_partition, _check_augment, _check_moments)
 CHECKS: tuple[Check, ...] = (
     _check_rounds,
     _check_cohort,
