@@ -122,7 +122,9 @@ class TrainBatches:
         at_home: bool | None = None,
     ) -> None:
         self.group = group
-        self.private = None if (group.round is None if at_home is None else at_home) else group.examples
+        kept = group.round is None if at_home is None else at_home
+        self.private = None if kept else group.examples
+        """Privacy of examples, for which steps are noisy; None if they are not."""
         self.members = tuple(range(len(group)) if members is None else members)
         self.stacked = len(self.members) > 1
         self._model = model
