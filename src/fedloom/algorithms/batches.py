@@ -17,6 +17,7 @@ from torch import Tensor
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.core.draws import drawing_with, seed_from
+from fedloom.data.augment import Augmentation
 from fedloom.data.federated import ClientData, Split
 from fedloom.data.inputs import Inputs, each, first, joined, selected, take, unflattened
 from fedloom.errors import DataError, ExperimentError
@@ -170,9 +171,12 @@ class TrainBatches:
             raise self._padded_batches()
         draw = self._batches if self.private is None else self._private_batches
         drawn, augment = draw(size, counts, purpose, totals, shrinking), self.group.augment
-        if augment is None or not augmented:
-            yield from drawn
-            return
+        yield from drawn if augment is None or not augmented else self._augmented(augment, drawn, size, counts, purpose)
+
+    def _augmented(
+        self, augment: Augmentation, drawn: Iterator[Batch], size: int, counts: Sequence[int], purpose: str
+    ) -> Iterator[Batch]:
+        """Yield batches whose examples the augmentation has changed."""
         generator_of = self.group.generator if self.private is None else self.group.hidden
         generators = [generator_of(i, f"{purpose}/augment") for i in self.members]
         lengths: list[int] = []
@@ -216,21 +220,26 @@ class TrainBatches:
         """
         expected = [min(size, n) for n in self.sizes]
         each = [total / b for total, b in zip(totals or [1] * len(counts), expected, strict=True)]
-        first, nothing = torch.tensor([0, *self.sizes]).cumsum(0)[:-1], torch.arange(0)
+        nothing = torch.arange(0)
         for t in range(max(counts)):
             going = [count > t for count in counts]
             k = sum(going) if shrinking else len(counts)
             drawn = [self._sample(j, expected[j], f"{purpose}/sample/{t}") if going[j] else nothing for j in range(k)]
-            length = max(1, *map(len, drawn))
-            rows = [F.pad(d, (0, length - len(d))) for d in drawn]
-            weights = [F.pad(self._weight(len(d), w), (0, length - len(d))) for d, w in zip(drawn, each, strict=False)]
             active = None if shrinking or all(going) else torch.tensor(going, device=self._device)
-            if self.stacked:
-                index = (torch.stack(rows) + first[:k, None]).to(self._device)
-                batch = self._take(index, torch.stack(weights), active)
-            else:
-                batch = self._take(rows[0], weights[0])
-            yield replace(batch, each=torch.tensor(each[:k], dtype=torch.float64))
+            yield self._private_batch(drawn, each[:k], active)
+
+    def _private_batch(self, drawn: Sequence[Tensor], each: Sequence[float], active: Tensor | None) -> Batch:
+        """Return the batch of these positions of the first clients' examples, padded to the same length, at least 1."""
+        length = max([1, *map(len, drawn)])
+        rows = [F.pad(d, (0, length - len(d))) for d in drawn]
+        weights = [F.pad(self._weight(len(d), w), (0, length - len(d))) for d, w in zip(drawn, each, strict=True)]
+        if self.stacked:
+            first = torch.tensor([0, *self.sizes]).cumsum(0)[: len(rows)]
+            index = (torch.stack(rows) + first[:, None]).to(self._device)
+            batch = self._take(index, torch.stack(weights), active)
+        else:
+            batch = self._take(rows[0], weights[0])
+        return replace(batch, each=torch.tensor(each, dtype=torch.float64))
 
     def _sample(self, j: int, expected: int, purpose: str) -> Tensor:
         """Draw positions of the j-th client's examples: each with probability ``expected`` / n, or so many of them."""

@@ -237,8 +237,7 @@ class LocalTrainer(TrainBatches):
         if self.private is not None and not at_home:
             if differentiable or len(pieces) != 1:
                 self._refuse_if_private("a second derivative, or a gradient over several batches,")
-            batch, numbers = pieces[0], len(pieces[0].weight) if self.stacked else 1
-            return self.noisy_gradient(self.private, w, batch, leaves), batch.weight.new_zeros(numbers)
+            return self.noisy_gradient(self.private, w, pieces[0], leaves)
         gradients: list[Tensor] = []
         total = None
         for piece in pieces:
@@ -255,30 +254,32 @@ class LocalTrainer(TrainBatches):
 
     def noisy_gradient(
         self, private: ExamplePrivacy, w: Parameters, batch: Batch, leaves: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Return (Σ_j clipped g_j + N(0, z²C² I)) / b for each client, 0 for one that is done.
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return (Σ_j clipped g_j + N(0, z²C² I)) / b for each client, 0 for one that is done, and losses ``[g]`` of 0.
 
         Abadi et al. 2016, arXiv 1607.00133, Algorithm 1. g_j is the gradient of an example's loss with respect to these
         leaves, and b the expected size of a batch: the actual one would disclose how many examples were drawn.
         """
         if batch.each is None:
-            self._refuse_if_private("a batch that was not drawn for a noisy step")
-            raise RuntimeError("the batch was drawn without privacy")
+            raise RuntimeError("the batch was not drawn for a noisy step")
         place = {id(leaf): name for name, leaf in w.items()}
         names = [place[id(leaf)] for leaf in leaves]
         with self.drawing(batch.seed):
             sums = clipped_sums(self._model, w, names, batch, private.clip, stacked=self.stacked)
-        found = []
-        for j, weight in enumerate(batch.each.tolist()):
-            total = torch.cat([(one[j] if self.stacked else one).reshape(-1) for one in sums]).double().cpu()
-            if batch.active is not None and not batch.active[j]:
-                found.append(torch.zeros_like(total))
-                continue
-            noise = self.group.noise_for(self.members[j], total)
-            found.append(on_grid(total + private.deviation * noise, private.deviation) * weight)
-        noisy = torch.stack(found) if self.stacked else found[0]
-        parts = torch.split(noisy, [one[0].numel() if self.stacked else one.numel() for one in sums], dim=-1)
-        return [laid_out(part.reshape(leaf.shape).to(leaf), leaf) for part, leaf in zip(parts, leaves, strict=True)]
+        rows = [[one[j] for one in sums] for j in range(len(batch.each))] if self.stacked else [sums]
+        means = [self._noisy_mean(private, j, row, batch) for j, row in enumerate(rows)]
+        parts = torch.split(torch.stack(means), [one.numel() for one in rows[0]], dim=1)
+        found = [laid_out(part.reshape(leaf.shape).to(leaf), leaf) for part, leaf in zip(parts, leaves, strict=True)]
+        return found, batch.weight.new_zeros(len(rows))
+
+    def _noisy_mean(self, private: ExamplePrivacy, j: int, sums: Sequence[Tensor], batch: Batch) -> Tensor:
+        """Return the j-th client's sums over a batch with noise, times the weight of an example, ``[d]`` float64."""
+        assert batch.each is not None
+        total = torch.cat([one.reshape(-1) for one in sums]).double().cpu()
+        if batch.active is not None and not batch.active[j]:
+            return torch.zeros_like(total)
+        noise = self.group.noise_for(self.members[j], total)
+        return on_grid(total + private.deviation * noise, private.deviation) * float(batch.each[j])
 
     def gradient_at(self, theta: Tensor, *pieces: Batch) -> tuple[Tensor, Tensor]:
         """Return ∇f_i at θ_i as flat vectors, ``[g, d] -> [g, d]``, and f_i(θ_i) ``[g]``."""

@@ -39,18 +39,7 @@ def clipped_sums(
     """
     leaves = {name: leaf.detach() for name, leaf in w.items()}
     chosen = {name: leaves.pop(name) for name in names}
-    axes, randomness = (None, None, 0, None if batch.y is None else 0), "different" if model.draws else "error"
-
-    def loss(chosen: dict[str, Tensor], others: dict[str, Tensor], x: object, y: Tensor | None) -> Tensor:
-        found = model.loss(Leaves({**others, **chosen}), each(x, lambda t: t[None]), None if y is None else y[None])  # type: ignore[arg-type]
-        return found.sum()
-
-    if model.vmaps_examples:
-        gradients_of = vmap(grad(loss), in_dims=axes, randomness=randomness)
-        if stacked:
-            gradients_of = vmap(gradients_of, in_dims=(0, 0, *axes[2:]), randomness=randomness)
-    else:
-        gradients_of = partial(_one_by_one, _differentiated(loss), stacked=stacked)
+    gradients_of = _gradients(model, labelled=batch.y is not None, stacked=stacked)
     first = 1 + stacked  # axes before those of a leaf
     total: list[Tensor] = []
     for part in _pieces(batch, sum(leaf.numel() for leaf in chosen.values()), stacked=stacked):
@@ -59,6 +48,20 @@ def clipped_sums(
         sums = _clipped(flat, part.weight > 0, clip)
         total = [a + b for a, b in zip(total, sums, strict=True)] if total else sums
     return [one.reshape(chosen[name].shape) for one, name in zip(total, names, strict=True)]
+
+
+def _gradients(model: FlatModel, *, labelled: bool, stacked: bool) -> Callable[..., dict[str, Tensor]]:
+    """Return ``(chosen leaves, other leaves, x, y) -> gradients`` by the chosen ones, of each example."""
+
+    def loss(chosen: dict[str, Tensor], others: dict[str, Tensor], x: Inputs, y: Tensor | None) -> Tensor:
+        one: Any = each(x, lambda t: t[None])
+        return model.loss(Leaves({**others, **chosen}), one, None if y is None else y[None]).sum()
+
+    if not model.vmaps_examples:
+        return partial(_one_by_one, _differentiated(loss), stacked=stacked)
+    axes, randomness = (0, 0 if labelled else None), "different" if model.draws else "error"
+    of_client = vmap(grad(loss), in_dims=(None, None, *axes), randomness=randomness)
+    return vmap(of_client, in_dims=(0, 0, *axes), randomness=randomness) if stacked else of_client
 
 
 def _differentiated(loss: Callable[..., Tensor]) -> Callable[..., dict[str, Tensor]]:
