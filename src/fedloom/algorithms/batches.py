@@ -72,17 +72,18 @@ class Batch:
     seed: int | None = None  # of the draws; None if the model draws nothing
     each: Tensor | None = None  # [g], weight of an example of a batch that was drawn for a noisy step; None for others
 
+    @property
+    def of_first(self) -> Batch:
+        """The first client's part of a stack, as of a client alone."""
+        y = None if self.y is None else self.y[0]
+        of_each = None if self.each is None else self.each[:1]
+        return Batch(each(self.x, lambda t: t[0]), y, self.weight[0], seed=self.seed, each=of_each)
+
 
 def _lengths(batch: Batch) -> list[int]:
     """Return the number of examples of each client in a batch, without padding."""
     counted = (batch.weight > 0).sum(-1)
     return [int(n) for n in counted.reshape(-1)]
-
-    @property
-    def of_first(self) -> Batch:
-        """The first client's part of a stack, as of a client alone."""
-        y = None if self.y is None else self.y[0]
-        return Batch(each(self.x, lambda t: t[0]), y, self.weight[0], seed=self.seed)
 
 
 def _joined(splits: Sequence[Split]) -> tuple[Inputs, Tensor | None]:
