@@ -1,8 +1,8 @@
 """FedLoom: personalized federated learning on one machine, on Kubernetes, under Kubeflow.
 
 ``run`` runs an experiment and returns it as a :class:`Run`. ``sweep`` runs many. ``load`` opens a finished run,
-``compare`` compares several, ``audit`` attacks one, ``personalize`` gets a model for a client outside the run, and
-``fetch`` downloads a data set (docs/python.md).
+``compare`` compares several, ``audit`` attacks one, ``privacy_cost`` tells what the privacy of a training costs,
+``personalize`` gets a model for a client outside the run, and ``fetch`` downloads a data set (docs/python.md).
 Heavy dependencies are imported on first use.
 """
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedloom.api.audits import audit
-    from fedloom.api.calls import compare, fetch, load, personalize, personalize_async, run, sweep
+    from fedloom.api.calls import compare, fetch, load, personalize, personalize_async, privacy_cost, run, sweep
     from fedloom.api.federated import Federated
     from fedloom.api.run import Comparison, Run, Sweep
     from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
@@ -43,13 +43,15 @@ __all__ = [
     "load",
     "personalize",
     "personalize_async",
+    "privacy_cost",
     "run",
     "sweep",
 ]
 
 _LATER = {
     **dict.fromkeys(
-        ("compare", "fetch", "load", "personalize", "personalize_async", "run", "sweep"), "fedloom.api.calls"
+        ("compare", "fetch", "load", "personalize", "personalize_async", "privacy_cost", "run", "sweep"),
+        "fedloom.api.calls",
     ),
     **dict.fromkeys(("Comparison", "Run", "Sweep"), "fedloom.api.run"),
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Functions of the API: ``fedloom.run``, ``sweep``, ``load``, ``compare``, ``personalize`` and ``fetch``."""
+"""Functions of the API: ``run``, ``sweep``, ``load``, ``compare``, ``personalize``, ``privacy_cost`` and ``fetch``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedloom.runner.observer import RunObserver
     from fedloom.runner.options import RunOptions
     from fedloom.runner.personal_model import PersonalModel
+    from fedloom.runner.privacy_cost import PrivacyCost
     from fedloom.runner.sweep import SweepObserver
 
 P = ParamSpec("P")
@@ -347,6 +348,49 @@ async def personalize_async(request: PersonalizationRequest) -> PersonalModel:
     from fedloom.runner.personal import request_model_async
 
     return await request_model_async(request)
+
+
+def privacy_cost(
+    experiment: Experiment | Mapping[str, Any] | str | Path,
+    /,
+    *,
+    clients: int | None = None,
+    examples: int | None = None,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    rounds: int | None = None,
+    **overrides: Any,
+) -> PrivacyCost:
+    """Return what the privacy of an experiment's training costs, as ``fedloom privacy``; nothing is trained.
+
+    Parameters
+    ----------
+    experiment, overrides
+        As in :func:`run`; the experiment has ``federation.privacy``.
+    clients
+        Number of training clients; None: as the experiment says.
+    examples
+        For privacy of examples: training examples of the smallest client; None: from the partition.
+    epsilon, noise_multiplier, rounds
+        Values instead of the experiment's. Two of the three give the third: ``epsilon`` with ``noise_multiplier`` the
+        rounds that fit, ``epsilon`` the noise, ``noise_multiplier`` the ε.
+
+    Returns
+    -------
+    PrivacyCost
+        ε by rounds, noise multiplier, size of the noise beside updates, and the same in sentences (``print`` it).
+
+    Raises
+    ------
+    ExperimentError
+        If the experiment is invalid or not private, or a number of clients or examples is missing.
+    """
+    from fedloom import experiment as experiments
+    from fedloom.runner.privacy_cost import PrivacyQuestion
+    from fedloom.runner.privacy_cost import privacy_cost as cost_of
+
+    e = experiments.of(experiment, **with_module(overrides))
+    return cost_of(e, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds))
 
 
 def fetch(name: str, root: str | Path | None = None) -> Path:

@@ -26,6 +26,7 @@ from fedloom.cli import (
     data,
     pack,
     pipeline,
+    privacy,
     run,
     runs,
     schema,
@@ -70,6 +71,7 @@ app.command("runs")(runs.runs)
 app.command("report")(use.report_command)
 app.command("compare")(use.compare_command)
 app.command("partition")(data.partition_command)
+app.command("privacy")(privacy.privacy_command)
 app.command("schema")(schema.schema)
 
 data_app = typer.Typer(help="Data sets, and clients' own data.", no_args_is_help=True, rich_markup_mode=None)

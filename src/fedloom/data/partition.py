@@ -101,6 +101,26 @@ def partition_dataset(
     return folder
 
 
+def made_partition(
+    source: Dataset,
+    scheme: Scheme,
+    *,
+    seed: int,
+    held_out_fraction: float,
+    validation_fraction: float,
+    normalization: MeasuredOn = "seen",
+    root: Path | str | None = None,
+) -> Path | None:
+    """Return the folder of a partition if it is on this machine, as :func:`partition_dataset` names it; else None."""
+    settings = PartitionSettings(scheme, seed, float(held_out_fraction), float(validation_fraction), normalization)
+    try:
+        checksums = datasets.checksums(source, root)
+    except DataError:  # the data set is not here
+        return None
+    folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
+    return folder if folder.exists() else None
+
+
 def notes_of(folder: Path) -> tuple[str, ...]:
     """Return the notes on a partition: owners or examples left out, and repeated inputs.
 

@@ -41,6 +41,8 @@ MOST_ROUNDS = 10**7
 """Number of rounds above which no search continues."""
 
 _ORDERS = (1.1, 1.25, 1.5, 1.75, *(1 + i / 4 for i in range(4, 12)), *range(4, 65), 96, 128, 256, 512)
+_LEAST = 1 / 32
+"""Noise multiplier below which no search continues: ε is above 500."""
 _DISTINCT = 12
 """Number of different sampling rates that are composed one by one; of more, rates are rounded up."""
 
@@ -139,12 +141,16 @@ def noise_multiplier_for(epsilon: float, delta: float, release: Release, rounds:
 
     The multiplier of ``release`` is not used. The result is up to 0.1 % too large, never too small; 0 for ε = inf.
     """
-    if math.isinf(epsilon) or rounds == 0:
+    return least_multiplier(epsilon, lambda z: epsilon_of({replace(release, noise_multiplier=z): rounds}, delta))
+
+
+def least_multiplier(epsilon: float, cost: Callable[[float], float]) -> float:
+    """Return the least noise multiplier z with ``cost(z)`` ≤ ε, as :func:`noise_multiplier_for` does.
+
+    ``cost`` returns the ε of what a multiplier above 0 protects, which falls with z.
+    """
+    if math.isinf(epsilon) or cost(1.0) == 0:
         return 0.0
-
-    def cost(z: float) -> float:
-        return epsilon_of({replace(release, noise_multiplier=z): rounds}, delta)
-
     low, high = _bracket(cost, epsilon)
     while high > low * (1 + PRECISION):
         middle = math.sqrt(low * high)
@@ -307,7 +313,7 @@ def _bracket(cost: Callable[[float], float], epsilon: float) -> tuple[float, flo
     z = 1.0
     while cost(z) > epsilon:
         z *= 2
-    while z > 1e-3 and cost(z / 2) <= epsilon:
+    while z > _LEAST and cost(z / 2) <= epsilon:
         z /= 2
     return z / 2, z
 

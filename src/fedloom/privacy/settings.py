@@ -96,12 +96,13 @@ class TrainingPrivacy(Settings):
         default=None,
         gt=0,
         description="Noise multiplier z: standard deviation z · C on each coordinate of a sum of clipped terms "
-        "(exactly one of noise_multiplier and epsilon).",
+        "(at least one of noise_multiplier and epsilon).",
     )
     epsilon: float | None = Field(
         default=None,
         gt=0,
-        description="ε of all rounds together, from which the noise multiplier is found before the run.",
+        description="ε of all rounds together toward readers of the models, from which the noise multiplier is found "
+        "before the run. With noise_multiplier, as in a run's folder: the run is refused if its rounds cost more.",
     )
     delta: float = Field(gt=0, le=MAX_DELTA, description="δ of the (ε, δ) that is reported; below 1/n.")
     sampling: Literal["poisson", "fixed"] = Field(
@@ -122,11 +123,9 @@ class TrainingPrivacy(Settings):
     )
 
     @model_validator(mode="after")
-    def _one_of_noise_and_epsilon(self) -> Self:
-        if (self.noise_multiplier is None) == (self.epsilon is None):
-            raise ValueError(
-                f"set exactly one of noise_multiplier and epsilon (got {self.noise_multiplier} and {self.epsilon})"
-            )
+    def _noise_or_epsilon(self) -> Self:
+        if self.noise_multiplier is None and self.epsilon is None:
+            raise ValueError("set noise_multiplier or epsilon")
         return self
 
     @model_validator(mode="after")

@@ -43,6 +43,7 @@ from fedloom.runner.run_data import run_dataset
 from fedloom.runner.serve import DurableRounds
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.tracking import TrackerObserver, find_trackers
+from fedloom.runner.training_privacy import with_noise
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
 from fedloom.security.audit import Audit
@@ -114,6 +115,8 @@ class Engine:
             if e.federation.rounds and not self.replay.is_open:
                 self.replay.attempt(e.federation.rounds)  # raise now, not at its end, if the journal is too short
         self.dataset = None if self.is_open else run_dataset(e, options)
+        begun = self.folder.experiment() if self._resumes else None
+        self.experiment = e = with_noise(e, None if self.dataset is None else self.dataset.manifest, begun)
         self.parts = self._parts()
         self.stateful = self.parts.client_algorithm().stateful
         self.publication = Publication(self.folder, e, options)

@@ -93,6 +93,9 @@ def _holds_run(folder: RunFolder) -> bool:
 def _fixed_settings(e: Experiment) -> dict[str, Any]:
     """Return the settings that may not change on resume."""
     settings = e.located().model_dump(mode="json")
+    privacy = settings["federation"]["privacy"]
+    if privacy is not None and privacy["epsilon"] is not None:
+        privacy.pop("noise_multiplier")  # a run's folder has the one that was found for ε
     for *above, last in FREE_ON_RESUME:
         inner: Any = settings
         for key in above:

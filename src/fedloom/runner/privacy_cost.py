@@ -1,0 +1,364 @@
+"""Cost of a training's privacy before it runs: ε by rounds, the noise that an ε needs, and its size beside updates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedloom.algorithms.base import Setup, find_algorithm
+from fedloom.data.federated import FederatedDataset
+from fedloom.data.input_spec import specs_of
+from fedloom.data.manifest import Manifest
+from fedloom.data.partition import made_partition
+from fedloom.data.schemes import MeansScheme
+from fedloom.errors import ExperimentError, argument
+from fedloom.experiment.sections import Experiment, OwnData
+from fedloom.federation.randomness import generator
+from fedloom.messages import Quantity, answer_shapes
+from fedloom.models.fitting import fitted
+from fedloom.privacy.accounting import EVERYONE, MOST_ROUNDS, epsilon_of, rounds_within
+from fedloom.privacy.settings import TrainingPrivacy
+from fedloom.privacy.tally import Tally
+from fedloom.runner.training_privacy import Planned, Population
+from fedloom.tasks.registry import agreed_task
+
+HOPELESS, SEVERE = 1.0, 0.3
+"""Ratios of the noise's norm to the clipping norm, on the mean of a round, above which a sentence warns."""
+
+_STATISTICS = (Quantity.COUNT, Quantity.LOSS, Quantity.METRICS, Quantity.OTHER)
+
+
+@dataclass(frozen=True)
+class PrivacyQuestion:
+    """Question about a training's privacy; of ε, rounds and noise multiplier, two give the third.
+
+    Attributes
+    ----------
+    clients
+        Number of training clients; None: as the experiment says.
+    examples
+        Training examples of the smallest client, for privacy of examples; None: from the partition.
+    epsilon, noise_multiplier, rounds
+        Values instead of the experiment's. With ``epsilon`` and ``noise_multiplier``, the rounds are found.
+    """
+
+    clients: int | None = None
+    examples: int | None = None
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    rounds: int | None = None
+
+    def check(self) -> None:
+        """Raise ExperimentError if a value is out of range, or all three of ε, noise and rounds are given."""
+        for name in ("clients", "examples", "epsilon", "noise_multiplier", "rounds"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ExperimentError(f"{argument(name)} must be positive (got {value:g}).", key=name, found=value)
+        if None not in (self.epsilon, self.noise_multiplier, self.rounds):
+            raise ExperimentError(
+                f"{argument('epsilon')}, {argument('noise_multiplier')} and {argument('rounds')} cannot be given "
+                "together: two of them give the third.",
+                key="epsilon",
+            )
+
+
+@dataclass(frozen=True)
+class EpsilonAt:
+    """ε after some rounds, toward readers of the models, and toward the aggregator; None: no guarantee."""
+
+    rounds: int
+    to_readers: float
+    to_aggregator: float | None
+
+
+@dataclass(frozen=True)
+class PrivacyCost:
+    """Cost of a training's privacy.
+
+    Attributes
+    ----------
+    unit
+        ``clients`` or ``examples``.
+    clip, noise_multiplier, delta
+        C, z and δ.
+    asked_epsilon
+        ε for which the noise multiplier or the rounds were found; None if both were given.
+    sampling, clients, cohort
+        Draw of cohorts, number of training clients, and expected number of them in a round.
+    visits, examples, batch
+        For privacy of examples: rounds that a client takes part in (few exceed it), its training examples, and expected
+        size of a mini-batch; None otherwise.
+    rounds
+        Number of rounds; None: more than ten million fit.
+    by_rounds
+        ε after one round, a quarter, half and all of them.
+    noise
+        ``central`` or ``distributed``.
+    parameters
+        Number d of coordinates that get noise.
+    noise_to_clip
+        z √d / m: norm of the noise on the mean of a round (m clients) or a step (m examples), relative to the
+        clipping norm.
+    statement
+        The same in sentences.
+    """
+
+    unit: str
+    clip: float
+    noise_multiplier: float
+    delta: float
+    asked_epsilon: float | None
+    sampling: str
+    clients: int
+    cohort: int
+    visits: int | None
+    examples: int | None
+    batch: int | None
+    rounds: int | None
+    by_rounds: tuple[EpsilonAt, ...]
+    noise: str
+    parameters: int
+    noise_to_clip: float
+    statement: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the sentences."""
+        return "\n".join(self.statement)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the cost as a JSON object."""
+        return asdict(self) | {"by_rounds": [asdict(at) for at in self.by_rounds], "statement": list(self.statement)}
+
+
+def privacy_cost(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
+    """Return what the privacy of an experiment's training costs; nothing is trained, and no data are needed.
+
+    Raises
+    ------
+    ExperimentError
+        If the experiment has no ``federation.privacy``, a value is out of range, or a number of clients or examples is
+        not known and not given.
+    """
+    question.check()
+    privacy = experiment.federation.privacy
+    if privacy is None:
+        raise ExperimentError(
+            "federation.privacy is not set, so training has no ε.",
+            key="federation.privacy",
+            hint=f"add it, or {argument('set')}federation.privacy='{{clip: 1.0, epsilon: 8, delta: 1e-5}}'",
+        )
+    planned = Planned(experiment, _population(experiment, question))
+    z, rounds, asked = _third(planned, question)
+    size = update_size(experiment, planned.population.clients)
+    examples = None if planned.population.examples is None else planned.population.examples[0]
+    of_examples = privacy.of == "examples"
+    batch = min(_batch(planned, examples), examples) if of_examples and examples is not None else None
+    ratio = z * math.sqrt(size) / (batch or planned.cohort)
+    found = PrivacyCost(
+        unit=privacy.of,
+        clip=privacy.clip,
+        noise_multiplier=z,
+        delta=privacy.delta,
+        asked_epsilon=asked,
+        sampling=planned.release(z).sampling,
+        clients=planned.population.clients,
+        cohort=planned.cohort,
+        visits=planned.visits(rounds) if of_examples and rounds is not None else None,
+        examples=examples if of_examples else None,
+        batch=batch,
+        rounds=rounds,
+        by_rounds=tuple(_at(planned, privacy, n, z) for n in _marks(rounds)),
+        noise=privacy.noise,
+        parameters=size,
+        noise_to_clip=ratio,
+        statement=(),
+    )
+    return dataclasses.replace(found, statement=tuple(_sentences(found)))
+
+
+def update_size(experiment: Experiment, clients: int) -> int:
+    """Return the number of coordinates of what a client sends in a round, without statistics."""
+    algorithm, settings = find_algorithm(experiment.algorithm.name), experiment.algorithm.settings
+    setup = _setup(experiment, clients)
+    sizes = algorithm.server(settings, setup, generator(experiment.seed, "init")).sizes
+    quantities = {cls: {field.name: field.quantity for field in cls.fields()} for cls in algorithm.messages}
+    return sum(
+        math.prod(shape)
+        for cls, shapes in answer_shapes(algorithm.messages, sizes).items()
+        for name, shape in shapes.items()
+        if quantities[cls][name] not in _STATISTICS
+    )
+
+
+def _setup(e: Experiment, clients: int) -> Setup:
+    """Return the facts of a problem as its manifest would have them, without data."""
+    if isinstance(e.data, OwnData):
+        own = e.data.own
+        specs, classes, targets, where = own.specs, len(own.classes), own.wanted, "data.own"
+        shape, kind = own.input_shape, own.kind
+    else:
+        source, partition = e.data.opened(), e.data.partition
+        if isinstance(partition, MeansScheme):
+            source = dataclasses.replace(source, input_shape=(partition.dimension,))
+        specs, classes, targets, where = specs_of(source), source.classes, source.targets, e.data.dataset
+        shape, kind = source.input_shape, source.kind
+    outputs, target_shape = (classes, ()) if targets is None else (targets.outputs, targets.shape)
+    name = "classification" if targets is None else targets.task
+    task = agreed_task(e.task, name, outputs, where)
+    found = fitted(e.model, specs, outputs, task, target_shape)
+    return Setup(
+        model=found.model,
+        classes=classes,
+        input_shape=shape,
+        clients=clients,
+        kind="features" if found.standardizes and kind == "integers" else kind,
+        roster=tuple(str(i) for i in range(clients)),
+        targets=targets,
+    )
+
+
+def _population(e: Experiment, question: PrivacyQuestion) -> Population:
+    """Return the training clients: as asked, or from the partition if it is on this machine, or from the settings."""
+    found = Population.of(e, _partition(e) if question.clients is None or question.examples is None else None)
+    clients = question.clients or (None if found is None else found.clients)
+    if clients is None:
+        raise ExperimentError(
+            f"The number of clients depends on the data; give it with {argument('clients')}.", key="clients"
+        )
+    examples = None if found is None else found.examples
+    if question.examples is not None:
+        examples = (question.examples, question.examples)
+    privacy = e.federation.privacy
+    if examples is None and privacy is not None and privacy.of == "examples":
+        raise ExperimentError(
+            "The ε of examples depends on how many a client has, and the partition is not on this machine; give the "
+            f"smallest client's number with {argument('examples')}.",
+            key="examples",
+            hint="or make the partition: fedloom partition EXPERIMENT",
+        )
+    return Population(clients, examples)
+
+
+def _partition(e: Experiment) -> Manifest | None:
+    """Return the manifest of the experiment's partition if it is on this machine."""
+    if isinstance(e.data, OwnData):
+        return None
+    data = e.data
+    folder = made_partition(
+        data.opened(),
+        data.partition,
+        seed=e.seed,
+        held_out_fraction=data.held_out_fraction,
+        validation_fraction=data.validation_fraction,
+        normalization=data.normalization,
+        root=data.root,
+    )
+    return None if folder is None else FederatedDataset.open(folder).manifest
+
+
+def _third(planned: Planned, question: PrivacyQuestion) -> tuple[float, int | None, float | None]:
+    """Return noise multiplier, rounds, and the ε from which one of them was found (None: from neither)."""
+    privacy, e = planned.privacy, planned.experiment
+    epsilon, z = question.epsilon, question.noise_multiplier
+    if epsilon is not None and z is not None:
+        return z, _rounds(planned, epsilon, z), epsilon
+    rounds = question.rounds or e.federation.rounds
+    if not rounds:
+        raise ExperimentError(
+            f"The experiment has no number of rounds; give {argument('rounds')}, or {argument('epsilon')} with "
+            f"{argument('noise_multiplier')}.",
+            key="rounds",
+        )
+    if z is None and epsilon is None:
+        z, epsilon = privacy.noise_multiplier, privacy.epsilon
+    if z is not None:
+        return z, rounds, None
+    assert epsilon is not None  # the settings have one of them
+    return planned.noise_multiplier(epsilon, rounds), rounds, epsilon
+
+
+def _rounds(planned: Planned, epsilon: float, z: float) -> int | None:
+    """Return how many rounds cost at most ε; None for more than ten million."""
+    if planned.privacy.of == "clients":
+        return rounds_within(epsilon, planned.privacy.delta, planned.release(z))
+    low, high = 0, 1
+    while planned.epsilon(high, z) <= epsilon:
+        low, high = high, 2 * high
+        if low > MOST_ROUNDS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if planned.epsilon(middle, z) <= epsilon else (low, middle)
+    return low
+
+
+def _marks(rounds: int | None) -> list[int]:
+    if rounds is None:
+        return [1]
+    return sorted({n for n in (1, rounds // 4, rounds // 2, rounds) if n})
+
+
+def _at(planned: Planned, privacy: TrainingPrivacy, rounds: int, z: float) -> EpsilonAt:
+    counts = planned.counts(rounds, z)
+    tally = Tally(privacy.delta)
+    tally.add(counts)
+    if privacy.of == "examples":
+        return EpsilonAt(rounds, tally.epsilon, tally.epsilon)
+    if privacy.noise == "central":
+        return EpsilonAt(rounds, tally.epsilon, None)
+    known = {release.without_sampling(): count for release, count in counts[EVERYONE].items()}
+    return EpsilonAt(rounds, tally.epsilon, epsilon_of(known, privacy.delta))
+
+
+def _batch(planned: Planned, examples: int) -> int:
+    """Return the largest mini-batch of a client's visit."""
+    steps = planned.algorithm.noisy_steps(planned.experiment.algorithm.settings, examples)
+    return max((each.batch_size for each in steps), default=examples)
+
+
+def _sentences(found: PrivacyCost) -> list[str]:
+    said = [_draw(found), _noise(found)]
+    if found.unit == "clients" and found.noise == "central":
+        said.append("The aggregator adds the noise, so it is trusted: ε holds toward whoever sees the trained models.")
+    elif found.unit == "clients":
+        said.append(
+            "Clients add the noise in shares. The aggregator knows who takes part, so no sampling counts toward it."
+        )
+    else:
+        said.append("Clients add the noise themselves: ε holds toward the aggregator, too.")
+    if found.unit == "clients" and found.delta >= 1 / found.clients:
+        said.append(
+            f"δ = {found.delta:g} is not below 1/n = {1 / found.clients:.2g}: publishing a client's data would pass."
+        )
+    return said
+
+
+def _draw(found: PrivacyCost) -> str:
+    if found.unit == "examples":
+        return (
+            f"A client takes part in at most about {found.visits} of {found.rounds} rounds; one with {found.examples} "
+            f"training examples draws mini-batches of {found.batch}. ε is for such a client."
+        )
+    if found.sampling == "all":
+        return f"All {found.clients:,} clients take part in every round, so sampling protects nobody."
+    draw = "independently" if found.sampling == "poisson" else "without replacement"
+    return f"In each round {found.cohort:,} of {found.clients:,} clients take part, drawn {draw}."
+
+
+def _noise(found: PrivacyCost) -> str:
+    of = "step" if found.unit == "examples" else "round"
+    ratio = found.noise_to_clip
+    about = (
+        f"The noise on the mean of a {of} has {ratio:.2g} times the norm of the largest clipped "
+        f"{'gradient' if found.unit == 'examples' else 'update'} (z √d / m with d = {found.parameters:,})"
+    )
+    need = math.ceil(found.noise_multiplier * math.sqrt(found.parameters) / SEVERE)
+    units = "examples per mini-batch" if found.unit == "examples" else "clients per round"
+    fix = f"it takes about {need:,} {units}, fewer parameters (a head, adapters), or a larger ε."
+    if ratio > HOPELESS:
+        return f"{about}: it swamps the signal, and training cannot be expected to work; {fix}"
+    if ratio > SEVERE:
+        return f"{about}: it slows training much, and averages out over many rounds only; for less, {fix}"
+    return f"{about}: training can be expected to work."

@@ -1,0 +1,189 @@
+"""Privacy of training before a run: what its rounds will release, and the noise that an ε needs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedloom.algorithms.base import Algorithm, find_algorithm
+from fedloom.data.manifest import Manifest
+from fedloom.errors import ExperimentError
+from fedloom.experiment.sections import Data, Experiment
+from fedloom.privacy.accounting import EVERYONE, PRECISION, Release, least_multiplier, sampled
+from fedloom.privacy.settings import TrainingPrivacy
+from fedloom.privacy.tally import Counts, Tally
+
+DEVIATIONS = 4
+"""Standard deviations above the mean at which a client's number of visits is planned, where cohorts are drawn."""
+
+
+@dataclass(frozen=True)
+class Population:
+    """Clients that train, as far as they are known before a run.
+
+    Attributes
+    ----------
+    clients
+        Number of clients; in an open federation, the least number.
+    examples
+        Smallest and largest numbers of training examples of a client; None if they are not known.
+    """
+
+    clients: int
+    examples: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, experiment: Experiment, manifest: Manifest | None) -> Population | None:
+        """Return the population of a manifest, or else of the experiment; None if only data determine it."""
+        if manifest is not None and manifest.roster:
+            sizes = [entry.train for entry in manifest.clients if entry.seen]
+            return cls(len(sizes), (min(sizes), max(sizes)))
+        data = experiment.data
+        clients = data.seen if isinstance(data, Data) else experiment.federation.min_clients
+        return None if clients is None else cls(clients)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Releases of a training that is to come.
+
+    Attributes
+    ----------
+    experiment
+        Experiment with ``federation.privacy``.
+    population
+        Its training clients.
+    """
+
+    experiment: Experiment
+    population: Population
+
+    @property
+    def privacy(self) -> TrainingPrivacy:
+        """Settings of ``federation.privacy``."""
+        assert self.experiment.federation.privacy is not None
+        return self.experiment.federation.privacy
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The method."""
+        return find_algorithm(self.experiment.algorithm.name)
+
+    @property
+    def cohort(self) -> int:
+        """Expected number of clients of a cohort."""
+        return min(self.experiment.federation.clients_per_round, self.population.clients)
+
+    def counts(self, rounds: int, noise_multiplier: float) -> Counts:
+        """Return the releases of so many rounds; for examples, of the smallest and of the largest client."""
+        if self.privacy.of == "clients":
+            return {EVERYONE: {self.release(noise_multiplier): rounds}}
+        visits = self.visits(rounds)
+        return {str(n): self.steps(n, visits, noise_multiplier) for n in dict.fromkeys(self._sizes())}
+
+    def epsilon(self, rounds: int, noise_multiplier: float) -> float:
+        """Return the ε of so many rounds toward readers of the models."""
+        return _epsilon(self.counts(rounds, noise_multiplier), self.privacy.delta)
+
+    def release(self, noise_multiplier: float) -> Release:
+        """Return the release of a noisy sum over a cohort."""
+        return sampled(self.privacy.sampling, self.population.clients, self.cohort, noise_multiplier)
+
+    def visits(self, rounds: int) -> int:
+        """Return the number of rounds that a client takes part in, which few clients exceed."""
+        rate = self.cohort / self.population.clients
+        likely = rounds * rate + DEVIATIONS * math.sqrt(rounds * rate * (1 - rate))
+        return min(rounds, math.ceil(likely))
+
+    def steps(self, examples: int, visits: int, noise_multiplier: float) -> Counter[Release]:
+        """Return the releases of a client with this many training examples over some visits."""
+        settings = self.experiment.algorithm.settings
+        found: Counter[Release] = Counter()
+        for steps in self.algorithm.noisy_steps(settings, examples):
+            z = noise_multiplier / math.sqrt(steps.uses)  # several sums over one batch reveal as much as one of them
+            found[sampled(self.privacy.sampling, examples, steps.batch_size, z)] += steps.count * visits
+        return found
+
+    def noise_multiplier(self, epsilon: float, rounds: int) -> float:
+        """Return the least noise multiplier with which so many rounds cost at most ε."""
+        return least_multiplier(epsilon, lambda z: self.epsilon(rounds, z))
+
+    def _sizes(self) -> Sequence[int]:
+        if self.population.examples is None:
+            raise ExperimentError(
+                "the ε of examples depends on how many a client has, which is not known before the data are",
+                key="examples",
+            )
+        return self.population.examples
+
+
+def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experiment | None = None) -> Experiment:
+    """Return the experiment with the noise multiplier that its ``federation.privacy.epsilon`` needs.
+
+    Parameters
+    ----------
+    manifest
+        Clients of the run; None: as the experiment says.
+    begun
+        Experiment of the run that is resumed, whose noise goes on.
+
+    Raises
+    ------
+    ExperimentError
+        If a given noise multiplier does not suffice for ε, the number of rounds is not limited, or clients' numbers of
+        examples are not known.
+    """
+    privacy, rounds = experiment.federation.privacy, experiment.federation.rounds
+    if privacy is None or privacy.epsilon is None or rounds == 0:
+        return experiment
+    if rounds is None:
+        raise ExperimentError(
+            "federation.privacy.epsilon needs a number of federation.rounds; set that, or noise_multiplier with a "
+            "budget, which ends training.",
+            key="federation.privacy.epsilon",
+            found=privacy.epsilon,
+        )
+    if (before := _privacy(begun)) is not None and before.epsilon == privacy.epsilon and before.noise_multiplier:
+        experiment = with_multiplier(experiment, before.noise_multiplier)
+        privacy = before
+    population = Population.of(experiment, manifest)
+    assert population is not None  # data whose clients are not known before always have a manifest
+    if privacy.of == "examples" and population.examples is None:
+        raise ExperimentError(
+            "federation.privacy.epsilon with of: examples needs the clients' numbers of examples before the run, and "
+            "here clients join later; set noise_multiplier with a budget.",
+            key="federation.privacy.epsilon",
+            found=privacy.epsilon,
+        )
+    planned = Planned(experiment, population)
+    if privacy.noise_multiplier is None:
+        return with_multiplier(experiment, planned.noise_multiplier(privacy.epsilon, rounds))
+    if (cost := planned.epsilon(rounds, privacy.noise_multiplier)) > privacy.epsilon * (1 + PRECISION):
+        raise ExperimentError(
+            f"federation.privacy.noise_multiplier is {privacy.noise_multiplier:.4g}, with which {rounds} rounds cost "
+            f"ε = {cost:.3g}, more than federation.privacy.epsilon, {privacy.epsilon:g}.",
+            key="federation.privacy.noise_multiplier",
+            found=privacy.noise_multiplier,
+            hint="Set one of the two alone, or fewer federation.rounds.",
+        )
+    return experiment
+
+
+def with_multiplier(experiment: Experiment, noise_multiplier: float) -> Experiment:
+    """Return a copy of an experiment with another noise multiplier."""
+    federation = experiment.federation
+    assert federation.privacy is not None
+    privacy = federation.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
+    return experiment.model_copy(update={"federation": federation.model_copy(update={"privacy": privacy})})
+
+
+def _privacy(experiment: Experiment | None) -> TrainingPrivacy | None:
+    return None if experiment is None else experiment.federation.privacy
+
+
+def _epsilon(counts: Counts, delta: float) -> float:
+    tally = Tally(delta)
+    tally.add(counts)
+    return tally.epsilon

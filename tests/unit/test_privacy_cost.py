@@ -1,0 +1,164 @@
+"""What the privacy of a training costs before it runs, in Python and on the command line; and the noise for an ε."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facts import mentions, refusing
+
+import fedloom
+from fedloom import experiment as experiments
+from fedloom.errors import ExperimentError
+from fedloom.experiment.sections import Experiment
+from fedloom.privacy.accounting import epsilon_of, noise_multiplier_for, sampled
+from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
+from fedloom.runner.training_privacy import Planned, Population, with_multiplier, with_noise
+
+Fedloom = Callable[..., tuple[int, str, str]]
+PRIVACY: dict[str, Any] = {"clip": 0.5, "noise_multiplier": 2.0, "delta": 1e-5}
+TREE: dict[str, Any] = {
+    "name": "small",
+    "data": {
+        "dataset": "fashion-mnist",
+        "partition": {"scheme": "iid", "clients": 1000},
+        "held_out_fraction": 0.1,
+    },
+    "model": {"name": "logistic"},
+    "algorithm": {"name": "fedavg"},
+    "federation": {"rounds": 400, "clients_per_round": 45, "privacy": PRIVACY},
+}
+
+
+def cost(**rest: Any) -> Any:
+    privacy = {**PRIVACY, **rest.pop("privacy", {})}
+    return fedloom.privacy_cost(TREE, federation__privacy=privacy, **rest)
+
+
+def test_cost_of_an_experiment_follows_from_its_settings() -> None:
+    """900 of 1,000 clients train; no data are on this machine."""
+    found = cost()
+    assert (found.clients, found.cohort, found.rounds, found.sampling) == (900, 45, 400, "poisson")
+    assert [at.rounds for at in found.by_rounds] == [1, 100, 200, 400]
+    for at in found.by_rounds:
+        assert at.to_readers == epsilon_of({sampled("poisson", 900, 45, 2.0): at.rounds}, 1e-5)
+        assert at.to_aggregator is None
+    assert found.parameters == 7850
+    assert found.noise_to_clip == pytest.approx(2.0 * math.sqrt(7850) / 45)
+
+
+def test_shares_of_noise_protect_from_the_aggregator_without_sampling() -> None:
+    found = cost(privacy={"noise": "distributed"}, federation__secure_aggregation={})
+    assert found.by_rounds[-1].to_aggregator == pytest.approx(gaussian_epsilon(2.0, 1e-5, 400), rel=1e-6)
+
+
+def test_two_of_epsilon_noise_and_rounds_give_the_third() -> None:
+    release = sampled("poisson", 900, 45, 2.0)
+    by_noise = cost(noise_multiplier=3.0, rounds=200)
+    assert by_noise.by_rounds[-1].to_readers == epsilon_of({sampled("poisson", 900, 45, 3.0): 200}, 1e-5)
+    by_epsilon = cost(epsilon=4.0)
+    assert by_epsilon.noise_multiplier == noise_multiplier_for(4.0, 1e-5, release, 400)
+    assert by_epsilon.asked_epsilon == 4.0
+    both = cost(epsilon=4.0, noise_multiplier=2.0)
+    assert epsilon_of({release: both.rounds}, 1e-5) <= 4.0 < epsilon_of({release: both.rounds + 1}, 1e-5)
+    asked = cost(privacy={"noise_multiplier": None, "epsilon": 4.0})
+    assert asked.noise_multiplier == by_epsilon.noise_multiplier
+    with refusing(ExperimentError, "epsilon", "rounds"):
+        cost(epsilon=4.0, noise_multiplier=2.0, rounds=3)
+    with refusing(ExperimentError, "-1"):
+        cost(rounds=-1)
+
+
+def test_noise_that_swamps_the_signal_is_said() -> None:
+    assert cost().noise_to_clip > 1
+    hopeless, fine = cost(), cost(clients=1_000_000, federation__clients_per_round=800)
+    assert fine.noise_to_clip < 0.3
+    assert any("swamps" in sentence for sentence in hopeless.statement)
+    assert not any("swamps" in sentence for sentence in fine.statement)
+    assert str(fine) == "\n".join(fine.statement)
+
+
+def test_delta_that_allows_a_leak_is_said() -> None:
+    assert any("δ" in sentence for sentence in cost(privacy={"delta": 1e-2}).statement)
+    assert not any("δ" in sentence for sentence in cost().statement)
+
+
+def test_everyone_in_every_round_has_no_sampling() -> None:
+    found = cost(clients=45)
+    assert found.sampling == "all"
+    assert found.by_rounds[-1].to_readers == pytest.approx(gaussian_epsilon(2.0, 1e-5, 400), rel=1e-6)
+
+
+def test_what_is_missing_is_asked_for() -> None:
+    public = {**TREE, "federation": {"rounds": 4}}
+    with pytest.raises(ExperimentError) as refused:
+        fedloom.privacy_cost(public)
+    assert refused.value.key == "federation.privacy"
+    natural = {"dataset": "femnist", "partition": {"scheme": "natural"}}
+    with pytest.raises(ExperimentError) as refused:
+        cost(data=natural)
+    assert refused.value.key == "clients"
+    assert cost(data=natural, clients=3000).clients == 3000
+
+
+def test_command_prints_a_table_and_json(tmp_path: Path, fedloom: Fedloom) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text(experiments.as_yaml(TREE))
+    code, out, _ = fedloom("privacy", path)
+    assert code == 0
+    assert mentions(out, "400", "trusted", "900", "7,850")
+    code, out, _ = fedloom("privacy", path, "--epsilon", "4", "--rounds", "100", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["asked_epsilon"] == 4
+    assert found["by_rounds"][-1]["rounds"] == 100
+    assert 3.9 < found["by_rounds"][-1]["to_readers"] <= 4
+    code, _, err = fedloom("privacy", path, "--set", "federation.privacy=null")
+    assert code == 2
+    assert mentions(err, "federation.privacy", "--set")
+    code, _, err = fedloom("privacy", path, "--clients", "0")
+    assert code == 2
+    assert mentions(err, "--clients", "0")
+
+
+# --- before a run -----------------------------------------------------------------------------------------------------
+
+
+def experiment(**privacy: Any) -> Experiment:
+    settings = {"clip": 0.5, "delta": 1e-5, **privacy}
+    tree = {**TREE, "federation": {**TREE["federation"], "privacy": settings}}
+    return experiments.of(tree)
+
+
+def planned(e: Experiment, clients: int = 900) -> Planned:
+    return Planned(e, Population(clients))
+
+
+def test_noise_for_an_epsilon_is_found_before_the_run() -> None:
+    e = experiment(epsilon=4.0)
+    found = with_noise(e, None)
+    privacy = found.federation.privacy
+    assert privacy is not None
+    assert privacy.noise_multiplier == planned(e).noise_multiplier(4.0, 400)
+    assert privacy.epsilon == 4.0
+    assert with_noise(found, None) is found  # type: ignore[arg-type]  # and again on resume
+    assert experiments.parse_experiment(found.resolved_yaml()) == found
+    begun = with_noise(experiment(epsilon=4.0), None, begun=with_multiplier(e, 1.01 * privacy.noise_multiplier))
+    assert begun.federation.privacy is not None
+    assert begun.federation.privacy.noise_multiplier == 1.01 * privacy.noise_multiplier
+    plain = experiment(noise_multiplier=1.0)
+    assert with_noise(plain, None) is plain  # type: ignore[arg-type]
+    with pytest.raises(ExperimentError) as refused:
+        with_noise(experiment(epsilon=4.0, noise_multiplier=0.5), None)
+    assert refused.value.key == "federation.privacy.noise_multiplier"
+
+
+def test_visits_of_a_client_are_planned_above_their_mean() -> None:
+    p = planned(experiment(epsilon=1.0))
+    assert 400 * 0.05 < p.visits(400) < 400 * 0.12
+    assert p.visits(1) == 1
+    assert planned(experiment(epsilon=1.0), clients=45).visits(400) == 400
