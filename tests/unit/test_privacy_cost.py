@@ -29,7 +29,7 @@ TREE: dict[str, Any] = {
         "held_out_fraction": 0.1,
     },
     "model": {"name": "logistic"},
-    "algorithm": {"name": "fedavg"},
+    "algorithm": {"name": "fedavg", "weighting": "uniform"},
     "federation": {"rounds": 400, "clients_per_round": 45, "privacy": PRIVACY},
 }
 

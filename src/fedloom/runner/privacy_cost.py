@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedloom.algorithms.base import Setup, find_algorithm
+from fedloom.algorithms.sums import STATISTICS
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.input_spec import specs_of
 from fedloom.data.manifest import Manifest
@@ -16,7 +17,7 @@ from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.sections import Experiment, OwnData
 from fedloom.federation.randomness import generator
-from fedloom.messages import Quantity, answer_shapes
+from fedloom.messages import answer_shapes
 from fedloom.models.fitting import fitted
 from fedloom.privacy.accounting import EVERYONE, MOST_ROUNDS, epsilon_of, rounds_within
 from fedloom.privacy.settings import TrainingPrivacy
@@ -26,8 +27,6 @@ from fedloom.tasks.registry import agreed_task
 
 HOPELESS, SEVERE = 1.0, 0.3
 """Ratios of the noise's norm to the clipping norm, on the mean of a round, above which a sentence warns."""
-
-_STATISTICS = (Quantity.COUNT, Quantity.LOSS, Quantity.METRICS, Quantity.OTHER)
 
 
 @dataclass(frozen=True)
@@ -183,12 +182,14 @@ def update_size(experiment: Experiment, clients: int) -> int:
     algorithm, settings = find_algorithm(experiment.algorithm.name), experiment.algorithm.settings
     setup = _setup(experiment, clients)
     sizes = algorithm.server(settings, setup, generator(experiment.seed, "init")).sizes
-    quantities = {cls: {field.name: field.quantity for field in cls.fields()} for cls in algorithm.messages}
+    shapes = answer_shapes(algorithm.messages, sizes)
+    answers = algorithm.sums(settings) or {cls: dict.fromkeys(shapes[cls]) for cls in shapes}
+    quantities = {cls: {field.name: field.quantity for field in cls.fields()} for cls in answers}
     return sum(
-        math.prod(shape)
-        for cls, shapes in answer_shapes(algorithm.messages, sizes).items()
-        for name, shape in shapes.items()
-        if quantities[cls][name] not in _STATISTICS
+        math.prod(shapes[cls][name])
+        for cls, names in answers.items()
+        for name in names
+        if quantities[cls][name] not in STATISTICS
     )
 
 
