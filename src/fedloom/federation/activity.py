@@ -215,6 +215,26 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class PrivacySpent:
+    """Differential privacy of training so far (``federation.privacy``).
+
+    Attributes
+    ----------
+    epsilon, delta
+        (ε, δ) toward readers of the models; ``epsilon`` is None if there is no guarantee.
+    sums
+        Number of noisy sums that they are about.
+    budget
+        Largest ε, before which training ends; None without.
+    """
+
+    epsilon: float | None
+    delta: float
+    sums: int
+    budget: float | None = None
+
+
+@dataclass(frozen=True)
 class Activity:
     """State of a federation. Times are in seconds since 1970.
 
@@ -250,6 +270,8 @@ class Activity:
         Sums over rounds.
     workers
         Connected workers, by name.
+    privacy
+        Privacy that training has spent; None if it is not private, or nothing is known yet.
     """
 
     run: str
@@ -277,6 +299,7 @@ class Activity:
     train_loss: float | None = None
     totals: Totals = Totals()
     workers: tuple[ConnectedWorker, ...] = ()
+    privacy: PrivacySpent | None = None
 
     @property
     def durable_age_s(self) -> float | None:

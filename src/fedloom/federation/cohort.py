@@ -23,6 +23,7 @@ from fedloom.federation.states import Versions
 from fedloom.federation.summation import Summation
 from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
 from fedloom.messages import Message, Metrics, Replies, Shapes, SummedMetrics, stack
+from fedloom.privacy.accounting import Release
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
 
 _log = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class RoundConfig:
     """Answers of which only sums are made; None if every answer is used as it is."""
     sums_metrics: bool = False
     """True if the clients' metrics are summed securely."""
+    noisy_steps: Callable[[str, str], Mapping[Release, int]] | None = None
+    """Returns the releases of a client's noisy steps in a conversation of a purpose, for privacy of examples."""
 
 
 class RemoteCohort:
@@ -236,12 +239,35 @@ class RemoteCohort:
 
     def _count_private(self, answer: type[Message]) -> Callable[[Sequence[str]], None] | None:
         """Record the private answers about to be given; return a function that records repeats (None: not private)."""
-        releases = self._config.releases
-        if releases is None or answer.__name__ not in releases.covers:
+        releases, clients = self._config.releases, [self.clients[row] for row in self._alive]
+        if releases is None:
             return None
-        tell = partial(releases.tell, self.key, self._at)
-        tell([self.clients[row] for row in self._alive])
-        return tell
+        tellers: list[Callable[[Sequence[str]], None]] = []
+        if (steps := self._config.noisy_steps) is not None:  # a worker that restarts repeats them at any exchange
+            if self._at == 0:
+                self._tell_steps(releases, steps, clients)
+            tellers.append(partial(self._tell_steps, releases, steps, again=True))
+        if answer.__name__ in releases.covers:
+            releases.tell(self.key, self._at, clients)
+            tellers.append(partial(releases.tell, self.key, self._at))
+
+        def tell_again(asked: Sequence[str]) -> None:
+            for tell in tellers:
+                tell(asked)
+
+        return tell_again if tellers else None
+
+    def _tell_steps(
+        self,
+        releases: Releases,
+        steps: Callable[[str, str], Mapping[Release, int]],
+        clients: Sequence[str],
+        *,
+        again: bool = False,
+    ) -> None:
+        told = {client: found for client in clients if (found := steps(client, self.key.purpose))}
+        if told:
+            releases.tell_steps(self.key, 0, told, again=again)
 
     def record(self, name: str, values: Tensor) -> None:
         """Keep one row per client for the evaluation."""

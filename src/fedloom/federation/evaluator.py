@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -30,6 +30,7 @@ from fedloom.federation.summed_measurements import SummedMeasurements, in_sums
 from fedloom.federation.transport import EVALUATE, Transport
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import Message, Metrics, Replies, SummedMetrics, answer_shapes
+from fedloom.privacy.accounting import Release
 from fedloom.privacy.settings import SMALLEST_SUM
 from fedloom.runs.checkpoint import Best, Checkpoints
 from fedloom.runs.folder import RunFolder
@@ -59,6 +60,7 @@ class Evaluator:
     ) -> None:
         self.schedule = schedule
         self.algorithm, self.server = pair.algorithm, pair.server
+        self._pair = pair
         self.roster = roster
         self.transport = transport
         self.folder = folder
@@ -101,6 +103,7 @@ class Evaluator:
             self._states if pair.client.stateful else None,
             releases,
             summation,
+            noisy_steps=self._noisy_steps if pair.noisy_steps is not None else None,
         )
         self._sums_metrics = pair.summation is not None and SummedMetrics in pair.summation.fields
         self._durable: tuple[int, Best | None] | None = None
@@ -242,6 +245,11 @@ class Evaluator:
         return out_of_range(
             answer, self.server.answer_bounds(self._sizes[client]), learning_rates(self.server.settings)
         )
+
+    def _noisy_steps(self, client: str, purpose: str) -> Mapping[Release, int]:
+        """Return the releases of a client's noisy steps in a conversation."""
+        assert self._pair.noisy_steps is not None
+        return self._pair.noisy_steps(self._sizes[client], purpose)
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
         """Return the versions that each client starts from now, and would start from at kept checkpoints."""

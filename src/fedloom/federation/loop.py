@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -17,10 +18,11 @@ from fedloom.core import tracing
 from fedloom.core.words import pluralize
 from fedloom.errors import GO_ON, InterruptedRun, QuorumError, argument
 from fedloom.evaluation.summary import Communication, EvaluationResult, metrics_line, validation_score
+from fedloom.federation.activity import PrivacySpent
 from fedloom.federation.cohort import RoundAttempt, TooFewReplies
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.loop_config import AlgorithmPair, Extra, LoopConfig, LoopHooks
-from fedloom.federation.releases import Releases
+from fedloom.federation.releases import BudgetSpent, Releases
 from fedloom.federation.resumption import Resumption
 from fedloom.federation.roster import Change, Roster
 from fedloom.federation.sum_messages import ANSWERS, STEPS
@@ -58,7 +60,10 @@ class Loop(Evaluator):
         self._control = hooks.control
         self.extra = extra
         self.best: Best | None = None
+        self.ended_by: Literal["rounds", "until", "budget"] | None = None
+        """What ended the rounds; None before their end."""
         self._evaluated = -1
+        self._accounted = (0.0, 0.0)  # end of the last look at the privacy spent, and seconds that it took
         self.after_steps: dict[int, EvaluationResult] = {}
         self._saved_at = time.monotonic()
 
@@ -178,16 +183,20 @@ class Loop(Evaluator):
             if time.monotonic() - self._saved_at >= self.schedule.checkpoint_every_s:
                 self._checkpoint()
             self._check_stop()
+        if self.ended_by == "budget" and self._evaluated != self.round:
+            evaluation = self._evaluate_and_note()
         return evaluation
 
     def _is_over(self) -> bool:
         """Return whether there are no more rounds to run."""
         s = self.schedule
-        if s.rounds is not None and self.round >= s.rounds:
+        if self.ended_by is not None:
             return True
-        if s.enough is None or self.best is None or self._evaluated != self.round:
-            return False
-        return s.enough(self.round, self.best)
+        if s.rounds is not None and self.round >= s.rounds:
+            self.ended_by = "rounds"
+        elif s.enough is not None and self.best is not None and self._evaluated == self.round:
+            self.ended_by = "until" if s.enough(self.round, self.best) else None
+        return self.ended_by is not None
 
     def _training(self, attempt: Attempt, planned: Attempt | None, lost: Collection[str]) -> RoundAttempt:
         """Return an attempt at a round with the connected training clients; earlier attempts ``lost`` some."""
@@ -214,8 +223,11 @@ class Loop(Evaluator):
                 lacks_replies = self._try(attempt, self._training(attempt, planned, lost))
             self.journal.append(attempt)
             self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
+            if self.ended_by is not None:
+                return
             if attempt.outcome == DONE:
                 self.round = t
+                self._tell_spent()
                 if not self.roster.fixed:
                     self.transport.silence.take_part(attempt.answered)
                 self.observer.round_done(attempt, self.schedule.rounds)
@@ -252,6 +264,13 @@ class Loop(Evaluator):
             attempt.outcome = str(error)
             self.server.state = before
             return isinstance(error, TooFewReplies)
+        except BudgetSpent as spent:
+            attempt.outcome = str(spent)
+            self.server.state = before
+            self.ended_by = "budget"
+            self.monitor.say(f"{spent}; training has ended")
+            _log.info("%s; training ends after round %d", spent, self.round)
+            return False
         except Exception as error:
             self.server.state = before
             attempt.outcome = self._failure(session, error)
@@ -304,13 +323,29 @@ class Loop(Evaluator):
             train_loss=self.journal.train_loss(),
             communication=self.communication(),
             client_steps=self.client_steps(),
-            extra=self.extra(evaluation),
+            extra={**self.extra(evaluation), **self._tell_spent(due=True)},
         )
         self.folder.append("metrics.jsonl", line)
         self._evaluated = self.round
         self.monitor.evaluated(line)
         self.observer.evaluated(line)
         return evaluation
+
+    def _tell_spent(self, *, due: bool = False) -> dict[str, dict[str, Any]]:
+        """Tell the monitor the privacy that training has spent, and return it as a line's sub-object, if any.
+
+        Unless it is ``due``, this is left out where it would take more than a fiftieth of the time.
+        """
+        releases = self._config.releases
+        tally = None if releases is None else releases.training
+        ended, took = self._accounted
+        started = time.monotonic()
+        if tally is None or (not due and started - ended < 50 * took):
+            return {}
+        epsilon = None if math.isinf(spent := tally.epsilon) else spent
+        self._accounted = time.monotonic(), time.monotonic() - started
+        self.monitor.spent(PrivacySpent(epsilon, tally.delta, tally.sums, tally.limit))
+        return {"privacy": {"epsilon": epsilon, "delta": tally.delta, "sums": tally.sums}}
 
     def _checkpoint(self) -> None:
         with self.monitor.during("saving"), tracing.span("checkpoint", round=self.round):

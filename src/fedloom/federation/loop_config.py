@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.summation import Summation
+from fedloom.privacy.accounting import Release
 from fedloom.runs.checkpoint import Best
 from fedloom.runs.journal import Attempt
 
@@ -56,7 +57,9 @@ class LoopConfig:
 class AlgorithmPair:
     """Algorithm of a run, and what is measured; the server algorithm is new, and the client algorithm is not run.
 
-    ``summation`` has the answers of training of which only sums are made; None without them.
+    ``summation`` has the answers of training of which only sums are made; None without them. ``noisy_steps`` returns
+    the releases of a client's steps, given its number of training examples and the purpose of the conversation; None
+    without privacy of examples.
     """
 
     algorithm: Algorithm
@@ -64,6 +67,7 @@ class AlgorithmPair:
     client: ClientAlgorithm
     plan: EvaluationPlan
     summation: Summation | None = None
+    noisy_steps: Callable[[int, str], Mapping[Release, int]] | None = None
 
 
 class Observer(Protocol):

@@ -20,6 +20,7 @@ from fedloom.federation.activity import (
     Connected,
     LastEvaluation,
     Phase,
+    PrivacySpent,
 )
 
 if TYPE_CHECKING:
@@ -144,6 +145,10 @@ class Monitor:
     def evaluated(self, line: Mapping[str, Any]) -> None:
         """Record the evaluation in a line of ``metrics.jsonl``."""
         self._update(measured=LastEvaluation.of(line))
+
+    def spent(self, privacy: PrivacySpent) -> None:
+        """Record the privacy that training has spent so far."""
+        self._update(privacy=privacy)
 
     def durable(self, round: int) -> None:
         """Record that a checkpoint holds this round."""

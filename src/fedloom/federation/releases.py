@@ -22,8 +22,8 @@ from fedloom.algorithms.base import Privacy
 from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError
 from fedloom.federation.transport import ConversationKey
-from fedloom.privacy.accounting import EVERYONE, Release
-from fedloom.privacy.tally import Tally
+from fedloom.privacy.accounting import EVERYONE, Release, gaussian
+from fedloom.privacy.tally import Counts, Tally, Unit
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
 
@@ -48,7 +48,8 @@ class Releases:
 
     ``promised`` are the private answers and their noise; None if no answers are private. For a published run, ``keep``
     is called with each line before it takes effect. ``training`` counts noisy sums and steps of training, those of
-    earlier aggregators included, and knows the budget; None if training is not private.
+    earlier aggregators included, and knows the budget; None if training is not private. If it is about examples, the
+    private answers of clients count, too. ``repeatable`` is that of :func:`count_releases`.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Releases:
         promised: Privacy | None,
         keep: Keep | None = None,
         training: Tally | None = None,
+        *,
+        repeatable: bool = False,
     ) -> None:
         self._folder = folder
         self._keep = keep
@@ -73,7 +76,7 @@ class Releases:
         self._begin({}, promised is not None)
         self._begin({"about": TRAINING}, training is not None)
         if training is not None:
-            found = count_training_releases(folder, repeatable=False)
+            found = count_releases_about(folder, training.unit, repeatable=repeatable)
             training.restore(found.counts, is_known=found.is_known)
 
     def _begin(self, about: Mapping[str, str], is_private: bool) -> None:
@@ -93,6 +96,11 @@ class Releases:
         """
         about = {"purpose": key.purpose, "noise_multiplier": self.noise_multiplier}
         self._write({**_at(key), "exchange": exchange, **about, "clients": list(clients)})
+        if self.training is not None and self.training.unit == "examples":
+            with self._lock:
+                self.training.add(
+                    {client: {gaussian(self.noise_multiplier): n} for client, n in Counter(clients).items()}
+                )
 
     def tell_sum(self, key: ConversationKey, release: Release) -> None:
         """Record that a cohort is about to be asked for a noisy sum over it; the line is durable when this returns.
@@ -102,18 +110,18 @@ class Releases:
         """
         self._tell_training(key, {EVERYONE: Counter({release: 1})})
 
-    def tell_steps(self, key: ConversationKey, exchange: int, steps: Mapping[str, tuple[Release, int]]) -> None:
-        """Record that clients are about to take noisy steps on their examples: each step's release, and their number.
+    def tell_steps(self, key: ConversationKey, exchange: int, steps: Counts, *, again: bool = False) -> None:
+        """Record that clients are about to take noisy steps on their examples: the releases of each client.
 
-        Raise as :meth:`tell_sum`.
+        Clients that are asked ``again`` after their worker restarted count again, whatever the budget. Raise as
+        :meth:`tell_sum`.
         """
-        told = {client: Counter({release: count}) for client, (release, count) in steps.items()}
-        self._tell_training(key, told, exchange=exchange)
+        self._tell_training(key, steps, exchange=exchange, within_budget=not again)
 
-    def _tell_training(self, key: ConversationKey, told: Mapping[str, Counter[Release]], **at: int) -> None:
+    def _tell_training(self, key: ConversationKey, told: Counts, *, within_budget: bool = True, **at: int) -> None:
         if self.training is None:
             raise RuntimeError("noisy sums are counted only in a run with federation.privacy")
-        if not self.training.may_release(told):
+        if within_budget and not self.training.may_release(told):
             raise BudgetSpent(
                 f"another round would exceed federation.privacy.budget, ε = {self.training.limit:g}, at δ = "
                 f"{self.training.delta:g}"
@@ -124,7 +132,8 @@ class Releases:
             for release, times in releases.items()
         ]
         self._write({**_at(key), **at, "about": TRAINING, "purpose": key.purpose, "releases": lines})
-        self.training.add(told)
+        with self._lock:
+            self.training.add(told)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with self._lock:
@@ -197,6 +206,22 @@ def count_training_releases(folder: RunFolder, *, repeatable: bool = False) -> T
         except (KeyError, TypeError, ValueError):
             raise _damaged(folder) from None
     return TrainingReleases(counts, is_known)
+
+
+def count_releases_about(folder: RunFolder, unit: Unit, *, repeatable: bool = False) -> TrainingReleases:
+    """Return all that training has released about clients, or about examples: for these, private answers included.
+
+    Raise DataError if ``releases.jsonl`` is damaged.
+    """
+    found = count_training_releases(folder, repeatable=repeatable)
+    if unit == "clients":
+        return found
+    answers = count_releases(folder, repeatable=repeatable)
+    counts = {client: Counter(releases) for client, releases in found.counts.items()}
+    for client, times in answers.times.items():
+        for noise_multiplier, count in times.items():
+            counts.setdefault(client, Counter())[gaussian(noise_multiplier)] += count
+    return TrainingReleases(counts, found.is_known and answers.is_known)
 
 
 _FIELDS = [each.name for each in fields(Release)]

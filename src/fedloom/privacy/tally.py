@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from fedloom.privacy.accounting import EVERYONE, Release, epsilon_bound, epsilon_of
 
 Counts = Mapping[str, Mapping[Release, int]]
 """Releases by the client whose examples they are about; :data:`EVERYONE` for sums over clients."""
+
+
+Unit = Literal["clients", "examples"]
+"""Unit that is protected: a client with all its data, or one training example of a client."""
 
 
 class Tally:
@@ -21,11 +26,14 @@ class Tally:
         δ of the ε.
     limit
         Largest ε that the releases may reach; None for none.
+    unit
+        Unit that the releases are about.
     """
 
-    def __init__(self, delta: float, limit: float | None = None) -> None:
+    def __init__(self, delta: float, limit: float | None = None, unit: Unit = "clients") -> None:
         self.delta = delta
         self.limit = limit
+        self.unit = unit
         self.counts: dict[str, Counter[Release]] = {}
         self.is_known = True
 

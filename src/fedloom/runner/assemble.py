@@ -50,6 +50,7 @@ from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runner.evaluation_plan import evaluation_plan
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.results import extra_metrics
+from fedloom.runner.training_privacy import is_simulation, noisy_steps_of, tally_of
 from fedloom.runs.checkpoint import Best
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
@@ -467,12 +468,14 @@ def loop(
     """
     roster = FixedRoster(parts.manifest) if roster is None else roster
     promised = parts.algorithm.privacy(parts.settings)
-    counts = promised is not None or folder.has(RELEASES)
+    simulated = is_simulation(parts.experiment, transport)
+    tally = tally_of(parts.experiment)
+    counts = promised is not None or tally is not None or folder.has(RELEASES)
     config = _loop_config(parts.experiment, is_open=not roster.fixed)
     if upto is not None:
         config = dataclasses.replace(config, rounds=upto, enough=None, measure_last=measure_last)
     extra = extra_metrics(parts.experiment, roster, folder, keep=True)
-    releases = Releases(folder, promised, keep_release) if counts else None
+    releases = Releases(folder, promised, keep_release, tally, repeatable=simulated) if counts else None
     return Loop(
         config, _algorithm_pair(parts), roster, transport, folder, hooks, extra, replay=replay, releases=releases
     )
@@ -488,7 +491,12 @@ def evaluator(parts: RunContext, transport: Transport, folder: RunFolder) -> Eva
 
 def _algorithm_pair(parts: RunContext) -> AlgorithmPair:
     return AlgorithmPair(
-        parts.algorithm, parts.server_algorithm(), parts.client_algorithm(), parts.plan, parts.summation
+        parts.algorithm,
+        parts.server_algorithm(),
+        parts.client_algorithm(),
+        parts.plan,
+        parts.summation,
+        noisy_steps_of(parts.experiment),
     )
 
 

@@ -112,7 +112,7 @@ class Engine:
         self.replay = None if options.replay is None else _replay(options.replay)
         if self.replay is not None:
             check_replay(self.replay, self.own, listen=options.listen)
-            if e.federation.rounds and not self.replay.is_open:
+            if e.federation.rounds and not self.replay.is_open and not _has_budget(e):
                 self.replay.attempt(e.federation.rounds)  # raise now, not at its end, if the journal is too short
         self.dataset = None if self.is_open else run_dataset(e, options)
         begun = self.folder.experiment() if self._resumes else None
@@ -251,6 +251,8 @@ class Engine:
         measure_last: bool = True,
     ) -> Loop:
         """Return the round loop over a transport, with the engine's hooks (:func:`assemble.loop`)."""
+        if self.replay is not None and upto is None and _has_budget(self.experiment):
+            upto = self.replay.rounds  # which a budget may have ended
         hooks = LoopHooks(
             self.observer,
             self.stop_request.event,
@@ -325,6 +327,10 @@ def write_report_if_possible(folder: RunFolder, observer: RunObserver) -> bool:
         observer.notice(f"no report: {error}")
         return False
     return True
+
+
+def _has_budget(e: Experiment) -> bool:
+    return e.federation.privacy is not None and e.federation.privacy.budget is not None
 
 
 def _replay(run: Path) -> Replay:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.sections import Experiment, OwnData
 from fedloom.federation.randomness import generator
-from fedloom.messages import answer_shapes
+from fedloom.messages import Message, answer_shapes
 from fedloom.models.fitting import fitted
 from fedloom.privacy.accounting import EVERYONE, MOST_ROUNDS, epsilon_of, rounds_within
 from fedloom.privacy.settings import TrainingPrivacy
@@ -183,7 +184,7 @@ def update_size(experiment: Experiment, clients: int) -> int:
     setup = _setup(experiment, clients)
     sizes = algorithm.server(settings, setup, generator(experiment.seed, "init")).sizes
     shapes = answer_shapes(algorithm.messages, sizes)
-    answers = algorithm.sums(settings) or {cls: dict.fromkeys(shapes[cls]) for cls in shapes}
+    answers: Mapping[type[Message], Iterable[str]] = algorithm.sums(settings) or shapes
     quantities = {cls: {field.name: field.quantity for field in cls.fields()} for cls in answers}
     return sum(
         math.prod(shapes[cls][name])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedloom.algorithms.sums import STATISTICS
 from fedloom.core.digests import RESTORE
 from fedloom.core.words import as_csv, pluralize
 from fedloom.errors import GO_ON, DataError, QuorumError
@@ -15,15 +16,16 @@ from fedloom.evaluation.last_evaluations import LATE
 from fedloom.evaluation.outputs import output_document
 from fedloom.evaluation.summary import EvaluationResult, RunCost, RunDescription, predictor_statistics, summary
 from fedloom.evaluation.uncertainty import INFORMATION, client_document
-from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.inprocess import InProcess
+from fedloom.experiment import Experiment
 from fedloom.federation.loop import Loop
 from fedloom.federation.loop_config import Extra
-from fedloom.federation.releases import count_releases
+from fedloom.federation.releases import count_releases, count_releases_about
 from fedloom.federation.roster import Roster
 from fedloom.messages import Metrics, answer_shapes
+from fedloom.privacy.claim import claim
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
 from fedloom.reporting.inputs import checked
+from fedloom.runner.training_privacy import is_simulation
 from fedloom.runs.files import METRICS
 from fedloom.runs.folder import RunFolder
 
@@ -139,6 +141,7 @@ def conclude(parts: RunContext, run: Loop, final: EvaluationResult, duration_s: 
         after_steps=run.after_steps,
         extra=extra,
     )
+    result |= training_claim(parts, run)
     folder.close_lines()
     folder.write_json("summary.json", result)
     return result
@@ -158,6 +161,38 @@ def write_task_results(folder: RunFolder, evaluation: EvaluationResult, class_na
         folder.write_json("outputs.json", of_outputs)
 
 
+def training_claim(parts: RunContext, run: Loop) -> dict[str, Any]:
+    """Return ``training_privacy`` and ``ended_by`` of ``summary.json``; nothing without ``federation.privacy``."""
+    federation = parts.experiment.federation
+    if (privacy := federation.privacy) is None:
+        return {}
+    simulated = is_simulation(parts.experiment, run.transport)
+    found = count_releases_about(run.folder, privacy.of, repeatable=simulated)
+    protected, others = _fields_of_training(parts, run)
+    told = claim(
+        privacy,
+        found.counts,
+        simulated=simulated,
+        secure=federation.secure_aggregation is not None,
+        covers=protected,
+        does_not_cover=others,
+        unknown=None if found.is_known else "some rounds had no noise, or were not counted",
+    )
+    return {"training_privacy": told.as_json(), "ended_by": run.ended_by or "rounds"}
+
+
+def _fields_of_training(parts: RunContext, run: Loop) -> tuple[list[str], list[str]]:
+    """Return the fields of clients' answers that carry what is learned, and those of statistics, by message."""
+    sums = parts.algorithm.sums(parts.settings)
+    shapes = answer_shapes(parts.algorithm.messages, run.server.sizes)
+    asked = sums if parts.summation is not None else shapes
+    fields = [(cls, field) for cls in asked for field in cls.fields() if field.name in asked[cls]]
+    names = {True: list[str](), False: list[str]()}
+    for cls, field in fields:
+        names[field.quantity not in STATISTICS].append(f"{cls.__name__}.{field.name}")
+    return names[True], names[False]
+
+
 def _privacy(parts: RunContext, run: Loop) -> dict[str, Any]:
     """Return the privacy of the clients' messages: for the client that released most, and for a new one.
 
@@ -167,7 +202,7 @@ def _privacy(parts: RunContext, run: Loop) -> dict[str, Any]:
     promised = parts.algorithm.privacy(parts.settings)
     if promised is None:
         return {}
-    simulated = not isinstance(parts.experiment.data, OwnData) or isinstance(run.transport, InProcess)
+    simulated = is_simulation(parts.experiment, run.transport)
     found = count_releases(run.folder, repeatable=simulated)
     least = min(map(_multiplier, found.times.values()), default=math.inf) if found.is_known else 0.0
     answers = [cls.__name__ for cls in answer_shapes(parts.algorithm.messages, run.server.sizes)]

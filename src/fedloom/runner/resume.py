@@ -25,6 +25,7 @@ FREE_ON_RESUME = (
     ("federation", "deadline_s"),
     ("federation", "attempts"),
     ("federation", "checkpoint_every_s"),
+    ("federation", "privacy", "budget"),
 )
 """Settings that may change on resume, since they do not affect results.
 
@@ -112,7 +113,11 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
     Raise DataError if its last checkpoint is damaged.
     """
     rounds, checkpoints = e.federation.rounds, Checkpoints(folder.checkpoints)
-    if rounds is None or not folder.is_finished or max(checkpoints.rounds(), default=None) != rounds:
+    if rounds is None or not folder.is_finished:
+        return None
+    if _is_spent(folder, e):
+        rounds = folder.json(SUMMARY)["rounds"]
+    if max(checkpoints.rounds(), default=None) != rounds:
         return None
     try:
         read_results(folder)
@@ -125,6 +130,14 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
         return None
     checkpoints.load(rounds)
     return summary
+
+
+def _is_spent(folder: RunFolder, e: Experiment) -> bool:
+    """Return whether the budget of its privacy, which has not changed since, ended a run."""
+    privacy, before = e.federation.privacy, folder.experiment().federation.privacy
+    if privacy is None or before is None or privacy.budget != before.budget:
+        return False
+    return bool((folder.json_or_none(SUMMARY) or {}).get("ended_by") == "budget")
 
 
 def check_partition(folder: RunFolder, dataset: FederatedDataset) -> None:

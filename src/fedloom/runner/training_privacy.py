@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
 from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
-from fedloom.experiment.sections import Data, Experiment
+from fedloom.experiment.sections import Data, Experiment, OwnData
+from fedloom.federation.inprocess import InProcess
+from fedloom.federation.transport import TRAIN, Transport
 from fedloom.privacy.accounting import EVERYONE, PRECISION, Release, least_multiplier, sampled
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.tally import Counts, Tally
@@ -100,11 +104,8 @@ class Planned:
     def steps(self, examples: int, visits: int, noise_multiplier: float) -> Counter[Release]:
         """Return the releases of a client with this many training examples over some visits."""
         settings = self.experiment.algorithm.settings
-        found: Counter[Release] = Counter()
-        for steps in self.algorithm.noisy_steps(settings, examples):
-            z = noise_multiplier / math.sqrt(steps.uses)  # several sums over one batch reveal as much as one of them
-            found[sampled(self.privacy.sampling, examples, steps.batch_size, z)] += steps.count * visits
-        return found
+        visit = steps_of(self.algorithm, settings, self.privacy, examples, noise_multiplier)
+        return Counter({release: count * visits for release, count in visit.items()})
 
     def noise_multiplier(self, epsilon: float, rounds: int) -> float:
         """Return the least noise multiplier with which so many rounds cost at most ε."""
@@ -136,7 +137,7 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
         examples are not known.
     """
     privacy, rounds = experiment.federation.privacy, experiment.federation.rounds
-    if privacy is None or privacy.epsilon is None or rounds == 0:
+    if privacy is None or (epsilon := privacy.epsilon) is None or rounds == 0:
         return experiment
     if rounds is None:
         raise ExperimentError(
@@ -158,17 +159,64 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
             found=privacy.epsilon,
         )
     planned = Planned(experiment, population)
-    if privacy.noise_multiplier is None:
-        return with_multiplier(experiment, planned.noise_multiplier(privacy.epsilon, rounds))
-    if (cost := planned.epsilon(rounds, privacy.noise_multiplier)) > privacy.epsilon * (1 + PRECISION):
+    if (z := privacy.noise_multiplier) is None:
+        return with_multiplier(experiment, planned.noise_multiplier(epsilon, rounds))
+    if (cost := planned.epsilon(rounds, z)) > epsilon * (1 + PRECISION):
         raise ExperimentError(
-            f"federation.privacy.noise_multiplier is {privacy.noise_multiplier:.4g}, with which {rounds} rounds cost "
-            f"ε = {cost:.3g}, more than federation.privacy.epsilon, {privacy.epsilon:g}.",
+            f"federation.privacy.noise_multiplier is {z:.4g}, with which {rounds} rounds cost ε = {cost:.3g}, more "
+            f"than federation.privacy.epsilon, {epsilon:g}.",
             key="federation.privacy.noise_multiplier",
-            found=privacy.noise_multiplier,
+            found=z,
             hint="Set one of the two alone, or fewer federation.rounds.",
         )
     return experiment
+
+
+def tally_of(experiment: Experiment) -> Tally | None:
+    """Return a new count of what training will release; None if it is not private."""
+    privacy = experiment.federation.privacy
+    return None if privacy is None else Tally(privacy.delta, privacy.budget, privacy.of)
+
+
+def noisy_steps_of(experiment: Experiment) -> Callable[[int, str], Mapping[Release, int]] | None:
+    """Return a function of a client's number of training examples and a conversation's purpose.
+
+    It returns the releases of the noisy steps. None without privacy of examples.
+    """
+    privacy = experiment.federation.privacy
+    if privacy is None or privacy.of != "examples" or (z := privacy.noise_multiplier) is None:
+        return None
+    method, settings = find_algorithm(experiment.algorithm.name), experiment.algorithm.settings
+
+    def releases(examples: int, purpose: str) -> Mapping[Release, int]:
+        return steps_of(method, settings, privacy, examples, z, personalizing=purpose != TRAIN)
+
+    return cache(releases)
+
+
+def steps_of(
+    method: Algorithm,
+    settings: Any,
+    privacy: TrainingPrivacy,
+    examples: int,
+    noise_multiplier: float,
+    *,
+    personalizing: bool = False,
+) -> Counter[Release]:
+    """Return the releases of a client's noisy steps in one conversation.
+
+    Several sums over the same mini-batch reveal as much as one with noise that is smaller by the root of their number.
+    """
+    found: Counter[Release] = Counter()
+    for steps in method.noisy_steps(settings, examples, personalizing=personalizing) if examples else ():
+        z = noise_multiplier / math.sqrt(steps.uses)
+        found[sampled(privacy.sampling, examples, steps.batch_size, z)] += steps.count
+    return found
+
+
+def is_simulation(experiment: Experiment, transport: Transport) -> bool:
+    """Return whether noise comes from the experiment's seed: clients are of a data set, or all are in this process."""
+    return not isinstance(experiment.data, OwnData) or isinstance(transport, InProcess)
 
 
 def with_multiplier(experiment: Experiment, noise_multiplier: float) -> Experiment:

@@ -180,6 +180,8 @@ def has_ended(experiment: Mapping[str, Any], summary: Mapping[str, Any] | None, 
     if summary is None or int(summary["rounds"]) < done:
         return False
     federation = experiment["federation"]
+    if summary.get("ended_by") == "budget":
+        return True
     return federation["rounds"] is None or federation.get("until") is not None or done >= int(federation["rounds"])
 
 

@@ -29,7 +29,7 @@ PHASE_FINISHED: Phase
 PHASE_FAILED: Phase
 
 class Activity(_message.Message):
-    __slots__ = ("run", "method", "incarnation", "time", "started", "phase", "since", "message", "round", "rounds", "doing", "attempt", "durable_round", "durable_at", "paused_by", "clients", "awaited", "late", "awaiting", "rounds_per_s", "client_steps_per_s", "measured", "train_loss", "totals", "workers")
+    __slots__ = ("run", "method", "incarnation", "time", "started", "phase", "since", "message", "round", "rounds", "doing", "attempt", "durable_round", "durable_at", "paused_by", "clients", "awaited", "late", "awaiting", "rounds_per_s", "client_steps_per_s", "measured", "train_loss", "totals", "workers", "privacy")
     RUN_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class Activity(_message.Message):
     TRAIN_LOSS_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PRIVACY_FIELD_NUMBER: _ClassVar[int]
     run: str
     method: str
     incarnation: str
@@ -80,7 +81,20 @@ class Activity(_message.Message):
     train_loss: float
     totals: Totals
     workers: _containers.RepeatedCompositeFieldContainer[ConnectedWorker]
-    def __init__(self, run: _Optional[str] = ..., method: _Optional[str] = ..., incarnation: _Optional[str] = ..., time: _Optional[float] = ..., started: _Optional[float] = ..., phase: _Optional[_Union[Phase, str]] = ..., since: _Optional[float] = ..., message: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., doing: _Optional[int] = ..., attempt: _Optional[int] = ..., durable_round: _Optional[int] = ..., durable_at: _Optional[float] = ..., paused_by: _Optional[str] = ..., clients: _Optional[_Union[ClientCounts, _Mapping]] = ..., awaited: _Optional[int] = ..., late: _Optional[int] = ..., awaiting: _Optional[_Iterable[_Union[Awaited, _Mapping]]] = ..., rounds_per_s: _Optional[float] = ..., client_steps_per_s: _Optional[float] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., train_loss: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[ConnectedWorker, _Mapping]]] = ...) -> None: ...
+    privacy: PrivacySpent
+    def __init__(self, run: _Optional[str] = ..., method: _Optional[str] = ..., incarnation: _Optional[str] = ..., time: _Optional[float] = ..., started: _Optional[float] = ..., phase: _Optional[_Union[Phase, str]] = ..., since: _Optional[float] = ..., message: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., doing: _Optional[int] = ..., attempt: _Optional[int] = ..., durable_round: _Optional[int] = ..., durable_at: _Optional[float] = ..., paused_by: _Optional[str] = ..., clients: _Optional[_Union[ClientCounts, _Mapping]] = ..., awaited: _Optional[int] = ..., late: _Optional[int] = ..., awaiting: _Optional[_Iterable[_Union[Awaited, _Mapping]]] = ..., rounds_per_s: _Optional[float] = ..., client_steps_per_s: _Optional[float] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., train_loss: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[ConnectedWorker, _Mapping]]] = ..., privacy: _Optional[_Union[PrivacySpent, _Mapping]] = ...) -> None: ...
+
+class PrivacySpent(_message.Message):
+    __slots__ = ("epsilon", "delta", "sums", "budget")
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    epsilon: float
+    delta: float
+    sums: int
+    budget: float
+    def __init__(self, epsilon: _Optional[float] = ..., delta: _Optional[float] = ..., sums: _Optional[int] = ..., budget: _Optional[float] = ...) -> None: ...
 
 class ClientCounts(_message.Message):
     __slots__ = ("roster", "observing", "connected", "absent", "cohort", "answered")
