@@ -71,6 +71,7 @@ def _facts(now: Activity) -> Iterator[tuple[str, str]]:
     if now.train_loss is not None:
         yield "loss", f"{now.train_loss:.4f} in training"
     yield from _measured(now)
+    yield from _privacy(now)
     yield from _totals(now)
     yield from (("worker", _worker(worker, now.time)) for worker in now.workers)
 
@@ -116,6 +117,14 @@ def _measured(now: Activity) -> Iterator[tuple[str, str]]:
         what = "" if group.mean is None else f"{shown.title} {shown.exact(group.mean)}"
         what += "" if worst is None else f", worst decile {shown.exact(worst)}"
         yield name, f"{what} (mean of {group.clients:,} after round {measured.round})"
+
+
+def _privacy(now: Activity) -> Iterator[tuple[str, str]]:
+    if (spent := now.privacy) is None:
+        return
+    epsilon = "no guarantee" if spent.epsilon is None else f"ε = {spent.epsilon:.3g} at δ = {spent.delta:g}"
+    budget = "" if spent.budget is None else f", budget {spent.budget:g}"
+    yield "privacy", f"{epsilon} toward readers of the models, after {pluralize(spent.sums, 'noisy sum')}{budget}"
 
 
 def _worker(worker: ConnectedWorker, now: float) -> str:

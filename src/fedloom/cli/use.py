@@ -194,6 +194,8 @@ def personalize_command(
         typer.echo(f"{path}")
     card = model.card
     typer.echo(f"the model of {card.client}: {card.run}, round {card.round} ({card.digest[:12]}), {card.precision}")
+    if card.training_privacy is not None:
+        typer.echo(f"trained {card.training_privacy}")
     if (guarantee := card.privacy) is None:
         return
     typer.echo(

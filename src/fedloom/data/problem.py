@@ -6,7 +6,8 @@ It comes from a server and is untrusted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,6 +18,39 @@ from fedloom.errors import DataError
 
 LONGEST = 16 * 2**20
 """Maximum characters of a problem."""
+
+
+@dataclass(frozen=True)
+class TrainedPrivately:
+    """Differential privacy of the training that a model comes from, toward whoever sees the model.
+
+    Attributes
+    ----------
+    unit, neighbouring
+        Unit that is protected (``clients`` or ``examples``), and the relation between neighbouring data sets.
+    epsilon, delta
+        Privacy parameters; ``epsilon`` is None if there is no guarantee.
+    noise
+        ``secret``, or ``seed`` in a simulation, whose noise protects nobody.
+    """
+
+    unit: Literal["clients", "examples"]
+    neighbouring: Literal["add-or-remove-one", "replace-one"]
+    epsilon: float | None
+    delta: float
+    noise: Literal["secret", "seed"]
+
+    @classmethod
+    def of(cls, claim: Mapping[str, Any] | None) -> TrainedPrivately | None:
+        """Return the guarantee of ``training_privacy`` in ``summary.json``; None without."""
+        return None if claim is None else cls(**{field.name: claim[field.name] for field in fields(cls)})
+
+    def __str__(self) -> str:
+        """Return the guarantee as part of a sentence."""
+        if self.epsilon is None:
+            return "without a privacy guarantee"
+        simulated = "; noise from the seed, a simulation" if self.noise == "seed" else ""
+        return f"({self.epsilon:.3g}, {self.delta:g})-differentially private for {self.unit}{simulated}"
 
 
 @dataclass(frozen=True)
@@ -31,6 +65,8 @@ class Problem:
         Number of the run's own clients.
     constants
         Digests of the tensors of the model that are not sent, by name.
+    training_privacy
+        Differential privacy of training; None if it is not private, or not finished.
     """
 
     dataset: str
@@ -45,6 +81,7 @@ class Problem:
     tokenizer: str | None = None
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
+    training_privacy: TrainedPrivately | None = None
 
     @classmethod
     def from_json(cls, text: str) -> Problem:

@@ -233,6 +233,12 @@ class PrivacySpent:
     sums: int
     budget: float | None = None
 
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> PrivacySpent | None:
+        """Return the privacy spent in a line of ``metrics.jsonl``; None without."""
+        told = line.get("privacy")
+        return None if told is None else cls(told["epsilon"], told["delta"], told["sums"], told.get("budget"))
+
 
 @dataclass(frozen=True)
 class Activity:

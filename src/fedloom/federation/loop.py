@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -344,8 +344,9 @@ class Loop(Evaluator):
             return {}
         epsilon = None if math.isinf(spent := tally.epsilon) else spent
         self._accounted = time.monotonic(), time.monotonic() - started
-        self.monitor.spent(PrivacySpent(epsilon, tally.delta, tally.sums, tally.limit))
-        return {"privacy": {"epsilon": epsilon, "delta": tally.delta, "sums": tally.sums}}
+        now = PrivacySpent(epsilon, tally.delta, tally.sums, tally.limit)
+        self.monitor.spent(now)
+        return {"privacy": asdict(now)}
 
     def _checkpoint(self) -> None:
         with self.monitor.during("saving"), tracing.span("checkpoint", round=self.round):

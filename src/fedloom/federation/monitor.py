@@ -115,6 +115,7 @@ class Monitor:
             measured=None if line is None else LastEvaluation.of(line),
             durable_round=None if durable_at is None else round,
             durable_at=durable_at,
+            privacy=None if line is None else PrivacySpent.of(line),
         )
 
     def attempted(self, attempt: Attempt, *, counts: bool) -> None:

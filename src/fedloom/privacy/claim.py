@@ -78,7 +78,7 @@ class Claim:
     """
 
     unit: Literal["clients", "examples"]
-    neighbouring: str
+    neighbouring: Literal["add-or-remove-one", "replace-one"]
     mechanism: Literal["gaussian", "discrete-gaussian"]
     clip: float
     noise_multiplier: float

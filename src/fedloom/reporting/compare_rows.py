@@ -141,6 +141,13 @@ class Row:
         return tuple(run.seed for run in self.runs)
 
     @property
+    def epsilon(self) -> float | None:
+        """Largest ε of the runs' training; None if one has no guarantee."""
+        found = [run.privacy["epsilon"] for run in self.runs if run.privacy is not None]
+        known = [float(epsilon) for epsilon in found if epsilon is not None]
+        return max(known) if len(known) == len(self.runs) else None
+
+    @property
     def new_client(self) -> NewClient:
         """Costs of a new client, means over seeds."""
         columns = zip(*(result.new_client for result in self.results), strict=True)

@@ -93,6 +93,7 @@ def sections(comparison: RunComparison) -> tuple[PageSection, ...]:
             (*figures("pairs", draw.draw_pairs, pairs, draw.has_pairs), *_pairs(comparison)),
         ),
         PageSection("Validation", (_validation(comparison), *_chosen(comparison))),
+        PageSection("Privacy", _privacy(comparison)),
         PageSection("Settings that differ", (_settings(comparison),)),
         PageSection("Runs", (_runs(comparison),)),
     ]
@@ -295,6 +296,25 @@ def _pair_row(comparison: RunComparison, pair: Pair) -> TableRow:
             Cell(p, "best" if pair.p_against < LEVEL else ""),
         )
     )
+
+
+def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
+    """Return a table of the privacy of each row's training, and the claim of the first private one in sentences."""
+    claims = [run.privacy for row in comparison.rows for run in row.runs if run.privacy is not None]
+    if not claims:
+        return ()
+
+    def cells(i: int, row: Row) -> tuple[Cell, ...]:
+        epsilon, told = row.epsilon, row.runs[0].privacy
+        if told is None:
+            return (Cell(row.label), Cell("not private", span=5))
+        central = told["to_aggregator"]["epsilon"]
+        shown = ("none" if value is None else f"{value:.3g}" for value in (epsilon, central))
+        return (Cell(row.label), *map(Cell, (told["unit"], *shown, f"{told['delta']:g}", told["noise"])))
+
+    headings = ("method", "unit", "ε", "ε toward the aggregator", "δ", "noise from")
+    text = f"ε: the largest of the seeds, toward readers of the models. {' '.join(claims[0]['statement'])}"
+    return (Part(tables=(Table(headings, _by_block(comparison, cells)),), text=text),)
 
 
 def _validation(comparison: RunComparison) -> Part:

@@ -151,6 +151,8 @@ def rows_as_csv(comparison: RunComparison) -> str:
         line |= {f"new_client_{key}": value for key, value in row.new_client._asdict().items()}
         line |= {"rounds": _mean(row.training("round")), "client_steps": _mean(row.training("client_steps"))}
         line |= {key: _mean(row.of_runs(key)) for key in ("payload_up", "payload_down", "wire_up", "wire_down")}
+        if any(run.privacy is not None for one in comparison.rows for run in one.runs):
+            line["epsilon"] = row.epsilon
         lines.append(line | _with_std("duration_s", row.of_runs("duration_s")))
     return _csv(lines)
 

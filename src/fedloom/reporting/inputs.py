@@ -171,6 +171,28 @@ class _NewClient(_Part):
     payload_down: Number | None
 
 
+class _Guarantee(_Part):
+    epsilon: Number | None
+    because: str | None = None
+
+
+class _Claim(_Part):
+    unit: str
+    neighbouring: str
+    mechanism: str
+    clip: Number
+    noise_multiplier: Number
+    sampling: list[str]
+    sums: Count
+    delta: Number
+    epsilon: Number | None
+    to_readers: _Guarantee
+    to_aggregator: _Guarantee
+    covers: list[str]
+    noise: str
+    statement: list[str]
+
+
 class _Summary(_Groups):
     name: str
     algorithm: str
@@ -188,6 +210,8 @@ class _Summary(_Groups):
     communication: _Traffic
     duration_s: Number
     client_steps_per_s: Number | None
+    training_privacy: _Claim | None = None
+    ended_by: str | None = None
 
     @model_validator(mode="before")
     @classmethod

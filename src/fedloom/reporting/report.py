@@ -33,6 +33,7 @@ FILES: Mapping[str, Sequence[str]] = {
     "Uncertainty": ("uncertainty.json", "clients.csv"),
     "Client by client": ("clients.csv", "metrics.jsonl", "confusion.csv", "partition.json"),
     "Privacy audit": (AUDIT,),
+    "Privacy": ("summary.json", "metrics.jsonl"),
     "Data": ("partition.json",),
     "Time": ("journal.jsonl", "summary.json"),
     "Environment": ("environment.json",),
@@ -171,6 +172,8 @@ def _sections(run: RunFolder) -> list[PageSection]:
         parts["Client by client"] = report_classes.each_client
     if run.has(AUDIT):
         parts["Privacy audit"] = report_audit.audit
+    if report_setup.summary_of(run).get("training_privacy") is not None:
+        parts["Privacy"] = report_setup.privacy
     if report_setup.method(run).pairs:
         parts["Method"] = report_setup.method
     parts |= {"Data": report_setup.data, "Time": report_setup.time}
@@ -237,6 +240,10 @@ def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, .
     note = "in process, no wire" if None in wire else f"{human_bytes(int(wire[0]) + int(wire[1]))} on the wire"
     facts.append(Fact("communication", human_bytes(int(traffic["payload_up"]) + int(traffic["payload_down"])), note))
     facts.append(Fact("duration", human_time(summary["duration_s"])))
+    if (claim := summary.get("training_privacy")) is not None:
+        unit = {"clients": "of clients", "examples": "of examples"}[claim["unit"]]
+        spent = "no guarantee" if claim["epsilon"] is None else f"ε = {claim['epsilon']:.3g}"
+        facts.append(Fact("privacy of training", spent, f"δ = {claim['delta']:g}, {unit}"))
     newcomer = summary.get(summary["algorithm"], {}).get("new_client", {}).get("personal")
     if newcomer is not None:
         down, up = (human_bytes(newcomer[key]).replace(" ", "\u00a0") for key in ("payload_down", "payload_up"))

@@ -96,6 +96,8 @@ class RunResults:
     ``headline``: metric of its results.
 
     ``own_steps``: statistics of unseen clients' models by number of extra local steps, if evaluated.
+
+    ``privacy``: claim of the training's differential privacy (``training_privacy``); None without.
     """
 
     path: Path
@@ -117,6 +119,7 @@ class RunResults:
     training_loss: Mapping[int, float]
     own_steps: Mapping[int, GroupStatistics]
     results: Mapping[str, Result]
+    privacy: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -175,6 +178,7 @@ def read_results(run: RunFolder) -> RunResults:
                 predictor: _result(summary, history, best, clients, predictor, headline, masked=masked)
                 for predictor in predictors
             },
+            privacy=summary.get("training_privacy"),
         )
     except OF_BROKEN_FILES:
         check_compared(run)

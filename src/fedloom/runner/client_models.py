@@ -133,7 +133,7 @@ def _give(
         for client in wanted:
             dataset.manifest.entry(client)
         check_predictor(predictor, loop.predictors)
-        e, problem = parts.experiment, Problem.from_json(about(parts).problem)
+        e, problem = parts.experiment, Problem.from_json(about(parts, loop.folder).problem)
         digest = loop.checkpoints.load(loop.round).digest
 
         def keep(predictors: Predictors, group: ClientGroup) -> Message:

@@ -127,6 +127,11 @@ def federation_families(
         yield from _of_evaluation(measured)
         losses = {group: found.loss_mean for group, found in measured.groups.items()}
         yield _labelled(GaugeMetricFamily, "loss", "Mean test loss in the last evaluation.", "group", losses)
+    if (spent := now.privacy) is not None:
+        yield from _gauge("privacy_epsilon", "ε of training so far, toward readers of the models.", spent.epsilon)
+        yield from _gauge("privacy_delta", "δ of that ε.", spent.delta)
+        yield from _gauge("privacy_sums", "Noisy sums that the ε is about.", spent.sums)
+        yield from _gauge("privacy_budget", "Largest ε, before which training ends.", spent.budget)
     if models is not None:
         yield from serving_families(models)
     yield from _gauge("certificate_end_timestamp_seconds", "Expiry of the server's certificate.", certificate_end)

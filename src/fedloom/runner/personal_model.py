@@ -25,7 +25,7 @@ from fedloom.data.input_spec import (
     specs_of,
     without_defaults,
 )
-from fedloom.data.problem import Problem
+from fedloom.data.problem import Problem, TrainedPrivately
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError
 from fedloom.models.predictors import Predictor
@@ -89,6 +89,8 @@ class ModelCard:
         Precision of the transfer: float32, or bfloat16, which rounds.
     privacy
         Privacy guarantee of the client's answer; None: no guarantee.
+    training_privacy
+        Privacy guarantee of the run's training, for its own clients; None: none, or not known yet.
     standardizes
         True if the model standardizes integers like features.
     """
@@ -112,6 +114,7 @@ class ModelCard:
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
     standardizes: bool = False
+    training_privacy: TrainedPrivately | None = None
 
     @property
     def specs(self) -> Mapping[str, InputSpec]:
@@ -124,6 +127,9 @@ class ModelCard:
         known["privacy"] = None if self.privacy is None else asdict(self.privacy)
         if not self.standardizes:
             del known["standardizes"]
+        del known["training_privacy"]
+        if self.training_privacy is not None:
+            known["training_privacy"] = asdict(self.training_privacy)
         return known
 
 
@@ -313,6 +319,7 @@ class PersonalModel(nn.Module):
                 f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
                 *inputs,
                 _output(c),
+                *([] if c.training_privacy is None else [f"Trained {c.training_privacy}."]),
                 "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model includes "
                 "its network.",
                 "",
@@ -382,5 +389,6 @@ def card_of(problem: Problem, **others: Any) -> ModelCard:
         tokenizer=problem.tokenizer,
         inputs=problem.inputs,
         targets=problem.targets,
+        training_privacy=problem.training_privacy,
         **others,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 import time
@@ -13,6 +14,7 @@ from pydantic import Field
 
 from fedloom.core.settings import Settings
 from fedloom.data.input_spec import without_defaults
+from fedloom.data.problem import TrainedPrivately
 from fedloom.federation.served import About, ServedRound, served_round
 from fedloom.models.module_state import digests_of
 from fedloom.runner import assemble
@@ -21,6 +23,7 @@ from fedloom.runner.constants import check_run_constants
 from fedloom.runner.metrics import certificate_end, metrics_served, serving_families
 from fedloom.runner.trained import check_checkpoint
 from fedloom.runs.checkpoint import Checkpoints
+from fedloom.runs.files import SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.security.audit import Audit
 from fedloom.security.options import Protection
@@ -50,8 +53,11 @@ class ModelServerSettings(Settings):
     )
 
 
-def about(parts: RunContext) -> About:
-    """Return the description of a run that a client needs to request a model."""
+def about(parts: RunContext, folder: RunFolder | None = None) -> About:
+    """Return the description of a run that a client needs to request a model.
+
+    ``folder`` tells the privacy of its training, once that has ended.
+    """
     manifest = parts.manifest
     problem = without_defaults(
         {
@@ -70,6 +76,9 @@ def about(parts: RunContext) -> About:
     )
     if constants := digests_of(parts.setup.model.constants):
         problem["constants"] = constants
+    claim = None if folder is None else (folder.json_or_none(SUMMARY) or {}).get("training_privacy")
+    if (private := TrainedPrivately.of(claim)) is not None:
+        problem["training_privacy"] = dataclasses.asdict(private)
     e = parts.experiment
     return About(e.name, parts.algorithm.name, parts.algorithm.version, e.shared_json(), json.dumps(problem))
 
@@ -119,7 +128,7 @@ class DurableRounds:
     @property
     def about(self) -> About:
         """Description of the run that a client needs."""
-        return about(self.parts)
+        return about(self.parts, self._folder)
 
     def __call__(self, digest: str | None) -> ServedRound | None:
         """Return the round to serve instead of the one with this digest; None if there is no newer one.
