@@ -24,7 +24,10 @@ CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
 METHODS_PAGE = Path(__file__).parent / "algorithms" / "README.md"
 
-MAPPINGS = {"data": ("source", "source.text", "own.inputs.NAME", "own.targets")}
+MAPPINGS = {
+    "data": ("source", "source.text", "own.inputs.NAME", "own.targets"),
+    "federation": ("secure_aggregation", "privacy", "privacy.adaptive_clip"),
+}
 """Optional mappings in a section that have a table each."""
 
 HEAD = """\

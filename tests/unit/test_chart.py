@@ -408,6 +408,7 @@ def test_alerts_see_a_crash_loop_and_no_stall_after_a_pause() -> None:
     alerts = {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
     assert set(alerts) == {
         "FedLoomAggregatorDown", "FedLoomAggregatorRestarts", "FedLoomRoundsStalled", "FedLoomCertificateEnds",
+        "FedLoomPrivacyBudgetNearlySpent",
     }  # fmt: skip
     assert re.search(r"avg_over_time\(up\{.*?\}\[15m\]\)", alerts["FedLoomAggregatorDown"])
     assert "process_start_time_seconds{" in alerts["FedLoomAggregatorRestarts"]
