@@ -16,7 +16,7 @@ from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.errors import DataError, QuorumError, StorageError
 from fedloom.federation.releases import BudgetSpent, Releases, count_releases, count_training_releases
 from fedloom.federation.transport import Call, ConversationKey, Lost
-from fedloom.privacy.accounting import EVERYONE, epsilon_of, sampled
+from fedloom.privacy.accounting import EVERYONE, epsilon_of, gaussian, sampled
 from fedloom.privacy.gaussian_mechanism import compose
 from fedloom.privacy.tally import Tally
 from fedloom.runner.results import _multiplier
@@ -211,13 +211,43 @@ def test_noisy_steps_are_counted_client_by_client(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     a, b = sampled("poisson", 500, 32, 4.0), sampled("poisson", 90, 32, 4.0)
     releases = Releases(folder, None, training=Tally(1e-5))
-    releases.tell_steps(KEY, 0, {"a": (a, 15), "b": (b, 3)})
-    releases.tell_steps(replace(KEY, round=4), 0, {"a": (a, 15)})
+    releases.tell_steps(KEY, 0, {"a": {a: 15}, "b": {b: 3}})
+    releases.tell_steps(replace(KEY, round=4), 0, {"a": {a: 15}})
     found = count_training_releases(folder)
     assert found.counts == {"a": Counter({a: 30}), "b": Counter({b: 3})}
     assert count_releases(folder, repeatable=False).times == {}
     with pytest.raises(RuntimeError, match=r"federation\.privacy"):
         Releases(folder, PROMISED).tell_sum(KEY, SUM)
+
+
+def test_private_answers_compose_with_noisy_steps_on_the_same_examples(tmp_path: Path) -> None:
+    """One ε for a client's descriptors and its training, over several aggregators; and none for sums over clients."""
+    folder = RunFolder(tmp_path)
+    a = sampled("poisson", 500, 32, 4.0)
+    releases = Releases(folder, PROMISED, training=Tally(1e-5, unit="examples"))
+    releases.tell_steps(KEY, 0, {"a": {a: 15}})
+    releases.tell(KEY, 1, ["a", "b"])
+    both = Counter({a: 15, gaussian(2.5): 1})
+    assert releases.training is not None
+    assert releases.training.most() == both
+    again = Releases(folder, PROMISED, training=Tally(1e-5, unit="examples")).training
+    assert again is not None
+    assert again.counts == {"a": both, "b": Counter({gaussian(2.5): 1})}
+    assert again.epsilon == epsilon_of(both, 1e-5) > epsilon_of({a: 15}, 1e-5)
+    of_clients = Releases(folder, PROMISED, training=Tally(1e-5)).training
+    assert of_clients is not None
+    assert of_clients.counts == {"a": Counter({a: 15})}
+
+
+def test_steps_that_a_restarted_worker_repeats_count_whatever_the_budget(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    a = sampled("poisson", 500, 32, 4.0)
+    releases = Releases(folder, None, training=Tally(1e-5, epsilon_of({a: 15}, 1e-5), "examples"))
+    releases.tell_steps(KEY, 0, {"a": {a: 15}})
+    with pytest.raises(BudgetSpent):
+        releases.tell_steps(replace(KEY, round=4), 0, {"a": {a: 15}})
+    releases.tell_steps(KEY, 0, {"a": {a: 15}}, again=True)
+    assert count_training_releases(folder).counts == {"a": Counter({a: 30})}
 
 
 @pytest.mark.parametrize("private", [(False, True), (True, False, True)])

@@ -31,7 +31,7 @@ from fedloom.federation.validation import is_finite, learning_rates, to_lower
 from fedloom.messages import Message, Metrics, SummedMetrics
 from fedloom.runs.checkpoint import Best, Checkpoint, check_fits
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.journal import DONE, EVALUATED, Attempt, Journal, Replay
+from fedloom.runs.journal import DONE, EVALUATED, SPENT, Attempt, Journal, Replay
 
 _log = logging.getLogger(__name__)
 
@@ -222,9 +222,9 @@ class Loop(Evaluator):
             with self._costs(attempt):
                 lacks_replies = self._try(attempt, self._training(attempt, planned, lost))
             self.journal.append(attempt)
-            self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
-            if self.ended_by is not None:
+            if attempt.outcome == SPENT:
                 return
+            self.monitor.attempted(attempt, counts=attempt.outcome == DONE)
             if attempt.outcome == DONE:
                 self.round = t
                 self._tell_spent()
@@ -265,11 +265,11 @@ class Loop(Evaluator):
             self.server.state = before
             return isinstance(error, TooFewReplies)
         except BudgetSpent as spent:
-            attempt.outcome = str(spent)
+            attempt.outcome = SPENT
             self.server.state = before
             self.ended_by = "budget"
-            self.monitor.say(f"{spent}; training has ended")
-            _log.info("%s; training ends after round %d", spent, self.round)
+            self.monitor.say(f"training has ended: {spent}")
+            _log.warning("training ends after round %d: %s", self.round, spent)
             return False
         except Exception as error:
             self.server.state = before

@@ -123,7 +123,7 @@ class Releases:
             raise RuntimeError("noisy sums are counted only in a run with federation.privacy")
         if within_budget and not self.training.may_release(told):
             raise BudgetSpent(
-                f"another round would exceed federation.privacy.budget, ε = {self.training.limit:g}, at δ = "
+                f"another round would exceed federation.privacy.budget, ε = {self.training.limit:g} at δ = "
                 f"{self.training.delta:g}"
             )
         lines = [

@@ -90,6 +90,11 @@ def sampled(sampling: Literal["poisson", "fixed"], population: int, cohort: int,
     return Release(cohort / population, noise_multiplier, population, cohort, sampling)
 
 
+def check_accountant() -> None:
+    """Raise ExperimentError if the package that accounts for samples is not installed."""
+    _package()
+
+
 def gaussian(noise_multiplier: float) -> Release:
     """Return the release of a Gaussian mechanism on all data, as of a client's descriptor."""
     return Release(1.0, noise_multiplier, None, None, "all")

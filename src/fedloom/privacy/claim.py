@@ -24,8 +24,8 @@ PERSONAL = (
     "what a client keeps at home (its personal part, its state, its own fine-tuning): it depends on the client's data "
     "as it is; other clients' data reach it only through protected messages (joint differential privacy)"
 )
-AGGREGATOR_SEES = "updates as they are sent: the aggregator adds the noise, and is trusted"
-AGGREGATOR_SEES_SUMS = "sums of a cohort before the noise: the aggregator adds it, and is trusted with them"
+AGGREGATOR_SEES = "it receives updates as they are, adds the noise, and is trusted"
+AGGREGATOR_SEES_SUMS = "it receives sums over a cohort, adds the noise, and is trusted with these sums"
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,8 @@ def _reading(counts: Mapping[Release, int], delta: float, unknown: str | None, *
 def _sentences(found: Claim, counts: Mapping[Release, int]) -> Iterable[str]:
     yield _guarantee(found)
     yield _how(found, counts)
+    if not found.sums:
+        yield "No noisy sum was released, because no round was trained."
     yield _toward_aggregator(found)
     yield f"Not covered: {'; '.join(found.does_not_cover)}."
     if found.noise == "seed":

@@ -16,7 +16,7 @@ from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import Member
 from fedloom.runs.files import JOURNAL, PARTITION, SUMMARY
 from fedloom.runs.folder import RunFolder
-from fedloom.runs.journal import DONE, EVALUATED, Attempt, added, attempt_of, fold
+from fedloom.runs.journal import DONE, EVALUATED, SPENT, Attempt, added, attempt_of, fold
 from fedloom.runs.listing import has_ended
 
 
@@ -123,6 +123,9 @@ class RunStatus:
         self._is_open = self._is_open or bool(attempt.joined)
         fold(self._members, attempt.joined, attempt.left)
         if attempt.outcome == EVALUATED:
+            return
+        if attempt.outcome == SPENT:
+            self._trouble = "training has ended: another round would exceed the budget of its privacy"
             return
         counts = attempt.outcome == DONE
         self._monitor.attempted(attempt, counts=counts)

@@ -14,6 +14,7 @@ from fedloom.runner.open_federation import check_begun_open, check_changes
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.files import EXPERIMENT, JOURNAL, PARTITION, SUMMARY, checkpoint_files
 from fedloom.runs.folder import RunFolder
+from fedloom.runs.journal import SPENT
 
 FREE_ON_RESUME = (
     ("runtime",),
@@ -125,7 +126,8 @@ def finished(folder: RunFolder, e: Experiment) -> dict[str, Any] | None:
     except DataError:
         return None
     # A run resumed with more rounds has continued past this end.
-    went_on = any(isinstance(t := line.get("round"), int) and t > rounds for line in folder.objects(JOURNAL))
+    lines = (line for line in folder.objects(JOURNAL) if line.get("outcome") != SPENT)
+    went_on = any(isinstance(t := line.get("round"), int) and t > rounds for line in lines)
     if summary.get("rounds") != rounds or not isinstance(summary.get("name"), str) or went_on:
         return None
     checkpoints.load(rounds)

@@ -15,7 +15,7 @@ from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, OwnData
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.transport import TRAIN, Transport
-from fedloom.privacy.accounting import EVERYONE, PRECISION, Release, least_multiplier, sampled
+from fedloom.privacy.accounting import EVERYONE, PRECISION, Release, check_accountant, least_multiplier, sampled
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.tally import Counts, Tally
 
@@ -133,10 +133,12 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
     Raises
     ------
     ExperimentError
-        If a given noise multiplier does not suffice for ε, the number of rounds is not limited, or clients' numbers of
-        examples are not known.
+        If the accountant is not installed, a given noise multiplier does not suffice for ε, the number of rounds is not
+        limited, or clients' numbers of examples are not known.
     """
     privacy, rounds = experiment.federation.privacy, experiment.federation.rounds
+    if privacy is not None and rounds != 0:
+        check_accountant()
     if privacy is None or (epsilon := privacy.epsilon) is None or rounds == 0:
         return experiment
     if rounds is None:

@@ -23,6 +23,8 @@ from fedloom.runs.line_file import Placed, as_object
 
 DONE = "done"
 EVALUATED = "evaluated"
+SPENT = "budget spent"
+"""Outcome of an attempt that was not made, because it would exceed the budget of the clients' privacy."""
 
 
 @dataclass(frozen=True, order=True)
