@@ -274,7 +274,7 @@ def test_training_without_private_answers_does_not_promise_any(tmp_path: Path) -
     assert count_training_releases(folder).is_known
 
 
-@pytest.mark.parametrize("told", [{"units": ""}, {"units": "", "rate": 0.0, "times": 1}, 3])
+@pytest.mark.parametrize("told", [{"units": ["a"]}, {"units": ["a"], "rate": 0.0, "times": 1}, 3])
 def test_lines_of_others_are_refused(tmp_path: Path, told: Any) -> None:
     folder = RunFolder(tmp_path)
     Releases(folder, None, training=Tally(1e-5))

@@ -224,5 +224,7 @@ def _run(experiment: Experiment, options: RunOptions) -> None:
         return
     found = run_experiment(experiment, options, Watch())
     print_results(found.summary)
+    if (claim := found.summary.get("training_privacy")) is not None:
+        typer.echo(claim["statement"][0])
     if found.report is not None:
         typer.echo(f"report: {found.report}")

@@ -126,11 +126,11 @@ class Releases:
                 f"another round would exceed federation.privacy.budget, ε = {self.training.limit:g} at δ = "
                 f"{self.training.delta:g}"
             )
-        lines = [
-            {**asdict(release), "units": client, "times": times}
-            for client, releases in told.items()
-            for release, times in releases.items()
-        ]
+        alike: defaultdict[tuple[Release, int], list[str]] = defaultdict(list)
+        for client, releases in told.items():
+            for release, times in releases.items():
+                alike[release, times].append(client)
+        lines = [{**asdict(release), "times": n, "units": units} for (release, n), units in alike.items()]
         self._write({**_at(key), **at, "about": TRAINING, "purpose": key.purpose, "releases": lines})
         with self._lock:
             self.training.add(told)
@@ -202,7 +202,8 @@ def count_training_releases(folder: RunFolder, *, repeatable: bool = False) -> T
         try:
             for told in line.get("releases", []):
                 release = Release(**{name: told[name] for name in _FIELDS})
-                counts[told["units"]][release] += told["times"]
+                for unit in told["units"]:
+                    counts[unit][release] += told["times"]
         except (KeyError, TypeError, ValueError):
             raise _damaged(folder) from None
     return TrainingReleases(counts, is_known)
