@@ -22,7 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from transport_support import make_aggregator, until
 
 from fedloom.errors import ExperimentError
-from fedloom.federation.activity import Activity, ClientCounts, Group, LastEvaluation, Totals
+from fedloom.federation.activity import Activity, ClientCounts, Group, LastEvaluation, PrivacySpent, Totals
 from fedloom.runner import bounded_http
 from fedloom.runner.metrics import federation_families, metrics_served
 from fedloom.transport.personalization import ServingLoad
@@ -46,6 +46,7 @@ NOW = Activity(
         10, {"seen": Group(7, 0.8, 0.6, 0.81, 0.5, 0.8, 0.6, 0.81), "unseen": Group(2, None, None, None, 0.7)}
     ),
     train_loss=0.25,
+    privacy=PrivacySpent(1e-5, 40, 3.5, 8.0),
     totals=Totals(12, 1, 240.0, 33.5, 4096, 8192, {"Start": 20.0, "server": 13.5}, {"training": 33.5}, {"garbage": 2}),
 )
 
@@ -84,6 +85,8 @@ def test_every_part_of_an_activity_is_a_metric() -> None:
         ("fedloom_sent_bytes_total", ""): 8192, ("fedloom_exchange_seconds_total", "server"): 13.5,
         ("fedloom_phase_seconds_total", "training"): 33.5, ("fedloom_refusals_total", "garbage"): 2,
         ("fedloom_accuracy", "seen,worst_decile"): 0.6, ("fedloom_loss", "unseen"): 0.7,
+        ("fedloom_privacy_epsilon", ""): 3.5, ("fedloom_privacy_delta", ""): 1e-5,
+        ("fedloom_privacy_sums", ""): 40, ("fedloom_privacy_budget", ""): 8,
         ("fedloom_train_loss", ""): 0.25, ("fedloom_measured_round", ""): 10,
         ("fedloom_served_round", ""): 10, ("fedloom_models_handed_out_total", ""): 70,
         ("fedloom_models_latency_seconds", "0.99"): 0.2, ("fedloom_models_waiting_clients", ""): 3,

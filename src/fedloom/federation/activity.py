@@ -220,7 +220,7 @@ class PrivacySpent:
 
     Attributes
     ----------
-    epsilon, delta
+    delta, epsilon
         (ε, δ) toward readers of the models; ``epsilon`` is None if there is no guarantee.
     sums
         Number of noisy sums that they are about.
@@ -228,16 +228,16 @@ class PrivacySpent:
         Largest ε, before which training ends; None without.
     """
 
-    epsilon: float | None
     delta: float
     sums: int
+    epsilon: float | None = None
     budget: float | None = None
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> PrivacySpent | None:
         """Return the privacy spent in a line of ``metrics.jsonl``; None without."""
         told = line.get("privacy")
-        return None if told is None else cls(told["epsilon"], told["delta"], told["sums"], told.get("budget"))
+        return None if told is None else cls(told["delta"], told["sums"], told["epsilon"], told["budget"])
 
 
 @dataclass(frozen=True)

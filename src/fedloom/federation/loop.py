@@ -344,7 +344,7 @@ class Loop(Evaluator):
             return {}
         epsilon = None if math.isinf(spent := tally.epsilon) else spent
         self._accounted = time.monotonic(), time.monotonic() - started
-        now = PrivacySpent(epsilon, tally.delta, tally.sums, tally.limit)
+        now = PrivacySpent(tally.delta, tally.sums, epsilon, tally.limit)
         self.monitor.spent(now)
         return {"privacy": asdict(now)}
 

@@ -308,8 +308,7 @@ def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
         epsilon, told = row.epsilon, row.runs[0].privacy
         if told is None:
             return (Cell(row.label), Cell("not private", span=5))
-        central = told["to_aggregator"]["epsilon"]
-        shown = ("none" if value is None else f"{value:.3g}" for value in (epsilon, central))
+        shown = ("none" if value is None else f"{value:.3g}" for value in (epsilon, told["epsilon_aggregator"]))
         return (Cell(row.label), *map(Cell, (told["unit"], *shown, f"{told['delta']:g}", told["noise"])))
 
     headings = ("method", "unit", "ε", "ε toward the aggregator", "δ", "noise from")

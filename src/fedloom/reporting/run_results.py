@@ -97,7 +97,7 @@ class RunResults:
 
     ``own_steps``: statistics of unseen clients' models by number of extra local steps, if evaluated.
 
-    ``privacy``: claim of the training's differential privacy (``training_privacy``); None without.
+    ``privacy``: claim of the training's differential privacy (of ``training_privacy``); None without.
     """
 
     path: Path
@@ -178,11 +178,19 @@ def read_results(run: RunFolder) -> RunResults:
                 predictor: _result(summary, history, best, clients, predictor, headline, masked=masked)
                 for predictor in predictors
             },
-            privacy=summary.get("training_privacy"),
+            privacy=_claim(summary.get("training_privacy")),
         )
     except OF_BROKEN_FILES:
         check_compared(run)
         raise  # with intact files, it is a bug
+
+
+def _claim(told: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return what a comparison shows of a claim; raise KeyError or TypeError if it is damaged."""
+    if told is None:
+        return None
+    shown = {key: told[key] for key in ("unit", "epsilon", "delta", "noise", "statement")}
+    return shown | {"epsilon_aggregator": told["to_aggregator"]["epsilon"]}
 
 
 def _int_or_none(value: Any) -> int | None:
