@@ -26,8 +26,12 @@ from fedloom.privacy.tally import Tally
 from fedloom.runner.training_privacy import Planned, Population
 from fedloom.tasks.registry import agreed_task
 
-HOPELESS, SEVERE = 1.0, 0.3
-"""Ratios of the noise's norm to the clipping norm, on the mean of a round, above which a sentence warns."""
+HOPELESS = {"clients": 1.0, "examples": 10.0}
+SEVERE = {"clients": 0.3, "examples": 3.0}
+"""Ratios of the noise's norm to the clipping norm, on the mean of a round or step, above which a sentence warns.
+
+Updates are few, and steps many: their noise averages out (Abadi et al. 2016, arXiv 1607.00133, train at ratios of 2).
+"""
 
 
 @dataclass(frozen=True)
@@ -356,11 +360,11 @@ def _noise(found: PrivacyCost) -> str:
         f"The noise on the mean of a {of} has {ratio:.2g} times the norm of the largest clipped "
         f"{'gradient' if found.unit == 'examples' else 'update'} (z √d / m with d = {found.parameters:,})"
     )
-    need = math.ceil(found.noise_multiplier * math.sqrt(found.parameters) / SEVERE)
+    need = math.ceil(found.noise_multiplier * math.sqrt(found.parameters) / SEVERE[found.unit])
     units = "examples per mini-batch" if found.unit == "examples" else "clients per round"
     fix = f"it takes about {need:,} {units}, fewer parameters (a head, adapters), or a larger ε."
-    if ratio > HOPELESS:
+    if ratio > HOPELESS[found.unit]:
         return f"{about}: it swamps the signal, and training cannot be expected to work; {fix}"
-    if ratio > SEVERE:
+    if ratio > SEVERE[found.unit]:
         return f"{about}: it slows training much, and averages out over many rounds only; for less, {fix}"
     return f"{about}: training can be expected to work."
