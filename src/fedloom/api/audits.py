@@ -47,8 +47,8 @@ def audit(
     of
         With ``canaries``: clients whose update is a random direction, or training examples with a wrong target.
     norm
-        Norm of the update of canary clients; None: the clipping norm of ``federation.privacy``, or without it the norm
-        of an honest update.
+        Norm of the update of canary clients before it is clipped; None: ten times the clipping norm of
+        ``federation.privacy``, or without it the norm of an honest update.
     seed
         Seed of the coins; None: drawn by the operating system.
     invert

@@ -50,8 +50,8 @@ def audit_command(
     norm: Annotated[
         float | None,
         typer.Option(
-            help="With --canaries of clients, the norm of their updates; by default the clipping norm of "
-            "federation.privacy, or the norm of an honest update.",
+            help="With --canaries of clients, the norm of their updates before clipping; by default ten times the "
+            "clipping norm of federation.privacy, or the norm of an honest update.",
             metavar="C",
         ),
     ] = None,

@@ -57,6 +57,10 @@ COINS = "canaries.json"
 """File in the audit's folder with the seed, and each canary's coin."""
 
 
+UNCLIPPED = 10.0
+"""Norm of canaries' updates in clipping norms, so that clipping is audited, too."""
+
+
 @dataclass(frozen=True)
 class CanaryOptions:
     """Options of an audit by canaries.
@@ -72,8 +76,8 @@ class CanaryOptions:
     partition
         Folder or URL of an existing partition; None: create the experiment's.
     norm
-        Norm of a canary client's update; None: the clipping norm of ``federation.privacy``, or without it the norm of
-        what the client would have sent.
+        Norm of a canary client's update, before it is clipped; None: ten times the clipping norm of
+        ``federation.privacy``, or without it the norm of what the client would have sent.
     seed
         Seed of coins and directions; None: drawn by the operating system.
     report
@@ -185,9 +189,9 @@ def _run_with_clients(
     # The part of the clients in a round, which a claim depends on, stays as it was.
     cohort = max(1, round(e.federation.clients_per_round * (roster + options.count) / roster))
     e = e.model_copy(update={"federation": e.federation.model_copy(update={"clients_per_round": cohort})})
-    parts, privacy = assemble.make_parts(e, dataset.manifest), e.federation.privacy
+    parts = assemble.make_parts(e, dataset.manifest)
     size = sent_size(parts.server_algorithm(), parts.algorithm)
-    norm = privacy.clip if options.norm is None and privacy is not None else options.norm
+    norm = _norm(e) if options.norm is None else options.norm
     canaries = CanarySet(names, coins, seed, norm)
     write_with_clients(dataset, out / "partition", names, seed)
     _write_coins(out, options, seed, coins, names)
@@ -199,6 +203,12 @@ def _run_with_clients(
     last = Checkpoints(engine.folder.checkpoints).load("last").state["theta"]
     change = sent_part(last - parts.server_algorithm().state["theta"], size, parts.algorithm, parts.setup)
     return engine.folder, canaries.scores(change), {"score": "direction", "norm": norm, "clients_per_round": cohort}
+
+
+def _norm(e: Experiment) -> float | None:
+    """Return the norm of canaries' updates: one that must be clipped, or None without clipping of clients."""
+    privacy = e.federation.privacy
+    return UNCLIPPED * privacy.clip if privacy is not None and privacy.of == "clients" else None
 
 
 def _check_counted(folder: RunFolder, names: Sequence[str]) -> None:
