@@ -75,14 +75,13 @@ def audit(
         If an argument does not fit, or the experiment cannot have such canaries.
     """
     if canaries is None:
-        given = {"norm": norm, "seed": seed, "out": out, "partition": partition, **overrides}
-        if wrong := [name for name, value in given.items() if value is not None]:
-            raise ExperimentError(f"{wrong[0]} needs canaries.", key=wrong[0])
+        _refuse("canaries", norm=norm, seed=seed, out=out, partition=partition, **overrides)
         if not isinstance(what, Run | str | Path):
             raise ExperimentError("Without canaries, an audit needs a run, not an experiment.", key="canaries")
         return _of_run(what, checkpoint, packed, invert=invert, client=client)
-    if isinstance(what, Run) or invert or client is not None or checkpoint != "last" or packed:
-        raise ExperimentError("canaries needs an experiment, and no argument of a run.", key="canaries")
+    _refuse("a run", invert=invert or None, client=client, packed=packed or None)
+    if isinstance(what, Run) or checkpoint != "last":
+        raise ExperimentError("canaries needs an experiment, not a run.", key="canaries")
     from fedloom import experiment as experiments
     from fedloom.api.watch import Watch
     from fedloom.runner.audit_canaries import CanaryOptions, audit_with_canaries
@@ -92,6 +91,12 @@ def audit(
     options = CanaryOptions(canaries, of, None if out is None else Path(out), place, norm, seed, report)
     observer = progress if isinstance(progress, RunObserver) else Watch() if progress else None
     return Run(audit_with_canaries(experiments.of(what, **with_module(overrides)), options, observer))
+
+
+def _refuse(needed: str, **given: Any) -> None:
+    """Raise ExperimentError if an argument is given without what it needs."""
+    if wrong := next((name for name, value in given.items() if value is not None), None):
+        raise ExperimentError(f"{wrong} needs {needed}.", key=wrong)
 
 
 def _of_run(

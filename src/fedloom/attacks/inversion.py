@@ -100,6 +100,24 @@ def invert_linear_layer(target: Target) -> Tensor | None:
     return (weight[rows] / bias[rows, None]).float().view(-1, *target.shape)
 
 
+def reconstruct(target: Target, low: float, high: float, *, alone: bool) -> tuple[Tensor, str]:
+    """Return inputs ``[k, *shape]`` and the attack that found them, by a first linear layer if there is one.
+
+    Parameters
+    ----------
+    low, high
+        Limits of inputs.
+    alone
+        True if the update is of a single example: the surest unit of the layer then has it.
+    """
+    found = invert_linear_layer(target)
+    if found is not None and not alone:
+        return found, "linear layer"
+    if found is not None and explains(target, found[:1]):
+        return found[:1], "linear layer"
+    return match_gradient(target, low, high), "gradient matching"
+
+
 def explains(target: Target, x: Tensor) -> bool:
     """Return whether the gradient at an input ``[1, *shape]`` has the direction of the target's, as an attacker tests.
 

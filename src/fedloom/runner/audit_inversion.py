@@ -13,12 +13,10 @@ from torch import Tensor
 from fedloom.attacks.inversion import (
     Target,
     best_matches,
-    explains,
     gradient_of_step,
-    invert_linear_layer,
     label_of,
-    match_gradient,
     psnr,
+    reconstruct,
 )
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.input_spec import InputSpec
@@ -103,28 +101,29 @@ class _Victim:
         assert isinstance(x, Tensor)
         target = Target(model, self.theta, torch.stack(gradients).sum(0) / len(gradients), x.shape[1:], own.y)
         alone = len(clients) == 1 and len(x) == 1
-        found, attack = invert_linear_layer(target), "linear layer"
-        if found is None or (alone and not explains(target, found[:1])):
-            found, attack = match_gradient(target, *self.scale.limits), "gradient matching"
-        elif alone:
-            found = found[:1]  # the surest unit; of several examples, the best of all units counts
-        originals, candidates = self.scale.raw(x), self.scale.raw(found)
-        peak = self.scale.peak(x)
-        matches = best_matches(originals, candidates, peak)
-        values = [value for value, _ in matches]
-        best = max(range(len(values)), key=values.__getitem__)
-        mean = self.scale.raw(torch.zeros_like(x[:1])).expand_as(x)
+        found, attack = reconstruct(target, *self.scale.limits, alone=alone)
         told: dict[str, Any] = {
             "update": name,
             "clients": len(clients),
             "examples": sum(min(count, len(each.train)) for each in clients),
             "attack": attack,
+        }
+        if alone and own.y is not None and (label := label_of(target)) is not None:
+            told["label_found"] = label == int(own.y[0])
+        return told | self._compared(x, found, shown=shown)
+
+    def _compared(self, x: Tensor, found: Tensor, *, shown: bool) -> dict[str, Any]:
+        """Return how close reconstructions ``[k, ...]`` are to inputs ``[n, ...]``, and pictures of the closest."""
+        originals, peak = self.scale.raw(x), self.scale.peak(x)
+        matches = best_matches(originals, self.scale.raw(found), peak)
+        values = [value for value, _ in matches]
+        best = max(range(len(values)), key=values.__getitem__)
+        mean = self.scale.raw(torch.zeros_like(x[:1]))
+        told: dict[str, Any] = {
             "psnr_best": values[best],
             "psnr_mean": sum(values) / len(values),
-            "psnr_of_mean_input": max(psnr(a, b, peak) for a, b in zip(originals, mean, strict=True)),
+            "psnr_of_mean_input": max(psnr(original, mean[0], peak) for original in originals),
         }
-        if alone and (label := label_of(target)) is not None and own.y is not None:
-            told["label_found"] = label == int(own.y[0])
         pictures = (self.scale.picture(x[best]), self.scale.picture(found[matches[best][1]]))
         if shown and None not in pictures:
             told["original"], told["reconstruction"] = pictures
