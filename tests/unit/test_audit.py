@@ -151,6 +151,9 @@ def test_canaries_of_a_run_without_noise_are_found(tmp_path: Path, of: str, step
     if of == "clients":
         assert document["clients_per_round"] == 72  # 12 of 12 clients, as before
         assert found.summary["seen"]["clients"] == 12
+        again = fedloom.audit(found).audit  # by the partition beside the run
+        assert again["canaries"] == document
+        assert again["membership"]["predictors"]["global"]["seen"]["clients"] == 12
     else:
         assert document["predictor"] == "global"
 
@@ -174,6 +177,9 @@ def test_command_with_canaries_says_what_the_bound_says(tmp_path: Path, fedloom:
     code, _, err = fedloom("audit", path, "--canaries", 16, "--out", tmp_path / "audit")
     assert code == 2
     assert mentions(err, "--out", tmp_path / "audit")
+    code, _, err = fedloom("audit", path)
+    assert code == 2
+    assert mentions(err, path, "--canaries")
 
 
 @pytest.mark.parametrize(

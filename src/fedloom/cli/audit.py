@@ -78,6 +78,8 @@ def audit_command(
         of_canaries = {"--norm": norm, "--set": set_, "--out": out, "--partition": partition}
         if given := [option for option, value in of_canaries.items() if value]:
             raise ExperimentError(f"{given[0]} needs --canaries.", key=given[0][2:])
+        if Path(where).is_file():
+            raise ExperimentError(f"{where} is an experiment; give --canaries to audit it.", key="canaries")
         run = _audit_run(where, checkpoint, data, invert=invert, client=client)
     else:
         of_run = {"--invert": invert, "--client": client, "--data": data, "--checkpoint": checkpoint != "last"}

@@ -10,6 +10,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.attacks.membership import MemberScores, membership_document
 from fedloom.core.words import pluralize
 from fedloom.data.federated import FederatedDataset
+from fedloom.data.manifest import read_manifest
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.experiment import Experiment
 from fedloom.federation.evaluator import Evaluator
@@ -19,11 +20,14 @@ from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.requesting_client import torch_threads
 from fedloom.runner.trained import restore
-from fedloom.runs.files import AUDIT, SUMMARY
+from fedloom.runs.files import AUDIT, PARTITION, SUMMARY
 from fedloom.runs.folder import RunFolder
 
 VERSION = 1
 """Version of ``audit.json``."""
+
+PARTITION_FOLDER, RUN_FOLDER = "partition", "run"
+"""Names in the folder of an audit by canaries."""
 
 CONFIDENCE = 0.95
 """Confidence of lower bounds."""
@@ -65,11 +69,19 @@ def audit_run(
     if client is not None and not invert:
         raise ExperimentError(f"{argument('client')} needs {argument('invert')}.", key="client")
     with torch_threads(1):  # restores the number of threads, which is changed inside
-        parts, loop, dataset = restore(folder.path, checkpoint, data=data)
+        parts, loop, dataset = restore(folder.path, checkpoint, _own_partition(folder), data)
         found = {"membership": _membership(parts, loop, dataset, delta_of(folder))}
         if invert:
             found["inversion"] = inversion_document(parts, dataset, client)
     return keep_audit(folder, found)
+
+
+def _own_partition(folder: RunFolder) -> Path | None:
+    """Return the partition beside a run with canaries, which no data root has; None for any other run."""
+    beside = folder.path.resolve().parent / PARTITION_FOLDER
+    if not (beside / PARTITION).is_file() or read_manifest(beside).fingerprint != folder.manifest().fingerprint:
+        return None
+    return beside
 
 
 def keep_audit(folder: RunFolder, found: Mapping[str, Any]) -> dict[str, Any]:

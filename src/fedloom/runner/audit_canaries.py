@@ -39,7 +39,7 @@ from fedloom.messages import Message
 from fedloom.models.predictors import Predictors, predictor_of
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
-from fedloom.runner.audit import CONFIDENCE, claim_of, delta_asked, keep_audit
+from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claim_of, delta_asked, keep_audit
 from fedloom.runner.closed_run import run_closed
 from fedloom.runner.engine import Engine, write_report_if_possible
 from fedloom.runner.observer import RunObserver
@@ -193,7 +193,7 @@ def _run_with_clients(
     size = sent_size(parts.server_algorithm(), parts.algorithm)
     norm = _norm(e) if options.norm is None else options.norm
     canaries = CanarySet(names, coins, seed, norm)
-    write_with_clients(dataset, out / "partition", names, seed)
+    write_with_clients(dataset, out / PARTITION_FOLDER, names, seed)
     _write_coins(out, options, seed, coins, names)
     engine = Engine(e, _run_options(out), observer or RunObserver())
     engine.parts = parts = _WithCanaries.of(engine.parts, canaries)
@@ -234,10 +234,10 @@ def _run_with_examples(
 ) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
     """Run with canary examples; return the run, their scores, and what was done."""
     canaries = draw_examples(dataset, options.count, seed)
-    write_with_examples(dataset, out / "partition", canaries, coins)
+    write_with_examples(dataset, out / PARTITION_FOLDER, canaries, coins)
     _write_coins(out, options, seed, coins, [asdict(canary) for canary in canaries])
     done = run_experiment(e, _run_options(out), observer)
-    parts, last, trained_on = restore(done.folder, partition=out / "partition")
+    parts, last, trained_on = restore(done.folder, partition=out / PARTITION_FOLDER)
     first = assemble.evaluator(parts, last.transport, last.folder)  # at the start of the run
     predictor = "global" if "global" in last.predictors else "personal"
     whole = dataset.described_by(dataclasses.replace(dataset.manifest, **input_fields(parts.manifest.specs)))
@@ -288,4 +288,4 @@ def _canary_losses(
 
 
 def _run_options(out: Path) -> RunOptions:
-    return RunOptions(out=out / "run", partition=str(out / "partition"), report=False, signals=True)
+    return RunOptions(out=out / RUN_FOLDER, partition=str(out / PARTITION_FOLDER), report=False, signals=True)
