@@ -139,6 +139,14 @@ def test_many_rates_are_rounded_up() -> None:
     assert smallest < found < 1.03 * largest
 
 
+@pytest.mark.parametrize(("q", "z", "rounds"), [(1e-6, 0.5, 10**5), (0.3, 1e-12, 3), (0.05, 1e6, 5000), (0.5, 0.1, 10)])
+def test_extreme_releases_are_answered_soon_and_within_the_bound(q: float, z: float, rounds: int) -> None:
+    counts = {poisson(z, q): rounds}
+    took = time.process_time()
+    assert 0 <= epsilon_of(counts, 1e-5) <= epsilon_bound(counts, 1e-5)
+    assert time.process_time() - took < 10
+
+
 def test_no_noise_is_no_privacy() -> None:
     assert epsilon_of({poisson(0.0): 1}, 1e-5) == math.inf
     assert epsilon_of({poisson(0.0): 0}, 1e-5) == 0

@@ -41,8 +41,12 @@ MOST_ROUNDS = 10**7
 """Number of rounds above which no search continues."""
 
 _ORDERS = (1.1, 1.25, 1.5, 1.75, *(1 + i / 4 for i in range(4, 12)), *range(4, 65), 96, 128, 256, 512)
+_HUGE = 200.0
+"""ε above which the bound by Rényi divergences is good enough."""
 _LEAST = 1 / 32
 """Noise multiplier below which no search continues: ε is above 500."""
+_MOST_CELLS = 2**18
+"""Approximate number of cells of the loss distribution of one sum."""
 _DISTINCT = 12
 """Number of different sampling rates that are composed one by one; of more, rates are rounded up."""
 
@@ -205,12 +209,12 @@ def _epsilon(counts: _Counts, delta: float) -> float:
     exact = _without_sampling(counts)
     if exact == 0:
         return math.inf
-    bound = gaussian_epsilon(exact, delta)
     if _all_known(counts):
-        return bound
-    if neighbours(dict(counts)) == "replace-one":
-        return epsilon_bound(dict(counts), delta)
-    return min(bound, float(_loss(counts).get_epsilon_for_delta(delta)))
+        return gaussian_epsilon(exact, delta)
+    renyi = epsilon_bound(dict(counts), delta)
+    if neighbours(dict(counts)) == "replace-one" or renyi > _HUGE:
+        return renyi
+    return min(renyi, float(_loss(counts).get_epsilon_for_delta(delta)))
 
 
 def _all_known(counts: _Counts) -> bool:
@@ -291,11 +295,14 @@ def _step(release: Release) -> float:
     """Return the width of the cells of a loss distribution: a power of two, about a sixteenth of a release's loss.
 
     The loss of a sampled release has a standard deviation of about q √(e^(1/z²) − 1); rounding it to cells of width w
-    makes the variance larger by at most w²/4.
+    makes the variance larger by at most w²/4. Cells are wider where a loss of ten standard deviations of the noise
+    would need too many.
     """
     z = release.noise_multiplier
     spread = release.rate * math.sqrt(math.expm1(min(1 / z**2, 60.0)))
-    return min(2.0 ** math.floor(math.log2(max(spread, 1e-9) / 16)), _largest_step([z]))
+    longest = max(10 / z + 0.5 / z**2 + math.log(release.rate), 0.0)
+    width = max(spread / 16, longest / _MOST_CELLS, 1e-10)
+    return min(2.0 ** math.floor(math.log2(width)), _largest_step([z]))
 
 
 def _largest_step(zs: list[float]) -> float:
