@@ -222,6 +222,11 @@ class Replies(Generic[M]):
         return int(self.present.shape[0])
 
     @property
+    def is_noisy(self) -> bool:
+        """True if sums have noise that makes them private; they are rarely 0 then, and may have another sign."""
+        return False
+
+    @property
     def mean_weights(self) -> Tensor:
         """``[c]`` float64: 1/|P| for present clients, else 0."""
         present = self.present.double()
@@ -301,12 +306,17 @@ class Sums(Replies[M]):
         As in :class:`Replies`.
     count
         Number of clients by which a plain mean divides.
+    is_noisy
+        True for noisy sums.
     """
 
-    def __init__(self, sums: Mapping[str, FieldSum], present: Tensor, sizes: Tensor, count: float) -> None:
+    def __init__(
+        self, sums: Mapping[str, FieldSum], present: Tensor, sizes: Tensor, count: float, *, is_noisy: bool = False
+    ) -> None:
         super().__init__(None, present, sizes)
         self._sums = dict(sums)
         self._count = count
+        self._is_noisy = is_noisy
 
     def __getattr__(self, name: str) -> Any:
         """Return the sum of a field."""
@@ -319,8 +329,15 @@ class Sums(Replies[M]):
         """Number of clients by which a plain mean divides; under differential privacy, the expected one."""
         return self._count
 
+    @property
+    def is_noisy(self) -> bool:
+        """True if the sums have noise."""
+        return self._is_noisy
+
     def mean(self, x: Any, weights: Tensor | None = None, *, since: Tensor | None = None) -> Tensor:
-        """Return the mean of a field by the weights that the method has declared.
+        """Return the mean of a field by the weights that the method has declared; NaN if nobody has answered.
+
+        The sum of an update with noise divides by the expected weight, and is a number then, too.
 
         Raises
         ------

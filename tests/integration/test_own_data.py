@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from facts import tells
+from facts import mentions, tells
 from run_processes import final
 
 import fedloom as python
@@ -19,6 +19,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, from_shared_json, load_experiment, parse_experiment
 from fedloom.runner import trained
 from fedloom.runner.client_models import save_models
+from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 
@@ -76,6 +77,17 @@ def options(packed: Path, out: Path, trains: Sequence[int] = (0, 1, 2), observes
     return RunOptions(out, data=data, observe=observe)
 
 
+class Notices(RunObserver):
+    """Observer that keeps notices."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def notice(self, text: str) -> None:
+        """Keep a notice."""
+        self.texts.append(text)
+
+
 def of(path: Path, *overrides: str) -> Experiment:
     return load_experiment(path, overrides)
 
@@ -93,6 +105,29 @@ def test_own_data_give_the_same_numbers_in_process_and_with_workers_and_on_repla
     again = dataclasses.replace(options(packed, tmp_path / "c"), replay=tmp_path / "b")
     run_experiment(of(experiment), again)
     assert final(tmp_path / "c") == final(tmp_path / "a")
+
+
+def test_noise_of_clients_with_workers_is_secret_and_a_replay_says_that_it_cannot_repeat_it(
+    packed: Path, experiment: Path, tmp_path: Path
+) -> None:
+    privacy = "{clip: 0.5, noise_multiplier: 1.0, delta: 1e-3, sampling: fixed, noise: distributed}"
+    keys = (f"federation.privacy={privacy}", "federation.secure_aggregation={}", "algorithm.weighting=uniform")
+    e, cohort = of(experiment, *keys, "federation.clients_per_round=3"), range(3)
+    noise = []
+    for out, settings in (("a", e), ("b", e), ("c", e)):
+        workers = {"a": 0, "b": 1, "c": 1}[out]
+        settings = settings.model_copy(update={"runtime": settings.runtime.model_copy(update={"workers": workers})})
+        summary = run_experiment(settings, options(packed, tmp_path / out, trains=tuple(cohort))).summary
+        noise.append(summary["training_privacy"]["noise"])
+    assert noise == ["seed", "secret", "secret"]
+    assert len({final(tmp_path / out) for out in "abc"}) == 3
+    told = Notices()
+    for out, repeated in (("d", "a"), ("e", "b")):
+        again = dataclasses.replace(options(packed, tmp_path / out, trains=tuple(cohort)), replay=tmp_path / repeated)
+        run_experiment(e, again, told)
+    assert final(tmp_path / "d") == final(tmp_path / "a")
+    assert final(tmp_path / "e") != final(tmp_path / "b")
+    assert sum(mentions(text, "replay", "noise", "secret") for text in told.texts) == 1
 
 
 def test_the_run_goes_on_with_the_same_clients_alone(packed: Path, experiment: Path, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop, vocabulary
 from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.monitor import Monitor
+from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import FixedRoster
@@ -45,6 +46,7 @@ from fedloom.models.flat import FlatModel
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
+from fedloom.privacy.tally import Tally
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, Replay
 from fedloom.storage import Store, open_store
@@ -294,6 +296,7 @@ def federation(
     summation: Summation | None = None,
     held: HeldAnswers | None = None,
     examples: ExamplePrivacy | None = None,
+    private_sums: PrivateSums | None = None,
 ) -> Federation:
     """The real loop over the in-process transport, all or a ``cohort`` sampled; ``lost``: exchange -> row, each round.
 
@@ -329,6 +332,7 @@ def federation(
         problem.dtype,
     )
     replay = None if repeated is None else Replay(repeated)
+    tally = None if private_sums is None else Tally(private_sums.settings.delta, private_sums.settings.budget)
     if lost is not None:
         losses = [Loss(row, known.roster[row], exchange, "planned") for exchange, row in lost.items()]
         record = ConversationRecord(list(known.roster), losses)
@@ -352,7 +356,14 @@ def federation(
             label_mask=False,
             seed=seed,
         ),
-        AlgorithmPair(algorithm, algorithm.server(settings, problem, generator(seed, "init")), half, plan, summation),
+        AlgorithmPair(
+            algorithm,
+            algorithm.server(settings, problem, generator(seed, "init")),
+            half,
+            plan,
+            summation,
+            private=private_sums,
+        ),
         FixedRoster(known),
         transport,
         made,
@@ -364,7 +375,9 @@ def federation(
         ),
         lambda evaluation: {},
         replay=replay,
-        releases=Releases(made, algorithm.privacy(settings)) if private else None,
+        releases=None
+        if not private and private_sums is None
+        else Releases(made, algorithm.privacy(settings), None, tally),
     )
     return Federation(loop, predictors)
 

@@ -353,6 +353,13 @@ class Algorithm(ABC):
         """
         return ()
 
+    def noisy_sums_suffice(self, settings: Any) -> str | None:
+        """Return why noise on the sums does not make training private, as a sentence's end; None if it does.
+
+        It does if the server learns from nothing but the sums' fields: updates, and what is declared as ``learned``.
+        """
+        return None
+
     def differentiates_twice(self, settings: Any) -> bool:
         """Return True if training differentiates gradients of the model's loss."""
         return False

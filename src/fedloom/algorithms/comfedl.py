@@ -106,7 +106,7 @@ class ComFedLServer(base.ServerAlgorithm):
         """Raise if a client left the finite range in its steps, which it names unless only sums are known."""
         if not isinstance(updates, Sums):
             self._refuse(cohort, updates.left_loss, updates.left)
-        elif updates.total(updates.left):
+        elif not updates.is_noisy and updates.total(updates.left):  # noise hides a client that left: its update is 0
             s = self.settings
             raise FloatingPointError(
                 f"a client became infinite or NaN, with γ = {s.gamma:g} and scale: {s.scale}; set a smaller local.lr "
@@ -390,6 +390,12 @@ class ComFedL(base.Algorithm):
     def sums(self, settings: Any) -> SummedFields:
         """Return the sum of the updates; losses at the shared model are answers of their own."""
         return sums_of(CompositionalUpdate, without=("first", "left_loss"))
+
+    def noisy_sums_suffice(self, settings: ComFedLSettings) -> str | None:
+        """Return the reason unless the scale needs no losses."""
+        if settings.scale == "literal":
+            return None
+        return f"weights updates by losses that clients send without noise (scale: {settings.scale}); set literal"
 
     def differentiates_twice(self, settings: ComFedLSettings) -> bool:
         """Return True for DAMAML, unless to first order."""

@@ -173,6 +173,10 @@ class DistributionallyRobustFedAvg(base.Algorithm):
         """Return the sum of the updates; losses are answers of their own."""
         return {} if settings.replace else sums_of(NotedUpdate)
 
+    def noisy_sums_suffice(self, settings: DRFASettings) -> str | None:
+        """Return the reason: cohorts depend on data."""
+        return "draws cohorts by weights that follow the clients' losses, which have no noise"
+
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason: each client has a weight."""
         return base.no_place_for_new_clients(self.name)

@@ -25,7 +25,7 @@ from fedloom.algorithms.client import Trained, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.moon import FROZEN, Anchored
-from fedloom.algorithms.sums import SummedFields, sums_of
+from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData
 from fedloom.data.inputs import pieces
@@ -33,6 +33,9 @@ from fedloom.errors import ExperimentError
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.flat import FlatModel
 from fedloom.models.predictors import Predictors, predictors_of
+
+LEAST_COUNT = 0.5
+"""Sum of weights of a class below which no client has it: sums of counts may have noise, or be rounded."""
 
 IMPOSSIBLE = -1e6
 """Logit of a class without a prototype."""
@@ -81,9 +84,10 @@ class FedProtoServer(base.ServerAlgorithm):
         """Perform lines 1 and 7; a class that no answer has keeps its prototype."""
         updates = round.sample().send(PrototypeTrainRequest(**self.state), PrototypeUpdate)
         sums, total = updates.sum(updates.sums), updates.sum(updates.counts)
-        kept = self.state["prototypes"] * (total == 0)[:, None]
-        self.state["prototypes"] = (sums + kept) / total.clamp(min=1).to(sums)[:, None]
-        self.state["known"] = torch.maximum(self.state["known"], (total > 0).double())
+        there = total > LEAST_COUNT
+        means = sums / torch.where(there, total, 1).to(sums)[:, None]
+        self.state["prototypes"] = torch.where(there[:, None], means, self.state["prototypes"])
+        self.state["known"] = torch.maximum(self.state["known"], there.double())
         return base.statistics_of(updates) | {"classes": float(self.state["known"].sum())}
 
     def personalize(self, cohort: Cohort) -> Replies[Any]:
@@ -226,8 +230,8 @@ class FedProto(base.Algorithm):
         return {"personal": "FedProto"}
 
     def sums(self, settings: Any) -> SummedFields:
-        """Return the sum of the prototypes and counts."""
-        return sums_of(PrototypeUpdate)
+        """Return the sums of the prototypes and of the counts, by which the server divides."""
+        return sums_of(PrototypeUpdate, counts=Summed(learned=True))
 
     def check_model(self, settings: Any, model: FlatModel) -> None:
         """Check the needs; a head of prototypes also needs a bias."""

@@ -20,6 +20,7 @@ from fedloom.algorithms.client import LocalTrainer, Trained, train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg, Update
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.messages import Quantity, Replies, rows
 from fedloom.models.flat import FlatModel
@@ -91,15 +92,21 @@ class QFedAvg(FedAvg):
         Raises
         ------
         FloatingPointError
-            If F_k^q, and with it h_k, underflows to 0 for all of them.
+            If F_k^q, and with it h_k, underflows to 0 for all of them, or their noisy sum is not positive.
         """
         total = updates.total(updates.h)
-        if total == 0:
+        if total <= 0:
             raise FloatingPointError(
-                f"the step is not finite, because every F_k^q is 0; lower algorithm.q (now {s.q:g})"
+                "the noise on Σ h_k exceeds it; draw more clients per round, or lower the noise"
+                if updates.is_noisy
+                else f"the step is not finite, because every F_k^q is 0; lower algorithm.q (now {s.q:g})"
             )
         change: Tensor = updates.mean(updates.delta_theta) / (total / updates.count)
         return theta + change
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return the sums of the updates and of h_k, by which the server divides."""
+        return sums_of(self.update, h=Summed(learned=True))
 
     def update_bounds(self, s: Any, examples: int) -> Mapping[str, float]:
         """Return the bound of the number of steps."""

@@ -27,10 +27,13 @@ class Summed:
     since
         Broadcast of the request from which the field is a change; the sum is then that of the changes. None for a
         field that is a change, or no change at all.
+    learned
+        True for a statistic from which the server learns, so that it must be as private as an update.
     """
 
     weighting: Weighting = "uniform"
     since: str | None = None
+    learned: bool = False
 
     def weight(self, examples: int) -> float:
         """Return the weight of a client with this many training examples."""
@@ -41,6 +44,19 @@ SummedFields: TypeAlias = Mapping[type[Message], Mapping[str, Summed]]
 """For each summed answer, the sum of each of its fields that are sent."""
 
 UNIFORM = Summed()
+
+
+def learned_fields(answer: type[Message], fields: Mapping[str, Summed]) -> tuple[str, ...]:
+    """Return the names of the summed fields from which the server learns, in order: updates, and some statistics."""
+    return tuple(
+        f.name for f in answer.fields() if f.name in fields and (f.quantity not in STATISTICS or fields[f.name].learned)
+    )
+
+
+def reported_fields(answer: type[Message], fields: Mapping[str, Summed]) -> tuple[str, ...]:
+    """Return the names of the summed fields that the server only reports, in order."""
+    learned = learned_fields(answer, fields)
+    return tuple(f.name for f in answer.fields() if f.name in fields and f.name not in learned)
 
 
 def sums_of(answer: type[Message], *, without: Collection[str] = (), **chosen: Summed) -> SummedFields:

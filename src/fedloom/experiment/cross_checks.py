@@ -21,6 +21,8 @@ from fedloom.experiment.validation_errors import SettingError
 from fedloom.models.fitting import fitted
 from fedloom.models.module import MEMORY
 from fedloom.models.registry import ModuleSettings, VGGSettings
+from fedloom.privacy.adaptive_clip import default_count_noise, update_multiplier
+from fedloom.privacy.clipped_sum import check_cohorts
 from fedloom.privacy.settings import SMALLEST_SUM
 from fedloom.tasks.own_metric import MEMORY as METRIC_IN_MEMORY
 from fedloom.tasks.registry import agreed_task
@@ -209,8 +211,44 @@ def _check_sums(c: _Combination) -> Iterator[SettingError]:
             )
     why = c.algorithm.sums_suffice(settings)
     for key in needs:
+        if key == "privacy" and why is None:
+            why = c.algorithm.noisy_sums_suffice(settings)
         if why is not None:
             yield _error(f"federation.{key}", f"{c.algorithm.name} {why}; leave it out, or choose another method")
+
+
+def _check_count_noise(c: _Combination) -> Iterator[SettingError]:
+    """Check that adaptive clipping does not reveal more than the noise multiplier allows."""
+    federation = c.experiment.federation
+    privacy = federation.privacy
+    if privacy is None or privacy.adaptive_clip is None or privacy.noise_multiplier is None:
+        return
+    asked = privacy.adaptive_clip.count_noise
+    noise = default_count_noise(federation.clients_per_round) if asked is None else asked
+    try:
+        update_multiplier(privacy.noise_multiplier, noise)
+    except ExperimentError as error:
+        yield _error_of(error, "federation.privacy.adaptive_clip.count_noise")
+
+
+def _check_draws(c: _Combination) -> Iterator[SettingError]:
+    """Check that cohorts of private clients may be of any size that a draw gives them."""
+    e, federation = c.experiment, c.experiment.federation
+    privacy = federation.privacy
+    if privacy is None or privacy.of != "clients" or privacy.sampling != "poisson":
+        return
+    if federation.min_replies > 1:
+        yield _error(
+            "federation.min_replies",
+            f"must be 1 with federation.privacy.sampling: poisson, whose small cohorts count, too (got "
+            f"{federation.min_replies}); set sampling to fixed, or leave it out",
+        )
+    seen = e.data.seen if isinstance(e.data, Data) else None
+    if federation.secure_aggregation is not None and seen:
+        try:
+            check_cohorts(seen, min(seen, federation.clients_per_round), privacy.delta)
+        except ExperimentError as error:
+            yield _error_of(error, "federation.clients_per_round")
 
 
 def _check_keys_of_own_data(c: _Combination) -> Iterator[SettingError]:
@@ -253,6 +291,8 @@ CHECKS: tuple[Check, ...] = (
     _check_rounds,
     _check_cohort,
     _check_sums,
+    _check_count_noise,
+    _check_draws,
     _check_keys_of_own_data,
     _check_evaluation,
     _check_runtime,

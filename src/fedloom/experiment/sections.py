@@ -257,7 +257,10 @@ class Federation(Section):
         default=600.0, gt=0, description="Seconds to wait for a client's answer before it counts as lost."
     )
     min_replies: int = Field(
-        default=1, ge=1, description="Minimum number of clients that must answer every exchange of a round."
+        default=1,
+        ge=1,
+        description="Minimum number of clients that must answer every exchange of a round; none where privacy.sampling "
+        "is poisson.",
     )
     attempts: int = Field(
         default=3, ge=1, description="Failed attempts at one round after which the run stops; it can be resumed."

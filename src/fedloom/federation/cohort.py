@@ -17,11 +17,12 @@ from torch import Tensor
 from fedloom.core import tracing
 from fedloom.core.words import REASON_CHARACTERS, pluralize, printable
 from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
+from fedloom.federation.private_sums import Draw, PrivateSums, everyone
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
 from fedloom.federation.states import Versions
 from fedloom.federation.summation import Summation
-from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
+from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Transport
 from fedloom.messages import Message, Metrics, Replies, Shapes, SummedMetrics, stack
 from fedloom.privacy.accounting import Release
 from fedloom.runs.journal import Attempt, ConversationRecord, Loss, lost_rows
@@ -58,6 +59,8 @@ class RoundConfig:
     """True if the clients' metrics are summed securely."""
     noisy_steps: Callable[[str, str], Mapping[Release, int]] | None = None
     """Returns the releases of a client's noisy steps in a conversation of a purpose, for privacy of examples."""
+    private: PrivateSums | None = None
+    """Draws and noise of training, if clients are private."""
 
 
 class RemoteCohort:
@@ -70,8 +73,10 @@ class RemoteCohort:
         clients: Sequence[str],
         sizes: Tensor,
         planned: ConversationRecord | None,
+        draw: Draw,
     ) -> None:
         self.key = key
+        self.draw = draw
         self.clients = tuple(clients)
         self.records: dict[str, Tensor] = {}
         self.sizes = sizes
@@ -109,12 +114,19 @@ class RemoteCohort:
             raise TypeError(f"clients do not answer with {answer.__name__}, only with {known}")
         summation = self._config.summation
         if summation is not None and answer in summation.fields:
-            return summation.gather(self, message, answer, meanwhile)
+            return summation.gather(self, message, answer, meanwhile, self._private_sum())
         answers = self.exchange(message, answer, self._config.shapes[answer], meanwhile)
         stacked = None
         if answers:
             stacked = stack(answer, [answers.get(row) for row in range(len(self.clients))])
         return Replies(stacked, self.present, self.sizes)
+
+    def _private_sum(self) -> PrivateSums | None:
+        """Return what makes a sum of training private, after it has been recorded; None if it stays exact."""
+        private = self._config.private if self.key.purpose == TRAIN else None
+        if private is not None and self._config.releases is not None:
+            self._config.releases.tell_sum(self.key, private.release(self.draw))
+        return private
 
     def exchange(
         self,
@@ -149,9 +161,19 @@ class RemoteCohort:
         name = type(message).__name__
         self._attempt.phases[name] = self._attempt.phases.get(name, 0.0) + time.perf_counter() - started
         self._at += 1
-        if len(answers) < self._config.min_replies:
-            raise self.too_few(len(answers), name, "federation.min_replies", self._config.min_replies)
+        self.check_replies(len(answers), message)
         return answers
+
+    @property
+    def exchanges(self) -> int:
+        """Number of exchanges so far."""
+        return self._at
+
+    def check_replies(self, answered: int, message: Message) -> None:
+        """Raise TooFewReplies if too few clients have answered a message."""
+        if answered < self._config.min_replies:
+            name, least = type(message).__name__, self._config.min_replies
+            raise self.too_few(answered, name, "federation.min_replies", least)
 
     def shapes(self, answer: type[Message]) -> Mapping[str, tuple[int, ...]]:
         """Return the trailing shape of each field of an answer of the method."""
@@ -217,7 +239,7 @@ class RemoteCohort:
             return None
         if (implausible := self._config.judge(self.clients[row], reply)) is None:
             return reply
-        self._refuse(row, implausible)
+        self.refuse(row, implausible)
         return None
 
     def _why_lost(self) -> str:
@@ -314,7 +336,8 @@ class RemoteCohort:
             self._lose(row, reasons[self.clients[row]])
         return len(rows)
 
-    def _refuse(self, row: int, reason: str) -> None:
+    def refuse(self, row: int, reason: str) -> None:
+        """Lose a client because of a value that an honest one would not send; it is counted and logged."""
         self._transport.refusals.count(OUT_OF_RANGE)
         key, client = self.key, self.clients[row]
         _log.warning(
@@ -376,7 +399,11 @@ class RoundAttempt:
         probabilities up to a factor, uniform by default; with ``replace`` a client may be drawn more than once. Clients
         named in ``always`` count for the size, and the rest is drawn uniformly from the others.
 
-        Raise ValueError if ``always`` is combined with ``weights`` or ``replace``.
+        With differential privacy of clients a cohort of training is drawn as ``federation.privacy.sampling`` says; the
+        clients' answers, and their silence in earlier rounds, make no difference.
+
+        Raise ValueError if ``always`` is combined with ``weights`` or ``replace``; ExperimentError if clients are
+        private and the method draws other cohorts than uniform ones.
         """
         size = self.rules.clients_per_round if size is None else size
         if size > len(self._roster) and not replace:
@@ -386,6 +413,11 @@ class RoundAttempt:
             )
         if always and (weights is not None or replace):
             raise ValueError("a cohort with fixed members is drawn uniformly and without replacement")
+        private = self.rules.private if self._purpose == TRAIN else None
+        if private is not None:
+            draw = private.choice(len(self._roster), size, is_uniform=not (weights is not None or replace or always))
+            drawn = private.drawn(self._roster, draw, purpose, self.number, self.attempt.attempt)
+            return self.hold([client for client in self._roster if client in drawn], draw)
         random = generator(self.rules.seed, purpose, round=self.number, attempt=self.attempt.attempt)
         if weights is None and not replace:
             drawn = self._uniform(size, always, random)
@@ -414,15 +446,16 @@ class RoundAttempt:
         """Return the server's random generator for this round and purpose."""
         return generator(self.rules.seed, f"server/{purpose}", round=self.number, attempt=self.attempt.attempt)
 
-    def hold(self, clients: Sequence[str]) -> RemoteCohort:
-        """Begin a conversation with these clients."""
+    def hold(self, clients: Sequence[str], draw: Draw | None = None) -> RemoteCohort:
+        """Begin a conversation with these clients, which were drawn at random, or are those that are needed."""
         planned = None
         if self._planned is not None:
             planned = self._planned_conversation(clients)
             clients = planned.clients
         key = ConversationKey(self.number, self.attempt.attempt, len(self._conversations), self._purpose)
-        sizes = torch.tensor([self._sizes[client] for client in clients])
-        conversation = RemoteCohort(self, key, clients, sizes, planned)
+        sizes = torch.tensor([self._sizes[client] for client in clients], dtype=torch.int64)
+        draw = everyone(len(clients)) if draw is None else draw
+        conversation = RemoteCohort(self, key, clients, sizes, planned, draw)
         self._conversations.append(conversation)
         return conversation
 

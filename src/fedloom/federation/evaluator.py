@@ -106,6 +106,7 @@ class Evaluator:
             noisy_steps=self._noisy_steps if pair.noisy_steps is not None else None,
         )
         self._sums_metrics = pair.summation is not None and SummedMetrics in pair.summation.fields
+        self._scaled = () if pair.summation is None else pair.summation.scaled
         self._durable: tuple[int, Best | None] | None = None
 
     @property
@@ -243,7 +244,10 @@ class Evaluator:
             validation, test = self._held_out[client]
             return implausible(answer, self.plan, validation=validation, test=test)
         return out_of_range(
-            answer, self.server.answer_bounds(self._sizes[client]), learning_rates(self.server.settings)
+            answer,
+            self.server.answer_bounds(self._sizes[client]),
+            learning_rates(self.server.settings),
+            scaled=self._scaled,
         )
 
     def _noisy_steps(self, client: str, purpose: str) -> Mapping[Release, int]:

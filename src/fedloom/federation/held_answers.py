@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,10 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.data.federated import ClientData
-from fedloom.errors import RefusedError
+from fedloom.errors import DataError, RefusedError
+from fedloom.federation.clipping import Values, changes_of, clipped_answer, clipped_values
+from fedloom.federation.private_sums import clipping_rule, noise_source
+from fedloom.federation.private_vector import PrivateVector
 from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.sum_messages import (
     AnswerReady,
+    ClipNotice,
     ConfirmationDelivery,
     Confirmations,
     EncryptedShares,
@@ -26,11 +31,15 @@ from fedloom.federation.sum_messages import (
     SumSession,
     Survivors,
     names_from_bytes,
+    session_of,
 )
 from fedloom.federation.sum_vector import SumVector, graph_of
 from fedloom.federation.summation import Summation
-from fedloom.federation.transport import ConversationKey
+from fedloom.federation.transport import TRAIN, ConversationKey
 from fedloom.messages import Message
+from fedloom.privacy.clipped_sum import ClippedSum
+from fedloom.privacy.settings import TrainingPrivacy
+from fedloom.security.masks import Integers
 from fedloom.security.secure_sum import SecureSumMember
 from fedloom.security.signing import Signing
 from fedloom.security.sum_session import SessionParameters
@@ -40,9 +49,11 @@ from fedloom.security.sum_session import SessionParameters
 class _Held:
     """Answer of one client, and its part in the secure sum of it."""
 
-    vector: SumVector
-    values: Mapping[str, NDArray[np.float64]]
+    answer: Message
+    request: Message
+    values: Values
     examples: int
+    vector: SumVector | None = None
     member: SecureSumMember | None = None
     names: tuple[str, ...] = ()
     largest: int = 0
@@ -57,10 +68,12 @@ class HeldAnswers:
         The sums of the method's answers.
     signing
         Signature key of the clients of this process, and knowledge of the others' keys.
+    seed
+        Seed of clients' noise in a simulation; None takes the operating system's generator.
     """
 
-    def __init__(self, summation: Summation, signing: Signing) -> None:
-        self._summation = summation
+    def __init__(self, summation: Summation, signing: Signing, seed: int | None = None) -> None:
+        self._summation, self._seed = summation, seed
         self._signing = signing
         self._revealed = RevealedSums()
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
@@ -70,26 +83,46 @@ class HeldAnswers:
         return type(answer) in self._summation.fields
 
     def hold(self, key: ConversationKey, row: int, client: ClientData, request: Message, answer: Message) -> Message:
-        """Return what the aggregator receives of a one-row answer: a sign that it is held, under secure aggregation.
+        """Return what the aggregator receives of a one-row answer.
+
+        Under secure aggregation, and with adaptive clipping, whose norm follows, that is a sign that it is held. With
+        a constant clipping norm it is the clipped answer.
 
         Raises
         ------
         DataError
             If a value is not finite, or beyond its bound.
         """
-        secure = self._summation.secure
-        if secure is None:
+        privacy, secure = self._privacy(key), self._summation.secure
+        if privacy is None and secure is None:
             return answer
-        fields, found = self._summation.fields[type(answer)], answer.tensors()
-        values = {}
-        for name, summed in fields.items():
-            value = found[name][0]
-            values[name] = _numbers(value if summed.since is None else value - request.tensors()[summed.since])
-        shapes = {name: value.shape for name, value in values.items()}
-        vector = SumVector(type(answer), fields, shapes, secure)
-        vector.check(values)
-        self._held.setdefault(key, {})[row] = _Held(vector, values, len(client.train))
+        fields = self._summation.fields[type(answer)]
+        values = changes_of(answer, request, fields)
+        if privacy is not None:
+            _check_finite(values)
+        if privacy is not None and secure is None and privacy.adaptive_clip is None:
+            return clipped_answer(answer, request, fields, self._rule(privacy, privacy.clip))
+        if secure is not None and privacy is None:
+            SumVector(type(answer), fields, _shapes(values), secure).check(values)
+        self._held.setdefault(key, {})[row] = _Held(answer, request, values, len(client.train))
         return AnswerReady(torch.ones(1, 1, dtype=torch.uint8))
+
+    def _privacy(self, key: ConversationKey) -> TrainingPrivacy | None:
+        """Return the privacy of clients in a conversation; None for those that it does not cover."""
+        return self._summation.privacy if key.purpose == TRAIN else None
+
+    def _rule(self, privacy: TrainingPrivacy, clip: float) -> ClippedSum:
+        """Return the clipping and the noise at a norm that the aggregator has sent.
+
+        Raises
+        ------
+        RefusedError
+            If it is not that of the experiment, or no norm.
+        """
+        right = 0 < clip < math.inf if privacy.adaptive_clip is not None else clip == privacy.clip
+        if not right:
+            raise RefusedError(f"the aggregator clips to {clip:g}, and the experiment says {privacy.clip:g}")
+        return clipping_rule(privacy, self._summation.clients_per_round, clip)
 
     def step(self, key: ConversationKey, row: int, client: str, message: Message) -> Message:
         """Return a client's answer to one step of the secure sum of its answer.
@@ -107,16 +140,18 @@ class HeldAnswers:
         held = self._held.get(key, {}).get(row)
         if held is None:
             raise RefusedError(f"client {client} holds no answer to be summed here")
+        if isinstance(message, ClipNotice):
+            return self._clipped(key, held, float(message.clip))
         if isinstance(message, SumSession):
-            return self._join(held, client, message)
-        if held.member is None:
+            return self._join(key, held, client, message)
+        if held.member is None or held.vector is None:
             raise RefusedError(f"the secure sum of client {client} has not begun")
         match message:
             case KeyRoster():
                 shares = held.member.share(message.keys.numpy(), message.signatures[0].numpy())
                 return EncryptedShares(_row(shares))
             case ShareDelivery():
-                integers = held.vector.encode(self._weighted(held), len(held.names))
+                integers = self._encoded(key, client, held, held.vector)
                 there = message.present[0].numpy().astype(np.bool_)
                 masked = held.member.mask(integers, message.shares[0].numpy(), there)
                 return MaskedAnswer(held.vector.as_bytes(masked.values), _row(masked.receipts))
@@ -133,16 +168,36 @@ class HeldAnswers:
         """Forget the answers of a conversation."""
         self._held.pop(key, None)
 
-    def _join(self, held: _Held, client: str, message: SumSession) -> MemberKeys:
+    def _clipped(self, key: ConversationKey, held: _Held, clip: float) -> Message:
+        """Return the answer, clipped to a norm that adapts."""
+        privacy, fields = self._privacy(key), self._summation.fields[type(held.answer)]
+        if privacy is None or privacy.adaptive_clip is None or self._summation.secure is not None:
+            raise RefusedError("the aggregator asks for an answer that is not to be sent so")
+        return clipped_answer(held.answer, held.request, fields, self._rule(privacy, clip))
+
+    def _encoded(self, key: ConversationKey, client: str, held: _Held, vector: SumVector) -> Integers:
+        """Return the client's integers: of its weighted values, or of clipped ones with its share of the noise."""
+        if not isinstance(vector, PrivateVector):
+            return vector.encode(self._weighted(held, vector), len(held.names))
+        about = (client, key.round, key.attempt, key.conversation, type(held.answer).__name__)
+        source = noise_source(self._seed, "share", *about)
+        return vector.noisy(clipped_values(held.values, vector.learned, vector.rule), source)
+
+    def _join(self, key: ConversationKey, held: _Held, client: str, message: SumSession) -> MemberKeys:
         """Return the client's keys for a new sum; the same session asks for the same keys."""
-        secure = self._summation.secure
-        assert secure is not None
+        secure, privacy, clip = self._summation.secure, self._privacy(key), float(message.clip)
+        if secure is None:
+            raise RefusedError("federation.secure_aggregation is not set here, and the aggregator asks for a sum")
+        if privacy is None and clip:
+            raise RefusedError("federation.privacy does not cover this answer, and the aggregator clips it")
         neighbours, threshold, bits, largest = message.numbers.tolist()
         try:
             members = names_from_bytes(message.members)
         except ValueError as error:
             raise RefusedError(f"the members of the secure sum cannot be read: {error}") from None
-        expected = (*graph_of(secure, len(members)), held.vector.bits)
+        rule = None if privacy is None else self._rule(privacy, clip)
+        vector = self._summation.vector(type(held.answer), _shapes(held.values), secure, rule, len(members))
+        expected = (*graph_of(secure, len(members)), vector.bits)
         if (neighbours, threshold, bits) != expected:
             raise RefusedError(
                 f"the aggregator asks for a secure sum with {neighbours} neighbours, threshold {threshold} and {bits} "
@@ -150,27 +205,31 @@ class HeldAnswers:
             )
         if held.examples > largest:
             raise RefusedError(f"the largest client has {largest} examples, says the aggregator; this has more")
-        parameters = SessionParameters(
-            message.session.numpy().tobytes(), members, neighbours, threshold, held.vector.bits
-        )
+        session = session_of(message.session.numpy().tobytes(), clip)
+        parameters = SessionParameters(session, members, neighbours, threshold, vector.bits)
         if held.member is not None:
             raise RefusedError(f"the answer of client {client} is part of another secure sum")
         held.member = SecureSumMember(parameters, client, self._signing.signer, self._signing.verifier)
-        held.names, held.largest = members, largest
+        held.vector, held.names, held.largest = vector, members, largest
         keys, signature = held.member.advertise()
         return MemberKeys(_row(keys), _row(signature))
 
-    def _weighted(self, held: _Held) -> Mapping[str, NDArray[np.float64]]:
-        fields = held.vector.fields
+    def _weighted(self, held: _Held, vector: SumVector) -> Values:
+        fields = vector.fields
         return {
             name: value * (fields[name].weight(held.examples) / fields[name].weight(held.largest))
             for name, value in held.values.items()
         }
 
 
-def _numbers(value: Tensor) -> NDArray[np.float64]:
-    found: NDArray[np.float64] = value.double().numpy()
-    return found
+def _shapes(values: Values) -> Mapping[str, tuple[int, ...]]:
+    return {name: value.shape for name, value in values.items()}
+
+
+def _check_finite(values: Values) -> None:
+    for name, value in values.items():
+        if not np.isfinite(value).all():
+            raise DataError(f"{name} has a value that is not finite")
 
 
 def _row(values: NDArray[np.uint8]) -> Tensor:

@@ -58,6 +58,8 @@ class Loop(Evaluator):
     ) -> None:
         super().__init__(schedule, pair, roster, transport, folder, hooks, replay=replay, releases=releases)
         self._control = hooks.control
+        self._private = pair.private
+        self._config = replace(self._config, private=pair.private)
         self.extra = extra
         self.best: Best | None = None
         self.ended_by: Literal["rounds", "until", "budget"] | None = None
@@ -120,6 +122,8 @@ class Loop(Evaluator):
             return
         check_fits(found.checkpoint, self.server.state, self.algorithm.name, self.algorithm.version)
         self.server.load(found.checkpoint.state)
+        if self._private is not None:
+            self._private.load(found.checkpoint.federation)
         self.round, self.best = found.checkpoint.round, found.checkpoint.best
         self._durable = (self.round, self.best)
         self._evaluated = found.evaluated
@@ -205,7 +209,10 @@ class Loop(Evaluator):
             here = set(self.roster.here())
             roster = tuple(client for client in roster if client in here)
             rules = replace(rules, clients_per_round=min(rules.clients_per_round, len(roster)))
-            groups = partial(self.transport.silence.groups, least=rules.min_replies, lost=lost)
+            if self._private is None:  # draws that count as private depend on nothing that clients do
+                groups = partial(self.transport.silence.groups, least=rules.min_replies, lost=lost)
+        if self._private is not None and self._private.is_poisson:
+            rules = replace(rules, min_replies=0)  # even an empty cohort is one of the draws that are accounted for
         return RoundAttempt(attempt, "train", roster, self._sizes, self.transport, rules, self._helper, planned, groups)
 
     def _train_round(self) -> None:
@@ -254,29 +261,41 @@ class Loop(Evaluator):
 
         Return True if too few clients answered.
         """
-        before = dict(self.server.state)
+        before, beside = dict(self.server.state), self._federation_state()
         try:
             statistics = self.server.disclosed(self.server.train_round(session))
+            if not attempt.answered:  # possible if clients are private; there is no mean loss
+                statistics = {name: value for name, value in statistics.items() if not math.isnan(value)}
             self._check_finite(before, {"client_steps": statistics["client_steps"]} | statistics)
             attempt.statistics = statistics
             return False
         except (TooFewReplies, FloatingPointError) as error:
             attempt.outcome = str(error)
-            self.server.state = before
+            self._restore(before, beside)
             return isinstance(error, TooFewReplies)
         except BudgetSpent as spent:
             attempt.outcome = SPENT
-            self.server.state = before
+            self._restore(before, beside)
             self.ended_by = "budget"
             self.monitor.say(f"training has ended: {spent}")
             _log.warning("training ends after round %d: %s", self.round, spent)
             return False
         except Exception as error:
-            self.server.state = before
+            self._restore(before, beside)
             attempt.outcome = self._failure(session, error)
             return False
         finally:
             session.close()
+
+    def _federation_state(self) -> dict[str, Tensor]:
+        """Return the tensors beside the method's that last between rounds."""
+        return {} if self._private is None else self._private.state
+
+    def _restore(self, state: dict[str, Tensor], beside: Mapping[str, Tensor]) -> None:
+        """Return to the state before a failed attempt."""
+        self.server.state = state
+        if self._private is not None:
+            self._private.load(beside)
 
     @contextmanager
     def _costs(self, attempt: Attempt) -> Iterator[None]:
@@ -364,7 +383,14 @@ class Loop(Evaluator):
                 f"{error}: round {self.round} is not saved", hint=f"continue with {argument('resume')}"
             ) from error
         self.checkpoints.save(
-            Checkpoint(self.algorithm.name, self.algorithm.version, self.round, self.best, self.server.state)
+            Checkpoint(
+                self.algorithm.name,
+                self.algorithm.version,
+                self.round,
+                self.best,
+                self.server.state,
+                federation=self._federation_state(),
+            )
         )
         self._durable = (self.round, self.best)
         self._saved_at = time.monotonic()

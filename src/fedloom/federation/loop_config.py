@@ -12,6 +12,7 @@ from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import EvaluationResult
 from fedloom.federation.control import Control
 from fedloom.federation.monitor import Monitor
+from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.summation import Summation
 from fedloom.privacy.accounting import Release
 from fedloom.runs.checkpoint import Best
@@ -59,7 +60,8 @@ class AlgorithmPair:
 
     ``summation`` has the answers of training of which only sums are made; None without them. ``noisy_steps`` returns
     the releases of a client's steps, given its number of training examples and the purpose of the conversation; None
-    without privacy of examples.
+    without privacy of examples. ``private`` has the draws and the noise of sums over clients; None if clients are not
+    private.
     """
 
     algorithm: Algorithm
@@ -68,6 +70,7 @@ class AlgorithmPair:
     plan: EvaluationPlan
     summation: Summation | None = None
     noisy_steps: Callable[[int, str], Mapping[Release, int]] | None = None
+    private: PrivateSums | None = None
 
 
 class Observer(Protocol):

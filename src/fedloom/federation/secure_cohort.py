@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.errors import QuorumError, RefusedError
+from fedloom.federation.clipping import Values
 from fedloom.federation.sum_messages import (
     AnswerReady,
     ConfirmationDelivery,
@@ -25,9 +27,11 @@ from fedloom.federation.sum_messages import (
     SumSession,
     Survivors,
     names_as_bytes,
+    session_of,
 )
 from fedloom.federation.sum_vector import SumVector, graph_of
-from fedloom.messages import FieldSum, Message, Sums
+from fedloom.messages import Message
+from fedloom.privacy.clipped_sum import ClippedSum
 from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation
 from fedloom.security.masks import Integers
 from fedloom.security.secure_sum import (
@@ -45,6 +49,25 @@ if TYPE_CHECKING:
     from fedloom.federation.summation import Summation
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a cohort.
+
+    Attributes
+    ----------
+    values
+        Weighted sum of each field.
+    rows
+        Rows of the clients whose answers are in them.
+    vector
+        Layout in which they were summed securely; None if the aggregator has added answers that it knows.
+    """
+
+    values: Values
+    rows: Collection[int]
+    vector: SumVector | None = None
+
+
 class SecureSum:
     """Secure sum of one answer of a cohort.
 
@@ -52,15 +75,21 @@ class SecureSum:
     """
 
     def __init__(
-        self, summation: Summation, settings: SecureAggregation, cohort: RemoteCohort, answer: type[Message]
+        self,
+        summation: Summation,
+        settings: SecureAggregation,
+        cohort: RemoteCohort,
+        answer: type[Message],
+        rule: ClippedSum | None = None,
     ) -> None:
-        self._cohort, self._answer = cohort, answer
+        self._summation, self._settings, self._cohort, self._answer = summation, settings, cohort, answer
+        self._rule = rule
         self._fields = summation.fields[answer]
-        self._settings, self._signature_bytes, self._dtype = settings, summation.signature_bytes, summation.dtype
-        self._vector = SumVector(answer, self._fields, cohort.shapes(answer), settings)
+        self._signature_bytes = summation.signature_bytes
+        self._vector: SumVector
 
-    def gather(self, message: Message, meanwhile: Callable[[], None] | None) -> Sums[Any]:
-        """Deliver a message, and return the sums of the answers that stay hidden.
+    def gather(self, message: Message, meanwhile: Callable[[], None] | None) -> Totals:
+        """Deliver a message, and return the sums of the answers that stay hidden, of clipped ones with a ``rule``.
 
         Raises
         ------
@@ -74,28 +103,31 @@ class SecureSum:
         except QuorumError as error:
             raise self._cohort.ended_by(error) from error
 
-    def _gather(self, message: Message, meanwhile: Callable[[], None] | None) -> Sums[Any]:
+    def _gather(self, message: Message, meanwhile: Callable[[], None] | None) -> Totals:
         ready = self._ask(message, AnswerReady, {"ready": (1,)}, meanwhile)
         self._rows = sorted(ready)
         members = tuple(self._cohort.clients[row] for row in self._rows)
         largest = int(self._cohort.sizes[self._rows].max()) if self._rows else 0
-        parameters = self._parameters(members)
-        total = self._sum(SecureSumAggregator(parameters, self._vector.size), parameters, largest)
-        return self._sums(self._vector.decode(total, len(members)), largest)
-
-    def _parameters(self, members: tuple[str, ...]) -> SessionParameters:
         if len(members) < SMALLEST_SUM:
             raise QuorumError(f"{len(members)} clients are ready for a secure sum; {SMALLEST_SUM} are required")
-        neighbours, threshold = graph_of(self._settings, len(members))
-        return SessionParameters(os.urandom(SESSION_BYTES), members, neighbours, threshold, self._vector.bits)
+        shapes = self._cohort.shapes(self._answer)
+        self._vector = self._summation.vector(self._answer, shapes, self._settings, self._rule, len(members))
+        total = self._sum(members, largest)
+        return self._totals(self._vector.decode(total, len(members)), largest)
 
-    def _sum(self, aggregator: SecureSumAggregator, p: SessionParameters, largest: int) -> Integers:
+    def _sum(self, members: tuple[str, ...], largest: int) -> Integers:
         """Make the steps of the protocol, each one exchange; return the sum."""
+        nonce, clip = os.urandom(SESSION_BYTES), 0.0 if self._rule is None else self._rule.clip
+        p = SessionParameters(
+            session_of(nonce, clip), members, *graph_of(self._settings, len(members)), self._vector.bits
+        )
+        aggregator = SecureSumAggregator(p, self._vector.size)
         k, s = p.degree, self._signature_bytes
         opening = SumSession(
-            torch.frombuffer(bytearray(p.session), dtype=torch.uint8),
+            torch.frombuffer(bytearray(nonce), dtype=torch.uint8),
             names_as_bytes(p.members),
             torch.tensor([k, p.threshold, p.bits, largest]),
+            torch.tensor([clip], dtype=torch.float64),
         )
         sent = self._ask(opening, MemberKeys, {"keys": (KEY_BYTES,), "signature": (s,)})
         signatures = self._stacked(sent, "signature", s)
@@ -127,15 +159,10 @@ class SecureSum:
                 except RefusedError as error:
                     self._cohort.lose(row, str(error))
 
-    def _sums(self, found: Mapping[str, NDArray[np.float64]], largest: int) -> Sums[Any]:
+    def _totals(self, found: Values, largest: int) -> Totals:
         rows = [row for row, there in zip(self._rows, self._survived.tolist(), strict=True) if there]
-        sums = {}
-        for name, summed in self._fields.items():
-            weight = sum(summed.weight(int(self._cohort.sizes[row])) for row in rows)
-            value = torch.from_numpy(found[name] * summed.weight(largest))
-            dtype = self._dtype if name in self._vector.updates else torch.float64
-            sums[name] = FieldSum(value.to(dtype), weight, summed.weighting)
-        return Sums(sums, self._cohort.flags(rows), self._cohort.sizes, len(rows))
+        weighted = {name: found[name] * summed.weight(largest) for name, summed in self._fields.items()}
+        return Totals({**found, **weighted}, rows, self._vector)
 
     def _ask(
         self,

@@ -6,7 +6,9 @@ five more exchanges.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -21,12 +23,19 @@ class AnswerReady(Message):
     ready: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] uint8, 1
 
 
+class ClipNotice(Message):
+    """Clipping norm of answers that clients hold back, where it adapts; the clipped answer follows."""
+
+    clip: Tensor = broadcast(Quantity.OTHER)  # [1] float64
+
+
 class SumSession(Message):
     """Step 0 of a secure sum: its parameters."""
 
     session: Tensor = broadcast(Quantity.OTHER)  # [16] uint8
     members: Tensor = broadcast(Quantity.OTHER)  # [...] uint8, JSON list of client ids
     numbers: Tensor = broadcast(Quantity.OTHER)  # [4] int64: neighbours, threshold, bits, largest number of examples
+    clip: Tensor = broadcast(Quantity.OTHER)  # [1] float64, the clipping norm; 0 without differential privacy
 
 
 class MemberKeys(Message):
@@ -88,8 +97,10 @@ class RevealedShares(Message):
     shares: Tensor = rows(Quantity.OTHER)  # [c, k, 33] uint8
 
 
-STEPS: tuple[type[Message], ...] = (SumSession, KeyRoster, ShareDelivery, Survivors, ConfirmationDelivery)
-"""Messages of the aggregator in a secure sum."""
+STEPS: tuple[type[Message], ...] = (
+    ClipNotice, SumSession, KeyRoster, ShareDelivery, Survivors, ConfirmationDelivery,
+)  # fmt: skip
+"""Messages of the aggregator about answers that clients hold back."""
 
 ANSWERS: tuple[type[Message], ...] = (
     AnswerReady, MemberKeys, EncryptedShares, MaskedAnswer, Confirmations, RevealedShares,
@@ -97,6 +108,11 @@ ANSWERS: tuple[type[Message], ...] = (
 """Answers of clients in a secure sum."""
 
 VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (*STEPS, *ANSWERS)}
+
+
+def session_of(nonce: bytes, clip: float) -> bytes:
+    """Return the session's number, which all members agree on only if they were sent the same clipping norm."""
+    return nonce if clip == 0 else hashlib.sha256(nonce + struct.pack("<d", clip)).digest()[: len(nonce)]
 
 
 def names_as_bytes(names: Sequence[str]) -> Tensor:

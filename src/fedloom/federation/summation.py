@@ -1,7 +1,7 @@
 """Sums of a cohort's answers, for methods whose servers use nothing else of them (:meth:`Algorithm.sums`).
 
 Where each answer is received as it is, the aggregator adds them; under secure aggregation it receives masked vectors,
-of which only the sum can be read.
+of which only the sum can be read. With differential privacy of clients answers are clipped, and sums have noise.
 """
 
 from __future__ import annotations
@@ -10,13 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from fedloom.algorithms.sums import Summed, SummedFields
-from fedloom.federation.secure_cohort import SecureSum
+from fedloom.algorithms.sums import STATISTICS, SummedFields, learned_fields
+from fedloom.federation.clipping import BIT, Values, bit_of, changes_of, noisy_names, norm_of, slack_of
+from fedloom.federation.private_sums import Draw, PrivateSums
+from fedloom.federation.private_vector import PrivateVector
+from fedloom.federation.secure_cohort import SecureSum, Totals
+from fedloom.federation.sum_messages import AnswerReady, ClipNotice
+from fedloom.federation.sum_vector import SumVector
 from fedloom.messages import FieldSum, Message, Sums
+from fedloom.privacy.clipped_sum import ClippedSum, clip_factor
 from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
+from fedloom.security.sum_session import least_survivors
 
 if TYPE_CHECKING:
     from fedloom.federation.cohort import RemoteCohort
@@ -33,11 +40,13 @@ class Summation:
     secure
         Secure aggregation; None if answers reach the aggregator as they are.
     privacy
-        Differential privacy of clients; None without.
+        Differential privacy of clients, which covers training; None without.
     dtype
         Type of the run's floating-point numbers.
     signature_bytes
         Length of the signatures of clients' keys.
+    clients_per_round
+        As in the experiment; only differential privacy uses it.
     """
 
     fields: SummedFields
@@ -45,6 +54,36 @@ class Summation:
     privacy: TrainingPrivacy | None = None
     dtype: torch.dtype = torch.float32
     signature_bytes: int = 1
+    clients_per_round: int = 1
+
+    @property
+    def scaled(self) -> tuple[str, ...]:
+        """Names of the fields that clipping may scale down."""
+        if self.privacy is None:
+            return ()
+        return tuple(name for answer, fields in self.fields.items() for name in learned_fields(answer, fields))
+
+    def vector(
+        self,
+        answer: type[Message],
+        shapes: Mapping[str, tuple[int, ...]],
+        secure: SecureAggregation,
+        rule: ClippedSum | None,
+        members: int,
+    ) -> SumVector:
+        """Return the layout of an answer in a secure sum over so many members; with a ``rule``, of a clipped one.
+
+        Raises
+        ------
+        ExperimentError
+            If the steps of the integers are too coarse for the noise.
+        """
+        fields = self.fields[answer]
+        if rule is None:
+            return SumVector(answer, fields, shapes, secure)
+        assert self.privacy is not None
+        shares = least_survivors(members) if self.privacy.noise == "distributed" else 0
+        return PrivateVector.of(answer, fields, shapes, secure, rule, members, shares)
 
     def gather(
         self,
@@ -52,32 +91,88 @@ class Summation:
         message: Message,
         answer: type[Message],
         meanwhile: Callable[[], None] | None,
+        private: PrivateSums | None = None,
     ) -> Sums[Any]:
-        """Deliver a message and return the sums of the answers of this class.
+        """Deliver a message and return the sums of the answers of this class, with noise if they are ``private``.
 
         Raises
         ------
         TooFewReplies, InterruptedRun
             As in :meth:`RemoteCohort.send`.
         """
+        rule, exchange = None if private is None else private.rule, cohort.exchanges
         if self.secure is not None:
-            return SecureSum(self, self.secure, cohort, answer).gather(message, meanwhile)
-        answers = cohort.exchange(message, answer, cohort.shapes(answer), meanwhile)
-        sums = {name: self._sum(cohort, message, answers, name, summed) for name, summed in self.fields[answer].items()}
-        present = cohort.flags(answers)
-        return Sums(sums, present, cohort.sizes, int(present.sum()))
+            totals = SecureSum(self, self.secure, cohort, answer, rule).gather(message, meanwhile)
+        elif rule is None:
+            totals = self._added(cohort, message, answer, meanwhile)
+        else:
+            totals = self._clipped(cohort, message, answer, meanwhile, rule)
+        if private is None or rule is None:
+            return self._sums(cohort, answer, totals, None)
+        learned: Values = {name: totals.values[name] for name in noisy_names(answer, self.fields[answer], rule)}
+        if private.settings.noise == "central":
+            vector = totals.vector
+            deviation = vector.deviation if isinstance(vector, PrivateVector) else rule.deviation()
+            learned = private.noisy(learned, deviation, cohort.key, exchange)
+        private.adapt(learned, cohort.draw.expected)
+        return self._sums(cohort, answer, Totals({**totals.values, **learned}, totals.rows), cohort.draw)
 
-    def _sum(
-        self, cohort: RemoteCohort, message: Message, answers: Mapping[int, Message], name: str, summed: Summed
-    ) -> FieldSum:
-        """Return the sum of a field over answers that are known, in cohort order."""
-        since = None if summed.since is None else message.tensors()[summed.since]
-        weights = {row: summed.weight(int(cohort.sizes[row])) for row in answers}
-        total: Tensor | None = None
+    def _added(
+        self, cohort: RemoteCohort, message: Message, answer: type[Message], meanwhile: Callable[[], None] | None
+    ) -> Totals:
+        """Return the sums of answers that are known, in cohort order."""
+        answers = cohort.exchange(message, answer, cohort.shapes(answer), meanwhile)
+        terms = {row: changes_of(answers[row], message, self.fields[answer]) for row in sorted(answers)}
+        return Totals(self._sum_of(terms, cohort, answer), terms.keys())
+
+    def _clipped(
+        self,
+        cohort: RemoteCohort,
+        message: Message,
+        answer: type[Message],
+        meanwhile: Callable[[], None] | None,
+        rule: ClippedSum,
+    ) -> Totals:
+        """Return the sums of answers that are known and clipped; an answer beyond the clipping norm is refused."""
+        fields, shapes = self.fields[answer], cohort.shapes(answer)
+        if rule.count_noise is None:
+            answers = cohort.exchange(message, answer, shapes, meanwhile)
+        else:
+            cohort.exchange(message, AnswerReady, {"ready": (1,)}, meanwhile)
+            answers = cohort.exchange(ClipNotice(torch.tensor([rule.clip], dtype=torch.float64)), answer, shapes)
+        names, terms = learned_fields(answer, fields), {}
         for row in sorted(answers):
-            value = answers[row].tensors()[name][0].double()
-            value = (value if since is None else value - since.double()) * weights[row]
-            total = value if total is None else total + value
-        assert total is not None  # at least one client has answered
-        dtype = next(iter(answers.values())).tensors()[name].dtype
-        return FieldSum(total.to(dtype), float(sum(weights.values())), summed.weighting)
+            values = changes_of(answers[row], message, fields)
+            norm, slack = norm_of(values, names), slack_of(answers[row], message, fields, rule)
+            if norm > rule.clip + slack:
+                cohort.refuse(row, f"the norm of its answer is {norm:g}; clipped answers have at most {rule.clip:g}")
+                continue
+            factor = clip_factor(norm, rule.clip)
+            exact = {name: value * factor if name in names else value for name, value in values.items()}
+            terms[row] = {**exact, **bit_of(norm < rule.clip - slack, rule)}
+        cohort.check_replies(len(terms), message)
+        return Totals(self._sum_of(terms, cohort, answer), terms.keys())
+
+    def _sum_of(self, terms: Mapping[int, Values], cohort: RemoteCohort, answer: type[Message]) -> Values:
+        """Return the weighted sum of each field over rows in order, zeros without any."""
+        fields, shapes = self.fields[answer], cohort.shapes(answer)
+        found = {BIT: np.zeros(1), **{name: np.zeros(shapes[name]) for name in fields}}
+        for row, values in terms.items():
+            for name, value in values.items():
+                weight = fields[name].weight(int(cohort.sizes[row])) if name in fields else 1.0
+                found[name] += value * weight
+        return found
+
+    def _sums(self, cohort: RemoteCohort, answer: type[Message], totals: Totals, draw: Draw | None) -> Sums[Any]:
+        """Return what the server gets; means of private sums divide by the expected size of the cohort."""
+        rows, fields, sums = totals.rows, self.fields[answer], {}
+        quantities = {field.name: field.quantity for field in answer.fields()}
+        learned = learned_fields(answer, fields)
+        for name, summed in fields.items():
+            weight = float(sum(summed.weight(int(cohort.sizes[row])) for row in rows))
+            if draw is not None and name in learned:
+                weight = float(draw.expected)
+            dtype = torch.float64 if quantities[name] in STATISTICS else self.dtype
+            sums[name] = FieldSum(torch.from_numpy(totals.values[name]).to(dtype), weight, summed.weighting)
+        count = len(rows) if draw is None else draw.expected
+        return Sums(sums, cohort.flags(rows), cohort.sizes, count, is_noisy=draw is not None)

@@ -116,14 +116,20 @@ def to_lower(rates: Mapping[str, float]) -> str:
     return f"; lower {lower}" if lower else ""
 
 
-def out_of_range(message: Message, limits: Mapping[str, float], rates: Mapping[str, float] | None = None) -> str | None:
+def out_of_range(
+    message: Message,
+    limits: Mapping[str, float],
+    rates: Mapping[str, float] | None = None,
+    *,
+    scaled: Collection[str] = (),
+) -> str | None:
     """Return a sentence naming the first field of a finite answer with a value that its quantity cannot have, or None.
 
     Counts are whole numbers from 0 to ``COUNT_LIMIT``. The magnitude of losses and unnamed quantities is at most
     ``LOSS_LIMIT``, that of models, updates, gradients and descriptors at most ``VALUE_LIMIT``. Metrics are left to the
     evaluation. ``limits`` are those of a method by field (``ServerAlgorithm.update_bounds``): the largest count, or the
     largest norm. ``rates`` are the method's learning rates (:func:`learning_rates`): if given, values beyond all bounds
-    mean that training has diverged.
+    mean that training has diverged. Counts named in ``scaled`` may have been clipped, and need not be whole.
     """
     for field in message.fields():
         tensor: torch.Tensor = getattr(message, field.name)
@@ -131,7 +137,7 @@ def out_of_range(message: Message, limits: Mapping[str, float], rates: Mapping[s
             continue
         where, bound = f"{type(message).__name__}.{field.name} ({field.quantity})", limits.get(field.name)
         if field.quantity is Quantity.COUNT:
-            wrong = _wrong_count(tensor, COUNT_LIMIT if bound is None else bound)
+            wrong = _wrong_count(tensor, COUNT_LIMIT if bound is None else bound, whole=field.name not in scaled)
         else:
             limit = LOSS_LIMIT if field.quantity in (Quantity.LOSS, Quantity.OTHER) else VALUE_LIMIT
             if (wrong := _beyond(tensor, limit)) is not None and rates is not None:
@@ -143,11 +149,11 @@ def out_of_range(message: Message, limits: Mapping[str, float], rates: Mapping[s
     return None
 
 
-def _wrong_count(tensor: torch.Tensor, most: float) -> str | None:
+def _wrong_count(tensor: torch.Tensor, most: float, *, whole: bool) -> str | None:
     low, high = (value.item() for value in tensor.aminmax())
-    if low >= 0 and high <= most and bool((tensor == tensor.round()).all()):
+    if low >= 0 and high <= most and (not whole or bool((tensor == tensor.round()).all())):
         return None
-    return f"must hold whole numbers from 0 to {most:g}, and has values from {low:g} to {high:g}"
+    return f"must hold {'whole ' if whole else ''}numbers from 0 to {most:g}, and has values from {low:g} to {high:g}"
 
 
 def _beyond(tensor: torch.Tensor, limit: float) -> str | None:

@@ -36,6 +36,7 @@ from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import Loop, vocabulary
 from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
+from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Keep, Releases
 from fedloom.federation.roster import FixedRoster, Roster
@@ -50,7 +51,13 @@ from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runner.evaluation_plan import evaluation_plan
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.results import extra_metrics
-from fedloom.runner.training_privacy import is_simulation, noisy_steps_of, tally_of
+from fedloom.runner.training_privacy import (
+    check_private_buffers,
+    is_simulation,
+    noisy_steps_of,
+    private_sums_of,
+    tally_of,
+)
 from fedloom.runs.checkpoint import Best
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
@@ -88,11 +95,17 @@ class RunContext:
         privacy = federation.privacy if federation.privacy is not None and federation.privacy.of == "clients" else None
         if federation.secure_aggregation is None and privacy is None:
             return None
-        fields = dict(self.algorithm.sums(self.settings))
-        if federation.secure_aggregation is not None:
+        secure, fields = federation.secure_aggregation, dict(self.algorithm.sums(self.settings))
+        if secure is not None:
             fields |= sums_of(SummedMetrics)
-        secure = federation.secure_aggregation
-        return Summation(fields, secure, privacy, self.setup.dtype, 1 if secure is None else secure.signature_bytes)
+        return Summation(
+            fields,
+            secure,
+            privacy,
+            self.setup.dtype,
+            1 if secure is None else secure.signature_bytes,
+            federation.clients_per_round,
+        )
 
     def server_algorithm(self) -> ServerAlgorithm:
         """Return a new server algorithm; its initial state depends on the seed alone."""
@@ -147,6 +160,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
             key="evaluation.label_mask",
             found=True,
         )
+    check_private_buffers(experiment, model)
     model.check_steps(
         clients=experiment.runtime.clients_at_once,
         twice=parts.algorithm.differentiates_twice(parts.settings),
@@ -381,6 +395,7 @@ def client_side(
         found = metrics(predictors, clients.clients, algorithm.predictors, batch_size=size, plan=parts.plan)
         return found if e.federation.secure_aggregation is None else summed_metrics(found, parts.plan)
 
+    noise_seed = e.seed if secret is None else None
     config = ClientConfig(
         e.seed,
         device,
@@ -388,7 +403,7 @@ def client_side(
         start_afresh=e.federation.lost_state == "afresh",
         secret=secret,
         augment=augmentation(e.data.augment, dataset.manifest.normalization),
-        held=None if parts.summation is None else HeldAnswers(parts.summation, signing),
+        held=None if parts.summation is None else HeldAnswers(parts.summation, signing, noise_seed),
         examples=ExamplePrivacy.of(e.federation.privacy),
     )
     return ClientSide(
@@ -469,6 +484,7 @@ def loop(
     roster = FixedRoster(parts.manifest) if roster is None else roster
     promised = parts.algorithm.privacy(parts.settings)
     simulated = is_simulation(parts.experiment, transport)
+    private = private_sums_of(parts.experiment, simulated=simulated)
     tally = tally_of(parts.experiment)
     counts = promised is not None or tally is not None or folder.has(RELEASES)
     config = _loop_config(parts.experiment, is_open=not roster.fixed)
@@ -477,7 +493,15 @@ def loop(
     extra = extra_metrics(parts.experiment, roster, folder, keep=True)
     releases = Releases(folder, promised, keep_release, tally, repeatable=simulated) if counts else None
     return Loop(
-        config, _algorithm_pair(parts), roster, transport, folder, hooks, extra, replay=replay, releases=releases
+        config,
+        _algorithm_pair(parts, private),
+        roster,
+        transport,
+        folder,
+        hooks,
+        extra,
+        replay=replay,
+        releases=releases,
     )
 
 
@@ -489,7 +513,7 @@ def evaluator(parts: RunContext, transport: Transport, folder: RunFolder) -> Eva
     )
 
 
-def _algorithm_pair(parts: RunContext) -> AlgorithmPair:
+def _algorithm_pair(parts: RunContext, private: PrivateSums | None = None) -> AlgorithmPair:
     return AlgorithmPair(
         parts.algorithm,
         parts.server_algorithm(),
@@ -497,6 +521,7 @@ def _algorithm_pair(parts: RunContext) -> AlgorithmPair:
         parts.plan,
         parts.summation,
         noisy_steps_of(parts.experiment),
+        private,
     )
 
 

@@ -43,7 +43,7 @@ from fedloom.runner.run_data import run_dataset
 from fedloom.runner.serve import DurableRounds
 from fedloom.runner.stop_request import StopRequest
 from fedloom.runner.tracking import TrackerObserver, find_trackers
-from fedloom.runner.training_privacy import with_noise
+from fedloom.runner.training_privacy import has_secret_noise, with_noise
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Replay
 from fedloom.security.audit import Audit
@@ -200,6 +200,11 @@ class Engine:
         if self.listens and self._protection.access is not None:
             self._audit.keep(options.audit or folder.logs / "audit.jsonl")
         self.publication.note()
+        if options.replay is not None and has_secret_noise(e, options.replay):
+            self.observer.notice(
+                "the replay cannot repeat this run: the noise on its sums was secret; it repeats the cohorts, with "
+                "noise from the seed"
+            )
         if self._control is None:  # no operator could resume it, and starting it here implies resuming
             remove(folder, CONTROL)
             return

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedloom.algorithms.base import Setup, find_algorithm
-from fedloom.algorithms.sums import STATISTICS
+from fedloom.algorithms.sums import UNIFORM, learned_fields
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.input_spec import specs_of
 from fedloom.data.manifest import Manifest
@@ -18,7 +17,7 @@ from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.sections import Experiment, OwnData
 from fedloom.federation.randomness import generator
-from fedloom.messages import Message, answer_shapes
+from fedloom.messages import answer_shapes
 from fedloom.models.fitting import fitted
 from fedloom.privacy.accounting import EVERYONE, MOST_ROUNDS, epsilon_of, rounds_within
 from fedloom.privacy.settings import TrainingPrivacy
@@ -188,14 +187,8 @@ def update_size(experiment: Experiment, clients: int) -> int:
     setup = _setup(experiment, clients)
     sizes = algorithm.server(settings, setup, generator(experiment.seed, "init")).sizes
     shapes = answer_shapes(algorithm.messages, sizes)
-    answers: Mapping[type[Message], Iterable[str]] = algorithm.sums(settings) or shapes
-    quantities = {cls: {field.name: field.quantity for field in cls.fields()} for cls in answers}
-    return sum(
-        math.prod(shapes[cls][name])
-        for cls, names in answers.items()
-        for name in names
-        if quantities[cls][name] not in STATISTICS
-    )
+    answers = algorithm.sums(settings) or {cls: dict.fromkeys(names, UNIFORM) for cls, names in shapes.items()}
+    return sum(math.prod(shapes[cls][name]) for cls, fields in answers.items() for name in learned_fields(cls, fields))
 
 
 def _setup(e: Experiment, clients: int) -> Setup:

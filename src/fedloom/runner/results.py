@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedloom.algorithms.sums import STATISTICS
+from fedloom.algorithms.sums import STATISTICS, learned_fields
 from fedloom.core.digests import RESTORE
 from fedloom.core.words import as_csv, pluralize
 from fedloom.errors import GO_ON, DataError, QuorumError
@@ -186,10 +186,13 @@ def _fields_of_training(parts: RunContext, run: Loop) -> tuple[list[str], list[s
     sums = parts.algorithm.sums(parts.settings)
     shapes = answer_shapes(parts.algorithm.messages, run.server.sizes)
     asked = sums if parts.summation is not None else shapes
-    fields = [(cls, field) for cls in asked for field in cls.fields() if field.name in asked[cls]]
     names = {True: list[str](), False: list[str]()}
-    for cls, field in fields:
-        names[field.quantity not in STATISTICS].append(f"{cls.__name__}.{field.name}")
+    for cls in asked:
+        learned = learned_fields(cls, sums.get(cls, {}))
+        for field in cls.fields():
+            if field.name in asked[cls]:
+                is_learned = field.name in learned or field.quantity not in STATISTICS
+                names[is_learned].append(f"{cls.__name__}.{field.name}")
     return names[True], names[False]
 
 

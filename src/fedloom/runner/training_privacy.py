@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
@@ -14,10 +16,15 @@ from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, OwnData
 from fedloom.federation.inprocess import InProcess
+from fedloom.federation.private_sums import PrivateSums
 from fedloom.federation.transport import TRAIN, Transport
+from fedloom.models.flat import FlatModel
 from fedloom.privacy.accounting import EVERYONE, PRECISION, Release, check_accountant, least_multiplier, sampled
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.tally import Counts, Tally
+from fedloom.runs.folder import RunFolder
+
+_log = logging.getLogger(__name__)
 
 DEVIATIONS = 4
 """Standard deviations above the mean at which a client's number of visits is planned, where cohorts are drawn."""
@@ -219,6 +226,50 @@ def steps_of(
 def is_simulation(experiment: Experiment, transport: Transport) -> bool:
     """Return whether noise comes from the experiment's seed: clients are of a data set, or all are in this process."""
     return not isinstance(experiment.data, OwnData) or isinstance(transport, InProcess)
+
+
+def private_sums_of(experiment: Experiment, *, simulated: bool) -> PrivateSums | None:
+    """Return draws and noise of training, from the seed in a simulation; None if it needs none over clients."""
+    federation, privacy = experiment.federation, experiment.federation.privacy
+    if privacy is None or privacy.of != "clients" or federation.rounds == 0:
+        return None
+    _log.info(
+        "noise on sums over clients, and the draw of cohorts, come from %s",
+        "the experiment's seed, because this is a simulation: they protect nobody"
+        if simulated
+        else "the operating system, and nobody can repeat them",
+    )
+    seed = experiment.seed if simulated else None
+    return PrivateSums(privacy, federation.clients_per_round, seed, is_secure=federation.secure_aggregation is not None)
+
+
+def check_private_buffers(experiment: Experiment, model: FlatModel) -> None:
+    """Check that no buffer that moves is part of a noisy sum.
+
+    Raises
+    ------
+    ExperimentError
+        If one is: noise can make a running variance negative.
+    """
+    privacy = experiment.federation.privacy
+    if privacy is None or privacy.of != "clients" or model.layout.local_buffers or not model.layout.buffers:
+        return
+    raise ExperimentError(
+        f"federation.privacy adds noise to what clients share, and the model shares {model.layout.buffers[0]}, a "
+        "running statistic that noise can make negative.",
+        key="model.buffers",
+        found="shared",
+        allowed=["local"],
+        hint="Set model.buffers to local, or normalize without running statistics (GroupNorm, LayerNorm).",
+    )
+
+
+def has_secret_noise(experiment: Experiment, run: Path) -> bool:
+    """Return whether the noise of a run that is to be replayed was secret, or may have been."""
+    if experiment.federation.privacy is None or not isinstance(experiment.data, OwnData):
+        return False
+    claimed = (RunFolder(run).json_or_none("summary.json") or {}).get("training_privacy") or {}
+    return bool(claimed.get("noise", "secret") == "secret")
 
 
 def with_multiplier(experiment: Experiment, noise_multiplier: float) -> Experiment:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from fedloom.storage.folder import read_file, write_atomically
 
 VERSION = 2
 KEPT = 2
+
+FEDERATION = "federation/"
+"""Beginning of the names of tensors that are not the method's."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,17 @@ class Best:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A durable round; ``digest`` is the SHA-256 (hex) of the file that it was read from, empty if from none."""
+    """A durable round.
+
+    Attributes
+    ----------
+    state
+        State of the server algorithm.
+    digest
+        SHA-256 (hex) of the file that it was read from, empty if from none.
+    federation
+        State of the federation beside the method's: with adaptive clipping, the clipping norm.
+    """
 
     algorithm: str
     algorithm_version: int
@@ -45,6 +58,7 @@ class Checkpoint:
     best: Best | None
     state: dict[str, Tensor]
     digest: str = ""
+    federation: Mapping[str, Tensor] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
@@ -55,7 +69,8 @@ class Checkpoint:
             "round": self.round,
             "best": None if self.best is None else [self.best.round, self.best.score],
         }
-        return tensor_file.encode_tensors(self.state, about)
+        beside = {FEDERATION + name: tensor for name, tensor in self.federation.items()}
+        return tensor_file.encode_tensors({**self.state, **beside}, about)
 
 
 class Checkpoints:
@@ -183,7 +198,9 @@ class Checkpoints:
                 raise ValueError(f"it holds the checkpoint of round {about['round']}")
             best = None if about["best"] is None else Best(*about["best"])
             digest = tensor_file.stored_digest(content)
-            return Checkpoint(about["algorithm"], about["algorithm_version"], round, best, state, digest)
+            beside = {name: state.pop(name) for name in list(state) if name.startswith(FEDERATION)}
+            federation = {name.removeprefix(FEDERATION): tensor for name, tensor in beside.items()}
+            return Checkpoint(about["algorithm"], about["algorithm_version"], round, best, state, digest, federation)
         except OSError as error:
             raise as_storage_error(error) from error
         except (KeyError, TypeError, ValueError) as error:

@@ -92,8 +92,8 @@ class SessionParameters:
 
     @property
     def minimum(self) -> int:
-        """Smallest number of survivors: two thirds of the members, rounded up, and at least 3."""
-        return max(SMALLEST_SUM, -(-2 * len(self.members) // 3))
+        """Smallest number of survivors (:func:`least_survivors`)."""
+        return least_survivors(len(self.members))
 
     @cached_property
     def digest(self) -> bytes:
@@ -103,6 +103,11 @@ class SessionParameters:
         parts = [self.session, *(number.to_bytes(4, "big") for number in numbers)]
         parts += [part for id in ids for part in (len(id).to_bytes(4, "big"), id)]
         return hashlib.sha256(b"fedloom secure sum 1" + b"".join(parts)).digest()
+
+
+def least_survivors(members: int) -> int:
+    """Return the smallest number of survivors of a sum: two thirds of the members, rounded up, and at least 3."""
+    return max(SMALLEST_SUM, -(-2 * members // 3))
 
 
 def new_session(members: Sequence[str], *, bits: Bits = 32) -> SessionParameters:

@@ -1,0 +1,175 @@
+"""Aggregator's part of differential privacy of clients: the draw of cohorts, noise, and the clipping norm.
+
+Noise and draws come from the operating system's generator, except in a simulation, where the seed determines them:
+its results repeat, and its noise protects nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.errors import ExperimentError
+from fedloom.federation.clipping import BIT, Values
+from fedloom.federation.randomness import generator
+from fedloom.federation.transport import ConversationKey
+from fedloom.privacy.accounting import Release, Sampling, sampled
+from fedloom.privacy.adaptive_clip import default_count_noise, next_clip
+from fedloom.privacy.clipped_sum import ClippedSum, check_cohorts
+from fedloom.privacy.gaussian_mechanism import on_grid
+from fedloom.privacy.noise import NoiseSource
+from fedloom.privacy.settings import TrainingPrivacy
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Random choice of a cohort.
+
+    Attributes
+    ----------
+    population
+        Number of clients to draw from.
+    expected
+        Expected size of the cohort.
+    sampling
+        The draw.
+    """
+
+    population: int
+    expected: int
+    sampling: Sampling
+
+
+def everyone(population: int) -> Draw:
+    """Return the choice of all clients."""
+    return Draw(population, population, "all")
+
+
+def noise_source(seed: int | None, *about: object) -> NoiseSource:
+    """Return the source of noise for one purpose: secret, or in a simulation that of the seed."""
+    if seed is None:
+        return NoiseSource.secret()
+    parts = [str(part) for part in (seed, *about)]
+    return NoiseSource.seeded("".join(f"{len(part)}:{part}" for part in parts).encode())
+
+
+def clipping_rule(settings: TrainingPrivacy, clients_per_round: int, clip: float) -> ClippedSum:
+    """Return the clipping and the noise of the sums of a run, at a clipping norm.
+
+    Raises
+    ------
+    ValueError
+        If the noise multiplier is not known yet.
+    """
+    if settings.noise_multiplier is None:
+        raise ValueError("federation.privacy.noise_multiplier is found from epsilon before a run begins")
+    count_noise = None
+    if (adaptive := settings.adaptive_clip) is not None:
+        asked = adaptive.count_noise
+        count_noise = default_count_noise(clients_per_round) if asked is None else asked
+    return ClippedSum(clip, settings.noise_multiplier, count_noise)
+
+
+class PrivateSums:
+    """Draws, noise and clipping norm of one run.
+
+    Parameters
+    ----------
+    settings
+        Keys of ``federation.privacy``.
+    clients_per_round
+        As in the experiment.
+    seed
+        Seed of a simulation; None takes the operating system's generator.
+    is_secure
+        True under secure aggregation, which cannot sum very small cohorts.
+    """
+
+    def __init__(
+        self, settings: TrainingPrivacy, clients_per_round: int, seed: int | None, *, is_secure: bool = False
+    ) -> None:
+        self.settings = settings
+        self.seed = seed
+        self._clients_per_round, self._is_secure = clients_per_round, is_secure
+        self._clip = settings.clip
+
+    @property
+    def rule(self) -> ClippedSum:
+        """Clipping and noise of the next sum."""
+        return clipping_rule(self.settings, self._clients_per_round, self._clip)
+
+    @property
+    def is_poisson(self) -> bool:
+        """True if clients are drawn independently, so that cohorts may be small, or empty."""
+        return self.settings.sampling == "poisson"
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that last between rounds: the clipping norm, if it adapts."""
+        if self.settings.adaptive_clip is None:
+            return {}
+        return {"clip": torch.tensor([self._clip], dtype=torch.float64)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state; without one, from the start."""
+        self._clip = float(state["clip"]) if "clip" in state else self.settings.clip
+
+    def choice(self, population: int, expected: int, *, is_uniform: bool = True) -> Draw:
+        """Return the choice of a cohort of this expected size.
+
+        Raises
+        ------
+        ExperimentError
+            If a method asks for a choice that is not uniform, or cohorts would often be too small for a secure sum.
+        """
+        if not is_uniform:
+            raise ExperimentError(
+                "the method draws some clients more often than others, which federation.privacy does not account for; "
+                "leave it out, or choose another method",
+                key="federation.privacy",
+            )
+        if expected >= population:
+            return everyone(population)
+        if self._is_secure and self.is_poisson:
+            check_cohorts(population, expected, self.settings.delta)
+        return Draw(population, expected, self.settings.sampling)
+
+    def drawn(self, roster: Sequence[str], draw: Draw, purpose: str, round: int, attempt: int) -> set[str]:
+        """Return the clients of a cohort; a fixed number of them is drawn in a simulation as without privacy."""
+        if draw.sampling == "all":
+            return set(roster)
+        if draw.sampling == "fixed" and self.seed is not None:
+            order = torch.randperm(len(roster), generator=generator(self.seed, purpose, round=round, attempt=attempt))
+            return {roster[i] for i in order[: draw.expected].tolist()}
+        uniform = noise_source(self.seed, "cohort", purpose, round, attempt).uniform(len(roster))
+        if draw.sampling == "poisson":
+            rows = np.flatnonzero(uniform <= draw.expected / draw.population)
+        else:
+            rows = np.argsort(uniform, kind="stable")[: draw.expected]
+        return {roster[i] for i in rows.tolist()}
+
+    def release(self, draw: Draw) -> Release:
+        """Return what a sum over a cohort reveals, for the accountant."""
+        z = self.rule.noise_multiplier
+        if draw.sampling == "all":
+            return Release(1.0, z, draw.population, draw.population, "all")
+        return sampled(draw.sampling, draw.population, draw.expected, z)
+
+    def noisy(self, values: Values, deviation: float, key: ConversationKey, exchange: int) -> Values:
+        """Return the sums of the learned fields with noise of this standard deviation on each coordinate."""
+        source = noise_source(self.seed, "sum", key.round, key.attempt, key.conversation, exchange)
+        found = {}
+        for name, value in values.items():
+            noise = source.gaussian(value.size, deviation).reshape(value.shape)
+            found[name] = on_grid(torch.from_numpy(value + noise), deviation).numpy()
+        return found
+
+    def adapt(self, values: Values, expected: int) -> None:
+        """Move the clipping norm by the noisy sum of the bits, if it adapts."""
+        if (adaptive := self.settings.adaptive_clip) is not None:
+            bits = float(values[BIT][0]) / self.rule.bit_weight
+            self._clip = next_clip(self._clip, bits, expected, adaptive.quantile, adaptive.lr)
