@@ -398,6 +398,9 @@ def test_losses_and_second_derivatives_are_no_noisy_steps() -> None:
     for each in refused:
         with pytest.raises(RuntimeError):
             each()
+    plain = LocalTrainer(SMALL, group([c]), at_home=True)
+    with pytest.raises(RuntimeError):
+        plain.gradient(plain.parameters(theta), batch)
 
 
 def test_training_at_home_has_no_noise() -> None:

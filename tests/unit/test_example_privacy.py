@@ -13,7 +13,7 @@ import pytest
 import torch
 from every_method import LOCAL, METHODS, SIZES, made, ours
 from facts import refusing, tells
-from federations import CLASSES, IMAGE, Federation, client, clients
+from federations import CLASSES, IMAGE, Federation, client, clients, made_by
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -134,16 +134,23 @@ def test_noisy_sums_are_those_that_are_counted(name: str, tmp_path: Path, monkey
     assert released == expected
 
 
+@pytest.mark.parametrize("epochs", [False, True])
 @pytest.mark.parametrize("name", PROTECTING)
-def test_clients_together_are_near_to_one_by_one(name: str, tmp_path: Path) -> None:
-    how = ExamplePrivacy(0.5, 0.1, "fixed")
-    states = []
+def test_clients_together_are_near_to_one_by_one(name: str, *, epochs: bool, tmp_path: Path) -> None:
+    """With epochs some are done before others; of a client that is only evaluated, too."""
+    how, keys = ExamplePrivacy(0.5, 0.1, "fixed"), {}
+    if epochs:
+        passes = LOCAL | {"steps": None, "epochs": 2}
+        keys = {key: passes for key in ("local", "personal", "head") if key in METHODS[name]}
+    found = []
     for at_once in (1, 3):
-        f = federation(tmp_path / str(at_once), name, clients(SIZES), how, at_once=at_once)
+        data = clients((4, 9, 6, 5, 12))
+        f = federation(tmp_path / str(at_once), name, data, how, at_once=at_once, unseen=["c0", "c1"], **keys)
         f.run()
-        states.append(f.state)
-    for key, value in states[0].items():
-        torch.testing.assert_close(states[1][key], value, rtol=1e-5, atol=1e-7)
+        found.append(made_by(f))
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-5, atol=1e-7)
 
 
 def test_what_stays_at_home_has_no_noise(tmp_path: Path) -> None:

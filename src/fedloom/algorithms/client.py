@@ -238,6 +238,8 @@ class LocalTrainer(TrainBatches):
             if differentiable or len(pieces) != 1:
                 self._refuse_if_private("a second derivative, or a gradient over several batches,")
             return self.noisy_gradient(self.private, w, pieces[0], leaves)
+        if not at_home and any(piece.each is not None for piece in pieces):
+            raise RuntimeError("a batch drawn for a noisy step belongs to a trainer whose steps are noisy")
         gradients: list[Tensor] = []
         total = None
         for piece in pieces:
@@ -375,7 +377,7 @@ def train(
     leaves, start = [w[name] for name in names], {name: b.clone() for name, b in w.buffers.items() if only == "head"}
     changed = _corrected(local, correct, names, leaves, ordered)
     step, losses = local.sgd(leaves, s), []
-    last = partial(LocalTrainer, model, group, mask_absent=s.mask_absent, members=[members[ordered.order[0]]])
+    last = partial(LocalTrainer, model, group, mask_absent=s.mask_absent, members=who[:1], at_home=at_home)
     batches = local.steps(s, counts, purpose, shrinking=local.stacked)
     for gradients, loss in _gradients(local, w, names, batches, last):
         losses.append(local.padded(loss))
