@@ -437,3 +437,22 @@ def test_noisy_steps_of_a_visit() -> None:
     assert found("pfedbayes", samples=4) == (NoisySteps(3, 3, 4),)
     assert found("fedavg", personalizing=True, personalize_steps=5) == ()
     assert found("pfedhn", personalizing=True, personalize_exchanges=7) == (NoisySteps(3, 21),)
+
+
+def test_a_client_that_trains_makes_no_noisy_steps_when_it_is_personalized(tmp_path: Path) -> None:
+    """pFedHN searches embeddings of new clients alone: 4 rounds of 3 steps count, and not 2 evaluations beside them."""
+    pytest.importorskip("dp_accounting")
+    experiment = {
+        "name": "searching",
+        "data": fedloom.Federated.from_arrays(people(4), root=tmp_path / "data", held_out_fraction=0.25),
+        "model": {"name": "mlp", "hidden": [4]},
+        "algorithm": {"name": "pfedhn", "local": {"steps": 3, "batch_size": 8}, "personalize_exchanges": 1},
+        "federation": {
+            "rounds": 4, "clients_per_round": 3,
+            "privacy": {"of": "examples", "clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-3},
+        },
+        "evaluation": {"every": 4},
+    }  # fmt: skip
+    quiet = {"report": False, "progress": False, "runtime__workers": 0}
+    run = fedloom.run(experiment, out=tmp_path / "run", **quiet)  # type: ignore[arg-type]
+    assert run.summary["training_privacy"]["sums"] == 12

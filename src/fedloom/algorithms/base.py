@@ -348,8 +348,8 @@ class Algorithm(ABC):
     def noisy_steps(self, settings: Any, examples: int, *, personalizing: bool = False) -> tuple[NoisySteps, ...]:
         """Return the noisy steps of a training visit of a client with this many train examples.
 
-        ``personalizing`` asks for those of a personalization, whose results the client sends. A method that protects
-        examples overrides this.
+        ``personalizing`` asks for those of a personalization whose results the client sends, which only clients that do
+        not train may make. A method that protects examples overrides this.
         """
         return ()
 

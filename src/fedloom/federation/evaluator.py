@@ -27,7 +27,7 @@ from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
 from fedloom.federation.states import Versions
 from fedloom.federation.summed_measurements import SummedMeasurements, in_sums
-from fedloom.federation.transport import EVALUATE, Transport
+from fedloom.federation.transport import EVALUATE, TRAIN, Transport
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import Message, Metrics, Replies, SummedMetrics, answer_shapes
 from fedloom.privacy.accounting import Release
@@ -117,6 +117,7 @@ class Evaluator:
     def _know(self) -> None:
         """Look up the sizes of the roster's clients."""
         self._sizes = {entry.id: entry.train for entry in self.manifest.clients}
+        self._trains = {entry.id for entry in self.manifest.clients if entry.seen}
         self._held_out = {entry.id: (entry.validation, entry.test) for entry in self.manifest.clients}
         self.monitor.know(self.manifest.clients)
 
@@ -251,8 +252,10 @@ class Evaluator:
         )
 
     def _noisy_steps(self, client: str, purpose: str) -> Mapping[Release, int]:
-        """Return the releases of a client's noisy steps in a conversation."""
+        """Return the releases of a client's noisy steps in a conversation; one that trains makes none elsewhere."""
         assert self._pair.noisy_steps is not None
+        if purpose != TRAIN and client in self._trains:
+            return {}
         return self._pair.noisy_steps(self._sizes[client], purpose)
 
     def _states(self, clients: Sequence[str]) -> tuple[Versions, ...]:
