@@ -1,0 +1,97 @@
+"""Audits of private trainings: the bound from canaries stays below the claim, and exceeds it without the noise."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facts import mentions
+
+import fedloom
+from fedloom.reporting.words import audit_verdict
+
+UNIFORM, PLAIN = {"weighting": "uniform"}, {"local": {"steps": 2, "lr": 0.05}}
+LOCAL = {"steps": 2, "lr": 0.05, "momentum": 0.0}
+CLIENTS = {"clip": 0.5, "noise_multiplier": 4.0, "delta": 1e-5}
+
+
+def audited(root: Path, seed: int, privacy: dict[str, Any] | None, **changed: Any) -> dict[str, Any]:
+    """Results of an audit of a small training on the fixture of vowels."""
+    data = root / "data" / "datasets" / "vowel"
+    data.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
+    of = "clients" if privacy is None else privacy.get("of", "clients")
+    settings = {
+        "name": "private",
+        "data": {
+            "dataset": "vowel",
+            "root": str(root / "data"),
+            "partition": {"scheme": "natural"},
+            "held_out_fraction": 0.2,
+        },
+        "model": {"name": "mlp", "hidden": [100]},
+        "algorithm": {"name": "fedavg", **UNIFORM, "local": LOCAL},
+        "federation": {"rounds": 3, "clients_per_round": 12, "privacy": privacy},
+        "evaluation": {"every": 100},
+        "runtime": {"workers": 0},
+        "seed": seed + 1,
+        **changed,
+    }
+    out = root / f"audit-{seed}-{of}-{0 if privacy is None else privacy['noise_multiplier']}"
+    run = fedloom.audit(settings, canaries=150, of=of, seed=seed, out=out, report=False, progress=False)
+    return run.audit
+
+
+def check_bounds(root: Path, seeds: range) -> list[float]:
+    """Check the bounds of some trainings; return the estimates in parts of their claims."""
+    estimates = []
+    for seed in seeds:
+        found = audited(root, seed, CLIENTS)
+        assert found["claim"]["of"] == "clients"
+        assert found["canaries"]["norm"] == 5.0  # ten clipping norms, which must be clipped
+        assert found["canaries"]["epsilon"] <= found["claim"]["epsilon"] < found["canaries"]["largest_bound"]
+        estimates.append(found["canaries"]["normal_estimate"]["epsilon"] / found["claim"]["epsilon"])
+        assert mentions(audit_verdict(found["canaries"], found["claim"]), "below")
+    return estimates
+
+
+def test_bound_stays_below_the_claim_of_a_private_training(tmp_path: Path) -> None:
+    check_bounds(tmp_path, range(2))
+
+
+@pytest.mark.exhaustive
+def test_bound_stays_below_the_claim_in_20_trainings(tmp_path: Path) -> None:
+    assert sum(check_bounds(tmp_path, range(20))) / 20 == pytest.approx(1, rel=0.4)
+
+
+def test_bound_exceeds_a_claim_whose_noise_was_left_out(tmp_path: Path) -> None:
+    claim = audited(tmp_path, 0, CLIENTS)["claim"]
+    found = audited(tmp_path, 0, {**CLIENTS, "noise_multiplier": 1e-6})
+    assert found["canaries"]["epsilon"] > claim["epsilon"]
+    assert mentions(audit_verdict(found["canaries"], claim), "exceeds")
+
+
+@pytest.mark.parametrize(("method", "settings"), [("scaffold", PLAIN), ("fedrep", UNIFORM), ("fedadam", UNIFORM)])
+def test_other_methods_keep_their_claims(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    found = audited(tmp_path, 1, CLIENTS, algorithm={"name": method, "local": LOCAL, **settings})
+    assert found["canaries"]["epsilon"] <= found["claim"]["epsilon"]
+
+
+def test_shares_of_noise_under_secure_aggregation_keep_the_claim(tmp_path: Path) -> None:
+    federation = {
+        "rounds": 2, "clients_per_round": 12, "secure_aggregation": {},
+        "privacy": {**CLIENTS, "noise": "distributed"},
+    }  # fmt: skip
+    found = audited(tmp_path, 2, {**CLIENTS}, federation=federation)
+    assert found["canaries"]["epsilon"] <= found["claim"]["epsilon"]
+
+
+def test_privacy_of_examples_hides_canary_examples(tmp_path: Path) -> None:
+    privacy = {"of": "examples", "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-4}
+    local = {"steps": 20, "lr": 0.2, "momentum": 0.0, "batch_size": 8}
+    changed = {"algorithm": {"name": "fedavg", "local": local}}
+    found = audited(tmp_path, 3, privacy, **changed)
+    assert found["claim"]["of"] == "examples"
+    assert found["canaries"]["epsilon"] <= found["claim"]["epsilon"]
