@@ -1,0 +1,207 @@
+"""Five small federations of other tasks and inputs: a search on validation, then tests with other seeds.
+
+    python research/own_tasks.py [PROBLEM ...] [--out runs/own-tasks]
+
+Of a problem, every method has the same number of settings (``GRIDS``). They run with seed 1, and that with the best
+validation headline after the last round is chosen. With it the seeds of ``TESTS`` run, and are tested once, after the
+last round. An interrupted program continues where it stopped. Results: docs/results/own-tasks.md; compact file:
+``python research/results.py fold own-tasks runs/own-tasks``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import task_problems as problems
+import torch
+from torch import nn
+
+import fedloom
+from fedloom.errors import QuorumError
+
+SEARCH, TESTS = 1, (2, 3, 4)
+HELD_OUT, TEST_FRACTION = 0.25, 0.4
+FOUND = "found.json"
+GROUPS = ("seen", "unseen")
+KEYS = ("mean", "worst_decile")
+
+Setting = Mapping[str, float]
+"""Values by axis: ``lr``, the step size of all local training, and keys below ``algorithm``."""
+
+EMBEDDINGS = {"regression": "mlp", "shapes": "lenet", "categories": "linear"}
+RATES = (0.003, 0.01, 0.03, 0.1)
+GRIDS: Mapping[str, Mapping[str, Sequence[float]]] = {
+    "local": {"lr": RATES, "local.steps": (200, 800)},
+    "fedavg": {"lr": RATES, "personalize_steps": (20, 100)},
+    "ditto": {"lr": RATES, "proximity": (0.1, 1.0)},
+    "pefll": {"lr": RATES, "server.lr": (0.001, 0.003)},
+    "fedbn": {"lr": (0.001, 0.003, 0.006, 0.01, 0.02, 0.03, 0.06, 0.1)},
+}
+CONVNET_GRID: Mapping[str, Sequence[float]] = {"lr": RATES}
+"""Grid of every method on ResNet18, whose runs take longer."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data of a seed, the clients' model, the methods that are compared, and the length of training.
+
+    ``model`` is the clients' module, or the settings of a built-in model.
+    """
+
+    draw: Callable[[int], problems.Clients]
+    model: Callable[[], nn.Module] | Mapping[str, Any]
+    methods: Sequence[str]
+    rounds: int
+    steps: int = 20
+    clients: int = 8
+
+
+PROBLEMS = {
+    "regression": Problem(problems.regression, problems.regressor, ("local", "fedavg", "ditto", "pefll"), rounds=100),
+    "signals": Problem(problems.signals, problems.signal_network, ("local", "fedavg", "ditto", "fedbn"), rounds=40),
+    "shapes": Problem(problems.shapes, problems.SmallUNet, ("local", "fedavg", "ditto", "pefll"), rounds=25),
+    "categories": Problem(problems.categories, problems.MixedTable, ("local", "fedavg", "ditto", "pefll"), rounds=50),
+    "cameras": Problem(
+        problems.digits,
+        {"name": "resnet18"},
+        ("local", "fedavg", "fedavg-local-statistics", "fedbn"),
+        rounds=10,
+        steps=8,
+        clients=3,
+    ),
+}
+
+
+def settings(problem: str, method: str) -> Iterator[Setting]:
+    """Yield the settings of a method's grid."""
+    grid = CONVNET_GRID if problem == "cameras" else GRIDS[method]
+    for values in itertools.product(*grid.values()):
+        yield dict(zip(grid, values, strict=True))
+
+
+def algorithm(problem: str, method: str, setting: Setting) -> dict[str, Any]:
+    """Return the settings below ``algorithm``."""
+    about = PROBLEMS[problem]
+    local = {"steps": about.steps, "batch_size": 16, "momentum": 0.9, "clip": 10.0, "lr": setting["lr"]}
+    made: dict[str, Any] = {"name": method.partition("-")[0], "local": local}
+    if made["name"] == "fedavg":
+        made["personalize_steps"] = about.steps
+    elif method == "ditto":
+        made["personal"] = dict(local)
+    elif method == "pefll":
+        made |= {"embedding": {"network": EMBEDDINGS[problem]}, "descriptor": {"evaluate": "all"}}
+        made["server"] = {"rule": "adam", "clip": 50.0}
+    elif method == "local" and problem == "cameras":
+        local["steps"] = about.rounds * about.steps // 2  # as many as a seen client makes on average
+    for key, value in setting.items():
+        *folders, name = key.split(".")
+        place = made
+        for folder in folders:
+            place = place[folder]
+        if key != "lr":
+            place[name] = value
+    return made
+
+
+def experiment(problem: str, method: str, setting: Setting, seed: int, data: Path) -> dict[str, Any]:
+    """Return one run's settings; the data of its seed are stored in the folder ``data``."""
+    about = PROBLEMS[problem]
+    rounds = 0 if method == "local" else about.rounds
+    made = {
+        "name": f"{problem}-{method}",
+        "seed": seed,
+        "data": fedloom.Federated.from_arrays(
+            about.draw(seed),
+            root=data,
+            held_out_fraction=HELD_OUT,
+            partition={"scheme": "natural", "test_fraction": TEST_FRACTION},
+        ),
+        "algorithm": algorithm(problem, method, setting),
+        "federation": {"rounds": rounds, "clients_per_round": about.clients},
+        "evaluation": {"every": max(rounds, 1)},
+        "runtime": {"workers": 0},
+    }
+    if isinstance(about.model, Mapping):
+        made["model"] = {**about.model, "buffers": "local" if method.endswith("local-statistics") else "shared"}
+    return made
+
+
+def last_line(problem: str, method: str, setting: Setting, seed: int, out: Path) -> dict[str, Any] | None:
+    """Run an experiment, unless an earlier program did, and return its last evaluation; None if it diverged."""
+    point = ",".join(f"{key}={value:g}" for key, value in setting.items())
+    folder = out / problem / method / f"{point},seed={seed}"
+    if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)  # a run that was interrupted
+        make = PROBLEMS[problem].model
+        torch.manual_seed(seed)
+        made = experiment(problem, method, setting, seed, out / "data")
+        run = fedloom.run if isinstance(make, Mapping) else partial(fedloom.run, model=make())
+        try:
+            run(made, out=folder, report=False, progress=False)
+        except QuorumError:
+            return None
+    line: dict[str, Any] = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    return line
+
+
+def validation(line: Mapping[str, Any] | None) -> float | None:
+    """Return the pooled headline on validation examples of seen clients; None of a run that diverged."""
+    return None if line is None else line["validation_pooled"]
+
+
+def tested(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return statistics of the headline over clients: of personal models, and of the shared one if any."""
+    name = line["headline"]["name"]
+    found = {f"{group}_{key}": line[group]["metrics"][name][key] for group in GROUPS for key in KEYS}
+    if line["global"] is not None:
+        shared = {group: line["global"][group]["metrics"][name] for group in GROUPS}
+        found |= {f"global_{group}_{key}": shared[group][key] for group in GROUPS for key in KEYS}
+    return found
+
+
+def compared(problem: str, method: str, out: Path) -> dict[str, Any]:
+    """Search a method's setting and test it: validation results of all settings, and test results of the chosen one."""
+    lines = [(setting, last_line(problem, method, setting, SEARCH, out)) for setting in settings(problem, method)]
+    headline = next(line["headline"] for _, line in lines if line is not None)
+    known = [(setting, value) for setting, line in lines if (value := validation(line)) is not None]
+    sign = 1 if headline["higher_is_better"] else -1
+    best, _ = max(known, key=lambda both: sign * both[1])
+    tests = {}
+    for seed in TESTS:
+        line = last_line(problem, method, best, seed, out)
+        if line is None:
+            raise SystemExit(f"{problem}, {method}: the run with seed {seed} and {dict(best)} diverged")
+        tests[seed] = tested(line)
+    searched = [{"setting": setting, "validation": validation(line)} for setting, line in lines]
+    return {"headline": headline["name"], "chosen": best, "search": searched, "tests": tests}
+
+
+def main() -> None:
+    """Run the problems that the command line names, by default all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("problem", nargs="*", help=f"by default all: {', '.join(PROBLEMS)}")
+    parser.add_argument("--out", type=Path, default=Path("runs/own-tasks"))
+    options = parser.parse_args()
+    if unknown := set(options.problem) - set(PROBLEMS):
+        parser.error(f"unknown problem {', '.join(unknown)}; choose from {', '.join(PROBLEMS)}")
+    for problem in options.problem or PROBLEMS:
+        found = {}
+        for method in PROBLEMS[problem].methods:
+            found[method] = compared(problem, method, options.out)
+            print(problem, method, found[method]["chosen"], flush=True)
+        (options.out / problem / FOUND).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
