@@ -39,53 +39,53 @@ KEYS = ("mean", "worst_decile")
 Setting = Mapping[str, float]
 """Values by axis: ``lr``, the step size of all local training, and keys below ``algorithm``."""
 
-EMBEDDINGS = {"regression": "mlp", "shapes": "lenet", "categories": "linear"}
-RATES = (0.003, 0.01, 0.03, 0.1)
-GRIDS: Mapping[str, Mapping[str, Sequence[float]]] = {
-    "local": {"lr": RATES, "local.steps": (200, 800)},
-    "fedavg": {"lr": RATES, "personalize_steps": (20, 100)},
-    "ditto": {"lr": RATES, "proximity": (0.1, 1.0)},
-    "pefll": {"lr": RATES, "server.lr": (0.001, 0.003)},
-    "fedbn": {"lr": (0.001, 0.003, 0.006, 0.01, 0.02, 0.03, 0.06, 0.1)},
+RATES = (0.01, 0.03, 0.1)
+GRIDS: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] = {
+    "regression": {
+        "local": {"lr": RATES, "local.steps": (100, 400, 1600)},
+        "fedavg": {"lr": RATES, "personalize_steps": (20, 100, 400)},
+        "pefll": {"lr": RATES, "server.lr": (0.001, 0.003, 0.01)},
+    },
+    "signals": {method: {"lr": (0.03, 0.1)} for method in ("local", "fedavg", "fedbn")},
+    "shapes": {method: {"lr": RATES} for method in ("local", "fedavg")},
+    "categories": {method: {"lr": RATES} for method in ("local", "fedavg", "ditto")},
+    "cameras": {method: {"lr": (0.003, 0.01)} for method in ("local", "fedavg", "fedavg-local-statistics")},
 }
-CONVNET_GRID: Mapping[str, Sequence[float]] = {"lr": RATES}
-"""Grid of every method on ResNet18, whose runs take longer."""
+"""Values by axis, of each problem and its methods."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Data of a seed, the clients' model, the methods that are compared, and the length of training.
+    """Data of a seed, the clients' model, and the length of training.
 
-    ``model`` is the clients' module, or the settings of a built-in model.
+    ``model`` is the clients' module, or the settings of a built-in model. ``clients`` make ``steps`` steps in a round,
+    ``at_once`` of them in one stack. A client that trains alone makes ``alone`` steps, and one that fine-tunes ``fine``
+    steps, unless the grid says otherwise.
     """
 
     draw: Callable[[int], problems.Clients]
     model: Callable[[], nn.Module] | Mapping[str, Any]
-    methods: Sequence[str]
     rounds: int
-    steps: int = 20
     clients: int = 8
+    steps: int = 20
+    batch: int = 16
+    alone: int = 200
+    fine: int = 50
+    at_once: int = 1
 
 
 PROBLEMS = {
-    "regression": Problem(problems.regression, problems.regressor, ("local", "fedavg", "ditto", "pefll"), rounds=100),
-    "signals": Problem(problems.signals, problems.signal_network, ("local", "fedavg", "ditto", "fedbn"), rounds=40),
-    "shapes": Problem(problems.shapes, problems.SmallUNet, ("local", "fedavg", "ditto", "pefll"), rounds=25),
-    "categories": Problem(problems.categories, problems.MixedTable, ("local", "fedavg", "ditto", "pefll"), rounds=50),
-    "cameras": Problem(
-        problems.digits,
-        {"name": "resnet18"},
-        ("local", "fedavg", "fedavg-local-statistics", "fedbn"),
-        rounds=10,
-        steps=8,
-        clients=3,
-    ),
+    "regression": Problem(problems.regression, problems.regressor, rounds=150, at_once=8),
+    "signals": Problem(problems.signals, problems.signal_network, rounds=20, clients=6),
+    "shapes": Problem(problems.shapes, problems.SmallUNet, rounds=20, clients=5, batch=8),
+    "categories": Problem(problems.categories, problems.MixedTable, rounds=30, at_once=8),
+    "cameras": Problem(problems.digits, {"name": "resnet18"}, rounds=10, clients=3, steps=8, alone=40, fine=8),
 }
 
 
 def settings(problem: str, method: str) -> Iterator[Setting]:
     """Yield the settings of a method's grid."""
-    grid = CONVNET_GRID if problem == "cameras" else GRIDS[method]
+    grid = GRIDS[problem][method]
     for values in itertools.product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
 
@@ -93,17 +93,17 @@ def settings(problem: str, method: str) -> Iterator[Setting]:
 def algorithm(problem: str, method: str, setting: Setting) -> dict[str, Any]:
     """Return the settings below ``algorithm``."""
     about = PROBLEMS[problem]
-    local = {"steps": about.steps, "batch_size": 16, "momentum": 0.9, "clip": 10.0, "lr": setting["lr"]}
+    local = {"steps": about.steps, "batch_size": about.batch, "momentum": 0.9, "clip": 10.0, "lr": setting["lr"]}
     made: dict[str, Any] = {"name": method.partition("-")[0], "local": local}
-    if made["name"] == "fedavg":
-        made["personalize_steps"] = about.steps
+    if method == "local":
+        local["steps"] = about.alone
+    elif made["name"] == "fedavg":
+        made["personalize_steps"] = about.fine
     elif method == "ditto":
-        made["personal"] = dict(local)
+        made |= {"personal": dict(local), "proximity": 0.1, "personalize_steps": about.fine}
     elif method == "pefll":
-        made |= {"embedding": {"network": EMBEDDINGS[problem]}, "descriptor": {"evaluate": "all"}}
+        made |= {"embedding": {"network": "mlp"}, "descriptor": {"evaluate": "all"}}
         made["server"] = {"rule": "adam", "clip": 50.0}
-    elif method == "local" and problem == "cameras":
-        local["steps"] = about.rounds * about.steps // 2  # as many as a seen client makes on average
     for key, value in setting.items():
         *folders, name = key.split(".")
         place = made
@@ -130,7 +130,7 @@ def experiment(problem: str, method: str, setting: Setting, seed: int, data: Pat
         "algorithm": algorithm(problem, method, setting),
         "federation": {"rounds": rounds, "clients_per_round": about.clients},
         "evaluation": {"every": max(rounds, 1)},
-        "runtime": {"workers": 0},
+        "runtime": {"workers": 0, "clients_at_once": about.at_once},
     }
     if isinstance(about.model, Mapping):
         made["model"] = {**about.model, "buffers": "local" if method.endswith("local-statistics") else "shared"}
@@ -197,7 +197,7 @@ def main() -> None:
         parser.error(f"unknown problem {', '.join(unknown)}; choose from {', '.join(PROBLEMS)}")
     for problem in options.problem or PROBLEMS:
         found = {}
-        for method in PROBLEMS[problem].methods:
+        for method in GRIDS[problem]:
             found[method] = compared(problem, method, options.out)
             print(problem, method, found[method]["chosen"], flush=True)
         (options.out / problem / FOUND).write_text(json.dumps(found, indent=1), encoding="utf-8")

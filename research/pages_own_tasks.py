@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from own_tasks import FOUND, GROUPS, KEYS, PROBLEMS
+from own_tasks import FOUND, GRIDS, GROUPS, KEYS, PROBLEMS
 from summaries import Evaluation, Run, Runs, spread, table
 
 from fedloom.reporting.drawing import COLOURS, FULL
@@ -86,7 +86,7 @@ def problems(runs: Runs) -> list[str]:
 
 def tests(runs: Runs, problem: str) -> dict[str, Run]:
     """Return each method's lines, one for each seed."""
-    return {method: runs[f"{problem}/test/{method}"] for method in PROBLEMS[problem].methods}
+    return {method: runs[f"{problem}/test/{method}"] for method in GRIDS[problem]}
 
 
 def of_tests(runs: Runs, problem: str) -> str:

@@ -22,6 +22,7 @@ import pages_comfedl
 import pages_natural
 import pages_open_federation
 import pages_own_steps
+import pages_own_tasks
 import pages_pefll
 import pages_pefll_fashion
 import pages_pfedbayes
@@ -73,6 +74,12 @@ PAGES = {
         {"curves": pages_own_steps.curves},
         columns=pages_own_steps.COLUMNS,
         folded=pages_own_steps.folded,
+    ),
+    "own-tasks": Page(
+        pages_own_tasks.tables,
+        {"clients": pages_own_tasks.clients},
+        columns=pages_own_tasks.COLUMNS,
+        folded=pages_own_tasks.folded,
     ),
     "pefll-cifar10": Page(pages_pefll.tables, pages_pefll.FIGURES, pages_pefll.COLUMNS, ("*",)),
     "pefll-fashion-mnist": Page(pages_pefll_fashion.tables, columns=pages_pefll_fashion.COLUMNS),

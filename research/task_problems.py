@@ -15,7 +15,7 @@ from numpy.random import Generator
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-CLIENTS = 24
+CLIENTS, PEOPLE, SITES = 24, 16, 12
 CAMERAS = 8
 Clients = Mapping[str, tuple[Any, Any]]
 """Inputs and targets by client."""
@@ -63,7 +63,7 @@ def signals(seed: int) -> Clients:
             x[:, k % 3] += 1.5 * y[:, k, None] * burst
         return (x[:, order] * gain[order, None]).astype(np.float32), y
 
-    return each(seed, draw)
+    return each(seed, draw, PEOPLE)
 
 
 def shapes(seed: int) -> Clients:
@@ -86,7 +86,7 @@ def shapes(seed: int) -> Clients:
             x[i, 0] = np.clip(levels[y[i]] + slope + 18 * r.normal(size=(16, 16)), 0, 255)
         return x, y
 
-    return each(seed, draw)
+    return each(seed, draw, SITES)
 
 
 def categories(seed: int) -> Clients:

@@ -10,7 +10,8 @@ import own_tasks
 import pages_own_tasks
 import pytest
 import torch
-from own_tasks import PROBLEMS
+from own_tasks import GRIDS, PROBLEMS
+from task_problems import Clients
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -23,7 +24,7 @@ def test_the_data_of_a_seed_are_always_the_same(problem: str) -> None:
     assert all(np.array_equal(first[name][1], again[name][1]) for name in first)
 
 
-def _inputs(clients: own_tasks.problems.Clients) -> list[np.ndarray]:
+def _inputs(clients: Clients) -> list[np.ndarray]:
     each = [x for x, _ in clients.values()]
     return [part for x in each for part in (x.values() if isinstance(x, dict) else [x])]
 
@@ -44,7 +45,7 @@ def test_the_module_of_a_problem_takes_its_inputs(problem: str) -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_all_methods_of_a_problem_have_equally_many_settings(problem: str) -> None:
-    numbers = {method: len(list(own_tasks.settings(problem, method))) for method in PROBLEMS[problem].methods}
+    numbers = {method: len(list(own_tasks.settings(problem, method))) for method in GRIDS[problem]}
     assert len(set(numbers.values())) == 1
 
 
@@ -56,7 +57,7 @@ def test_folding_marks_the_chosen_setting_and_keeps_a_line_for_each_seed(
     tests = {seed: dict.fromkeys(pages_own_tasks.COLUMNS[1:], 0.5 + seed / 100) for seed in own_tasks.TESTS}
     found = {"headline": "accuracy", "chosen": {"lr": 0.003}, "search": searched, "tests": tests}
     (tmp_path / "cameras").mkdir()
-    about = dict.fromkeys(PROBLEMS["cameras"].methods, found)
+    about = dict.fromkeys(GRIDS["cameras"], found)
     (tmp_path / "cameras" / own_tasks.FOUND).write_text(json.dumps(about))
     runs = pages_own_tasks.folded(tmp_path)
     assert [line["seen_mean"] for line in runs["cameras/test/local"]] == pytest.approx([52, 53, 54])
