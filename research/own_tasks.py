@@ -47,7 +47,10 @@ GRIDS: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] = {
         "pefll": {"lr": RATES, "server.lr": (0.001, 0.003, 0.01)},
     },
     "signals": {method: {"lr": (0.03, 0.1)} for method in ("local", "fedavg", "fedbn")},
-    "shapes": {method: {"lr": RATES} for method in ("local", "fedavg")},
+    "shapes": {
+        "local": {"lr": RATES, "local.steps": (50, 200)},
+        "fedavg": {"lr": RATES, "personalize_steps": (50, 200)},
+    },
     "categories": {method: {"lr": RATES} for method in ("local", "fedavg", "ditto")},
     "cameras": {method: {"lr": (0.003, 0.01)} for method in ("local", "fedavg", "fedavg-local-statistics")},
 }
@@ -76,7 +79,7 @@ class Problem:
 
 PROBLEMS = {
     "regression": Problem(problems.regression, problems.regressor, rounds=150, at_once=8),
-    "signals": Problem(problems.signals, problems.signal_network, rounds=20, clients=6),
+    "signals": Problem(problems.signals, problems.signal_network, rounds=20, clients=6, fine=100),
     "shapes": Problem(problems.shapes, problems.SmallUNet, rounds=20, clients=5, batch=8),
     "categories": Problem(problems.categories, problems.MixedTable, rounds=30, at_once=8),
     "cameras": Problem(problems.digits, {"name": "resnet18"}, rounds=10, clients=3, steps=8, alone=40, fine=8),

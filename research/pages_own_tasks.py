@@ -18,11 +18,17 @@ from fedloom.reporting.significance import t_interval
 NAMES = {
     "local": "Local",
     "fedavg": "FedAvg + fine-tuning",
-    "fedavg-local-statistics": "the same, local statistics",
+    "fedavg-local-statistics": "local statistics + fine-tuning",
     "ditto": "Ditto",
     "pefll": "PeFLL",
     "fedbn": "FedBN",
 }
+AS_IT_IS = {
+    "fedavg": "FedAvg's shared model, as it is",
+    "fedavg-local-statistics": "shared weights, local statistics",
+}
+"""Names of the models that a method's clients share, before fine-tuning."""
+
 HEADLINES = {"rmse": "RMSE", "auroc": "AUROC, %", "accuracy": "accuracy, %", "mean_iou": "mean IoU, %"}
 TITLES = {
     "regression": "Regression",
@@ -98,8 +104,8 @@ def of_tests(runs: Runs, problem: str) -> str:
     rows = []
     for method, run in methods.items():
         shown = [("", NAMES[method])]
-        if method == BESIDE:
-            shown.insert(0, ("global_", "FedAvg's shared model, as it is"))
+        if method in AS_IT_IS:
+            shown.insert(0, ("global_", AS_IT_IS[method]))
         for of, name in shown:
             cells = [spread(values(run, f"{of}{group}_{key}"), digits) for group in GROUPS for key in KEYS]
             gains = [
@@ -147,8 +153,8 @@ def clients(runs: Runs) -> Figure:
     figure = Figure(figsize=(FULL, 1.55 * len(shown)), layout="constrained")
     for axes, problem in zip(figure.subplots(len(shown), 1, squeeze=False)[:, 0], shown, strict=True):
         methods = tests(runs, problem)
-        rows = [(NAMES[method], run, "") for method, run in methods.items()]
-        rows.insert(0, ("shared model", methods[BESIDE], "global_"))
+        rows = [(AS_IT_IS[method], run, "global_") for method, run in methods.items() if method in AS_IT_IS]
+        rows += [(NAMES[method], run, "") for method, run in methods.items()]
         for at, (_, run, of) in enumerate(rows):
             for group, shift in (("seen", -0.15), ("unseen", 0.15)):
                 found = values(run, f"{of}{group}_mean")
