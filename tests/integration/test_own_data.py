@@ -186,6 +186,23 @@ def test_what_would_leave_is_shown_and_nothing_is_sent(packed: Path, experiment:
     assert code == 0
     assert tells(said, '"class_counts": [4', "Update.delta_theta", "model_update", "[137]", 137, "Update.loss", "loss")
     assert "pefll" not in said
+    assert "in sums only" not in said
+
+
+@pytest.mark.parametrize(("name", "plain"), [("fedavg", []), ("comfedl", ["LossAtSharedModel.loss"])])
+def test_what_would_only_be_summed_is_shown(
+    packed: Path, experiment: Path, fedloom: Run, name: str, plain: Sequence[str]
+) -> None:
+    text = experiment.read_text().replace("clients_per_round: 2", "clients_per_round: 3, min_clients: 3")
+    text = text.replace("checkpoint_every_s: 0", "secure_aggregation: {signatures: keys}")
+    if name != "fedavg":
+        text = text.replace("name: fedavg, local: {steps: 3, lr: 0.1}, personalize_steps: 2", f"name: {name}")
+    experiment.write_text(text)
+    code, said, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment)
+    assert code == 0
+    rows = [line.rstrip() for line in said.splitlines() if line.rstrip().endswith(("as it is", "in sums only"))]
+    assert [line.split()[0] for line in rows if line.endswith("as it is")] == plain
+    assert tells(said, "delta_theta", "SummedMetrics.moments", "masks")
 
 
 def test_what_cannot_be_served_or_run_is_refused(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:

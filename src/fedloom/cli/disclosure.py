@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from fedloom.runner.worker import WorkerOptions
 
 
+SUMMED = (
+    "Secure aggregation: the aggregator receives what is known in sums only as integers under random masks, and can "
+    "read the sum over three clients or more. With them go public keys, signatures, encrypted shares of random secrets "
+    "and checksums (docs/secure-sums.md). Other clients of a sum learn this client's id and public key."
+)
+"""Sentences about answers that are only summed."""
+
+
 def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
     """Show the data that a worker would send about its packed clients; send nothing."""
     from fedloom import experiment as experiments
@@ -40,10 +48,12 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
         for name in available():
             _show(f"\n{name}: in training and personalization", answers(find_algorithm(name)))
         _show("\nAll methods: in evaluations, with two predictors", measures(2, EvaluationPlan.of_classes(classes)))
-        typer.echo("\nFor the sizes of models, give --experiment FILE.")
+        typer.echo("\nFor the sizes of models, and what secure aggregation hides, give --experiment FILE.")
     else:
         _show(f"\n{e.algorithm.name}: in training and personalization", trained)
         _show("\nIn evaluations", measured)
+        if any(one.only_summed for one in (*trained, *measured)):
+            typer.echo(f"\n{SUMMED}")
     typer.echo(
         "\nA client that cannot answer sends the reason, in a sentence. Nothing else leaves the client. Nothing was "
         "sent now."
@@ -51,13 +61,18 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
 
 
 def _show(title: str, tensors: Sequence[DisclosedTensor]) -> None:
+    headings = ["message", "quantity", "shape", "numbers"]
     rows = [
-        (f"{one.message}.{one.field}", one.quantity, f"[{', '.join(map(str, one.shape))}]", _count(one))
+        [f"{one.message}.{one.field}", one.quantity, f"[{', '.join(map(str, one.shape))}]", _count(one)]
         for one in tensors
     ]
+    if any(one.only_summed for one in tensors):
+        headings.append("known")
+        for row, one in zip(rows, tensors, strict=True):
+            row.append("in sums only" if one.only_summed else "as it is")
     typer.echo(title if rows else f"{title}: nothing")
     if rows:
-        print_table("", ("message", "quantity", "shape", "numbers"), rows, texts=(0, 1, 2))
+        print_table("", headings, rows, texts=(0, 1, 2, 4))
 
 
 def _count(one: DisclosedTensor) -> str:

@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fedloom.algorithms.base import Algorithm
+from fedloom.algorithms.sums import SummedFields
 from fedloom.data.input_spec import Normalization
 from fedloom.data.own import OwnClients, own_manifest
 from fedloom.errors import ExperimentError, argument
+from fedloom.evaluation.moments import moments_shape
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import InputMoments
-from fedloom.messages import Metrics
+from fedloom.messages import Metrics, SummedMetrics
 from fedloom.runner import assemble
 from fedloom.runner.open_federation import own_of
 from fedloom.runner.worker import member_of
@@ -32,12 +34,15 @@ class DisclosedTensor:
         Meaning of the tensor (``fedloom.messages.Quantity``).
     shape
         Shape for one client: sizes, or their names where the sizes are unknown.
+    only_summed
+        True if the aggregator learns only the sum over a cohort (``federation.secure_aggregation``).
     """
 
     message: str
     field: str
     quantity: str
     shape: tuple[int | str, ...]
+    only_summed: bool = False
 
     @property
     def numbers(self) -> int | None:
@@ -46,25 +51,32 @@ class DisclosedTensor:
         return math.prod(sizes) if len(sizes) == len(self.shape) else None
 
 
-def answers(algorithm: Algorithm, sizes: Mapping[str, int] | None = None) -> list[DisclosedTensor]:
+def answers(
+    algorithm: Algorithm, sizes: Mapping[str, int] | None = None, sums: SummedFields | None = None
+) -> list[DisclosedTensor]:
     """Return the tensors that a method's clients may send during training and personalization.
 
     Parameters
     ----------
     sizes
         Sizes by the names used in shapes, from an experiment's server algorithm; None: keep the names.
+    sums
+        Sums of answers that are secure (:meth:`Algorithm.sums`): their fields are only summed, and fields of these
+        answers without a sum are not sent. None: the aggregator receives every answer as it is.
     """
-    known = sizes or {}
+    known, summed = sizes or {}, sums or {}
     return [
         DisclosedTensor(
             cls.__name__,
             field.name,
             str(field.quantity),
             tuple(known.get(size, size) if isinstance(size, str) else size for size in field.shape),
+            only_summed=cls in summed,
         )
         for cls in algorithm.messages
         if cls.fields() and all(field.shape for field in cls.fields())
         for field in cls.fields()
+        if cls not in summed or field.name in summed[cls]
     ]
 
 
@@ -76,17 +88,21 @@ def moment_tensors() -> list[DisclosedTensor]:
     ]
 
 
-def measures(predictors: int, plan: EvaluationPlan) -> list[DisclosedTensor]:
-    """Return the tensors that a client sends in an evaluation."""
-    shapes = plan.shapes(predictors)
+def measures(predictors: int, plan: EvaluationPlan, *, only_summed: bool = False) -> list[DisclosedTensor]:
+    """Return the tensors that a client sends in an evaluation.
+
+    Where they are ``only_summed``, the moments of the client's own metrics are among them.
+    """
+    shapes = {**plan.shapes(predictors), "moments": moments_shape(plan, predictors)}
+    answer = SummedMetrics if only_summed else Metrics
     return [
-        DisclosedTensor(Metrics.__name__, field.name, str(field.quantity), shapes[field.name])
-        for field in Metrics.fields()
+        DisclosedTensor(answer.__name__, field.name, str(field.quantity), shapes[field.name], only_summed)
+        for field in answer.fields()
     ]
 
 
 def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[DisclosedTensor], list[DisclosedTensor]]:
-    """Return :func:`answers` and :func:`measures` of an experiment, with all sizes.
+    """Return :func:`answers` and :func:`measures` of an experiment, with all sizes and with its secure aggregation.
 
     Raises
     ------
@@ -105,7 +121,10 @@ def of_experiment(experiment: Experiment, clients: OwnClients) -> tuple[list[Dis
     unknown = Normalization((0.0,) * own.numbers, (1.0,) * own.numbers)  # no shape depends on it
     parts = assemble.make_parts(experiment, own_manifest(own, clients.entries, experiment.seed, unknown))
     predictors = len(parts.client_algorithm().predictors)
-    return answers(parts.algorithm, parts.server_algorithm().sizes), measures(predictors, parts.plan)
+    secure = experiment.federation.secure_aggregation is not None
+    sums = parts.algorithm.sums(parts.settings) if secure else None
+    sizes = parts.server_algorithm().sizes
+    return answers(parts.algorithm, sizes, sums), measures(predictors, parts.plan, only_summed=secure)
 
 
 def announcements(clients: OwnClients, *, class_counts: bool) -> list[dict[str, Any]]:

@@ -1,0 +1,41 @@
+"""Inventory of what leaves a client, plain and under secure aggregation."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedloom.algorithms.base import available, find_algorithm
+from fedloom.evaluation.moments import summed_metrics
+from fedloom.evaluation.plan import EvaluationPlan
+from fedloom.runner.disclosure import answers, measures
+
+
+@pytest.mark.parametrize("name", available())
+def test_exactly_the_sums_of_a_method_are_only_summed(name: str) -> None:
+    method = find_algorithm(name)
+    sums = method.sums(method.settings())
+    told = answers(method, sums=sums)
+    summed = {(one.message, one.field) for one in told if one.only_summed}
+    assert summed == {(cls.__name__, field) for cls, fields in sums.items() for field in fields}
+    plain = {(one.message, one.field) for one in answers(method)}
+    assert {(one.message, one.field) for one in told} <= plain
+    assert not any(one.only_summed for one in answers(method))
+
+
+def test_losses_at_the_shared_model_are_known_one_by_one() -> None:
+    method = find_algorithm("comfedl")
+    told = {f"{one.message}.{one.field}": one for one in answers(method, sums=method.sums(method.settings()))}
+    assert not told["LossAtSharedModel.loss"].only_summed
+    assert told["CompositionalUpdate.delta_theta"].only_summed
+    assert "CompositionalUpdate.first" not in told  # not sent
+
+
+def test_measurements_have_the_shapes_of_those_that_are_summed() -> None:
+    plan = EvaluationPlan.of_classes(3)
+    sent = summed_metrics(plan.nothing(1, 2), plan)
+    told = measures(2, plan, only_summed=True)
+    assert {one.field: one.shape for one in told} == {
+        name: tuple(tensor.shape[1:]) for name, tensor in sent.tensors().items()
+    }
+    assert all(one.only_summed for one in told)
+    assert {one.field for one in told} - {one.field for one in measures(2, plan)} == {"moments"}
