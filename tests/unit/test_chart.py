@@ -336,6 +336,28 @@ def test_what_is_mounted_from_secrets_and_settings_is_read_only_and_no_more_than
                     assert volume["secret"]["defaultMode"] == 0o440
 
 
+def test_workers_that_sign_have_their_key_and_the_register() -> None:
+    given = {
+        "experiment.configMap.name": "mine",
+        "experiment.values": "null",
+        "workers.onlySums": "true",
+        "workers.signing.existingSecret": "signing",
+        "workers.signing.key": "own.key",
+    }
+    ((_, pod),) = [(name, pod) for name, pod in helm.pods(helm.rendered("trial", *settings(given))) if "worker" in name]
+    (container,) = pod["containers"]
+    assert "--only-sums" in container["args"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "signing"]
+    assert mount == {"name": "signing", "mountPath": "/etc/fedloom/signing", "readOnly": True}
+    assert env[FILES["signing_key"]] == "/etc/fedloom/signing/own.key"
+    assert env[FILES["register"]] == "/etc/fedloom/signing/signing-keys.txt"
+    (volume,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "signing"]
+    assert volume["secretName"] == "signing"
+    assert volume["defaultMode"] == 0o440
+    assert [item["path"] for item in volume["items"]] == ["own.key", "signing-keys.txt"]
+
+
 def test_certificates_have_every_name_under_which_members_dial(tmp_path: Path) -> None:
     base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
     base |= {"ingress": {"enabled": True, "host": "in.example.org"}}
@@ -709,6 +731,22 @@ REFUSED = {
             "workers": {"kind": "Deployment", "token": {"existingSecret": "w"}},
         },
         ["workers.token.existingSecret: ", "auth.identities"],
+    ),
+    "workers that would refuse their aggregator": (
+        {
+            **STORED,
+            "workers": {"kind": "Deployment", "onlySums": True},
+            "experiment": {"values": {"federation": {"secure_aggregation": {"signatures": "none"}}}},
+        },
+        ["workers.onlySums: ", "experiment.values.federation.secure_aggregation.signatures", "keys", "certificates"],
+    ),
+    "workers without the key that they sign with": (
+        {
+            **STORED,
+            "workers": {"kind": "Deployment"},
+            "experiment": {"values": {"federation": {"secure_aggregation": {"signatures": "keys"}}}},
+        },
+        ["workers.signing.existingSecret: ", "signing.key", "signing-keys.txt"],
     ),
     "ingress without a host": ({"ingress": {"enabled": True}}, "ingress.host: "),
 }

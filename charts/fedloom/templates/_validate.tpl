@@ -63,6 +63,13 @@
 {{- if and $v.auth.identities (not (include "fedloom.known" .)) }}
 {{- $wrong = append $wrong "auth.identities: is set, but peers need not identify themselves; set tls.mutual or auth.tokens.existingSecret" }}
 {{- end }}
+{{- $signatures := toString ((($v.experiment.values).federation).secure_aggregation).signatures }}
+{{- if and $v.workers.onlySums $v.experiment.values (ne $v.workers.kind "none") (not (has $signatures (list "keys" "certificates"))) }}
+{{- $wrong = append $wrong "workers.onlySums: is on, but the experiment has no secure aggregation with signatures, so workers would refuse it; set experiment.values.federation.secure_aggregation.signatures to keys or certificates, or workers.onlySums: false" }}
+{{- end }}
+{{- if and (eq $signatures "keys") (ne $v.workers.kind "none") (not $v.workers.signing.existingSecret) }}
+{{- $wrong = append $wrong "workers.signing.existingSecret: is not set, but the experiment has federation.secure_aggregation.signatures: keys; set it to a Secret with signing.key and signing-keys.txt" }}
+{{- end }}
 {{- if and $v.auth.tokens.existingSecret (not (include "fedloom.mutual" .)) (ne $v.workers.kind "none") (not $v.workers.token.existingSecret) }}
 {{- $wrong = append $wrong "workers.token.existingSecret: is not set, but peers are identified by tokens alone; set it to a Secret with a token" }}
 {{- end }}
