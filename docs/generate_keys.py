@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +24,17 @@ PAGE = Path(__file__).parent / "experiment-keys.md"
 CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
 METHODS_PAGE = Path(__file__).parent / "algorithms" / "README.md"
+PRIVACY_PAGE = Path(__file__).parent / "privacy.md"
+
+SUMMED_WITH = {"drfa": {"replace": False, "gamma": 0}}
+"""Settings with which a method's answers can be summed, where they cannot by default."""
+
+RULES = {
+    "secure sums": "sums_suffice",
+    "privacy of clients": "noisy_sums_suffice",
+    "privacy of examples": "example_privacy",
+}
+"""Methods of ``Algorithm`` that return why something cannot be, by column of the table of privacy."""
 
 MAPPINGS = {
     "data": ("source", "source.text", "own.inputs.NAME", "own.targets"),
@@ -92,8 +104,63 @@ def leaving_page(text: str) -> str:
             for told, names in sorted(methods.items(), key=lambda item: (-len(item[1]), item[1]))
         ),
         "metrics": "\n".join(_leaving_table(measures(2, EvaluationPlan.of_classes(10)), letters={10: "C"}, first="P")),
+        "sums": "\n".join(_sums_table()),
+        "summed metrics": "\n".join(_leaving_table(_summed_moments(), first="P")),
     }
     return _filled(text, made)
+
+
+def _sums_table() -> Iterator[str]:
+    """Yield a table of what is only summed under secure aggregation, by method."""
+    methods: dict[tuple[str, str, str], list[str]] = {}
+    for name in available():
+        method, changed = find_algorithm(name), SUMMED_WITH.get(name, {})
+        settings = method.settings(**changed)
+        if method.sums_suffice(settings) is not None:
+            continue
+        told, plain = answers(method, sums=method.sums(settings)), answers(method)
+        kept = {(one.message, one.field) for one in told}
+        row = (
+            _fields(one for one in told if one.only_summed),
+            _fields(one for one in told if not one.only_summed),
+            _fields(one for one in plain if (one.message, one.field) not in kept),
+        )
+        conditions = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items())
+        methods.setdefault(row, []).append(f"{name} (`{conditions}`)" if conditions else name)
+    yield "| methods | known in sums only | known as it is | not sent |"
+    yield "|---|---|---|---|"
+    for row, names in sorted(methods.items(), key=lambda item: (-len(item[1]), item[1])):
+        yield f"| {' | '.join((', '.join(names), *row))} |"
+
+
+def _summed_moments() -> Sequence[DisclosedTensor]:
+    """Return the moments of an evaluation in sums, by letters."""
+    (moments,) = (one for one in measures(2, EvaluationPlan.of_classes(10), only_summed=True) if one.field == "moments")
+    return [replace(moments, shape=("P", "R", "2 + M", 3))]
+
+
+def _fields(tensors: Iterable[DisclosedTensor]) -> str:
+    return ", ".join(f"`{one.message}.{one.field}`" for one in tensors) or "nothing"
+
+
+def privacy_page(text: str) -> str:
+    """Return the page of privacy, its table of methods made anew."""
+    return _filled(text, {"methods": "\n".join(_privacy_table())})
+
+
+def _privacy_table() -> Iterator[str]:
+    """Yield a table of the methods, and the reasons of those that a protection excludes."""
+    rules = {title: rule for title, rule in RULES.items() if hasattr(Algorithm, rule)}
+    yield f"| method | {' | '.join(rules)} |"
+    yield "|---" * (len(rules) + 1) + "|"
+    for name in available():
+        method = find_algorithm(name)
+        settings = method.settings()
+        reasons = {title: getattr(method, rule)(settings) for title, rule in rules.items()}
+        cells = [f"no: {why}" if why else "yes" for why in reasons.values()]
+        if reasons["secure sums"] and "privacy of clients" in reasons:  # whose noise is that of a sum
+            cells[1] = "no, for the same reason"
+        yield f"| `{name}` | {' | '.join(cells)} |"
 
 
 def methods_page(text: str) -> str:
@@ -195,3 +262,4 @@ if __name__ == "__main__":
     CLUSTER_PAGE.write_text(cluster_page(), encoding="utf-8")
     LEAVING_PAGE.write_text(leaving_page(LEAVING_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PRIVACY_PAGE.write_text(privacy_page(PRIVACY_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

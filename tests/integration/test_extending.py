@@ -81,6 +81,12 @@ def test_the_examples_train_in_worker_processes(environment: dict[str, str], peo
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert summary["global"]["accuracy_mean"] > lines[0]["global"]["accuracy_mean"] + 0.1  # of eleven classes
     assert summary["unseen"]["clients"] == 3
+    secure = ("--set", "federation.secure_aggregation={}", "--out", tmp_path / "secure")
+    done = fedloom(environment, "run", tmp_path / "mine.yaml", "--no-report", *secure)
+    assert done.returncode == 0, done.stderr
+    summed = json.loads((tmp_path / "secure" / "summary.json").read_text())
+    assert summed["global"]["loss_mean"] == pytest.approx(summary["global"]["loss_mean"], abs=1e-4)
+    assert summed["global"]["accuracy_worst"] is None
 
 
 def test_the_example_passes_the_conformance_kit_as_the_page_runs_it(environment: dict[str, str]) -> None:

@@ -411,6 +411,17 @@ def test_the_page_of_what_leaves_a_client_is_up_to_date() -> None:
     assert all(name in page for name in available())
 
 
+def test_the_page_of_privacy_tells_what_each_method_can() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "privacy.md").read_text(encoding="utf-8")
+    made = runpy.run_path(str(docs / "generate_keys.py"))["privacy_page"]
+    assert made(page) == page, "make docs"
+    rows = {row.split("|")[1].strip("` "): row.split("|")[2].strip() for row in page.splitlines() if row[:3] == "| `"}
+    for name in available():
+        method = find_algorithm(name)
+        assert (rows[name] == "yes") is (method.sums_suffice(method.settings()) is None)
+
+
 def test_the_page_of_methods_tells_their_tasks() -> None:
     docs = Path(__file__).parents[2] / "docs"
     page = (docs / "algorithms" / "README.md").read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
 from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.sums import Summed, SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.predictors import Predictors, predictors_of
@@ -96,6 +97,10 @@ class FedSGD(base.Algorithm):
     def titles(self, settings: FedSGDSettings) -> dict[str, str]:
         """Return the name in tables of each predictor."""
         return {"personal": "FedSGD", "global": "FedSGD"}
+
+    def sums(self, settings: FedSGDSettings) -> SummedFields:
+        """Return the sum of the gradients by numbers of examples, and that of the losses."""
+        return sums_of(Gradient, g=Summed("examples"))
 
 
 FEDSGD = FedSGD()
