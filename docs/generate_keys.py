@@ -157,7 +157,7 @@ def _privacy_table() -> Iterator[str]:
         method = find_algorithm(name)
         settings = method.settings()
         reasons = {title: getattr(method, rule)(settings) for title, rule in rules.items()}
-        cells = [f"no: {why}" if why else "yes" for why in reasons.values()]
+        cells = ["yes" if why is None else f"no: {_as_reason(why)}" for why in reasons.values()]
         if reasons["secure sums"] and "privacy of clients" in reasons:  # whose noise is that of a sum
             cells[1] = "no, for the same reason"
         yield f"| `{name}` | {' | '.join(cells)} |"
@@ -183,6 +183,11 @@ def _examples() -> Iterator[str]:
         method = find_algorithm(name)
         why = method.example_privacy(method.settings())
         yield f"| `{name}` | {'' if why else 'yes'} | {why or ''} |"
+
+
+def _as_reason(why: str) -> str:
+    """Return a reason, a sentence or the end of one whose subject is the method, as it stands behind a colon."""
+    return f"{why[0].lower()}{why[1:]}".rstrip(".") if why[0].isupper() else f"the method {why}"
 
 
 def _needs(method: Algorithm) -> list[str]:
