@@ -22,6 +22,12 @@ SUMMED = (
 )
 """Sentences about answers that are only summed."""
 
+NOISY = (
+    "Privacy of examples: updates follow from gradients that are clipped, and get noise, at the client. Losses of "
+    "training are sent as 0. Metrics have no noise."
+)
+"""Sentences about answers of clients that protect their examples."""
+
 
 def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
     """Show the data that a worker would send about its packed clients; send nothing."""
@@ -54,6 +60,9 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
         _show("\nIn evaluations", measured)
         if any(one.only_summed for one in (*trained, *measured)):
             typer.echo(f"\n{SUMMED}")
+        privacy = e.federation.privacy
+        if privacy is not None and privacy.of == "examples":
+            typer.echo(f"\n{NOISY}")
     typer.echo(
         "\nA client that cannot answer sends the reason, in a sentence. Nothing else leaves the client. Nothing was "
         "sent now."
