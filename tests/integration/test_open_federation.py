@@ -22,6 +22,7 @@ import pytest
 from facts import tells
 from run_processes import WAIT_S, ended, fedloom, final, rounds, started, until
 from s3_support import S3Server
+from safetensors.torch import load
 from transport_support import Hostile
 
 from fedloom.algorithms.base import find_algorithm
@@ -33,7 +34,8 @@ from fedloom.data.pack.examples import Request
 from fedloom.data.requirements import Own
 from fedloom.errors import ExperimentError
 from fedloom.experiment import OwnData, load_experiment
-from fedloom.federation.releases import count_releases
+from fedloom.federation.releases import count_releases, count_training_releases
+from fedloom.privacy.accounting import Release
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.runner.open_federation import open_manifest
 from fedloom.runner.options import RunOptions
@@ -345,6 +347,33 @@ def test_what_was_told_to_an_aggregator_that_was_killed_counts(federation: Feder
     assert found["releases_most"] >= most > max(kept.values())
     assert found["epsilon_most"] == pytest.approx(gaussian_epsilon(2.0, 1e-5, found["releases_most"]), rel=1e-6)
     assert found["noise"] == "secret"
+
+
+def test_draws_of_private_clients_follow_the_roster_and_count_whatever_becomes_of_them(federation: Federation) -> None:
+    """Sampling rates are those of each round's roster; the clipping norm adapts and survives a kill."""
+    privacy = "{clip: 0.05, noise_multiplier: 1.0, delta: 1e-3, adaptive_clip: {count_noise: 1.0}}"
+    keys = (f"federation.privacy={privacy}", "federation.clients_per_round=2", "algorithm.weighting=uniform")
+    chosen = [word for key in keys for word in ("--set", key)]
+    aggregator = federation.aggregator(*chosen)
+    federation.worker(0, 1, name="first")
+    until(lambda: federation.lines(), "the federation begins")
+    federation.more_rounds()
+    federation.worker(2, 3, name="second")
+    until(lambda: {"speaker-2", "speaker-3"} <= set(federation.told("joined")), "the second joins")
+    federation.more_rounds(8)
+    kill(aggregator)
+    aggregator = federation.aggregator("--resume", *chosen)
+    federation.more_rounds()
+    aggregator.send_signal(signal.SIGTERM)
+    ended(aggregator, 130)
+    counts = count_training_releases(RunFolder(federation.run)).counts[""]
+    assert {release for release in counts if release.population == 2} == {Release(1.0, 1.0, 2, 2, "all")}
+    assert {(release.rate, release.sampling) for release in counts if release.population == 4} == {(0.5, "poisson")}
+    assert sum(counts.values()) >= rounds(federation.run)
+    attempts = [line for line in federation.lines() if line["outcome"] == DONE]
+    sizes = {len(line["conversations"][0]["clients"]) for line in attempts}
+    assert len(sizes) > 1
+    assert float(load(final(federation.run))["federation/clip"]) != 0.05
 
 
 def test_what_cannot_change_as_it_goes_on_is_refused(federation: Federation) -> None:
