@@ -21,7 +21,7 @@ from fedloom.federation.loop import Loop
 from fedloom.federation.loop_config import Extra
 from fedloom.federation.releases import count_releases, count_releases_about
 from fedloom.federation.roster import Roster
-from fedloom.messages import Metrics, answer_shapes
+from fedloom.messages import Metrics, Quantity, answer_shapes
 from fedloom.privacy.claim import claim
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
 from fedloom.reporting.inputs import checked
@@ -169,6 +169,10 @@ def training_claim(parts: RunContext, run: Loop) -> dict[str, Any]:
     simulated = is_simulation(parts.experiment, run.transport)
     found = count_releases_about(run.folder, privacy.of, repeatable=simulated)
     protected, others = _fields_of_training(parts, run)
+    if privacy.of == "examples":  # their losses would disclose them, and are sent as 0
+        messages = parts.algorithm.messages
+        losses = {f"{cls.__name__}.{f.name}" for cls in messages for f in cls.fields() if f.quantity == Quantity.LOSS}
+        others = [name for name in others if name not in losses]
     told = claim(
         privacy,
         found.counts,
