@@ -103,6 +103,12 @@ def test_what_is_missing_is_asked_for() -> None:
         cost(data=natural)
     assert refused.value.key == "clients"
     assert cost(data=natural, clients=3000).clients == 3000
+    own = {"own": {"kind": "features", "input_shape": [4], "classes": ["a", "b"], "normalization": "measured"}}
+    with pytest.raises(ExperimentError) as refused:
+        cost(data=own)
+    assert refused.value.key == "clients"
+    assert cost(data=own, federation__min_clients=200).clients == 200
+    assert cost(data=own, clients=300).clients == 300
 
 
 def test_command_prints_a_table_and_json(tmp_path: Path, fedloom: Fedloom) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.sums import UNIFORM, learned_fields
+from fedloom.core.words import pluralize
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.input_spec import specs_of
 from fedloom.data.manifest import Manifest
@@ -222,9 +223,10 @@ def _population(e: Experiment, question: PrivacyQuestion) -> Population:
     """Return the training clients: as asked, or from the partition if it is on this machine, or from the settings."""
     found = Population.of(e, _partition(e) if question.clients is None or question.examples is None else None)
     clients = question.clients or (None if found is None else found.clients)
-    if clients is None:
+    is_open = isinstance(e.data, OwnData) and e.federation.min_clients == 1  # which says nothing of their number
+    if clients is None or (is_open and question.clients is None):
         raise ExperimentError(
-            f"The number of clients depends on the data; give it with {argument('clients')}.", key="clients"
+            f"The number of clients is not known before the run; give it with {argument('clients')}.", key="clients"
         )
     examples = None if found is None else found.examples
     if question.examples is not None:
@@ -341,7 +343,7 @@ def _draw(found: PrivacyCost) -> str:
             f"training examples draws mini-batches of {found.batch}. ε is for such a client."
         )
     if found.sampling == "all":
-        return f"All {found.clients:,} clients take part in every round, so sampling protects nobody."
+        return f"All of {pluralize(found.clients, 'client')} take part in every round, so sampling protects nobody."
     draw = "independently" if found.sampling == "poisson" else "without replacement"
     return f"In each round {found.cohort:,} of {found.clients:,} clients take part, drawn {draw}."
 
