@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
+from facts import mentions
+from typer.testing import CliRunner
 
 import fedloom
-from fedloom.privacy.accounting import epsilon_of, sampled
+from fedloom.cli.main import app
+from fedloom.errors import ExperimentError
+from fedloom.privacy.accounting import epsilon_of, rounds_within, sampled
+from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
+from fedloom.reporting.status import RunStatus
+from fedloom.runner.client_models import save_models
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 
@@ -54,6 +62,106 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 def metrics_of(run: Path) -> list[Mapping[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run without a budget."""
+    return trained(tmp_path_factory.mktemp("private"))
+
+
+def test_claim_is_about_the_sums_that_were_released(whole: Path) -> None:
+    summary = summary_of(whole)
+    told = summary["training_privacy"]
+    assert told["epsilon"] == pytest.approx(epsilon_of({DRAWN: 6}, 1e-3))
+    assert (told["sums"], told["sampling"], told["noise"], told["unit"]) == (6, ["poisson"], "seed", "clients")
+    assert told["to_aggregator"]["epsilon"] is None
+    assert told["covers"] == ["Update.delta_theta"]
+    assert {"Update.steps", "Update.loss"} <= set(told["does_not_cover"])
+    assert summary["ended_by"] == "rounds"
+    spent = [(line["round"], line["privacy"]["sums"]) for line in metrics_of(whole)]
+    assert spent == [(0, 0), (4, 4), (6, 6)]
+    assert metrics_of(whole)[-1]["privacy"]["epsilon"] == told["epsilon"]
+    assert RunStatus(RunFolder(whole)).activity().privacy is not None
+
+
+def test_run_without_privacy_says_nothing_of_it(tmp_path: Path) -> None:
+    run = trained(tmp_path, privacy=None)
+    assert not {"training_privacy", "ended_by"} & summary_of(run).keys()
+    assert all("privacy" not in line for line in metrics_of(run))
+    assert not (run / "releases.jsonl").exists()
+
+
+def test_everyone_in_every_round_is_not_amplified(tmp_path: Path) -> None:
+    told = summary_of(trained(tmp_path, clients_per_round=12))["training_privacy"]
+    assert told["sampling"] == ["all"]
+    assert told["epsilon"] == pytest.approx(gaussian_epsilon(3.0, 1e-3, 6), rel=1e-6)
+
+
+def test_budget_ends_a_run_which_resumes_with_a_larger_one(tmp_path: Path) -> None:
+    limit = epsilon_of({DRAWN: 3}, 1e-3)
+    run = trained(tmp_path, privacy={**PRIVACY, "budget": limit})
+    summary = summary_of(run)
+    assert rounds_within(limit, 1e-3, DRAWN) == 3
+    assert (summary["ended_by"], summary["rounds"]) == ("budget", 3)
+    assert summary["training_privacy"]["epsilon"] <= limit
+    assert [line["round"] for line in metrics_of(run)] == [0, 3]
+    activity = RunStatus(RunFolder(run)).activity()
+    assert (activity.phase, activity.round, activity.totals.failed_attempts) == ("finished", 3, 0)
+    assert "budget" in activity.message
+    before = (run / "releases.jsonl").read_bytes()
+    trained(tmp_path, resume=True, privacy={**PRIVACY, "budget": limit})  # nothing is asked for again
+    assert (run / "releases.jsonl").read_bytes() == before
+    assert summary_of(run) == summary
+    trained(tmp_path, resume=True, privacy={**PRIVACY, "budget": 100.0})
+    assert (summary_of(run)["ended_by"], summary_of(run)["rounds"]) == ("rounds", 6)
+    assert summary_of(run)["training_privacy"]["sums"] == 6
+
+
+def test_replay_ends_where_the_budget_ended_the_run(tmp_path: Path) -> None:
+    settings = {**PRIVACY, "budget": epsilon_of({DRAWN: 3}, 1e-3)}
+    run = trained(tmp_path, privacy=settings)
+    again = trained(tmp_path, "again", replay=run, privacy=settings)
+    assert summary_of(again)["rounds"] == 3
+    last = "checkpoints/round-000003.safetensors"
+    assert (run / last).read_bytes() == (again / last).read_bytes()
+
+
+def test_noise_is_found_for_an_epsilon_and_kept_on_resume(tmp_path: Path) -> None:
+    asked = {"clip": 1.0, "epsilon": 2.0, "delta": 1e-3}
+    run = trained(tmp_path, privacy=asked)
+    found = RunFolder(run).experiment().federation.privacy
+    assert found is not None
+    assert found.epsilon == 2.0
+    assert 1.9 < summary_of(run)["training_privacy"]["epsilon"] <= 2.0
+    assert summary_of(run)["training_privacy"]["noise_multiplier"] == found.noise_multiplier
+    trained(tmp_path, resume=True, privacy=asked)
+    with pytest.raises(ExperimentError) as refused:  # the noise goes on, and does not suffice for more rounds
+        trained(tmp_path, resume=True, privacy=asked, rounds=60)
+    assert refused.value.key == "federation.privacy.noise_multiplier"
+
+
+def test_models_and_pages_tell_the_claim(whole: Path, tmp_path: Path) -> None:
+    told = summary_of(whole)["training_privacy"]
+    save_models(whole, tmp_path / "models", clients="client-0000")
+    (model,) = (tmp_path / "models").glob("*.safetensors")
+    with safetensors.safe_open(model, "pt") as file:
+        card = json.loads(file.metadata()["fedloom"])
+    assert card["training_privacy"] == {
+        name: told[name] for name in ("unit", "neighbouring", "epsilon", "delta", "noise")
+    }
+    assert mentions(model.with_suffix(".md").read_text(), f"{told['epsilon']:.3g}", "0.001")
+    assert mentions(CliRunner().invoke(app, ["status", str(whole)]).output, "privacy", f"{told['epsilon']:.3g}")
+
+
+def test_plan_is_what_the_run_spends(whole: Path, tmp_path: Path) -> None:
+    """The clients of the data set are counted in its partition, which this machine has."""
+    planned = fedloom.privacy_cost({**experiment(whole.parent), "runtime": {"workers": 0}})
+    assert (planned.clients, planned.cohort) == (12, 3)
+    assert planned.by_rounds[-1].to_readers == summary_of(whole)["training_privacy"]["epsilon"]
+    with pytest.raises(ExperimentError) as refused:
+        fedloom.privacy_cost(experiment(tmp_path))
+    assert refused.value.key == "clients"
 
 
 # --- privacy of examples ----------------------------------------------------------------------------------------------
