@@ -24,7 +24,7 @@ from fedloom.privacy.accounting import (
     rounds_within,
     sampled,
 )
-from fedloom.privacy.gaussian_mechanism import gaussian_epsilon, noise_multiplier
+from fedloom.privacy.gaussian_mechanism import gaussian_delta, gaussian_epsilon, noise_multiplier
 
 SETTINGS = [
     # population, cohort, rounds; multipliers for ε 8 and 2 by Rényi divergences (an upper bound) at δ = n^-1.1
@@ -93,6 +93,10 @@ def test_epsilon_without_sampling_is_exact(z: float, rounds: int) -> None:
 def test_sampling_hides_nothing_from_who_knows_the_cohort() -> None:
     known = poisson(3.0).without_sampling()
     assert epsilon_of({known: 20}, 1e-5) == pytest.approx(gaussian_epsilon(3.0, 1e-5, 20), rel=1e-6)
+    replaced = without_replacement(3.0).without_sampling()
+    assert neighbours({replaced: 1}) == "replace-one"
+    assert epsilon_of({replaced: 20}, 1e-5) == pytest.approx(gaussian_epsilon(1.5, 1e-5, 20), rel=1e-6)
+    assert delta_of({replaced: 20}, 3.0) == pytest.approx(gaussian_delta(3.0, 1.5 / math.sqrt(20)))
 
 
 def test_different_releases_compose() -> None:

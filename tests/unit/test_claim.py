@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -39,6 +39,15 @@ def test_sampling_does_not_count_toward_the_aggregator() -> None:
     assert found.epsilon is not None
     assert found.epsilon < found.to_aggregator.epsilon
     assert found.mechanism == "discrete-gaussian"
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+def test_who_knows_more_is_promised_less(sampling: Literal["poisson", "fixed"]) -> None:
+    """For the same neighbouring data sets."""
+    found = made({"": {sampled(sampling, 12, 6, 5.0): 30}}, noise="distributed", sampling=sampling)
+    assert found.to_readers.epsilon is not None
+    assert found.to_aggregator.epsilon is not None
+    assert found.to_readers.epsilon <= found.to_aggregator.epsilon
 
 
 def test_fixed_cohorts_are_accounted_for_replacing_one() -> None:

@@ -83,8 +83,12 @@ class Release:
             raise ValueError(f"a sum over all units has rate 1 (got {self.rate})")
 
     def without_sampling(self) -> Release:
-        """Return the release toward an observer who knows which units take part: sampling hides nothing from it."""
-        return replace(self, rate=1.0, cohort=self.population, sampling="all")
+        """Return the release toward an observer who knows which units take part: sampling hides nothing from it.
+
+        It is for the same neighbouring data sets: a ``fixed`` number of units still is one where a unit is replaced.
+        """
+        sampling: Sampling = "fixed" if self.sampling == "fixed" else "all"
+        return replace(self, rate=1.0, cohort=self.population, sampling=sampling)
 
 
 def sampled(sampling: Literal["poisson", "fixed"], population: int, cohort: int, noise_multiplier: float) -> Release:
