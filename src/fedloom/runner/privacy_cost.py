@@ -345,9 +345,7 @@ def _draw(found: PrivacyCost) -> str:
     if found.sampling == "all":
         return f"All of {pluralize(found.clients, 'client')} take part in every round, so sampling protects nobody."
     draw = "independently" if found.sampling == "poisson" else "without replacement"
-    replaced = (
-        "" if found.sampling == "poisson" else " ε is then for replacing a client, not for adding one."
-    )
+    replaced = "" if found.sampling == "poisson" else " ε is then for replacing a client, not for adding one."
     return f"In each round {found.cohort:,} of {found.clients:,} clients take part, drawn {draw}.{replaced}"
 
 
