@@ -360,10 +360,11 @@ def _noise(found: PrivacyCost) -> str:
     units = "examples per mini-batch" if found.unit == "examples" else "clients per round"
     fix = f"it takes about {need:,} {units}, fewer parameters (a head, adapters), or a larger ε."
     if ratio > HOPELESS[found.unit]:
-        rounds = found.rounds or 1  # updates that agree add up with the rounds, and noise with their root
-        over_all = ratio / math.sqrt(rounds)
+        # Updates that agree add up with the rounds, and noise with their root.
+        rounds = found.rounds or MOST_ROUNDS
+        over_all = ratio / math.sqrt(rounds * (found.cohort if found.unit == "examples" else 1))
         outlook = "training cannot be expected to work" if over_all > 1 else "only what many rounds agree on remains"
-        agreed = f"over all {rounds:,} rounds, {over_all:.2g} times that of updates that agree"
+        agreed = f"over all {pluralize(rounds, 'round')}, {over_all:.2g} times that of what agrees"
         return f"{about}; {agreed}. It swamps the signal, and {outlook}; {fix}"
     if ratio > SEVERE[found.unit]:
         return f"{about}: it slows training much, and averages out over many rounds only; for less, {fix}"
