@@ -7,6 +7,7 @@ NeurIPS 2020, arXiv 2003.14053 (the cosine, and Proposition 3.1 for a linear lay
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.data.federated import ClientData, Split
 from fedloom.models.flat import FlatModel, Layout
+from fedloom.privacy.examples import ExamplePrivacy
 
 LR = 0.1
 """Learning rate of the attacked step; the attacker knows it, and divides the update by it."""
@@ -65,12 +67,22 @@ class Target:
     y: Tensor | None
 
 
-def gradient_of_step(model: FlatModel, theta: Tensor, examples: Split, client: ClientData) -> Tensor:
-    """Return the gradient ``[d]`` that a client's update reveals: one step of FedAvg on all of these examples."""
+def gradient_of_step(
+    model: FlatModel, theta: Tensor, examples: Split, client: ClientData, privacy: ExamplePrivacy | None = None
+) -> Tensor:
+    """Return the gradient ``[d]`` that a client's update reveals: one step of FedAvg on all of these examples.
+
+    With ``privacy`` of examples the step is noisy, as in training.
+    """
     held = ClientData(client.id, examples, client.validation, client.test, client.classes)
-    group = ClientGroup([held], lambda client, purpose: torch.Generator().manual_seed(0))
+    group = ClientGroup([held], _generator, round=1, examples=privacy)
     step = LocalSGD(steps=1, batch_size=len(examples), lr=LR, momentum=0.0)
     return (theta - train(model, group, theta[None], step).theta[0]) / LR
+
+
+def _generator(client: str, purpose: str) -> torch.Generator:
+    key = hashlib.blake2b(f"{client}/{purpose}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key, "little"))
 
 
 def linear_layer(layout: Layout, inputs: int) -> tuple[str, str] | None:

@@ -77,6 +77,7 @@ class _Case(_Checked):
 class _Inversion(_Checked):
     client: str
     secure_aggregation: bool
+    noisy_steps: bool = False
     cases: Annotated[list[_Case], Field(min_length=1)]
 
 

@@ -46,6 +46,8 @@ def inversion_note(inversion: Mapping[str, Any]) -> str:
         f"Each update is one step of FedAvg at the initial model. From {COPY_DB:g} dB on, a reconstruction is a copy; "
         "the mean input is a guess without any update. "
     )
+    if inversion.get("noisy_steps"):
+        text += "The steps are noisy, as in the run. "
     if inversion["secure_aggregation"]:
         text = f"Secure aggregation: no single update reaches the aggregator, so there is none to invert. {text}"
     if best >= COPY_DB:

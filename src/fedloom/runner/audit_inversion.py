@@ -23,6 +23,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.own import OWN
 from fedloom.errors import DataError, ExperimentError
 from fedloom.federation.randomness import generator
+from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.examples import SIDE
 
@@ -95,7 +96,8 @@ class _Victim:
     def case(self, name: str, clients: Sequence[ClientData], count: int, *, shown: bool) -> dict[str, Any]:
         """Attack the mean update of clients, each of ``count`` examples; return the results for the victim's."""
         model = self.parts.setup.model
-        gradients = [gradient_of_step(model, self.theta, self.examples(each, count), each) for each in clients]
+        privacy = ExamplePrivacy.of(self.parts.experiment.federation.privacy)
+        gradients = [gradient_of_step(model, self.theta, self.examples(each, count), each, privacy) for each in clients]
         own = self.examples(self.data, min(count, BATCH))
         x = own.x
         assert isinstance(x, Tensor)
@@ -133,7 +135,8 @@ class _Victim:
 def inversion_document(parts: RunContext, dataset: FederatedDataset, client: str | None) -> dict[str, Any]:
     """Attack updates of a client: of one example, of one mini-batch, and summed with those of a cohort.
 
-    Each is one step of FedAvg at the initial model, whose gradients are large. Of a run with secure aggregation, only
+    Each is one step of FedAvg at the initial model, whose gradients are large; with noise, if the run protects examples
+    by noisy steps. Of a run with secure aggregation, only
     the sum is attacked: no single update reaches its aggregator.
 
     Raises
@@ -156,6 +159,7 @@ def inversion_document(parts: RunContext, dataset: FederatedDataset, client: str
         "client": victim.data.id,
         "model": parts.experiment.model.name,
         "secure_aggregation": secure,
+        "noisy_steps": ExamplePrivacy.of(parts.experiment.federation.privacy) is not None,
         "cases": [victim.case(name, clients, count, shown=shown) for name, clients, count in cases],
     }
 
