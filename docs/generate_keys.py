@@ -150,15 +150,14 @@ def privacy_page(text: str) -> str:
 
 def _privacy_table() -> Iterator[str]:
     """Yield a table of the methods, and the reasons of those that a protection excludes."""
-    rules = {title: rule for title, rule in RULES.items() if hasattr(Algorithm, rule)}
-    yield f"| method | {' | '.join(rules)} |"
-    yield "|---" * (len(rules) + 1) + "|"
+    yield f"| method | {' | '.join(RULES)} |"
+    yield "|---" * (len(RULES) + 1) + "|"
     for name in available():
         method = find_algorithm(name)
         settings = method.settings()
-        reasons = {title: getattr(method, rule)(settings) for title, rule in rules.items()}
+        reasons = {title: getattr(method, rule)(settings) for title, rule in RULES.items()}
         cells = ["yes" if why is None else f"no: {_as_reason(why)}" for why in reasons.values()]
-        if reasons["secure sums"] and "privacy of clients" in reasons:  # whose noise is that of a sum
+        if reasons["secure sums"]:  # the noise is that of a sum
             cells[1] = "no, for the same reason"
         yield f"| `{name}` | {' | '.join(cells)} |"
 

@@ -205,13 +205,22 @@ def test_what_would_only_be_summed_is_shown(
     assert tells(said, "delta_theta", "SummedMetrics.moments", "masks")
 
 
-def test_what_has_noise_is_shown(packed: Path, experiment: Path, fedloom: Run) -> None:
+@pytest.mark.parametrize(
+    ("private", "facts"),
+    [
+        ("privacy: {of: examples, clip: 1.0, noise_multiplier: 1.0, delta: 1.0e-5}", ["examples", "sent as 0"]),
+        ("privacy: {clip: 0.25, noise_multiplier: 1.0, delta: 1.0e-5}", ["clients", 0.25, "aggregator adds noise"]),
+    ],
+)
+def test_what_has_noise_is_shown(
+    packed: Path, experiment: Path, fedloom: Run, private: str, facts: Sequence[object]
+) -> None:
     given = f"    normalization: {{mean: {[0.0] * 9}, std: {[1.0] * 9}}}\nmodel"
-    private = "privacy: {of: examples, clip: 1.0, noise_multiplier: 1.0, delta: 1.0e-5}"
-    experiment.write_text(experiment.read_text().replace("model", given, 1).replace("checkpoint_every_s: 0", private))
+    text = experiment.read_text().replace("model", given, 1).replace("checkpoint_every_s: 0", private)
+    experiment.write_text(text.replace("name: fedavg", "name: fedavg, weighting: uniform"))
     code, said, _ = fedloom("worker", "--data", packed / "s0", "--dry-run", "--experiment", experiment)
     assert code == 0
-    assert tells(said, "Update.loss", "noise", "sent as 0")
+    assert tells(said, "Update.loss", *facts)
     assert "InputMoments" not in said
 
 

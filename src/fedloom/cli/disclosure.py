@@ -11,6 +11,7 @@ import typer
 from fedloom.cli.tables import print_table
 
 if TYPE_CHECKING:
+    from fedloom.privacy.settings import TrainingPrivacy
     from fedloom.runner.disclosure import DisclosedTensor
     from fedloom.runner.worker import WorkerOptions
 
@@ -21,12 +22,6 @@ SUMMED = (
     "and checksums (docs/secure-sums.md). Other clients of a sum learn this client's id and public key."
 )
 """Sentences about answers that are only summed."""
-
-NOISY = (
-    "Privacy of examples: updates follow from gradients that are clipped, and get noise, at the client. Losses of "
-    "training are sent as 0. Metrics have no noise."
-)
-"""Sentences about answers of clients that protect their examples."""
 
 
 def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
@@ -60,12 +55,30 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
         _show("\nIn evaluations", measured)
         if any(one.only_summed for one in (*trained, *measured)):
             typer.echo(f"\n{SUMMED}")
-        privacy = e.federation.privacy
-        if privacy is not None and privacy.of == "examples":
-            typer.echo(f"\n{NOISY}")
+        if e.federation.privacy is not None:
+            typer.echo(f"\n{_noise(e.federation.privacy)}")
     typer.echo(
         "\nA client that cannot answer sends the reason, in a sentence. Nothing else leaves the client. Nothing was "
         "sent now."
+    )
+
+
+def _noise(privacy: TrainingPrivacy) -> str:
+    """Return sentences about what clients do to their answers for differential privacy."""
+    if privacy.of == "examples":
+        return (
+            "Privacy of examples: updates follow from gradients that are clipped, and get noise, at the client. Losses "
+            "of training are sent as 0. Metrics have no noise."
+        )
+    noise = (
+        "the aggregator adds noise to their sum"
+        if privacy.noise == "central"
+        else "each client adds a share of the noise"
+    )
+    start = "" if privacy.adaptive_clip is None else " at the start"
+    return (
+        f"Privacy of clients: updates are clipped to norm {privacy.clip:g}{start} at the client, and {noise}. Losses, "
+        "counts and metrics have no noise."
     )
 
 
