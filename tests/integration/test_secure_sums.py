@@ -51,9 +51,20 @@ def test_members_know_each_other_by_a_register_of_keys(federation: Federation, t
     equal_to_the_replay(federation, tmp_path / "again")
 
 
-def test_a_member_that_gives_only_sums_refuses_other_experiments(tmp_path: Path, members: Path) -> None:
+@pytest.mark.parametrize(
+    ("experiment", "facts"),
+    [
+        (EXPERIMENT, ()),
+        (SECURE.replace("signatures: keys", "signatures: none"), ()),
+        (SECURE.replace("signatures: keys", "signatures: keys, neighbours: 4"), ("neighbours", 4, 20)),
+        (SECURE.replace("signatures: keys", "signatures: keys, neighbours: 20, threshold: 11"), ("threshold", 11)),
+    ],
+)
+def test_a_member_that_gives_only_sums_refuses_other_experiments(
+    tmp_path: Path, members: Path, experiment: str, facts: tuple[object, ...]
+) -> None:
     with contextlib.ExitStack() as processes:
-        federation = Federation(tmp_path, members, processes, EXPERIMENT)
+        federation = Federation(tmp_path, members, processes, experiment)
         federation.aggregator()
         worker = federation.worker(0, name="w0", more=("--only-sums",))
-        assert mentions(ended(worker, 4), "secure aggregation")
+        assert mentions(ended(worker, 4), "secure aggregation", "--only-sums", *facts)

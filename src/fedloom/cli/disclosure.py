@@ -32,12 +32,15 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
     from fedloom.errors import ExperimentError
     from fedloom.evaluation.plan import EvaluationPlan
     from fedloom.runner.disclosure import announcements, answers, is_measured, measures, moment_tensors, of_experiment
+    from fedloom.runner.worker import check_only_sums
 
     if not (options.data or options.observe):
         raise ExperimentError("--dry-run needs --data or --observe.", key="dry_run")
     clients = OwnClients.open(options.data, options.observe)
     e = None if experiment is None else experiments.load_experiment(experiment)
     if e is not None:
+        if options.only_sums:
+            check_only_sums(e.federation.secure_aggregation)
         trained, measured = of_experiment(e, clients)
     typer.echo("The worker sends the aggregator its name, device and versions, and for each client")
     for told in announcements(clients, class_counts=options.class_counts):

@@ -94,8 +94,8 @@ def worker(
         bool,
         typer.Option(
             "--only-sums",
-            help="Refuse an aggregator whose experiment has no secure aggregation with signed keys, so that no answer "
-            "of these clients is ever known alone.",
+            help="Refuse an aggregator whose experiment has no secure aggregation with signed keys, or a weaker one "
+            "than by default, so that no update of these clients is ever known alone.",
             envvar="FEDLOOM_ONLY_SUMS",
         ),
     ] = False,

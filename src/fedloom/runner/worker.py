@@ -21,10 +21,12 @@ from fedloom.errors import DataError, ExperimentError, RefusedError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuringSession
 from fedloom.federation.roster import Member
+from fedloom.privacy.settings import SecureAggregation
 from fedloom.runner import assemble
 from fedloom.runner.constants import check_constants
 from fedloom.security.member_signing import signing_of
 from fedloom.security.options import ClientOptions, Credentials
+from fedloom.security.sum_session import SMALLEST_DEGREE, default_threshold
 from fedloom.storage import is_url
 from fedloom.transport.address import split_address
 from fedloom.transport.bandwidth import Bandwidth
@@ -58,7 +60,7 @@ class WorkerOptions:
     trust
         Credentials for the aggregator; None: plaintext without authentication.
     only_sums
-        Refuse an experiment in which answers of clients can be known alone.
+        Refuse an experiment in which answers of clients can be known alone, or with fewer neighbours than by default.
     """
 
     partition: str | None
@@ -129,11 +131,8 @@ class Worker:
         )
         shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
         secure = shared.federation.secure_aggregation
-        if options.only_sums and (secure is None or secure.signatures not in ("keys", "certificates")):
-            raise RefusedError(
-                "the aggregator's experiment has no secure aggregation with signed keys, and this worker has "
-                f"{argument('only_sums')}"
-            )
+        if options.only_sums:
+            check_only_sums(secure)
         if isinstance(self._serves, OwnDataProvider) and "normalization" in told and told["normalization"] is None:
             return self._serves.measuring(shared)
         dataset = self._serves.dataset(shared, told)
@@ -141,6 +140,27 @@ class Worker:
         check_constants(parts.setup.model, _digests(told), "the aggregator's model")
         signing = signing_of(None if secure is None else secure.signatures, options.trust)
         return assemble.client_side(parts, dataset, self._device, options.states, secret=self._secret, signing=signing)
+
+
+def check_only_sums(secure: SecureAggregation | None) -> None:
+    """Check that members sign their keys, and share secrets with no fewer neighbours than by default.
+
+    Raises
+    ------
+    RefusedError
+        If not: the aggregator could learn a client's own answer.
+    """
+    if secure is None or secure.signatures not in ("keys", "certificates"):
+        raise RefusedError(
+            f"the experiment has no secure aggregation with signed keys, and this worker has {argument('only_sums')}"
+        )
+    k, t = secure.neighbours, secure.threshold
+    if k is not None and (k < SMALLEST_DEGREE or (t is not None and t < default_threshold(k))):
+        raise RefusedError(
+            f"the experiment has secure aggregation with neighbours {k} and threshold "
+            f"{'null' if t is None else t}, and this worker has {argument('only_sums')}: it needs {SMALLEST_DEGREE} "
+            "neighbours or more, two thirds of them as threshold, or null"
+        )
 
 
 def _told(text: str) -> dict[str, Any]:
