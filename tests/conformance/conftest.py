@@ -15,6 +15,12 @@ from fedloom.algorithms.base import available, find_algorithm
 PROBE = "probe"
 """The method of conformance_probe.py, which is registered for the tests that ask for it."""
 
+SUMMED = {"drfa": {"replace": False, "gamma": 0.0}}
+"""Settings with which sums over the cohort suffice for a method, where those of ``TINY`` need each client's answer."""
+
+BY_NAME = ("fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl")
+"""Methods that `make test` takes through all faults of secure sums: one for each kind of answer."""
+
 THOROUGH = ("pefll", "fedrep")
 """Three exchanges and a server that puts work off; one exchange and clients that keep a state."""
 
@@ -31,6 +37,7 @@ OWN = (
     "test_clients_never_seen_get_predictors",
     "test_evaluation_changes_nothing_and_repeats_itself",
     "test_the_bits_are_those_of_before",
+    "test_secure_sums_are_those_of_plain_answers",
 )
 """Tests that depend most on what a method's own file does."""
 
@@ -46,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     Of these, ``thorough`` are those that are killed at every exchange, and ``sampled`` the others: what is killed and
     resumed is the loop, the journal and the clients' states, which all methods share. A method that is chosen by
-    ``--algorithm`` is thorough.
+    ``--algorithm`` is thorough. ``summed`` are those for whose servers sums suffice, for secure aggregation.
     """
     chosen = metafunc.config.getoption("--algorithm", default=None)
     methods = available() if chosen is None else (find_algorithm(chosen).name,)
@@ -54,11 +61,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     trained = [name for name in names if find_algorithm(_method(name)).trains]
     thorough = [PROBE, *THOROUGH] if chosen is None else trained
     sampled = [name for name in trained if name not in thorough]
-    every = {"method": names, "trained": trained, "thorough": thorough, "sampled": sampled}
+    summed = [name for name in trained if find_algorithm(_method(name)).sums_suffice(_settings(name)) is None]
+    every = {"method": names, "trained": trained, "thorough": thorough, "sampled": sampled, "summed": summed}
     own = chosen is not None or metafunc.function.__name__ in OWN
 
     def param(name: str) -> Any:
-        first_tier = own or name in WHOLE
+        first_tier = own or name in (BY_NAME if "summed" in metafunc.fixturenames else WHOLE)
         return pytest.param(name, marks=() if first_tier else pytest.mark.exhaustive)
 
     for fixture, values in every.items():
@@ -68,6 +76,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _method(name: str) -> str:
     return name.partition(":")[0]
+
+
+def _settings(name: str) -> Any:
+    """Return the settings of a method for secure sums."""
+    return find_algorithm(_method(name)).settings(**{**TINY.get(name, {}), **SUMMED.get(name, {})})
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +93,8 @@ def tiny(
     request: pytest.FixtureRequest, tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Federation:
     """The method of this test on eight clients of very different sizes, two of them unseen."""
-    which = next(name for name in ("method", "trained", "thorough", "sampled") if name in request.fixturenames)
+    kinds = ("method", "trained", "thorough", "sampled", "summed")
+    which = next(name for name in kinds if name in request.fixturenames)
     name = request.getfixturevalue(which)
     if name == PROBE:
         about = tmp_path / "site" / "fedloom_probe-0.1.dist-info"
@@ -90,4 +104,6 @@ def tiny(
         monkeypatch.syspath_prepend(about.parent)
     given = request.config.getoption("--settings", default=None)
     settings = yaml.safe_load(given) if given is not None else TINY.get(name, {})
+    if which == "summed":
+        settings = {**settings, **SUMMED.get(name, {})}
     return federation(tmp_path, tiny_root, _method(name), settings)

@@ -144,7 +144,8 @@ class RemoteCohort:
         shapes
             Trailing shape of each field of the answer.
         may_fail
-            Keep clients that do not answer in the conversation, and ask them again when another exchange must succeed.
+            Do not lose clients that do not answer: what they have answered before counts. They are lost at the next
+            exchange that must succeed, if there is one.
 
         Raises
         ------
@@ -154,7 +155,7 @@ class RemoteCohort:
         started = time.perf_counter()
         self._may_fail = may_fail
         if not may_fail:
-            self._resting.clear()
+            self._lose_resting()
         self._attempt.payload_down += message.client_bytes() * len(self._alive)
         self._lose_planned()
         answers = self._ask(message, {answer: shapes}, meanwhile)
@@ -202,6 +203,12 @@ class RemoteCohort:
         for row in [row for row in self._alive if row in planned]:
             self._lose(row, planned[row].reason)
 
+    def _lose_resting(self) -> None:
+        """Lose the clients that did not answer an exchange that might fail; their next answers need that one."""
+        resting, self._resting = sorted(self._resting), set()
+        for row in resting:
+            self._lose(row, "missed an earlier exchange")
+
     def _ask(self, message: Message, shapes: Shapes, meanwhile: Callable[[], None] | None) -> dict[int, Message]:
         rows = [row for row in self._alive if row not in self._resting]
         if not rows:
@@ -228,7 +235,10 @@ class RemoteCohort:
         for row, reply in zip(call.rows, received, strict=True):
             if (usable := self._usable(row, reply)) is not None:
                 answers[row] = usable
-        self._attempt.payload_up += sum(reply.client_bytes() for reply in answers.values())
+        sent = [reply.client_bytes() for reply in answers.values()]
+        if self._may_fail and sent:  # who is silent here is not in the journal, and costs what it does in a replay
+            sent = [sent[0]] * len(self._alive)
+        self._attempt.payload_up += sum(sent)
         return answers
 
     def _usable(self, row: int, reply: Message | Lost) -> Message | None:
@@ -321,8 +331,8 @@ class RemoteCohort:
             raise
 
     def lose(self, row: int, reason: str) -> None:
-        """Lose a client because of what it has answered."""
-        self._lose(row, reason)
+        """Lose a client because of what it has answered to the last exchange."""
+        self._lose(row, reason, self._at - 1)
 
     def lose_all(self, reason: str) -> None:
         """Lose all clients still present."""
@@ -347,12 +357,13 @@ class RemoteCohort:
         )  # fmt: skip
         self._lose(row, f"{OUT_OF_RANGE}: {reason}")
 
-    def _lose(self, row: int, reason: str) -> None:
+    def _lose(self, row: int, reason: str, exchange: int | None = None) -> None:
         if self._may_fail:
             self._resting.add(row)
             return
         self._alive.remove(row)
-        self._record.lost.append(Loss(row, self.clients[row], self._at, printable(reason, REASON_CHARACTERS)))
+        at = self._at if exchange is None else exchange
+        self._record.lost.append(Loss(row, self.clients[row], at, printable(reason, REASON_CHARACTERS)))
 
 
 class RoundAttempt:

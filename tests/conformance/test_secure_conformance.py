@@ -1,0 +1,252 @@
+"""Every method whose server needs sums alone, under secure aggregation, whatever happens to its clients.
+
+The cohorts are those of the runs without it, so that each run has a plain one to be compared with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conformance_kit import ROUNDS, Faulty, Federation, Killed, Spread, same_bits, state
+from torch import Tensor
+
+from fedloom.federation.sum_messages import STEPS, ConfirmationDelivery, Survivors
+from fedloom.federation.transport import Call
+from fedloom.security.masks import scale
+
+AT = 2
+"""The round that is disturbed, the last."""
+
+MEMBERS = 5
+"""Clients of a cohort: four must stay, and each has four neighbours, three of which must stay."""
+
+SUMMED_ALREADY = (Survivors, ConfirmationDelivery)
+"""Steps before which the sum of the masked answers is known: a client that fails then is in it."""
+
+SECURE = {"bits": 64, "range": 1000}
+
+Disturbed = Callable[[Call, int], bool]
+
+
+def disturbed(tiny: Federation, secure: Mapping[str, Any] | None = SECURE, **keys: Any) -> Federation:
+    """Return the federation with a cohort of five, measured at the end."""
+    keys = {"federation__rounds": AT, "evaluation__every": ROUNDS, **keys}
+    return tiny.changed(federation__clients_per_round=MEMBERS, federation__secure_aggregation=secure, **keys)
+
+
+def training(call: Call) -> bool:
+    return call.key.purpose == "train" and call.key.round == AT
+
+
+def calls_of(tiny: Federation, name: str) -> list[Call]:
+    """Run without a fault, and return the exchanges of the round to be disturbed."""
+    transport = Faulty(tiny.transport(name))
+    tiny.run(name, transport)
+    return [call for call in transport.calls if training(call)]
+
+
+def of_sum(calls: Sequence[Call]) -> list[Call]:
+    """Return the exchanges of the conversation with secure sums."""
+    return [call for call in calls if any(c.key == call.key and isinstance(c.message, STEPS) for c in calls)]
+
+
+def losing(tiny: Federation, name: str, lose: Disturbed) -> dict[str, Tensor]:
+    """Run with clients that are lost; return the server's state at the end."""
+    loop = tiny.loop(name, Faulty(tiny.transport(name), lose))
+    loop.run()
+    return state(loop)
+
+
+def at(call: Call, *rows: int, attempt: int = 1) -> Disturbed:
+    """Return what loses these rows at this exchange."""
+
+    def lose(other: Call, row: int) -> bool:
+        here = (other.key.conversation, other.exchange) == (call.key.conversation, call.exchange)
+        return training(other) and other.key.attempt == attempt and here and row in rows
+
+    return lose
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+def assert_replayed(tiny: Federation, name: str) -> None:
+    tiny.run(f"{name}-replayed", replay=name)
+    assert tiny.final(f"{name}-replayed") == tiny.final(name)
+    assert tiny.metrics(f"{name}-replayed") == tiny.metrics(name)
+    assert tiny.attempts(f"{name}-replayed") == tiny.attempts(name)
+
+
+def plain_without(tiny: Federation, calls: Sequence[Call], call: Call, row: int) -> dict[str, Tensor]:
+    """Return the state of the run without secure aggregation that loses a client at an exchange, or that is summed."""
+    there = call if call in (plain := of_method(calls)) else plain[-1]
+    name = f"plain-{there.exchange}-{row}"
+    if not (tiny.tmp / name).exists():
+        return losing(disturbed(tiny, None), name, at(there, row))
+    loop = disturbed(tiny, None).loop(name)
+    loop.resume()
+    return state(loop)
+
+
+def assert_lost(tiny: Federation, calls: Sequence[Call], call: Call, row: int) -> None:
+    """Lose a client at an exchange: before its masked answer has arrived it is missing in the sum, and later it is not.
+
+    The expected state is that of the run without secure aggregation that loses it at the exchange that is summed.
+    """
+    secure, name = disturbed(tiny), f"lost-{call.exchange}-{row}"
+    found = losing(secure, name, at(call, row))
+    (attempt,) = (a for a in secure.attempts(name) if a.round == AT)
+    lost = [(loss.row, loss.exchange) for loss in attempt.conversations[call.key.conversation].lost]
+    assert attempt.outcome == "done"
+    if isinstance(call.message, SUMMED_ALREADY):
+        assert lost == []
+        assert secure.final(name) == secure.final("whole")
+        return
+    assert lost == [(row, call.exchange)]
+    assert_close(found, plain_without(tiny, calls, call, row))
+
+
+def of_method(calls: Sequence[Call]) -> list[Call]:
+    """Return the exchanges that the method itself makes."""
+    return [call for call in calls if not isinstance(call.message, STEPS)]
+
+
+def test_each_client_lost_at_each_exchange_and_the_replay_of_it(tiny: Federation, summed: str) -> None:
+    calls = of_sum(calls_of(disturbed(tiny), "whole"))
+    assert len(calls) > len(STEPS)
+    for call in calls:
+        for row in call.rows:
+            assert_lost(tiny, calls, call, row)
+        assert_replayed(disturbed(tiny), f"lost-{call.exchange}-{call.exchange % MEMBERS}")
+
+
+def test_secure_sums_are_those_of_plain_answers(tiny: Federation, summed: str) -> None:
+    """Nobody is lost; then one client at an exchange that is drawn, the same in every run."""
+    secure = disturbed(tiny)
+    calls = of_sum(calls_of(secure, "whole"))
+    loop = disturbed(tiny, None).loop("plain")
+    loop.run()
+    again = secure.loop("again")
+    again.run()
+    assert secure.final("again") == secure.final("whole")
+    assert_close(state(again), state(loop))
+    draw = random.Random(summed)
+    call, row = draw.choice(calls), draw.choice(calls[0].rows)
+    assert_lost(tiny, calls, call, row)
+    assert_replayed(secure, f"lost-{call.exchange}-{row}")
+
+
+def test_too_few_end_the_attempt_and_a_fresh_cohort_makes_the_round(tiny: Federation, summed: str) -> None:
+    """Two of five are lost before the sum is known. Nothing of that attempt is in the state."""
+    secure = disturbed(tiny)
+    for call in of_sum(calls_of(secure, "whole")):
+        if isinstance(call.message, SUMMED_ALREADY):
+            continue
+        name = f"few-{call.exchange}"
+        rows = (1, 3) if isinstance(call.message, STEPS) else (0, 1, 3)  # three that are ready are enough
+        loop = secure.loop(name, Faulty(secure.transport(name), at(call, *rows)))
+        before: list[dict[str, Tensor]] = []
+        unchanged: list[bool] = []
+        loop.observer.on_round = lambda attempt, loop=loop, before=before: before.append(state(loop))
+        loop.observer.on_failure = lambda attempt, loop=loop, before=before, unchanged=unchanged: unchanged.append(
+            same_bits(before[-1], state(loop))
+        )
+        loop.run()
+        assert unchanged == [True]
+        made = secure.attempts(name)
+        assert [(a.round, a.attempt, a.outcome == "done") for a in made] == [(1, 1, True), (2, 1, False), (2, 2, True)]
+        secure.run(f"{name}-replayed", replay=name)
+        assert secure.final(f"{name}-replayed") == secure.final(name)
+        # The second attempt alone is the round: no value of the first has gone anywhere.
+        fresh = disturbed(tiny, None)
+        plain = fresh.loop(f"{name}-plain", Faulty(fresh.transport(f"{name}-plain"), everybody_first))
+        plain.run()
+        assert_close(state(loop), state(plain))
+
+
+def everybody_first(call: Call, row: int) -> bool:
+    """Lose all clients of the first attempt."""
+    return training(call) and call.key.attempt == 1
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_where_clients_are_served_changes_nothing(tiny: Federation, summed: str, places: int) -> None:
+    secure = disturbed(tiny)
+    secure.run("whole")
+    everyone = [entry.id for entry in secure.dataset.manifest.clients]
+    apart = [frozenset(everyone[i::places]) for i in range(places)]
+    secure.run("apart", Spread([secure.transport("apart") for _ in apart], apart))
+    assert secure.final("apart") == secure.final("whole")
+    for there, here in zip(secure.metrics("apart"), secure.metrics("whole"), strict=True):
+        del there["communication"], here["communication"]  # Spread counts traffic, as a wire does
+        assert there == here
+
+
+def test_clients_that_are_served_together_are_lost_alone(tiny: Federation, summed: str) -> None:
+    """Up to three at once: the sums are those of one by one but for rounding, whoever of a group is lost."""
+    together = disturbed(tiny, runtime__clients_at_once=3)
+    calls = of_sum(calls_of(together, "whole"))
+    for call in calls:
+        name = f"lost-{call.exchange}"
+        found = losing(together, name, at(call, 1))
+        if isinstance(call.message, SUMMED_ALREADY):
+            assert together.final(name) == together.final("whole")
+        else:
+            expected = plain_without(tiny, calls, call, 1)
+            for key, tensor in expected.items():
+                torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
+
+
+# --- rounding ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_a_secure_mean_is_within_what_is_stated(tiny: Federation, summed: str) -> None:
+    """A client's value is rounded to a step of at most 2 B n / 2^31: the mean is off by half of one at most.
+
+    Weights are at most the largest client's, so that a weighted mean is off by as much times that weight over the mean
+    one. What the servers add to their states is the mean, or a part of it.
+    """
+    bound, bits = 1000.0, 32
+    secure = disturbed(tiny, {"bits": bits, "range": bound}, federation__rounds=1)
+    transport = Faulty(secure.transport("masked"))
+    masked, plain = secure.loop("masked", transport), disturbed(tiny, None, federation__rounds=1).loop("plain")
+    masked.run()
+    plain.run()
+    clients = next(call.clients for call in transport.calls if call.key.purpose == "train")
+    sizes = [secure.dataset.manifest.entry(client).train for client in clients]
+    half_a_step = 0.5 / scale(bound, MEMBERS, bits)
+    assert half_a_step <= bound * MEMBERS / 2 ** (bits - 1)
+    allowed = half_a_step * max(sizes) * MEMBERS / sum(sizes)
+    expected = state(plain)
+    for name, found in state(masked).items():
+        if found.is_floating_point():
+            float32 = 8 * torch.finfo(torch.float32).eps * expected[name].abs().max().item()
+            assert (found - expected[name]).abs().max().item() <= allowed + float32, name
+
+
+# --- kill and resume --------------------------------------------------------------------------------------------------
+
+
+def test_killed_at_every_exchange_and_resumed(tiny: Federation, summed: str) -> None:
+    """The attempt is lost with the aggregator, and what it had received is of no use; the round is made again."""
+    secure = disturbed(tiny)
+    calls = calls_of(secure, "whole")
+    for i, killed in enumerate(calls):
+        name = f"killed-{i}"
+
+        def kill(call: Call, killed: Call = killed) -> None:
+            if training(call) and (call.key, call.exchange) == (killed.key, killed.exchange):
+                raise Killed
+
+        with pytest.raises(Killed):
+            secure.run(name, Faulty(secure.transport(name), before=kill))
+        secure.resume(name)
+        assert secure.final(name) == secure.final("whole")
+        assert secure.metrics(name) == secure.metrics("whole")
+        assert secure.attempts(name) == secure.attempts("whole")
