@@ -3,7 +3,8 @@
     python research/benchmarks/echo.py METHOD HOST:PORT NAME CLIENTS      (started by the benchmarks)
 
 ``echo``: a client returns the model that it receives, so that a round costs what FedLoom costs: sampling, batching,
-encoding, wire, validation, stacking. ``instant-pefll``: PeFLL's unchanged server algorithm, with clients that have a
+encoding, wire, validation, stacking. ``summed-echo``: the same with one shared model and secure sums of the answers.
+``instant-pefll``: PeFLL's unchanged server algorithm, with clients that have a
 descriptor ready and only receive the model that the hypernetwork makes of it.
 """
 
@@ -42,15 +43,21 @@ from fedloom.algorithms.pefll import (
     PeFLLSettings,
     PersonalizedModel,
 )
+from fedloom.algorithms.sums import SummedFields, sums_of
 from fedloom.core.settings import Settings
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.messages import Message, Metrics, Quantity, Replies, rows
+from fedloom.federation.held_answers import HeldAnswers
+from fedloom.federation.sum_messages import VOCABULARY
+from fedloom.federation.summation import Summation
+from fedloom.messages import Message, Metrics, Quantity, Replies, broadcast, rows
 from fedloom.models.lenet import LeNet
 from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.privacy.settings import SecureAggregation
 from fedloom.security.certificates import make_ca, make_certificate
 from fedloom.security.options import FILES, ClientOptions, Credentials, Protection, ServerOptions
+from fedloom.security.signing import NO_SIGNING
 from fedloom.transport.aggregator import Aggregator
 from fedloom.transport.introduction import Introduction
 from fedloom.transport.served_run import ServedRun
@@ -102,6 +109,34 @@ class EchoClient(ClientAlgorithm):
         return None
 
 
+class SharedModel(Message):
+    """Opening of training, with one model for all clients."""
+
+    theta: Tensor = broadcast(Quantity.MODEL)  # [d]
+
+
+class SummedEchoServer(EchoServer):
+    """Server half that sends all clients θ [1, d] and receives the sum of what they answer."""
+
+    cohort = 0
+
+    def train_round(self, round: Round) -> Statistics:
+        """Run one exchange with a cohort of this size."""
+        updates = round.sample(self.cohort).send(SharedModel(self.state["theta"][0]), Update)
+        self.received = updates.mean(updates.delta_theta)[None]
+        return {"client_steps": 0.0}
+
+
+class SummedEchoClient(ClientAlgorithm):
+    """Client half that answers at once."""
+
+    @conversation
+    def train(self, clients: ClientGroup, opening: SharedModel) -> Conversation:
+        """Return the model unchanged."""
+        yield Update(opening.theta[None])
+        return None
+
+
 class InstantClient(ClientAlgorithm):
     """Algorithm 1 of papers/001 for a client that knows its descriptor."""
 
@@ -125,6 +160,23 @@ class Echo(Algorithm):
         return EchoServer(torch.randn(1, 1, generator=generator))
 
 
+class SummedEcho(Algorithm):
+    """A model, sent there, and the sum of it back."""
+
+    name = "summed-echo"
+    settings = Settings
+    client = SummedEchoClient
+    messages = (SharedModel, Update)
+
+    def sums(self, settings: Any) -> SummedFields:
+        """Return the plain sum of the updates."""
+        return sums_of(Update)
+
+    def server(self, settings: Any, setup: Any, generator: torch.Generator) -> SummedEchoServer:
+        """Return the server algorithm."""
+        return SummedEchoServer(torch.randn(1, 1, generator=generator))
+
+
 class InstantPeFLL(Algorithm):
     """PeFLL whose clients know their descriptors."""
 
@@ -139,8 +191,9 @@ class InstantPeFLL(Algorithm):
         return PeFLLServer(settings, Setup(LENET, CLASSES, (1, 28, 28), 100), generator)
 
 
-ECHO, INSTANT_PEFLL = Echo(), InstantPeFLL()
-METHODS: dict[str, Algorithm] = {method.name: method for method in (ECHO, INSTANT_PEFLL)}
+ECHO, SUMMED_ECHO, INSTANT_PEFLL = Echo(), SummedEcho(), InstantPeFLL()
+METHODS: dict[str, Algorithm] = {method.name: method for method in (ECHO, SUMMED_ECHO, INSTANT_PEFLL)}
+SECURE = Summation(SUMMED_ECHO.sums(None), SecureAggregation())
 
 
 def names(clients: int) -> list[str]:
@@ -149,8 +202,9 @@ def names(clients: int) -> list[str]:
 
 
 def vocabulary(method: Algorithm) -> dict[str, type[Message]]:
-    """Return the method's messages by name."""
-    return {message.__name__: message for message in method.messages}
+    """Return the method's messages by name, and those of its sums."""
+    sums = VOCABULARY if method.sums(None) else {}
+    return {message.__name__: message for message in method.messages} | dict(sums)
 
 
 @contextmanager
@@ -201,11 +255,12 @@ def main() -> None:
     name, address, worker, clients = sys.argv[1:]
     method = METHODS[name]
     half = method.client(None, _no_task())
+    held = HeldAnswers(SECURE, NO_SIGNING) if method is SUMMED_ECHO else None
     serve(
         address,
         Introduction(worker, names(int(clients)), {method.name: method.version}),
         make_session=lambda joined: ClientSide(
-            half, vocabulary(method), _without_data, _nothing_measured, ClientConfig(1)
+            half, vocabulary(method), _without_data, _nothing_measured, ClientConfig(1, held=held)
         ),
         stop=threading.Event(),
         reconnect_s=5.0,

@@ -20,8 +20,8 @@ WORKERS = 2
 
 
 @contextmanager
-def aggregator_of(tiny: Federation, states: str) -> Iterator[Aggregator]:
-    """An aggregator whose workers, threads of this process, serve every other client each."""
+def aggregator_of(tiny: Federation, states: str, workers: int = WORKERS) -> Iterator[Aggregator]:
+    """An aggregator whose workers, threads of this process, serve every other client each, or all if there is one."""
     parts, everyone = tiny.parts, [entry.id for entry in tiny.dataset.manifest.clients]
     algorithm, stop = parts.algorithm, threading.Event()
     run = ServedRun(
@@ -42,16 +42,16 @@ def aggregator_of(tiny: Federation, states: str) -> Iterator[Aggregator]:
     def work(i: int) -> None:
         serve(
             address,
-            Introduction(f"w{i}", everyone[i::WORKERS], {algorithm.name: algorithm.version}),
+            Introduction(f"w{i}", everyone[i::workers], {algorithm.name: algorithm.version}),
             make_session=lambda joined: assemble.client_side(parts, tiny.dataset, torch.device("cpu"), states),
             stop=stop,
         )
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(WORKERS)]
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(workers)]
     try:
         for thread in threads:
             thread.start()
-        server.wait_for(everyone, 30.0, WORKERS)
+        server.wait_for(everyone, 30.0, workers)
         yield server
     finally:
         server.stop(finished=True)

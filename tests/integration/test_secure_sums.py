@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,15 @@ SECURE = (
 def federation(tmp_path: Path, members: Path) -> Iterator[Federation]:
     with contextlib.ExitStack() as processes:
         yield Federation(tmp_path, members, processes, SECURE)
+
+
+UNSIGNED = SECURE.replace("signatures: keys", "signatures: none")
+
+
+@pytest.fixture
+def unsigned(tmp_path: Path, members: Path) -> Iterator[Federation]:
+    with contextlib.ExitStack() as processes:
+        yield Federation(tmp_path, members, processes, UNSIGNED)
 
 
 def credentials(folder: Path, *speakers: int) -> dict[int, Path]:
@@ -49,6 +59,25 @@ def test_members_know_each_other_by_a_register_of_keys(federation: Federation, t
     ended(aggregator, 0)
     assert len(federation.lines()) >= 30
     equal_to_the_replay(federation, tmp_path / "again")
+
+
+def test_the_aggregator_is_killed_again_and_again_and_goes_on(unsigned: Federation, tmp_path: Path) -> None:
+    """Attempts that it dies in are lost, members stay; the bits are those of its journal's replay."""
+    aggregator = unsigned.aggregator()
+    workers = [unsigned.worker(i, name=f"w{i}") for i in range(5)]
+    for _ in range(2):
+        until(lambda: unsigned.lines(), "the first evaluation")
+        unsigned.more_rounds(2)
+        kill(aggregator)
+        aggregator = unsigned.aggregator("--resume")
+    unsigned.more_rounds(1)
+    aggregator.send_signal(signal.SIGTERM)
+    ended(aggregator, 130)
+    last = rounds(unsigned.run) + 5
+    ended(unsigned.aggregator("--resume", "--set", f"federation.rounds={last}"), 0)
+    for worker in workers:
+        ended(worker, 0)
+    equal_to_the_replay(unsigned, tmp_path / "again")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,226 @@
+"""Secure sums over real gRPC streams; workers and the aggregator are killed in the middle, and connections cut."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from conformance_kit import Faulty, Federation, Killed, same_bits, state
+from test_grpc import aggregator_of
+from test_secure_conformance import AT, MEMBERS, SUMMED_ALREADY, at, calls_of, disturbed, losing, of_sum, training
+from transport_support import Proxy
+
+from fedloom.federation.loop import vocabulary
+from fedloom.federation.sum_messages import KeyRoster, ShareDelivery
+from fedloom.federation.transport import Call
+from fedloom.runner import assemble
+from fedloom.transport.aggregator import Aggregator
+from fedloom.transport.introduction import Introduction
+from fedloom.transport.served_run import ServedRun
+from fedloom.transport.worker import serve
+
+
+class Member:
+    """A worker in a thread. Another of the same name knows nothing of the conversations of the first."""
+
+    def __init__(self, wire: Wire, name: str, clients: Sequence[str], address: str) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(wire, name, clients, address), daemon=True)
+        self._thread.start()
+
+    def _serve(self, wire: Wire, name: str, clients: Sequence[str], address: str) -> None:
+        parts, algorithm = wire.tiny.parts, wire.tiny.parts.algorithm
+        serve(
+            address,
+            Introduction(name, list(clients), {algorithm.name: algorithm.version}),
+            make_session=lambda joined: assemble.client_side(
+                parts, wire.tiny.dataset, torch.device("cpu"), str(wire.tiny.tmp / wire.name / "states")
+            ),
+            stop=self._stop,
+        )
+
+    def kill(self) -> None:
+        """End it without a word to the aggregator."""
+        self._stop.set()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+
+class Wire:
+    """An aggregator, which may be replaced by another at the same address, and its workers."""
+
+    def __init__(self, tiny: Federation, name: str) -> None:
+        self.tiny, self.name = tiny, name
+        self.everyone = [entry.id for entry in tiny.dataset.manifest.clients]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{free.getsockname()[1]}"
+        self._incarnations = 0
+        self.members: dict[str, Member] = {}
+        self.server = self.aggregator()
+
+    def aggregator(self) -> Aggregator:
+        """Start an aggregator; it remembers no conversation of another."""
+        self._incarnations += 1
+        parts, algorithm = self.tiny.parts, self.tiny.parts.algorithm
+        run = ServedRun(
+            name="conformance",
+            incarnation=f"a{self._incarnations}",
+            experiment=assemble.welcome(parts),
+            vocabulary=vocabulary(algorithm),
+            dtype=assemble.DTYPE,
+            clients=self.everyone,
+            algorithm=algorithm.name,
+            version=algorithm.version,
+            roster=parts.manifest.roster,
+            classes=parts.manifest.classes,
+        )
+        self.server = Aggregator(run)
+        self.server.start(self.address)
+        return self.server
+
+    def member(self, name: str, clients: Sequence[str], address: str | None = None) -> None:
+        self.members[name] = Member(self, name, clients, address or self.address)
+
+    def ready(self) -> None:
+        self.server.wait_for(self.everyone, 30.0, len(self.members))
+
+    def close(self) -> None:
+        self.server.stop(finished=True)
+        for member in self.members.values():
+            member.kill()
+
+
+@contextlib.contextmanager
+def wire_of(tiny: Federation, name: str, client: str, through: Callable[[str], str] | None = None) -> Iterator[Wire]:
+    """Yield a wire whose worker ``alone`` serves one client, and another all others."""
+    wire = Wire(tiny, name)
+    try:
+        wire.member("alone", [client], through(wire.address) if through else None)
+        wire.member("others", [other for other in wire.everyone if other != client])
+        wire.ready()
+        yield wire
+    finally:
+        wire.close()
+
+
+def once(call: Call, act: Callable[[], None]) -> Callable[[Call], None]:
+    """Return what acts before the first attempt's exchange of this number."""
+    left = [act]
+
+    def before(other: Call) -> None:
+        here = (other.key.conversation, other.exchange) == (call.key.conversation, call.exchange)
+        if training(other) and other.key.attempt == 1 and here and left:
+            left.pop()()
+
+    return before
+
+
+def sums_of(tiny: Federation) -> tuple[Federation, list[Call], str]:
+    """Return the federation under secure aggregation, the exchanges of its sum, and a client of the cohort."""
+    secure = disturbed(tiny)
+    calls = of_sum(calls_of(secure, "whole"))
+    assert len(calls[0].clients) == MEMBERS
+    return secure, calls, calls[0].clients[1]
+
+
+def equal(tiny: Federation, name: str, other: str) -> None:
+    """Check model and metrics, but for the bytes that only a wire counts."""
+    assert tiny.final(name) == tiny.final(other)
+    for there, here in zip(tiny.metrics(name), tiny.metrics(other), strict=True):
+        del there["communication"], here["communication"]
+        assert there == here
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_over_grpc_the_bits_are_those_of_one_process(tiny: Federation, summed: str, workers: int) -> None:
+    secure = disturbed(tiny)
+    secure.run("whole")
+    with aggregator_of(secure, str(secure.tmp / "wire" / "states"), workers) as server:
+        secure.run("wire", server)
+        assert len(server.workers()) == workers
+    equal(secure, "wire", "whole")
+
+
+def test_a_worker_that_is_killed_at_a_step_and_started_again(tiny: Federation, summed: str) -> None:
+    """It has forgotten its secrets: once its keys are known its client is lost, and in the sum when it has answered.
+
+    The others are the survivors: the bits are those of one process that loses the same client there.
+    """
+    secure, calls, client = sums_of(tiny)
+    for call in calls:
+        name = f"killed-{call.exchange}"
+        with wire_of(secure, name, client) as wire:
+
+            def start_again(wire: Wire = wire) -> None:
+                wire.members["alone"].kill()
+                wire.member("alone", [client])
+                wire.ready()
+
+            secure.run(name, Faulty(wire.server, before=once(call, start_again)))
+        (attempt,) = (a for a in secure.attempts(name) if a.round == AT)
+        lost = [(loss.client, loss.exchange) for loss in attempt.conversations[call.key.conversation].lost]
+        if isinstance(call.message, (KeyRoster, ShareDelivery)):
+            assert lost == [(client, call.exchange)]
+            losing(secure, f"{name}-alike", at(call, 1))
+            equal(secure, name, f"{name}-alike")
+        else:
+            assert lost == []
+            equal(secure, name, "whole")
+        secure.run(f"{name}-replayed", replay=name)
+        equal(secure, f"{name}-replayed", name)
+
+
+def test_a_worker_whose_connection_is_cut_at_every_step_loses_nothing(tiny: Federation, summed: str) -> None:
+    secure, _, client = sums_of(tiny)
+    proxies: list[Proxy] = []
+
+    def through(address: str) -> str:
+        proxies.append(Proxy(address))
+        return proxies[0].address
+
+    with wire_of(secure, "cut", client, through) as wire:
+        secure.run("cut", Faulty(wire.server, before=lambda call: proxies[0].cut() if training(call) else None))
+    assert not any(c.lost for a in secure.attempts("cut") for c in a.conversations)
+    equal(secure, "cut", "whole")
+
+
+def test_an_aggregator_that_is_killed_in_a_secure_sum_and_resumed(tiny: Federation, summed: str) -> None:
+    """The attempt is lost; the workers, which hold answers for it, make a new one with the next aggregator."""
+    secure, calls, client = sums_of(tiny)
+
+    def die() -> None:
+        raise Killed
+
+    for call in calls[1:]:
+        name = f"aggregator-{call.exchange}"
+        with wire_of(secure, name, client) as wire:
+            with pytest.raises(Killed):
+                secure.run(name, Faulty(wire.server, before=once(call, die)))
+            wire.server.stop()
+            loop = secure.loop(name, wire.aggregator())
+            wire.ready()
+            loop.resume()
+            loop.run()
+        equal(secure, name, "whole")
+        assert len(secure.attempts(name)) == len(secure.attempts("whole"))
+        assert not any(c.lost for a in secure.attempts(name) for c in a.conversations)
+
+
+def test_a_worker_that_stays_away_from_the_end_of_a_sum_is_in_it(tiny: Federation, summed: str) -> None:
+    """The deadline passes without it; what it has answered is in the sum all the same."""
+    secure, calls, client = sums_of(tiny)
+    short = secure.changed(federation__deadline_s=2.0)
+    call = next(call for call in calls if isinstance(call.message, SUMMED_ALREADY))
+    with wire_of(short, "away", client) as wire:
+        loop = short.loop("away", Faulty(wire.server, before=once(call, lambda: wire.members["alone"].kill())))
+        loop.run()  # its evaluation lacks the client
+    whole = secure.loop("whole")
+    whole.resume()
+    assert same_bits(state(loop), state(whole))
+    (attempt,) = (a for a in short.attempts("away") if a.round == AT and a.outcome == "done")
+    assert attempt.conversations[call.key.conversation].lost == []
