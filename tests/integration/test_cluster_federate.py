@@ -18,7 +18,7 @@ import pytest
 from facts import failing, refusing, tells
 from fake_cluster import FakeCluster
 from forked import Popen
-from run_processes import ENVIRONMENT, WAIT_S, alive, children, scores, until
+from run_processes import ENVIRONMENT, WAIT_S, alive, children, fedloom, final, scores, until
 from s3_support import S3Server
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
@@ -158,6 +158,26 @@ def test_a_launcher_is_killed_and_the_run_is_whole_all_the_same(place: Place, sm
     # Another experiment under the same run id and task would mix two runs in one place.
     with pytest.raises(ExperimentError, match="another experiment"):
         place.federate("seed=6", out="other", **changes)
+
+
+@pytest.mark.slow
+def test_secure_sums_of_pods_are_those_of_one_process(place: Place, small_run: tuple[Path, Path]) -> None:
+    """Nobody is lost, and the aggregator's pod never has an answer of one client; integers have the same sums."""
+    keys = {
+        "algorithm": "{name: fedavg, local: {epochs: 1, batch_size: 16, lr: 0.02}}",
+        "federation.secure_aggregation": "{bits: 32}",
+    }
+    overrides = [f"{key}={value}" for key, value in keys.items()]
+    out = place.federate(*overrides, clients_per_worker=10)
+    alone = place.folder / "alone"
+    settings = [word for override in overrides for word in ("--set", override)]
+    fedloom("run", small_run[0], "--out", alone, "--partition", place.partition, *settings)
+    assert final(out) == final(alone)
+    assert scores(out) == scores(alone)
+    journal = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
+    assert not any(talk["lost"] for line in journal for talk in line["conversations"])
+    assert all("SumSession" in line["phases"] for line in journal if line["outcome"] == "done")
+    until(place.nothing_left, "the end of all objects")
 
 
 def ended(place: Place) -> bool:
