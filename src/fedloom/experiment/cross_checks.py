@@ -23,7 +23,7 @@ from fedloom.models.module import MEMORY
 from fedloom.models.registry import ModuleSettings, VGGSettings
 from fedloom.privacy.adaptive_clip import default_count_noise, update_multiplier
 from fedloom.privacy.clipped_sum import check_cohorts
-from fedloom.privacy.settings import SMALLEST_SUM
+from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation
 from fedloom.tasks.own_metric import MEMORY as METRIC_IN_MEMORY
 from fedloom.tasks.registry import agreed_task
 
@@ -179,28 +179,12 @@ def _check_cohort(c: _Combination) -> Iterator[SettingError]:
 
 
 def _check_sums(c: _Combination) -> Iterator[SettingError]:
-    """Check that sums suffice for the method if updates are summed securely or made private, and the cohort's size."""
+    """Check that sums suffice for the method if updates are summed securely or made private."""
     settings, federation = c.experiment.algorithm.settings, c.experiment.federation
     needs = []
     if federation.secure_aggregation is not None:
         needs.append("secure_aggregation")
-        own = isinstance(c.experiment.data, OwnData)
-        if federation.secure_aggregation.signatures is None and own:
-            yield _error(
-                "federation.secure_aggregation.signatures",
-                "must be set with data.own: keys or certificates, by which members know each other, or none, if they "
-                "trust the aggregator to tell them each other's keys (got null)",
-            )
-        sizes = (
-            ("clients_per_round", "min_clients") if isinstance(c.experiment.data, OwnData) else ("clients_per_round",)
-        )
-        for key in sizes:
-            if (size := getattr(federation, key)) < SMALLEST_SUM:
-                yield _error(
-                    f"federation.{key}",
-                    f"must be at least {SMALLEST_SUM} with secure_aggregation, because smaller sums reveal their terms "
-                    f"(got {size})",
-                )
+        yield from _check_secure_cohort(c, federation.secure_aggregation)
     if federation.privacy is not None and federation.privacy.of == "clients":
         needs.append("privacy")
         if (weighting := getattr(settings, "weighting", "uniform")) != "uniform":
@@ -249,6 +233,30 @@ def _check_draws(c: _Combination) -> Iterator[SettingError]:
             check_cohorts(seen, min(seen, federation.clients_per_round), privacy.delta)
         except ExperimentError as error:
             yield _error_of(error, "federation.clients_per_round")
+
+
+def _check_secure_cohort(c: _Combination, secure: SecureAggregation) -> Iterator[SettingError]:
+    """Check that cohorts are large enough for secure sums, and for the number of neighbours."""
+    federation, own = c.experiment.federation, isinstance(c.experiment.data, OwnData)
+    if secure.signatures is None and own:
+        yield _error(
+            "federation.secure_aggregation.signatures",
+            "must be set with data.own: keys or certificates, by which members know each other, or none, if they "
+            "trust the aggregator to tell them each other's keys (got null)",
+        )
+    for key in ("clients_per_round", "min_clients") if own else ("clients_per_round",):
+        if (size := getattr(federation, key)) < SMALLEST_SUM:
+            yield _error(
+                f"federation.{key}",
+                f"must be at least {SMALLEST_SUM} with secure_aggregation, because smaller sums reveal their terms "
+                f"(got {size})",
+            )
+    if secure.neighbours is not None and secure.neighbours >= federation.clients_per_round >= SMALLEST_SUM:
+        yield _error(
+            "federation.secure_aggregation.neighbours",
+            f"must be below clients_per_round, {federation.clients_per_round} (got {secure.neighbours}); null: by the "
+            "size of the cohort",
+        )
 
 
 def _check_keys_of_own_data(c: _Combination) -> Iterator[SettingError]:

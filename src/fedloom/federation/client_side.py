@@ -262,8 +262,7 @@ class ClientSide:
                 raise
             # Our own sentences need no traceback; their cause is logged only here (:meth:`_loaded`).
             said = not isinstance(error, FedloomError) or _log.isEnabledFor(logging.DEBUG)
-            why = str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
-            _log_failure("cannot take part", " ".join(why.split()), request, request.named(rows), said)
+            _log_failure("cannot take part", _why(error), request, request.named(rows), said)
             nobody = ClientGroup([], lambda client, purpose: generator(0, purpose))
             opened = _Open(request.key, rows, nobody, _ended(), exchange=0, answers=[_lost(error)])
         self._open[request.key].update(dict.fromkeys(rows, opened))
@@ -399,7 +398,7 @@ class ClientSide:
         try:
             return held.hold(key, opened.rows[i], opened.group.clients[i], request.message, reply)
         except FedloomError as error:
-            _log_failure("failed", str(error), request, [opened.group.clients[i].id], False)
+            _log_failure("failed", _why(error), request, [opened.group.clients[i].id], False)
             return _lost(error)
 
     def _step_of_sum(self, opened: _Open, i: int, request: _Request) -> Message | Lost:
@@ -431,6 +430,11 @@ def _log_failure(what: str, why: str, request: _Request, clients: Sequence[str],
     names, key = ", ".join(clients), request.key
     about = {"client": names, "round": key.round, "attempt": key.attempt, "exchange": request.exchange}
     _log.error("clients %s %s: %s", names, what, why, exc_info=traceback, extra=about)
+
+
+def _why(error: Exception) -> str:
+    """Return an error and its cause, which stays on this machine, in one line."""
+    return " ".join((str(error) if error.__cause__ is None else f"{error} ({error.__cause__})").split())
 
 
 def _moment(key: ConversationKey) -> tuple[int, bool, int]:

@@ -26,7 +26,7 @@ from fedloom.federation.loop_config import AlgorithmPair, LoopConfig, LoopHooks
 from fedloom.federation.releases import Releases
 from fedloom.federation.roster import Roster
 from fedloom.federation.states import Versions
-from fedloom.federation.summed_measurements import SummedMeasurements, in_sums
+from fedloom.federation.summed_measurements import GROUPS, SummedMeasurements, in_sums
 from fedloom.federation.transport import EVALUATE, TRAIN, Transport
 from fedloom.federation.validation import learning_rates, out_of_range
 from fedloom.messages import Message, Metrics, Replies, SummedMetrics, answer_shapes
@@ -181,8 +181,14 @@ class Evaluator:
         for row, group in enumerate(groups):
             results.ask(row, len(group))
             if 0 < len(group) < SMALLEST_SUM:
-                few = pluralize(len(group), "client")
+                few = pluralize(len(group), f"{GROUPS[row]} client")
+                with closing(session.hold(group)) as cohort:
+                    cohort.lose_all(
+                        f"a secure sum needs {SMALLEST_SUM} clients, and there are only {few}: hold out more, or none "
+                        "(data.held_out_fraction)"
+                    )
                 _log.warning("%s cannot be measured: a secure sum needs %d clients", few, SMALLEST_SUM)
+                done += len(group)
                 continue
             for part in in_sums(group, self.schedule.evaluation_cohort):
                 self._check_stop()

@@ -98,13 +98,16 @@ class SumVector:
         Raises
         ------
         DataError
-            If one is not.
+            If one is not. The aggregator learns the message, so the value is only in the error's cause.
         """
         for name in (*self.updates, *self.statistics):
             largest, bound = float(np.abs(values[name]).max(initial=0.0)), self.bound(name)
-            if not largest <= bound:
+            if not math.isfinite(largest):
+                raise DataError(f"{name} is not finite")
+            if largest > bound:
                 hint = "; raise federation.secure_aggregation.range" if name in self.updates else ""
-                raise DataError(f"{name} has a value of magnitude {largest:g}, beyond {bound:g}{hint}")
+                value = DataError(f"the largest has magnitude {largest:g}")
+                raise DataError(f"{name} has a value beyond {bound:g}{hint}") from value
 
     def encode(self, values: Mapping[str, NDArray[np.float64]], clients: int) -> Integers:
         """Return the values of one client as integers, for a sum over so many clients.
