@@ -11,7 +11,18 @@ import pytest
 import torch
 from conformance_kit import Faulty, Federation, Killed, same_bits, state
 from test_grpc import aggregator_of
-from test_secure_conformance import AT, MEMBERS, SUMMED_ALREADY, at, calls_of, disturbed, losing, of_sum, training
+from test_secure_conformance import (
+    AT,
+    MEMBERS,
+    SUMMED_ALREADY,
+    at,
+    calls_of,
+    disturbed,
+    losing,
+    of_sum,
+    rounds_of,
+    training,
+)
 from transport_support import Proxy
 
 from fedloom.federation.loop import vocabulary
@@ -162,7 +173,7 @@ def test_a_worker_that_is_killed_at_a_step_and_started_again(tiny: Federation, s
                 wire.ready()
 
             secure.run(name, Faulty(wire.server, before=once(call, start_again)))
-        (attempt,) = (a for a in secure.attempts(name) if a.round == AT)
+        (attempt,) = (a for a in rounds_of(secure, name) if a.round == AT)
         lost = [(loss.client, loss.exchange) for loss in attempt.conversations[call.key.conversation].lost]
         if isinstance(call.message, (KeyRoster, ShareDelivery)):
             assert lost == [(client, call.exchange)]
@@ -185,7 +196,7 @@ def test_a_worker_whose_connection_is_cut_at_every_step_loses_nothing(tiny: Fede
 
     with wire_of(secure, "cut", client, through) as wire:
         secure.run("cut", Faulty(wire.server, before=lambda call: proxies[0].cut() if training(call) else None))
-    assert not any(c.lost for a in secure.attempts("cut") for c in a.conversations)
+    assert not any(c.lost for a in rounds_of(secure, "cut") for c in a.conversations)
     equal(secure, "cut", "whole")
 
 
@@ -207,8 +218,8 @@ def test_an_aggregator_that_is_killed_in_a_secure_sum_and_resumed(tiny: Federati
             loop.resume()
             loop.run()
         equal(secure, name, "whole")
-        assert len(secure.attempts(name)) == len(secure.attempts("whole"))
-        assert not any(c.lost for a in secure.attempts(name) for c in a.conversations)
+        assert len(rounds_of(secure, name)) == len(rounds_of(secure, "whole"))
+        assert not any(c.lost for a in rounds_of(secure, name) for c in a.conversations)
 
 
 def test_a_worker_that_stays_away_from_the_end_of_a_sum_is_in_it(tiny: Federation, summed: str) -> None:
@@ -222,5 +233,5 @@ def test_a_worker_that_stays_away_from_the_end_of_a_sum_is_in_it(tiny: Federatio
     whole = secure.loop("whole")
     whole.resume()
     assert same_bits(state(loop), state(whole))
-    (attempt,) = (a for a in short.attempts("away") if a.round == AT and a.outcome == "done")
+    (attempt,) = (a for a in rounds_of(short, "away") if a.round == AT)
     assert attempt.conversations[call.key.conversation].lost == []
