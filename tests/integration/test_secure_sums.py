@@ -97,3 +97,8 @@ def test_a_member_that_gives_only_sums_refuses_other_experiments(
         federation.aggregator()
         worker = federation.worker(0, name="w0", more=("--only-sums",))
         assert mentions(ended(worker, 4), "secure aggregation", "--only-sums", *facts)
+
+
+def test_a_member_without_a_signature_key_says_which_files_it_needs(federation: Federation) -> None:
+    federation.aggregator()
+    assert mentions(ended(federation.worker(0, name="w0"), 2), "signing.key", "signing-keys.txt", "--credentials")

@@ -133,12 +133,12 @@ class Worker:
         secure = shared.federation.secure_aggregation
         if options.only_sums:
             check_only_sums(secure)
+        signing = signing_of(None if secure is None else secure.signatures, options.trust)
         if isinstance(self._serves, OwnDataProvider) and "normalization" in told and told["normalization"] is None:
             return self._serves.measuring(shared)
         dataset = self._serves.dataset(shared, told)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts.setup.model, _digests(told), "the aggregator's model")
-        signing = signing_of(None if secure is None else secure.signatures, options.trust)
         return assemble.client_side(parts, dataset, self._device, options.states, secret=self._secret, signing=signing)
 
 
