@@ -34,7 +34,8 @@ from bare import IN_TURN, PIPELINED, Bare
 from common import MIB, cpu_s, descendants, describe, machine, socket_bytes, spread, table, write_json
 from echo import ECHO, EchoServer, federation, names
 
-from fedloom.federation.cohort import RoundAttempt, RoundConfig
+from fedloom.federation.cohort import RoundAttempt
+from fedloom.federation.round_config import RoundConfig
 from fedloom.federation.validation import out_of_range
 from fedloom.messages import Message, answer_shapes
 from fedloom.runs.folder import RunFolder

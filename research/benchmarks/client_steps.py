@@ -31,9 +31,10 @@ from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.data.federated import ClientData, Split
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.client_side import ClientConfig, ClientSide
-from fedloom.federation.cohort import RoundAttempt, RoundConfig
+from fedloom.federation.cohort import RoundAttempt
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
+from fedloom.federation.round_config import RoundConfig
 from fedloom.federation.states import StoredStates, Versions
 from fedloom.federation.transport import Call, Lost
 from fedloom.federation.validation import out_of_range

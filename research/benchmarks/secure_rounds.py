@@ -33,7 +33,8 @@ import torch
 from common import MIB, ROOT, describe, machine, resident_bytes, socket_bytes, spread, table, write_json
 from echo import SECURE, SUMMED_ECHO, SummedEchoServer, federation, names
 
-from fedloom.federation.cohort import RoundAttempt, RoundConfig
+from fedloom.federation.cohort import RoundAttempt
+from fedloom.federation.round_config import RoundConfig
 from fedloom.federation.summation import Summation
 from fedloom.messages import answer_shapes
 from fedloom.runs.journal import Attempt

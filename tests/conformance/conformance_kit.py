@@ -26,7 +26,7 @@ from fedloom.federation.placement import deal
 from fedloom.federation.silence import Silence
 from fedloom.federation.transport import Call, ConversationKey, Lost, Refusals, Traffic, Transport
 from fedloom.messages import Message
-from fedloom.runner import assemble
+from fedloom.runner import assemble, loops
 from fedloom.runner.assemble import RunContext
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Attempt, Journal, Replay
@@ -191,9 +191,7 @@ class Federation:
         folder.make()
         again = None if replay is None else Replay(RunFolder(self.tmp / replay))
         stop = threading.Event() if stop is None else stop
-        return assemble.loop(
-            self.parts, transport or self.transport(name), folder, LoopHooks(Quiet(), stop), replay=again
-        )
+        return loops.loop(self.parts, transport or self.transport(name), folder, LoopHooks(Quiet(), stop), replay=again)
 
     def run(self, name: str, transport: Transport | None = None, replay: str | None = None) -> EvaluationResult:
         """Run from the beginning to the end."""

@@ -13,7 +13,7 @@ from transport_support import Proxy
 from fedloom import experiment as experiments
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.loop_config import LoopHooks
-from fedloom.runner import assemble
+from fedloom.runner import assemble, loops
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.worker import Worker, WorkerOptions
 from fedloom.runs.folder import RunFolder
@@ -60,7 +60,7 @@ def test_pefll_over_connections_that_are_cut_every_40_kilobytes(tiny_root: Path,
 
     undisturbed = folder("undisturbed")
     transport = assemble.in_process(parts, dataset, undisturbed)
-    assemble.loop(parts, transport, undisturbed, LoopHooks(RunObserver())).run()
+    loops.loop(parts, transport, undisturbed, LoopHooks(RunObserver())).run()
 
     algorithm = parts.algorithm
     run = ServedRun(
@@ -84,7 +84,7 @@ def test_pefll_over_connections_that_are_cut_every_40_kilobytes(tiny_root: Path,
         thread.start()
     try:
         aggregator.wait_for([entry.id for entry in dataset.manifest.clients], 60, workers=2)
-        assemble.loop(parts, aggregator, folder("cut"), LoopHooks(RunObserver())).run()
+        loops.loop(parts, aggregator, folder("cut"), LoopHooks(RunObserver())).run()
     finally:
         stop.set()
         for thread in threads:

@@ -111,7 +111,11 @@ def test_noise_of_clients_with_workers_is_secret_and_a_replay_says_that_it_canno
     packed: Path, experiment: Path, tmp_path: Path
 ) -> None:
     privacy = "{clip: 0.5, noise_multiplier: 1.0, delta: 1e-3, sampling: fixed, noise: distributed}"
-    keys = (f"federation.privacy={privacy}", "federation.secure_aggregation={signatures: none}", "algorithm.weighting=uniform")
+    keys = (
+        f"federation.privacy={privacy}",
+        "federation.secure_aggregation={signatures: none}",
+        "algorithm.weighting=uniform",
+    )
     sizes = ("federation.clients_per_round=3", "federation.min_clients=3")
     e, cohort = of(experiment, *keys, *sizes), range(3)
     noise = []

@@ -29,7 +29,7 @@ from fedloom.models.quadratic import Quadratic
 from fedloom.models.registry import LogisticSettings, QuadraticSettings
 from fedloom.reporting.report import write_report
 from fedloom.reporting.run_results import read_results
-from fedloom.runner import assemble, results
+from fedloom.runner import assemble, loops, results
 from fedloom.runs.folder import RunFolder
 
 
@@ -130,7 +130,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     folder.write("partition.json", dataset.manifest.to_json())
     folder.write_json("environment.json", {"a": 1})
 
-    loop = assemble.loop(parts, assemble.in_process(parts, dataset, folder), folder, LoopHooks(Silent()))
+    loop = loops.loop(parts, assemble.in_process(parts, dataset, folder), folder, LoopHooks(Silent()))
     summary = results.conclude(parts, loop, loop.run(), 1.0)
     text = json.dumps(summary, allow_nan=False)
     assert json.loads(text)["seen"]["accuracy_mean"] is None

@@ -14,7 +14,7 @@ from torch import nn
 from fedloom import experiment as experiments
 from fedloom.federation.loop import Loop
 from fedloom.federation.loop_config import LoopHooks
-from fedloom.runner import assemble
+from fedloom.runner import assemble, loops
 from fedloom.runs.folder import RunFolder
 
 
@@ -41,7 +41,7 @@ def loop(
     parts, run = assemble.make_parts(e, dataset.manifest), RunFolder(folder / "run")
     run.make(e.resolved_yaml())
     run.write("partition.json", dataset.manifest.to_json())
-    return assemble.loop(parts, assemble.in_process(parts, dataset, run), run, LoopHooks(Silent()))
+    return loops.loop(parts, assemble.in_process(parts, dataset, run), run, LoopHooks(Silent()))
 
 
 def normalized() -> nn.Module:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +18,8 @@ from fedloom.errors import DataError, ExperimentError, InterruptedRun, argument
 from fedloom.federation.private_sums import Draw, PrivateSums, everyone
 from fedloom.federation.randomness import generator
 from fedloom.federation.releases import Releases
+from fedloom.federation.round_config import RoundConfig
 from fedloom.federation.states import Versions
-from fedloom.federation.summation import Summation
 from fedloom.federation.transport import TRAIN, Call, ConversationKey, Lost, Transport
 from fedloom.messages import Message, Metrics, Replies, Shapes, SummedMetrics, stack
 from fedloom.privacy.accounting import Release
@@ -35,32 +33,6 @@ OUT_OF_RANGE = "value out of range"
 
 class TooFewReplies(Exception):
     """Fewer clients than ``federation.min_replies`` answered an exchange, which ends the attempt."""
-
-
-@dataclass(frozen=True)
-class RoundConfig:
-    """Settings that apply to every conversation of a run."""
-
-    seed: int
-    clients_per_round: int
-    deadline_s: float
-    min_replies: int
-    shapes: Mapping[type[Message], Mapping[str, tuple[int, ...]]]
-    stop: threading.Event
-    judge: Callable[[str, Message], str | None]
-    """Returns why the values of a client's well-formed answer are implausible; None if they are plausible."""
-    states: Callable[[Sequence[str]], tuple[Versions, ...]] | None = None
-    """Returns the versions that clients start from now, for methods with client states."""
-    releases: Releases | None = None
-    """Record of private answers, updated before they are requested."""
-    summation: Summation | None = None
-    """Answers of which only sums are made; None if every answer is used as it is."""
-    sums_metrics: bool = False
-    """True if the clients' metrics are summed securely."""
-    noisy_steps: Callable[[str, str], Mapping[Release, int]] | None = None
-    """Returns the releases of a client's noisy steps in a conversation of a purpose, for privacy of examples."""
-    private: PrivateSums | None = None
-    """Draws and noise of training, if clients are private."""
 
 
 class RemoteCohort:

@@ -11,12 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from fedloom.errors import DataError
 from fedloom.reporting.audit_file import AuditFile
+from fedloom.reporting.claim_file import ClaimFile, Count, Number
 from fedloom.runs.files import AUDIT
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Number = Annotated[float, Field(gt=-1e15, lt=1e15)]
 Matrix = list[list[Count]]
 
 
@@ -171,28 +170,6 @@ class _NewClient(_Part):
     payload_down: Number | None
 
 
-class _Guarantee(_Part):
-    epsilon: Number | None
-    because: str | None = None
-
-
-class _Claim(_Part):
-    unit: str
-    neighbouring: str
-    mechanism: str
-    clip: Number
-    noise_multiplier: Number
-    sampling: list[str]
-    sums: Count
-    delta: Number
-    epsilon: Number | None
-    to_readers: _Guarantee
-    to_aggregator: _Guarantee
-    covers: list[str]
-    noise: str
-    statement: list[str]
-
-
 class _Summary(_Groups):
     name: str
     algorithm: str
@@ -210,7 +187,7 @@ class _Summary(_Groups):
     communication: _Traffic
     duration_s: Number
     client_steps_per_s: Number | None
-    training_privacy: _Claim | None = None
+    training_privacy: ClaimFile | None = None
     ended_by: str | None = None
 
     @model_validator(mode="before")

@@ -37,7 +37,7 @@ from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictors, predictor_of
-from fedloom.runner import assemble
+from fedloom.runner import assemble, loops
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.audit import CONFIDENCE, PARTITION_FOLDER, RUN_FOLDER, claim_of, delta_asked, keep_audit
 from fedloom.runner.closed_run import run_closed
@@ -238,7 +238,7 @@ def _run_with_examples(
     _write_coins(out, options, seed, coins, [asdict(canary) for canary in canaries])
     done = run_experiment(e, _run_options(out), observer)
     parts, last, trained_on = restore(done.folder, partition=out / PARTITION_FOLDER)
-    first = assemble.evaluator(parts, last.transport, last.folder)  # at the start of the run
+    first = loops.evaluator(parts, last.transport, last.folder)  # at the start of the run
     predictor = "global" if "global" in last.predictors else "personal"
     whole = dataset.described_by(dataclasses.replace(dataset.manifest, **input_fields(parts.manifest.specs)))
     before, after = (_canary_losses(parts, at, trained_on, whole, canaries, predictor) for at in (first, last))

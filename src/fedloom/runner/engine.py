@@ -28,7 +28,7 @@ from fedloom.federation.loop_config import LoopHooks
 from fedloom.federation.monitor import Monitor
 from fedloom.federation.roster import AvailableClients, Roster
 from fedloom.federation.transport import Transport
-from fedloom.runner import assemble, results
+from fedloom.runner import assemble, loops, results
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.constants import check_run_constants, write_constants
 from fedloom.runner.distributed import Serving, ServingSettings, serving
@@ -255,7 +255,7 @@ class Engine:
         *,
         measure_last: bool = True,
     ) -> Loop:
-        """Return the round loop over a transport, with the engine's hooks (:func:`assemble.loop`)."""
+        """Return the round loop over a transport, with the engine's hooks (:func:`loops.loop`)."""
         if self.replay is not None and upto is None and _has_budget(self.experiment):
             upto = self.replay.rounds  # which a budget may have ended
         hooks = LoopHooks(
@@ -265,7 +265,7 @@ class Engine:
             monitor=self.monitor,
             control=self._control,
         )
-        return assemble.loop(
+        return loops.loop(
             parts,
             transport,
             self.folder,

@@ -24,7 +24,7 @@ from fedloom.federation.loop import vocabulary
 from fedloom.federation.served import served_round
 from fedloom.messages import Message
 from fedloom.models.predictors import Predictor, Predictors
-from fedloom.runner import assemble
+from fedloom.runner import assemble, loops
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.personal_model import PersonalModel
 from fedloom.runner.personalization import PersonalizationRequest, is_run
@@ -141,7 +141,7 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
     with torch_threads(parts.experiment.runtime.threads):
         found = Checkpoints(folder.checkpoints).load(check_checkpoint(which))
         transport = assemble.in_process(parts, data, folder, keep, secret=os.urandom(32))
-        loop = assemble.evaluator(parts, transport, folder)
+        loop = loops.evaluator(parts, transport, folder)
         served_round(about, parts.algorithm, loop.server, found)  # raises if the method has nothing for new clients
         loop.server.load(found.state)
         loop.round = found.round

@@ -21,7 +21,7 @@ from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.summary import EvaluationResult, groups, headline_keys
 from fedloom.experiment import Data, Experiment, OwnData
 from fedloom.federation.evaluator import Evaluator
-from fedloom.runner import assemble
+from fedloom.runner import assemble, loops
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.constants import check_run_constants
 from fedloom.runner.results import extra_metrics
@@ -158,7 +158,7 @@ def restore(
     assemble.use_device("cpu", e.runtime.threads)
     parts = assemble.make_parts(e, dataset.manifest, trained_on)
     check_run_constants(folder, parts.setup.model)
-    found = assemble.evaluator(parts, assemble.in_process(parts, dataset, folder), folder)
+    found = loops.evaluator(parts, assemble.in_process(parts, dataset, folder), folder)
     loaded = found.checkpoints.load(which)
     check_fits(loaded, found.server.state, parts.algorithm.name, parts.algorithm.version)
     found.server.load(loaded.state)
