@@ -5,6 +5,7 @@ The cohorts are those of the runs without it, so that each run has a plain one t
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from conformance_kit import ROUNDS, Faulty, Federation, Killed, Spread, same_bits, state
 from torch import Tensor
 
+from fedloom.errors import QuorumError
 from fedloom.federation.sum_messages import STEPS, ConfirmationDelivery, Survivors
 from fedloom.federation.transport import Call
 from fedloom.runs.journal import EVALUATED, Attempt
@@ -179,6 +181,22 @@ def test_too_few_end_the_attempt_and_a_fresh_cohort_makes_the_round(tiny: Federa
 def everybody_first(call: Call, row: int) -> bool:
     """Lose all clients of the first attempt."""
     return training(call) and call.key.attempt == 1
+
+
+def test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference(tiny: Federation, summed: str) -> None:
+    """Nobody reveals a share, so the members cannot know that no sum was: they refuse cohorts that differ by two."""
+    secure = disturbed(tiny)
+    last = of_sum(calls_of(secure, "whole"))[-1]
+    loop = secure.loop("late", Faulty(secure.transport("late"), at(last, *last.rows)))
+    with contextlib.suppress(QuorumError):
+        loop.run()
+    first, *later = (attempt for attempt in rounds_of(secure, "late") if attempt.round == AT)
+    assert first.outcome != "done"
+    confirmed, cohorts = set(last.clients), [set(a.conversations[last.key.conversation].clients) for a in later]
+    assert [a.outcome == "done" for a in later] == [cohort == confirmed for cohort in cohorts]
+    assert (loop.round == AT) == (confirmed in cohorts)
+    if loop.round < AT:
+        assert all("reveal" in a.outcome for a in later)
 
 
 @pytest.mark.parametrize("places", [1, 2, 3])

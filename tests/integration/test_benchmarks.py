@@ -23,6 +23,12 @@ BENCHMARKS = Path(__file__).parents[2] / "research" / "benchmarks"
             "models_per_s_20",
             marks=pytest.mark.exhaustive,
         ),
+        pytest.param(
+            "secure_rounds.py",
+            ("cohort", "--clients", "4", "--parameters", "1000"),
+            "cpu_s",
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param("serving.py", ("--seconds", "0.5", "--no-training"), "serve", marks=pytest.mark.exhaustive),
     ],
 )

@@ -58,7 +58,7 @@ class RemoteCohort:
         self._at = 0
         self._alive = list(range(len(clients)))
         self._may_fail = False
-        self._resting: set[int] = set()  # rows that failed an exchange that may fail
+        self._resting: dict[int, str] = {}  # rows that failed an exchange that may fail, with the reasons
         self._record = ConversationRecord(list(clients))
         self._bugs: dict[int, str] = {}  # of rows, of which somebody tells that a bug lost them
         self.failure: Exception | None = None
@@ -177,7 +177,7 @@ class RemoteCohort:
 
     def _lose_resting(self) -> None:
         """Lose the clients that did not answer an exchange that might fail; their next answers need that one."""
-        resting, self._resting = sorted(self._resting), set()
+        resting, self._resting = sorted(self._resting), {}
         for row in resting:
             self._lose(row, "missed an earlier exchange")
 
@@ -231,6 +231,9 @@ class RemoteCohort:
                 f"{pluralize(len(lost), 'client')} failed because of a bug in the method or the model, not their data: "
                 f"{self._bugs[lost[-1].row]}; the traceback is in their worker's log; "
             )
+        if self._resting:
+            row, reason = next(iter(self._resting.items()))
+            return f"{self.clients[row]} failed: {reason}; "
         return "".join(f"{loss.client} was lost: {loss.reason}; " for loss in self._record.lost[-1:])
 
     def _about(self) -> dict[str, int]:
@@ -331,7 +334,7 @@ class RemoteCohort:
 
     def _lose(self, row: int, reason: str, exchange: int | None = None) -> None:
         if self._may_fail:
-            self._resting.add(row)
+            self._resting.setdefault(row, printable(reason, REASON_CHARACTERS))
             return
         self._alive.remove(row)
         at = self._at if exchange is None else exchange
