@@ -70,12 +70,16 @@ class HeldAnswers:
         Signature key of the clients of this process, and knowledge of the others' keys.
     seed
         Seed of clients' noise in a simulation; None takes the operating system's generator.
+    revealed
+        Sums that this process has helped to reveal, also to aggregators before; None for none.
     """
 
-    def __init__(self, summation: Summation, signing: Signing, seed: int | None = None) -> None:
+    def __init__(
+        self, summation: Summation, signing: Signing, seed: int | None = None, revealed: RevealedSums | None = None
+    ) -> None:
         self._summation, self._seed = summation, seed
         self._signing = signing
-        self._revealed = RevealedSums()
+        self._revealed = RevealedSums() if revealed is None else revealed
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
 
     def covers(self, answer: Message) -> bool:

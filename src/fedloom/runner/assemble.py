@@ -34,6 +34,7 @@ from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.inprocess import InProcess
 from fedloom.federation.loop import vocabulary
 from fedloom.federation.randomness import generator
+from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.states import StoredStates
 from fedloom.federation.summation import Summation
 from fedloom.messages import Message, SummedMetrics
@@ -348,12 +349,13 @@ def client_side(
     *,
     secret: bytes | None = None,
     signing: Signing = NO_SIGNING,
+    revealed: RevealedSums | None = None,
 ) -> ClientSide:
     """Return the client side of every conversation; by default it evaluates the predictors.
 
     ``states`` is the folder or URL of the clients' states, shared by all workers of the run. ``secret`` is the key of
     the noise that hides values from the aggregator; None in a simulation, where the seed determines the noise.
-    ``signing`` are the signatures of keys in secure sums.
+    ``signing`` are the signatures of keys in secure sums, and ``revealed`` the sums that this process helped to reveal.
 
     Raise ExperimentError if the method keeps client states and ``states`` is None.
     """
@@ -387,7 +389,7 @@ def client_side(
         start_afresh=e.federation.lost_state == "afresh",
         secret=secret,
         augment=augmentation(e.data.augment, dataset.manifest.normalization),
-        held=None if parts.summation is None else HeldAnswers(parts.summation, signing, noise_seed),
+        held=None if parts.summation is None else HeldAnswers(parts.summation, signing, noise_seed, revealed),
         examples=ExamplePrivacy.of(e.federation.privacy),
     )
     return ClientSide(

@@ -20,6 +20,7 @@ from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError, RefusedError, argument
 from fedloom.experiment import Experiment, OwnData
 from fedloom.federation.measuring import MeasuringSession
+from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.roster import Member
 from fedloom.privacy.settings import SecureAggregation
 from fedloom.runner import assemble
@@ -98,6 +99,7 @@ class Worker:
         self._device = assemble.use_device(options.device, options.threads)
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = os.urandom(32) if isinstance(self._serves, OwnDataProvider) else None
+        self._revealed = RevealedSums()  # of this process, whatever aggregator it serves
         self._introduction = Introduction(
             worker=name,
             clients=self._serves.clients,
@@ -131,15 +133,29 @@ class Worker:
         )
         shared = experiments.from_shared_json(told["experiment"], runtime=runtime)
         secure = shared.federation.secure_aggregation
+        measures = isinstance(self._serves, OwnDataProvider) and told.get("normalization", "") is None
         if options.only_sums:
             check_only_sums(secure)
+            if measures:
+                raise RefusedError(
+                    "the aggregator asks for sums of this worker's inputs as they are (data.own.normalization: "
+                    f"measured), and this worker has {argument('only_sums')}; normalization must be given"
+                )
         signing = signing_of(None if secure is None else secure.signatures, options.trust)
-        if isinstance(self._serves, OwnDataProvider) and "normalization" in told and told["normalization"] is None:
+        if isinstance(self._serves, OwnDataProvider) and measures:
             return self._serves.measuring(shared)
         dataset = self._serves.dataset(shared, told)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts.setup.model, _digests(told), "the aggregator's model")
-        return assemble.client_side(parts, dataset, self._device, options.states, secret=self._secret, signing=signing)
+        return assemble.client_side(
+            parts,
+            dataset,
+            self._device,
+            options.states,
+            secret=self._secret,
+            signing=signing,
+            revealed=self._revealed,
+        )
 
 
 def check_only_sums(secure: SecureAggregation | None) -> None:
