@@ -25,6 +25,7 @@ from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.pefll import PEFLL
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.inputs import single
+from fedloom.data.manifest import Manifest
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.federation.evaluator import Evaluator
 from fedloom.federation.randomness import generator
@@ -37,7 +38,7 @@ from fedloom.runner.trained import restore
 from fedloom.storage.folder import write_atomically
 
 DELTA = 1e-5
-EPSILONS = (math.inf, 8.0, 2.0, 1.0, 0.5)
+EPSILONS = (math.inf, 8.0, 4.0, 2.0, 1.0, 0.5)
 CLIPS = (0.4, 0.6, 0.8, 1.0, 1.25)
 FEW = 100
 """Number of images of a client with few; the other size is all of its images."""
@@ -49,6 +50,11 @@ class Fewer:
 
     def __init__(self, dataset: FederatedDataset, most: int) -> None:
         self._dataset, self._most = dataset, most
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the whole data set."""
+        return self._dataset.manifest
 
     def client(self, name: str) -> ClientData:
         """Return the data of one client."""
