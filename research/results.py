@@ -28,6 +28,7 @@ import pages_pefll_fashion
 import pages_pfedbayes
 import pages_private
 import pages_quickstart
+import pages_training_privacy
 import pages_vowel
 import pages_wga
 from matplotlib.figure import Figure
@@ -97,6 +98,13 @@ PAGES = {
         pages_quickstart.COLUMNS,
         searches=pages_quickstart.SEARCHES,
         more=pages_quickstart.measured_too,
+    ),
+    "training-privacy": Page(
+        pages_training_privacy.tables,
+        pages_training_privacy.FIGURES,
+        pages_training_privacy.COLUMNS,
+        searches=pages_training_privacy.SEARCHES,
+        more=pages_training_privacy.cost,
     ),
     "vowel": Page(pages_vowel.tables, columns=pages_vowel.COLUMNS),
     "wga": Page(
