@@ -12,7 +12,7 @@ from summaries import Evaluation, Runs, difference, last, read, spread, table
 
 from fedloom.experiment.loading import of_run
 from fedloom.reporting.drawing import FULL
-from fedloom.runner.privacy_cost import PrivacyQuestion, privacy_cost
+from fedloom.runner.privacy_cost import PrivacyQuestion, cost_of
 from fedloom.runs.files import EXPERIMENT
 from fedloom.runs.folder import RunFolder
 
@@ -54,7 +54,7 @@ def cost(folder: Path) -> dict[str, float]:
     experiment = of_run(files.text(EXPERIMENT), str(folder / EXPERIMENT))
     if experiment.federation.privacy is None:
         return {}
-    found = privacy_cost(experiment, PrivacyQuestion(clients=files.json("summary.json")["seen"]["clients"]))
+    found = cost_of(experiment, PrivacyQuestion(clients=files.json("summary.json")["seen"]["clients"]))
     return {
         "noise_multiplier": float(f"{found.noise_multiplier:.4g}"),
         "parameters": float(found.parameters),

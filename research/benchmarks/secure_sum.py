@@ -28,7 +28,7 @@ from common import describe, machine, table, write_json
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedloom.security.masks import decode, encode
+from fedloom.security.masks import from_integers, to_integers
 from fedloom.security.secure_sum import REVEALED_BYTES, SecureSumAggregator, SecureSumMember
 from fedloom.security.signing import KeySigner, KeyVerifier, NoSigner, NoVerifier, RegisteredKey
 from fedloom.security.sum_keys import TAG_BYTES, agree
@@ -99,7 +99,7 @@ def hold(n: int, degree: int, d: int, dropped: int, *, signed: bool = False) -> 
     for i in np.flatnonzero(alive).tolist():
         values = rng.uniform(-BOUND, BOUND, d).astype(np.float32)
         exact += values
-        integers = members("encode", encode, values, BOUND, n, 32)
+        integers = members("encode", to_integers, values, BOUND, n, 32)
         masked = members("mask", clients[i].mask, integers, shares[i], present[i])
         aggregator("add", server.add, i, masked)
     survivors, receipts = aggregator("survivors", server.survivors)
@@ -110,7 +110,7 @@ def hold(n: int, degree: int, d: int, dropped: int, *, signed: bool = False) -> 
     for i in np.flatnonzero(alive).tolist():
         revealed[i] = members("unmask", clients[i].unmask, confirmations[i])
     total = aggregator("sum", server.sum, revealed, alive)
-    error = float(np.abs(decode(total, BOUND, n, 32) - exact).max())
+    error = float(np.abs(from_integers(total, BOUND, n, 32) - exact).max())
     sent = sum(a.nbytes for a in (*said[0], shared[0], masked.values, masked.receipts, confirmed[0], revealed[0]))
     received = sum(a.nbytes for a in (roster, near[0], shares[0], present[0], survivors, receipts[0], confirmations[0]))
     return Outcome(members, aggregator, error, sent, received)

@@ -18,8 +18,8 @@ from fedloom.privacy.accounting import (
     delta_of,
     epsilon_bound,
     epsilon_of,
-    gaussian,
-    neighbours,
+    gaussian_release,
+    neighbouring_relation,
     noise_multiplier_for,
     rounds_within,
     sampled,
@@ -83,9 +83,9 @@ def test_sampling_never_costs_more_than_none() -> None:
 @pytest.mark.parametrize("z", [0.6, 2.0, 30.0])
 @pytest.mark.parametrize("rounds", [1, 40])
 def test_epsilon_without_sampling_is_exact(z: float, rounds: int) -> None:
-    for release in (gaussian(z), sampled("poisson", 10, 10, z), Release(1.0, z, 10, 10, "poisson")):
+    for release in (gaussian_release(z), sampled("poisson", 10, 10, z), Release(1.0, z, 10, 10, "poisson")):
         assert epsilon_of({release: rounds}, 1e-5) == pytest.approx(gaussian_epsilon(z, 1e-5, rounds), rel=1e-6)
-    assert noise_multiplier_for(2.0, 1e-5, gaussian(1.0), rounds) == pytest.approx(
+    assert noise_multiplier_for(2.0, 1e-5, gaussian_release(1.0), rounds) == pytest.approx(
         noise_multiplier(2.0, 1e-5, rounds), rel=2e-3
     )
 
@@ -94,7 +94,7 @@ def test_sampling_hides_nothing_from_who_knows_the_cohort() -> None:
     known = poisson(3.0).without_sampling()
     assert epsilon_of({known: 20}, 1e-5) == pytest.approx(gaussian_epsilon(3.0, 1e-5, 20), rel=1e-6)
     replaced = without_replacement(3.0).without_sampling()
-    assert neighbours({replaced: 1}) == "replace-one"
+    assert neighbouring_relation({replaced: 1}) == "replace-one"
     assert epsilon_of({replaced: 20}, 1e-5) == pytest.approx(gaussian_epsilon(1.5, 1e-5, 20), rel=1e-6)
     assert delta_of({replaced: 20}, 3.0) == pytest.approx(gaussian_delta(3.0, 1.5 / math.sqrt(20)))
 
@@ -105,7 +105,7 @@ def test_different_releases_compose() -> None:
     own.compose(dp.PoissonSampledDpEvent(0.05, dp.GaussianDpEvent(1.5)), 200)
     own.compose(dp.PoissonSampledDpEvent(0.02, dp.GaussianDpEvent(1.0)), 100)
     own.compose(dp.GaussianDpEvent(4.0), 3)
-    found = {poisson(1.5): 200, poisson(1.0, 0.02): 100, gaussian(4.0): 3}
+    found = {poisson(1.5): 200, poisson(1.0, 0.02): 100, gaussian_release(4.0): 3}
     assert epsilon_of(found, 1e-5) == pytest.approx(own.get_epsilon(1e-5), rel=0.01)
     assert delta_of(found, 2.0) == pytest.approx(own.get_delta(2.0), rel=0.02)
     together = epsilon_of(found, 1e-5)
@@ -113,9 +113,9 @@ def test_different_releases_compose() -> None:
 
 
 def test_sums_of_both_kinds_are_accounted_for_replacing_one() -> None:
-    mixed = {without_replacement(12.0): 100, gaussian(20.0): 3}
-    assert neighbours(mixed) == "replace-one"
-    assert neighbours({without_replacement(12.0): 0, gaussian(20.0): 3}) == "add-or-remove-one"
+    mixed = {without_replacement(12.0): 100, gaussian_release(20.0): 3}
+    assert neighbouring_relation(mixed) == "replace-one"
+    assert neighbouring_relation({without_replacement(12.0): 0, gaussian_release(20.0): 3}) == "add-or-remove-one"
     own = dp.rdp.RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
     own.compose(dp.SampledWithoutReplacementDpEvent(900, 45, dp.GaussianDpEvent(6.0)), 100)
     own.compose(dp.GaussianDpEvent(10.0), 3)
@@ -125,10 +125,10 @@ def test_sums_of_both_kinds_are_accounted_for_replacing_one() -> None:
 
 def test_bound_is_fast_and_above() -> None:
     for counts in (
-        {poisson(1.5): 200, poisson(1.0, 0.02): 100, gaussian(4.0): 3},
+        {poisson(1.5): 200, poisson(1.0, 0.02): 100, gaussian_release(4.0): 3},
         {poisson(0.5, 0.001): 3},
-        {without_replacement(12.0): 100, gaussian(20.0): 3},
-        {gaussian(4.0): 3},
+        {without_replacement(12.0): 100, gaussian_release(20.0): 3},
+        {gaussian_release(4.0): 3},
     ):
         exact = epsilon_of(counts, 1e-5)
         assert exact * 0.999 <= epsilon_bound(counts, 1e-5) <= 6 * exact
@@ -160,7 +160,7 @@ def test_no_noise_is_no_privacy() -> None:
 
 
 def test_delta_and_epsilon_are_inverse() -> None:
-    for counts in ({poisson(2.0): 500}, {without_replacement(20.0): 500}, {gaussian(5.0): 3}):
+    for counts in ({poisson(2.0): 500}, {without_replacement(20.0): 500}, {gaussian_release(5.0): 3}):
         epsilon = epsilon_of(counts, 1e-5)
         assert delta_of(counts, epsilon) == pytest.approx(1e-5, rel=0.02)
 
@@ -192,7 +192,7 @@ def test_releases_without_meaning_are_refused(values: tuple[float, float, accoun
 
 def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    assert epsilon_of({gaussian(2.0): 3}, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1e-5, 3))  # needs none
+    assert epsilon_of({gaussian_release(2.0): 3}, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1e-5, 3))  # needs none
     with pytest.raises(ExperimentError) as refused:
         epsilon_of({poisson(1.2345): 7}, 1e-5)
     assert mentions(str(refused.value), "dp-accounting", "fedloom[privacy]")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from fedloom.privacy.accounting import Release, epsilon_of, gaussian, sampled
+from fedloom.privacy.accounting import Release, epsilon_of, gaussian_release, sampled
 from fedloom.privacy.claim import Claim, claim
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.privacy.settings import TrainingPrivacy
@@ -58,15 +58,15 @@ def test_fixed_cohorts_are_accounted_for_replacing_one() -> None:
 def test_examples_of_the_client_that_released_most_count() -> None:
     steps = sampled("poisson", 500, 32, 4.0)
     rare = sampled("poisson", 5000, 32, 4.0)
-    found = made({"a": {steps: 100}, "b": {steps: 300, gaussian(5.0): 2}, "c": {rare: 400}}, of="examples")
-    assert found.epsilon == epsilon_of({steps: 300, gaussian(5.0): 2}, 1e-5)
+    found = made({"a": {steps: 100}, "b": {steps: 300, gaussian_release(5.0): 2}, "c": {rare: 400}}, of="examples")
+    assert found.epsilon == epsilon_of({steps: 300, gaussian_release(5.0): 2}, 1e-5)
     assert found.to_aggregator == found.to_readers
     assert (found.sums, set(found.sampling)) == (302, {"all", "poisson"})
 
 
 def test_releases_about_everyone_count_for_each_client() -> None:
-    found = made({"": {SUM: 10}, "a": {gaussian(3.0): 1}, "b": {}})
-    assert found.epsilon == epsilon_of({SUM: 10, gaussian(3.0): 1}, 1e-5)
+    found = made({"": {SUM: 10}, "a": {gaussian_release(3.0): 1}, "b": {}})
+    assert found.epsilon == epsilon_of({SUM: 10, gaussian_release(3.0): 1}, 1e-5)
 
 
 def test_nothing_is_claimed_without_noise_or_count() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom.errors import DataError, ExperimentError
-from fedloom.security.masks import CHUNK, add_masks, decode, encode, integer_type, key_stream, scale
+from fedloom.security.masks import CHUNK, add_masks, from_integers, integer_type, key_stream, scale, to_integers
 
 BOUNDS = st.floats(1e-30, 1e30)
 
@@ -35,17 +35,17 @@ def test_a_sum_is_right_to_half_a_step_for_each_client(data: st.DataObject, bits
     values[:, 0], values[:, 1] = bound, -bound  # the sums that could wrap
     total = np.zeros(20, integer_type(bits))
     for row in values:
-        encoded = encode(row, bound, clients, bits)
+        encoded = to_integers(row, bound, clients, bits)
         assert encoded.dtype == total.dtype
         total += encoded
     exact = np.array([math.fsum(column) for column in values.T.tolist()])
-    error = np.abs(decode(total, bound, clients, bits) - exact)
+    error = np.abs(from_integers(total, bound, clients, bits) - exact)
     assert (error <= clients * 0.5 / scale(bound, clients, bits) + 1e-15 * np.abs(exact)).all()
 
 
 def test_the_order_of_a_sum_does_not_matter() -> None:
     values = np.random.default_rng(0).normal(size=(30, 100)).clip(-5, 5)
-    encoded = np.stack([encode(row, 5.0, 30, 32) for row in values])
+    encoded = np.stack([to_integers(row, 5.0, 30, 32) for row in values])
     sums = [encoded[order].sum(axis=0, dtype="<u4") for order in (range(30), [*range(30)][::-1])]
     assert np.array_equal(*sums)
 
@@ -54,7 +54,7 @@ def test_the_order_of_a_sum_does_not_matter() -> None:
 @pytest.mark.parametrize("bits", [32, 64])
 def test_values_beyond_the_bound_are_refused(value: float, bits: int) -> None:
     with refusing(DataError, "1"):
-        encode(np.array([0.0, value, 0.5]), 1.0, 10, bits)
+        to_integers(np.array([0.0, value, 0.5]), 1.0, 10, bits)
 
 
 @pytest.mark.parametrize(("bound", "clients"), [(0.0, 3), (-1.0, 3), (math.inf, 3), (math.nan, 3), (1.0, 0)])
@@ -80,4 +80,4 @@ def test_a_mask_is_the_key_stream_of_its_seed(bits: int) -> None:
 def test_vectors_without_values() -> None:
     total = np.zeros(0, "<u4")
     add_masks(total, [(bytes(32), 1)])
-    assert decode(encode(np.zeros(0), 1.0, 3, 32), 1.0, 3, 32).shape == (0,)
+    assert from_integers(to_integers(np.zeros(0), 1.0, 3, 32), 1.0, 3, 32).shape == (0,)

@@ -16,7 +16,7 @@ from fedloom.algorithms.pefll import PEFLL, PeFLLSettings
 from fedloom.errors import DataError, QuorumError, StorageError
 from fedloom.federation.releases import BudgetSpent, Releases, count_releases, count_training_releases
 from fedloom.federation.transport import Call, ConversationKey, Lost
-from fedloom.privacy.accounting import EVERYONE, epsilon_of, gaussian, sampled
+from fedloom.privacy.accounting import EVERYONE, epsilon_of, gaussian_release, sampled
 from fedloom.privacy.gaussian_mechanism import compose
 from fedloom.privacy.tally import Tally
 from fedloom.runner.results import _multiplier
@@ -227,12 +227,12 @@ def test_private_answers_compose_with_noisy_steps_on_the_same_examples(tmp_path:
     releases = Releases(folder, PROMISED, training=Tally(1e-5, unit="examples"))
     releases.tell_steps(KEY, 0, {"a": {a: 15}})
     releases.tell(KEY, 1, ["a", "b"])
-    both = Counter({a: 15, gaussian(2.5): 1})
+    both = Counter({a: 15, gaussian_release(2.5): 1})
     assert releases.training is not None
     assert releases.training.most() == both
     again = Releases(folder, PROMISED, training=Tally(1e-5, unit="examples")).training
     assert again is not None
-    assert again.counts == {"a": both, "b": Counter({gaussian(2.5): 1})}
+    assert again.counts == {"a": both, "b": Counter({gaussian_release(2.5): 1})}
     assert again.epsilon == epsilon_of(both, 1e-5) > epsilon_of({a: 15}, 1e-5)
     of_clients = Releases(folder, PROMISED, training=Tally(1e-5)).training
     assert of_clients is not None

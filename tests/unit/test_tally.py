@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from fedloom.privacy.accounting import EVERYONE, Release, epsilon_of, gaussian, rounds_within, sampled
+from fedloom.privacy.accounting import EVERYONE, Release, epsilon_of, gaussian_release, rounds_within, sampled
 from fedloom.privacy.tally import Tally, fits, largest
 
 SUM = sampled("poisson", 900, 45, 2.0)
@@ -32,7 +32,7 @@ def test_largest_is_that_of_the_client_with_the_largest_epsilon() -> None:
     counts = {
         "many": Counter({steps(5000): 400}),
         "small": Counter({steps(100): 200}),
-        "descriptors": Counter({steps(100): 190, gaussian(20.0): 1}),
+        "descriptors": Counter({steps(100): 190, gaussian_release(20.0): 1}),
     }
     each = {name: epsilon_of(found, 1e-5) for name, found in counts.items()}
     assert largest(counts, 1e-5) == counts[max(each, key=each.__getitem__)]

@@ -386,8 +386,7 @@ def privacy_cost(
         If the experiment is invalid or not private, or a number of clients or examples is missing.
     """
     from fedloom import experiment as experiments
-    from fedloom.runner.privacy_cost import PrivacyQuestion
-    from fedloom.runner.privacy_cost import privacy_cost as cost_of
+    from fedloom.runner.privacy_cost import PrivacyQuestion, cost_of
 
     e = experiments.of(experiment, **with_module(overrides))
     return cost_of(e, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds))

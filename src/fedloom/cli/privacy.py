@@ -42,9 +42,9 @@ def privacy_command(
     from fedloom import experiment as experiments
 
     settings = experiments.load_experiment(experiment, set_ or ())
-    from fedloom.runner.privacy_cost import PrivacyQuestion, privacy_cost
+    from fedloom.runner.privacy_cost import PrivacyQuestion, cost_of
 
-    found = privacy_cost(settings, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds))
+    found = cost_of(settings, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds))
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:

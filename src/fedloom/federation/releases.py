@@ -22,7 +22,7 @@ from fedloom.algorithms.base import Privacy
 from fedloom.core.digests import RESTORE
 from fedloom.errors import DataError
 from fedloom.federation.transport import ConversationKey
-from fedloom.privacy.accounting import EVERYONE, Release, gaussian
+from fedloom.privacy.accounting import EVERYONE, Release, gaussian_release
 from fedloom.privacy.tally import Counts, Tally, Unit
 from fedloom.runs.files import RELEASES
 from fedloom.runs.folder import RunFolder
@@ -99,7 +99,7 @@ class Releases:
         if self.training is not None and self.training.unit == "examples":
             with self._lock:
                 self.training.add(
-                    {client: {gaussian(self.noise_multiplier): n} for client, n in Counter(clients).items()}
+                    {client: {gaussian_release(self.noise_multiplier): n} for client, n in Counter(clients).items()}
                 )
 
     def tell_sum(self, key: ConversationKey, release: Release) -> None:
@@ -221,7 +221,7 @@ def count_releases_about(folder: RunFolder, unit: Unit, *, repeatable: bool = Fa
     counts = {client: Counter(releases) for client, releases in found.counts.items()}
     for client, times in answers.times.items():
         for noise_multiplier, count in times.items():
-            counts.setdefault(client, Counter())[gaussian(noise_multiplier)] += count
+            counts.setdefault(client, Counter())[gaussian_release(noise_multiplier)] += count
     return TrainingReleases(counts, found.is_known and answers.is_known)
 
 

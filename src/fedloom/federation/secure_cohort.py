@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Totals:
+class DecodedSums:
     """Sums over a cohort.
 
     Attributes
@@ -88,7 +88,7 @@ class SecureSum:
         self._signature_bytes = summation.signature_bytes
         self._vector: SumVector
 
-    def gather(self, message: Message, meanwhile: Callable[[], None] | None) -> Totals:
+    def gather(self, message: Message, meanwhile: Callable[[], None] | None) -> DecodedSums:
         """Deliver a message, and return the sums of the answers that stay hidden, of clipped ones with a ``rule``.
 
         Raises
@@ -103,7 +103,7 @@ class SecureSum:
         except QuorumError as error:
             raise self._cohort.ended_by(error) from error
 
-    def _gather(self, message: Message, meanwhile: Callable[[], None] | None) -> Totals:
+    def _gather(self, message: Message, meanwhile: Callable[[], None] | None) -> DecodedSums:
         ready = self._ask(message, AnswerReady, {"ready": (1,)}, meanwhile)
         self._rows = sorted(ready)
         members = tuple(self._cohort.clients[row] for row in self._rows)
@@ -159,10 +159,10 @@ class SecureSum:
                 except RefusedError as error:
                     self._cohort.lose(row, str(error))
 
-    def _totals(self, found: Values, largest: int) -> Totals:
+    def _totals(self, found: Values, largest: int) -> DecodedSums:
         rows = [row for row, there in zip(self._rows, self._survived.tolist(), strict=True) if there]
         weighted = {name: found[name] * summed.weight(largest) for name, summed in self._fields.items()}
-        return Totals({**found, **weighted}, rows, self._vector)
+        return DecodedSums({**found, **weighted}, rows, self._vector)
 
     def _ask(
         self,

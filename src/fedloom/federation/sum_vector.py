@@ -21,7 +21,7 @@ from fedloom.algorithms.sums import STATISTICS, Summed
 from fedloom.errors import DataError
 from fedloom.messages import Message, Quantity
 from fedloom.privacy.settings import SecureAggregation
-from fedloom.security.masks import Bits, Integers, decode, encode, integer_type
+from fedloom.security.masks import Bits, Integers, from_integers, integer_type, to_integers
 from fedloom.security.sum_session import default_degree, default_threshold
 
 STATISTIC_BOUND = 1e9
@@ -117,9 +117,9 @@ class SumVector:
         DataError
             If a value is not finite, or beyond its bound.
         """
-        parts = [encode(values[name].reshape(-1), self.bound(name), clients, self.bits) for name in self.updates]
+        parts = [to_integers(values[name].reshape(-1), self.bound(name), clients, self.bits) for name in self.updates]
         for name in self.statistics:
-            wide = encode(values[name].reshape(-1), self.bound(name), clients, 64)
+            wide = to_integers(values[name].reshape(-1), self.bound(name), clients, 64)
             parts.append(wide if self.bits == 64 else wide.view("<u2").astype("<u4"))
         return np.concatenate(parts)
 
@@ -134,7 +134,7 @@ class SumVector:
             if bits != self.bits:
                 shifts = np.arange(_PARTS, dtype="<u8") * np.uint64(16)
                 part = (part.reshape(-1, _PARTS).astype("<u8") << shifts).sum(axis=1, dtype="<u8")
-            found[name] = decode(part, self.bound(name), clients, bits).reshape(self.shapes[name])
+            found[name] = from_integers(part, self.bound(name), clients, bits).reshape(self.shapes[name])
         return found
 
     def as_bytes(self, vector: Integers) -> Tensor:

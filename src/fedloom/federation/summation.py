@@ -17,7 +17,7 @@ from fedloom.algorithms.sums import STATISTICS, SummedFields, learned_fields
 from fedloom.federation.clipping import BIT, Values, bit_of, changes_of, noisy_names, norm_of, slack_of
 from fedloom.federation.private_sums import Draw, PrivateSums
 from fedloom.federation.private_vector import PrivateVector
-from fedloom.federation.secure_cohort import SecureSum, Totals
+from fedloom.federation.secure_cohort import DecodedSums, SecureSum
 from fedloom.federation.sum_messages import AnswerReady, ClipNotice
 from fedloom.federation.sum_vector import SumVector
 from fedloom.messages import FieldSum, Message, Sums
@@ -115,15 +115,15 @@ class Summation:
             deviation = vector.deviation if isinstance(vector, PrivateVector) else rule.deviation()
             learned = private.noisy(learned, deviation, cohort.key, exchange)
         private.adapt(learned, cohort.draw.expected)
-        return self._sums(cohort, answer, Totals({**totals.values, **learned}, totals.rows), cohort.draw)
+        return self._sums(cohort, answer, DecodedSums({**totals.values, **learned}, totals.rows), cohort.draw)
 
     def _added(
         self, cohort: RemoteCohort, message: Message, answer: type[Message], meanwhile: Callable[[], None] | None
-    ) -> Totals:
+    ) -> DecodedSums:
         """Return the sums of answers that are known, in cohort order."""
         answers = cohort.exchange(message, answer, cohort.shapes(answer), meanwhile)
         terms = {row: changes_of(answers[row], message, self.fields[answer]) for row in sorted(answers)}
-        return Totals(self._sum_of(terms, cohort, answer), terms.keys())
+        return DecodedSums(self._sum_of(terms, cohort, answer), terms.keys())
 
     def _clipped(
         self,
@@ -132,7 +132,7 @@ class Summation:
         answer: type[Message],
         meanwhile: Callable[[], None] | None,
         rule: ClippedSum,
-    ) -> Totals:
+    ) -> DecodedSums:
         """Return the sums of answers that are known and clipped; an answer beyond the clipping norm is refused."""
         fields, shapes = self.fields[answer], cohort.shapes(answer)
         if rule.count_noise is None:
@@ -151,7 +151,7 @@ class Summation:
             exact = {name: value * factor if name in names else value for name, value in values.items()}
             terms[row] = {**exact, **bit_of(norm < rule.clip - slack, rule)}
         cohort.check_replies(len(terms), message)
-        return Totals(self._sum_of(terms, cohort, answer), terms.keys())
+        return DecodedSums(self._sum_of(terms, cohort, answer), terms.keys())
 
     def _sum_of(self, terms: Mapping[int, Values], cohort: RemoteCohort, answer: type[Message]) -> Values:
         """Return the weighted sum of each field over rows in order, zeros without any."""
@@ -163,7 +163,7 @@ class Summation:
                 found[name] += value * weight
         return found
 
-    def _sums(self, cohort: RemoteCohort, answer: type[Message], totals: Totals, draw: Draw | None) -> Sums[Any]:
+    def _sums(self, cohort: RemoteCohort, answer: type[Message], totals: DecodedSums, draw: Draw | None) -> Sums[Any]:
         """Return what the server gets; means of private sums divide by the expected size of the cohort."""
         rows, fields, sums = totals.rows, self.fields[answer], {}
         quantities = {field.name: field.quantity for field in answer.fields()}

@@ -103,12 +103,12 @@ def check_accountant() -> None:
     _package()
 
 
-def gaussian(noise_multiplier: float) -> Release:
+def gaussian_release(noise_multiplier: float) -> Release:
     """Return the release of a Gaussian mechanism on all data, as of a client's descriptor."""
     return Release(1.0, noise_multiplier, None, None, "all")
 
 
-def neighbours(counts: Mapping[Release, int]) -> Literal["add-or-remove-one", "replace-one"]:
+def neighbouring_relation(counts: Mapping[Release, int]) -> Literal["add-or-remove-one", "replace-one"]:
     """Return the relation between neighbouring data sets for which these releases are accounted."""
     is_fixed = any(release.sampling == "fixed" and count for release, count in counts.items())
     return "replace-one" if is_fixed else "add-or-remove-one"
@@ -143,7 +143,7 @@ def delta_of(counts: Mapping[Release, int], epsilon: float) -> float:
     exact = _without_sampling(found)
     if exact == 0 or _all_known(found):
         return gaussian_delta(epsilon, exact)
-    if neighbours(counts) == "replace-one":
+    if neighbouring_relation(counts) == "replace-one":
         by_renyi, _ = _rdp_package().compute_delta(_ORDERS, _renyi(found), epsilon)
         return min(gaussian_delta(epsilon, exact), float(by_renyi))
     return min(gaussian_delta(epsilon, exact), float(_loss(found).get_delta_for_epsilon(epsilon)))
@@ -216,7 +216,7 @@ def _epsilon(counts: _Counts, delta: float) -> float:
     if _all_known(counts):
         return gaussian_epsilon(exact, delta)
     renyi = epsilon_bound(dict(counts), delta)
-    if neighbours(dict(counts)) == "replace-one" or renyi > _HUGE:
+    if neighbouring_relation(dict(counts)) == "replace-one" or renyi > _HUGE:
         return renyi
     return min(renyi, float(_loss(counts).get_epsilon_for_delta(delta)))
 
@@ -227,7 +227,7 @@ def _all_known(counts: _Counts) -> bool:
 
 def _without_sampling(counts: _Counts) -> float:
     """Return the multiplier of one Gaussian mechanism that reveals as much as all releases would without sampling."""
-    replaced = neighbours(dict(counts)) == "replace-one"
+    replaced = neighbouring_relation(dict(counts)) == "replace-one"
     zs = [release.noise_multiplier / (2 if replaced else 1) for release, _ in counts]
     if 0 in zs:
         return 0.0
@@ -236,7 +236,7 @@ def _without_sampling(counts: _Counts) -> float:
 
 def _renyi(counts: _Counts) -> Any:
     """Return the Rényi divergences of all releases at ``_ORDERS``."""
-    replaced = neighbours(dict(counts)) == "replace-one"
+    replaced = neighbouring_relation(dict(counts)) == "replace-one"
     total: Any = 0.0
     for release, count in counts:
         if replaced:

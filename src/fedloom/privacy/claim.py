@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fedloom.core.words import pluralize
-from fedloom.privacy.accounting import Release, epsilon_of, neighbours
+from fedloom.privacy.accounting import Release, epsilon_of, neighbouring_relation
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.tally import Counts, largest
 
@@ -143,7 +143,7 @@ def claim(
         aggregator = _reading(known, settings.delta, unknown, amplified=False)
     found = Claim(
         unit=settings.of,
-        neighbouring=neighbours(worst),
+        neighbouring=neighbouring_relation(worst),
         mechanism="discrete-gaussian" if settings.noise == "distributed" else "gaussian",
         clip=settings.clip,
         noise_multiplier=0.0 if math.isinf(noise_multiplier) and not worst else noise_multiplier,

@@ -171,7 +171,7 @@ def _sections(run: RunFolder) -> list[PageSection]:
     if report_results.has_classes(run) and (run.path / "confusion.csv").exists():
         parts["Client by client"] = report_classes.each_client
     if run.has(AUDIT):
-        parts["Privacy audit"] = report_audit.audit
+        parts["Privacy audit"] = report_audit.audit_parts
     if report_setup.summary_of(run).get("training_privacy") is not None:
         parts["Privacy"] = report_setup.privacy
     if report_setup.method(run).pairs:

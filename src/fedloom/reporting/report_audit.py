@@ -12,7 +12,7 @@ from fedloom.runs.files import AUDIT
 from fedloom.runs.folder import RunFolder
 
 
-def audit(run: RunFolder) -> tuple[Part, ...]:
+def audit_parts(run: RunFolder) -> tuple[Part, ...]:
     """Return a part for each attack in ``audit.json``."""
     document = run.json(AUDIT)
     parts = []

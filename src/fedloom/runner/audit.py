@@ -70,7 +70,7 @@ def audit_run(
         raise ExperimentError(f"{argument('client')} needs {argument('invert')}.", key="client")
     with torch_threads(1):  # restores the number of threads, which is changed inside
         parts, loop, dataset = restore(folder.path, checkpoint, _own_partition(folder), data)
-        found = {"membership": _membership(parts, loop, dataset, delta_of(folder))}
+        found = {"membership": _membership(parts, loop, dataset, claimed_delta(folder))}
         if invert:
             found["inversion"] = inversion_document(parts, dataset, client)
     return keep_audit(folder, found)
@@ -100,7 +100,7 @@ def claim_of(folder: RunFolder) -> dict[str, Any] | None:
     return {"of": told["unit"], "epsilon": told["epsilon"], "delta": told["delta"]}
 
 
-def delta_of(folder: RunFolder) -> float:
+def claimed_delta(folder: RunFolder) -> float:
     """Return the δ at which a run is audited: its claim's, its experiment's, or :data:`DELTA`."""
     claim = claim_of(folder)
     return delta_asked(folder.experiment()) if claim is None else float(claim["delta"])

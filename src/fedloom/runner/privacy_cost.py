@@ -136,7 +136,7 @@ class PrivacyCost:
         return asdict(self) | {"by_rounds": [asdict(at) for at in self.by_rounds], "statement": list(self.statement)}
 
 
-def privacy_cost(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
+def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
     """Return what the privacy of an experiment's training costs; nothing is trained, and no data are needed.
 
     Raises

@@ -63,7 +63,7 @@ def scale(bound: float, clients: int, bits: int) -> float:
     return math.ldexp(1.0, exponent)
 
 
-def encode(values: NDArray[np.floating[Any]], bound: float, clients: int, bits: int) -> Integers:
+def to_integers(values: NDArray[np.floating[Any]], bound: float, clients: int, bits: int) -> Integers:
     """Return values as fixed-point integers, rounded to the nearest step.
 
     The error of each value is at most half a step, ``0.5 / scale(bound, clients, bits)``, and the error of a sum of n
@@ -101,10 +101,10 @@ def encode(values: NDArray[np.floating[Any]], bound: float, clients: int, bits: 
     return integers if bits == 64 else integers.astype(integer_type(bits))  # modulo 2^bits
 
 
-def decode(total: Integers, bound: float, clients: int, bits: int) -> NDArray[np.float64]:
+def from_integers(total: Integers, bound: float, clients: int, bits: int) -> NDArray[np.float64]:
     """Return a sum of encoded values as floating-point numbers, shape [d].
 
-    ``bound``, ``clients`` and ``bits`` are those of :func:`encode`; ``clients`` counts all that could have been in the
+    ``bound``, ``clients`` and ``bits`` are those of :func:`to_integers`; ``clients`` counts all that could be in the
     sum, not those that were.
     """
     signed = np.asarray(total, integer_type(bits)).view("<i4" if bits == 32 else "<i8")

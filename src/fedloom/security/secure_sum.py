@@ -49,7 +49,7 @@ from fedloom.security.shamir import SHARE_BYTES, combine, correct, random_secret
 from fedloom.security.sum_keys import (
     PUBLIC_BYTES,
     TAG_BYTES,
-    Pair,
+    PairSecrets,
     advertisement,
     agree,
     commitment,
@@ -307,7 +307,7 @@ class SecureSumMember:
                 row[:] = np.frombuffer(bytes([OF_SEEDS]) + held[SHARE_BYTES:], np.uint8)
         return revealed
 
-    def _each(self, rows: Bytes) -> Iterator[tuple[Pair, Bytes]]:
+    def _each(self, rows: Bytes) -> Iterator[tuple[PairSecrets, Bytes]]:
         """Return each neighbour's secrets and row; rows beyond are not used, where members are missing."""
         return zip(self._pairs, rows, strict=False)
 

@@ -34,7 +34,7 @@ _ONCE = bytes(12)
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairSecrets:
     """Secrets of two neighbours, from the side of one of them, u; the other is v.
 
     Attributes
@@ -73,7 +73,7 @@ class Pair:
         return hmac.digest(self.confirm_key, sender.to_bytes(4, "big") + survivors, "sha256")[:TAG_BYTES]
 
 
-def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v: int) -> Pair:
+def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v: int) -> PairSecrets:
     """Return the secrets that row u, whose private key this is, shares with row v.
 
     Raise RefusedError if the public key is not valid.
@@ -87,15 +87,15 @@ def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v
     seed, confirm, up, down = (keys[i : i + 32] for i in range(0, 128, 32))  # up: from the lower row to the upper
     receipt_up, receipt_down = keys[128:144], keys[144:]
     if u == lower:
-        return Pair(seed, +1, up, down, receipt_up, receipt_down, confirm)
-    return Pair(seed, -1, down, up, receipt_down, receipt_up, confirm)
+        return PairSecrets(seed, +1, up, down, receipt_up, receipt_down, confirm)
+    return PairSecrets(seed, -1, down, up, receipt_down, receipt_up, confirm)
 
 
-def stranger() -> Pair:
+def stranger() -> PairSecrets:
     """Return secrets shared with nobody, in place of those with a neighbour whose keys are not known to be its own."""
     secrets = [os.urandom(SEED_BYTES) for _ in range(6)]
     seed, to, since, receipt_to, receipt_from, confirm = secrets
-    return Pair(seed, +1, to, since, receipt_to[:TAG_BYTES], receipt_from[:TAG_BYTES], confirm)
+    return PairSecrets(seed, +1, to, since, receipt_to[:TAG_BYTES], receipt_from[:TAG_BYTES], confirm)
 
 
 def is_public_key(public: bytes) -> bool:

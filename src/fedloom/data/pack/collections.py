@@ -17,7 +17,7 @@ from fedloom.data.pack.columns import read_frame
 from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
 from fedloom.data.pack.items import read_items
 from fedloom.data.pack.saved import saved_splits
-from fedloom.data.pack.tokens import IDS, Tokens, tokenized
+from fedloom.data.pack.tokens import IDS, TokenizedTexts, tokenized
 from fedloom.data.text_column import TextColumn
 from fedloom.errors import DataError, ExperimentError
 
@@ -139,7 +139,7 @@ def _of_lists(
         )
     given: dict[str, RawInputs] = {}
     owners: list[str] = []
-    tokens = Tokens({}, {})
+    tokens = TokenizedTexts({}, {})
     for frame, split in zip(frames, splits, strict=True):
         prefix = "" if split is None else f"{SPLITS[split]}_"
         inputs = {name: _stacked(frame, name, errors.source) for name in lists if name != request.label}
@@ -159,7 +159,7 @@ def _of_lists(
     return examples if request.client is None else replace(examples, owners=tuple(owners))
 
 
-def _tokens(frame: DataFrame, text: TextColumn, errors: ValidationErrors) -> Tokens:
+def _tokens(frame: DataFrame, text: TextColumn, errors: ValidationErrors) -> TokenizedTexts:
     if text.column not in frame.columns:
         raise DataError(f"{errors.source}: there is no column {text.column!r}; the columns are {listed([*frame])}")
     values = frame[text.column]

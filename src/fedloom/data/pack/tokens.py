@@ -27,7 +27,7 @@ IDS, MASK = "input_ids", "attention_mask"
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizedTexts:
     """Tokens of texts.
 
     Attributes
@@ -46,7 +46,7 @@ def tokenized(
     where: Callable[[int], str],
     errors: ValidationErrors,
     own: Own | None = None,
-) -> Tokens:
+) -> TokenizedTexts:
     """Return the tokens of texts, and record texts that are missing, too long or without a token.
 
     Raise ExperimentError if ``transformers`` is not installed; DataError if the folder holds no tokenizer, it cannot
@@ -74,7 +74,7 @@ def tokenized(
         parts.append({name: made[name].astype(np.int64) for name in (IDS, MASK)})
     nothing = np.zeros((0, how.length), dtype=np.int64)
     x = {name or IDS: np.concatenate([nothing, *(part[name or IDS] for part in parts)]) for name in specs}
-    return Tokens({name: x[name or IDS] for name in specs}, specs)
+    return TokenizedTexts({name: x[name or IDS] for name in specs}, specs)
 
 
 def _from(start: int, where: Callable[[int], str]) -> Callable[[int], str]:
