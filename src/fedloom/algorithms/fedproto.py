@@ -85,8 +85,9 @@ class FedProtoServer(base.ServerAlgorithm):
         updates = round.sample().send(PrototypeTrainRequest(**self.state), PrototypeUpdate)
         sums, total = updates.sum(updates.sums), updates.sum(updates.counts)
         there = total > LEAST_COUNT
-        means = sums / torch.where(there, total, 1).to(sums)[:, None]
-        self.state["prototypes"] = torch.where(there[:, None], means, self.state["prototypes"])
+        sums = sums * there[:, None] if updates.is_noisy else sums  # of a class that nobody has, there is only noise
+        kept = self.state["prototypes"] * ~there[:, None]
+        self.state["prototypes"] = (sums + kept) / torch.where(there, total, 1).to(sums)[:, None]
         self.state["known"] = torch.maximum(self.state["known"], there.double())
         return base.statistics_of(updates) | {"classes": float(self.state["known"].sum())}
 
