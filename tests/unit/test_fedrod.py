@@ -165,7 +165,7 @@ class OddModel(MLP):
     """Model of which everything but its outputs is unusual."""
 
     draws, in_bfloat16, needs_labels, has_features = ("torch",), True, False, False
-    needs_whole_batches, least_batch, constrained, predicts_by_batch = True, 2, True, True
+    needs_whole_batches, least_batch, constrained, predicts_by_batch, vmaps_examples = True, 2, True, True, False
     task, constants, unsaved = Regression(), {"scale": torch.ones(1)}, frozenset({"scale"})
 
 

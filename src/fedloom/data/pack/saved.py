@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedloom.core.home import expanded
 from fedloom.data.pack.examples import SPLIT_NAMES, listed
 from fedloom.errors import DataError, ExperimentError
 
@@ -58,7 +59,7 @@ def cached(name: str, subset: str | None = None) -> Path:
         hint = "give OWNER/NAME of a data set in the cache, or a folder saved by datasets (save_to_disk)"
         raise ExperimentError(f"{key}: {name} does not exist", hint=hint, key=key, found=name)
     datasets = library(name)
-    cache = Path(datasets.config.HF_DATASETS_CACHE).expanduser()
+    cache = expanded(datasets.config.HF_DATASETS_CACHE, "HF_DATASETS_CACHE")
     *owner, own_name = name.split("/")
     home = cache / "___".join([*owner, datasets.naming.camelcase_to_snakecase(own_name)])
     found: dict[str, list[Path]] = {}
