@@ -67,19 +67,23 @@ def test_members_know_each_other_by_a_register_of_keys(federation: Federation, t
 
 
 def test_the_aggregator_is_killed_again_and_again_and_goes_on(unsigned: Federation, tmp_path: Path) -> None:
-    """Attempts that it dies in are lost, members stay; the bits are those of its journal's replay."""
-    aggregator = unsigned.aggregator()
+    """Attempts that it dies in are lost, members stay; the bits are those of its journal's replay.
+
+    It waits for all of them: over fewer, they would not help to reveal the sum of a round again.
+    """
+    everyone = ("--set", "federation.min_clients=5")
+    aggregator = unsigned.aggregator(*everyone)
     workers = [unsigned.worker(i, name=f"w{i}") for i in range(5)]
     for _ in range(2):
         until(lambda: unsigned.lines(), "the first evaluation")
         unsigned.more_rounds(2)
         kill(aggregator)
-        aggregator = unsigned.aggregator("--resume")
+        aggregator = unsigned.aggregator("--resume", *everyone)
     unsigned.more_rounds(1)
     aggregator.send_signal(signal.SIGTERM)
     ended(aggregator, 130)
     last = rounds(unsigned.run) + 5
-    ended(unsigned.aggregator("--resume", "--set", f"federation.rounds={last}"), 0)
+    ended(unsigned.aggregator("--resume", *everyone, "--set", f"federation.rounds={last}"), 0)
     for worker in workers:
         ended(worker, 0)
     equal_to_the_replay(unsigned, tmp_path / "again")
