@@ -184,7 +184,7 @@ def everybody_first(call: Call, row: int) -> bool:
 
 
 def test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference(tiny: Federation, summed: str) -> None:
-    """Nobody reveals a share, so the members cannot know that no sum was: they refuse cohorts that differ by two."""
+    """Nobody reveals a share. Members cannot know that no sum was made, and refuse cohorts that differ by two."""
     secure = disturbed(tiny)
     last = of_sum(calls_of(secure, "whole"))[-1]
     loop = secure.loop("late", Faulty(secure.transport("late"), at(last, *last.rows)))

@@ -171,7 +171,7 @@ STEP = sampled("poisson", 27, 8, 2.0)  # each client has 27 examples
 
 
 def visits(run: Path) -> Counter[str]:
-    """How often each client trained, as the journal says."""
+    """Return the number of rounds in which each client trained, from the journal."""
     held = [held.clients for attempt in Journal.read(RunFolder(run)).attempts for held in attempt.conversations]
     return Counter(client for clients in held for client in clients)
 

@@ -266,7 +266,7 @@ def test_noise_has_the_stated_deviation_and_is_divided_by_the_expected_size() ->
 
 
 def test_empty_batches_are_noise_alone() -> None:
-    """Of 200 examples one is expected: a third of the batches is empty, and none of them fails."""
+    """One example of 200 is expected in a batch, so a third of the batches are empty, and none of them fails."""
     c, theta = client("c0", 200), starts(SMALL, 1)
     s, how = LocalSGD(steps=12, batch_size=1, lr=1.0, momentum=0.0), private(1.0, 2.0)
     members = group([c], how)

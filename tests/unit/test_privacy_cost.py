@@ -1,4 +1,4 @@
-"""What the privacy of a training costs before it runs, in Python and on the command line; and the noise for an ε."""
+"""Cost of the privacy of a training before it runs, in Python and on the command line, and the noise for an ε."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a member refuses when a round is repeated."""
+"""Refusals of a member when a round is repeated."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Loop(Evaluator):
         self.extra = extra
         self.best: Best | None = None
         self.ended_by: Literal["rounds", "until", "budget"] | None = None
-        """What ended the rounds; None before their end."""
+        """Reason for which the rounds ended; None before their end."""
         self._evaluated = -1
         self._accounted = (0.0, 0.0)  # end of the last look at the privacy spent, and seconds that it took
         self.after_steps: dict[int, EvaluationResult] = {}

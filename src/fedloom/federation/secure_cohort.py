@@ -83,7 +83,7 @@ class SecureSum:
         rule: ClippedSum | None = None,
     ) -> None:
         self._summation, self._settings, self._cohort, self._answer = summation, settings, cohort, answer
-        self._rule = rule
+        self._rule, self._ask = rule, cohort.exchange
         self._fields = summation.fields[answer]
         self._signature_bytes = summation.signature_bytes
         self._vector: SumVector
@@ -163,17 +163,6 @@ class SecureSum:
         rows = [row for row, there in zip(self._rows, self._survived.tolist(), strict=True) if there]
         weighted = {name: found[name] * summed.weight(largest) for name, summed in self._fields.items()}
         return DecodedSums({**found, **weighted}, rows, self._vector)
-
-    def _ask(
-        self,
-        message: Message,
-        answer: type[Message],
-        shapes: Mapping[str, tuple[int, ...]],
-        meanwhile: Callable[[], None] | None = None,
-        *,
-        may_fail: bool = False,
-    ) -> dict[int, Message]:
-        return self._cohort.exchange(message, answer, shapes, meanwhile, may_fail=may_fail)
 
     def _flags(self, sent: Collection[int]) -> NDArray[np.bool_]:
         """Return the members among these rows of the cohort, bool [n]."""

@@ -134,7 +134,7 @@ def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer
     coins = make_rng(seed, "audit", "coins").random(options.count) < 0.5
     run = _run_with_clients if options.of == "clients" else _run_with_examples
     with torch_threads(e.runtime.threads):
-        folder, scores, told = run(e, options, dataset, out, seed, coins, observer)
+        folder, scores, told = run(_CanaryRun(e, options, dataset, out, seed, coins, observer or RunObserver()))
     claim = claim_of(folder)
     delta = delta_asked(e) if claim is None else float(claim["delta"])
     found = canary_document(scores, coins, delta=delta, confidence=CONFIDENCE)
@@ -168,23 +168,29 @@ def _check(e: Experiment, options: CanaryOptions) -> Experiment:
     return e.model_copy(update={"runtime": runtime})
 
 
-def _write_coins(out: Path, options: CanaryOptions, seed: int, coins: NDArray[np.bool_], names: Sequence[Any]) -> None:
+@dataclass(frozen=True)
+class _CanaryRun:
+    """Run with canaries: what to run, on which data, and the coins ``[m]`` that say which canaries are in."""
+
+    experiment: Experiment
+    options: CanaryOptions
+    dataset: FederatedDataset
+    out: Path
+    seed: int
+    coins: NDArray[np.bool_]
+    observer: RunObserver
+
+
+def _write_coins(audit: _CanaryRun, names: Sequence[Any]) -> None:
     """Keep the coins with the audit; only its owner may read them."""
-    rows = [{"canary": name, "in": bool(coin)} for name, coin in zip(names, coins, strict=True)]
-    content = {"of": options.of, "seed": seed, "canaries": rows}
-    write_private(out / COINS, json.dumps(content, indent=1) + "\n")
+    rows = [{"canary": name, "in": bool(coin)} for name, coin in zip(names, audit.coins, strict=True)]
+    content = {"of": audit.options.of, "seed": audit.seed, "canaries": rows}
+    write_private(audit.out / COINS, json.dumps(content, indent=1) + "\n")
 
 
-def _run_with_clients(
-    e: Experiment,
-    options: CanaryOptions,
-    dataset: FederatedDataset,
-    out: Path,
-    seed: int,
-    coins: NDArray[np.bool_],
-    observer: RunObserver | None,
-) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
+def _run_with_clients(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
     """Run with canary clients; return the run, their scores, and what was done."""
+    e, dataset, options = audit.experiment, audit.dataset, audit.options
     roster, names = len(dataset.manifest.roster), canary_names(dataset, options.count)
     # The part of the clients in a round, which a claim depends on, stays as it was.
     cohort = max(1, round(e.federation.clients_per_round * (roster + options.count) / roster))
@@ -192,10 +198,10 @@ def _run_with_clients(
     parts = assemble.make_parts(e, dataset.manifest)
     size = sent_size(parts.server_algorithm(), parts.algorithm)
     norm = _norm(e) if options.norm is None else options.norm
-    canaries = CanarySet(names, coins, seed, norm)
-    write_with_clients(dataset, out / PARTITION_FOLDER, names, seed)
-    _write_coins(out, options, seed, coins, names)
-    engine = Engine(e, _run_options(out), observer or RunObserver())
+    canaries = CanarySet(names, audit.coins, audit.seed, norm)
+    write_with_clients(dataset, audit.out / PARTITION_FOLDER, names, audit.seed)
+    _write_coins(audit, names)
+    engine = Engine(e, _run_options(audit.out), audit.observer)
     engine.parts = parts = _WithCanaries.of(engine.parts, canaries)
     with engine.opened():
         run_closed(engine)
@@ -223,20 +229,13 @@ def _check_counted(folder: RunFolder, names: Sequence[str]) -> None:
             )
 
 
-def _run_with_examples(
-    e: Experiment,
-    options: CanaryOptions,
-    dataset: FederatedDataset,
-    out: Path,
-    seed: int,
-    coins: NDArray[np.bool_],
-    observer: RunObserver | None,
-) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
+def _run_with_examples(audit: _CanaryRun) -> tuple[RunFolder, NDArray[np.float64], dict[str, Any]]:
     """Run with canary examples; return the run, their scores, and what was done."""
-    canaries = draw_examples(dataset, options.count, seed)
-    write_with_examples(dataset, out / PARTITION_FOLDER, canaries, coins)
-    _write_coins(out, options, seed, coins, [asdict(canary) for canary in canaries])
-    done = run_experiment(e, _run_options(out), observer)
+    dataset, out = audit.dataset, audit.out
+    canaries = draw_examples(dataset, audit.options.count, audit.seed)
+    write_with_examples(dataset, out / PARTITION_FOLDER, canaries, audit.coins)
+    _write_coins(audit, [asdict(canary) for canary in canaries])
+    done = run_experiment(audit.experiment, _run_options(out), audit.observer)
     parts, last, trained_on = restore(done.folder, partition=out / PARTITION_FOLDER)
     first = loops.evaluator(parts, last.transport, last.folder)  # at the start of the run
     predictor = "global" if "global" in last.predictors else "personal"
