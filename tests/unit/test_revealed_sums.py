@@ -33,3 +33,14 @@ def test_two_sets_that_differ_by_enough_are_all() -> None:
     sums.check("a", SUBJECT, ["a", "e", "f", "g"])
     with refusing(RefusedError, "a"):
         sums.check("a", SUBJECT, ["a", "h", "i", "j"])
+
+
+def test_the_oldest_rounds_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.federation.revealed_sums.MOST_IDS", 9)
+    sums = RevealedSums()
+    for round in (1, 2, 3):
+        for client in ("a", "b"):  # of one sum, which is remembered once
+            sums.check(client, (round, "train", "Update"), ["a", "b", "c", "d"])
+    sums.check("a", (1, "train", "Update"), ["a", "b", "c"])
+    with refusing(RefusedError, "a", 3):
+        sums.check("a", (3, "train", "Update"), ["a", "b", "c"])
