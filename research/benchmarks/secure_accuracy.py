@@ -1,6 +1,6 @@
 """Accuracy under secure aggregation beside that of plain averaging, for the same seeds.
 
-    .venv/bin/python research/benchmarks/secure_accuracy.py [--rounds N] [--seeds 1 2 3] [--methods NAME...] [--json FILE]
+    .venv/bin/python research/benchmarks/secure_accuracy.py [--rounds N] [--seeds N] [--methods NAME] [--json FILE]
 
 Five methods on the clients of ``experiments/quickstart.yaml`` with an MLP, in one process. A secure sum is one of
 integers, so every round rounds the mean to a grid of a known step; afterwards training amplifies the difference as it
