@@ -15,7 +15,7 @@ from secure_sum_adversary import Adversary, Lies, attack
 from secure_sums import Session, parameters, total, vectors
 
 from fedloom.errors import QuorumError, RefusedError
-from fedloom.security.secure_sum import OF_SEEDS, OF_SELF_MASK, SecureSumMember
+from fedloom.security.secure_sum import OF_SEEDS, OF_SELF_MASK, SHARED_BYTES, SecureSumMember
 from fedloom.security.signing import KeySigner, KeyVerifier, NoSigner, NoVerifier, RegisteredKey
 from fedloom.security.sum_keys import PUBLIC_BYTES
 
@@ -144,7 +144,7 @@ def test_a_step_answers_one_question() -> None:
     session = Session(parameters(n), vectors(n))
     member = session.members[0]
     with refusing(RefusedError, "mask"):
-        member.mask(session.values[0], np.zeros((n - 1, 112), np.uint8), np.ones(n - 1, bool))
+        member.mask(session.values[0], np.zeros((n - 1, SHARED_BYTES), np.uint8), np.ones(n - 1, bool))
     keys, signatures = session.advertise()
     assert np.array_equal(member.advertise()[0], keys[0])
     assert np.array_equal(member.share(keys, signatures), member.share(keys.copy(), signatures))

@@ -55,13 +55,13 @@ class KeyRoster(Message):
 class EncryptedShares(Message):
     """Answer to step 1: shares for each neighbour."""
 
-    shares: Tensor = rows(Quantity.OTHER)  # [c, k, 112] uint8
+    shares: Tensor = rows(Quantity.OTHER)  # [c, k, 96] uint8
 
 
 class ShareDelivery(Message):
     """Step 2: the neighbours' shares for each member."""
 
-    shares: Tensor = rows(Quantity.OTHER)  # [c, k, 112] uint8
+    shares: Tensor = rows(Quantity.OTHER)  # [c, k, 96] uint8
     present: Tensor = rows(Quantity.OTHER)  # [c, k] uint8
 
 

@@ -1,7 +1,8 @@
 """Fixed-point integers for secure sums, and the streams of masks that hide them.
 
 Integers are taken modulo 2³² or 2⁶⁴, negative ones as two's complement. A sum of them is exact and does not depend on
-order. Masks are AES-256-CTR key streams; each key is used for one stream.
+order. Masks are AES-128-CTR key streams, as hard to tell from random as X25519's secrets (128 bits); each key is used
+for one stream.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Bits: TypeAlias = Literal[32, 64]
 Integers: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """Little-endian uint32 or uint64, values modulo 2³² or 2⁶⁴."""
 
-SEED_BYTES = 32
-"""Length of the seed of a mask."""
+SEED_BYTES = 16
+"""Length of the seed of a mask, an AES-128 key."""
 
 CHUNK = 1 << 20
 """Number of bytes of a mask that are made at a time; they stay in the cache."""
@@ -112,7 +113,7 @@ def from_integers(total: Integers, bound: float, clients: int, bits: int) -> NDA
 
 
 def key_stream(seed: bytes, length: int) -> bytes:
-    """Return the first bytes of the stream of a seed, 32 bytes, that is used for nothing else."""
+    """Return the first bytes of the stream of a seed, 16 or 32 bytes, that is used for nothing else."""
     return Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(length))
 
 
@@ -122,7 +123,7 @@ def add_masks(total: Integers, masks: Iterable[tuple[bytes, int]]) -> None:
     Parameters
     ----------
     masks
-        For each mask its seed, 32 bytes, and its sign: +1 to add it, -1 to subtract it.
+        For each mask its seed, 16 bytes, and its sign: +1 to add it, -1 to subtract it.
     """
     size = min(total.nbytes, CHUNK)
     buffer = memoryview(bytearray(size + 15))  # update_into asks for 15 bytes more than it writes

@@ -148,7 +148,7 @@ class SecureSumMember:
         return self._keys, np.frombuffer(signature, np.uint8)
 
     def share(self, keys: Bytes, signatures: Bytes) -> Bytes:
-        """Return the encrypted shares for each neighbour, uint8 [k, 112]; zeros for one whose keys are not its own.
+        """Return the encrypted shares for each neighbour, uint8 [k, 96]; zeros for one whose keys are not its own.
 
         Parameters
         ----------
@@ -217,7 +217,7 @@ class SecureSumMember:
         values
             uint32 or uint64, as the session's ``bits`` say, shape [d].
         shares
-            Rows of the neighbours' answers to step 1 that are for this member, uint8 [k, 112].
+            Rows of the neighbours' answers to step 1 that are for this member, uint8 [k, 96].
         present
             Neighbours whose rows these are, bool [k].
         """
@@ -371,7 +371,7 @@ class SecureSumAggregator:
         return self._graph.neighbours(row)
 
     def forward_shares(self, shared: Bytes, present: Flags) -> tuple[Bytes, Flags]:
-        """Return what step 1's answers are to each member, uint8 [n, k, 112], and which are there, bool [n, k]."""
+        """Return what step 1's answers are to each member, uint8 [n, k, 96], and which are there, bool [n, k]."""
         self._sharers = present & self._keys.any(axis=1)
         self._enough(self._sharers, "sent shares")
         self._sealed = shared[:, : self._graph.degree, BOX_BYTES:].copy()

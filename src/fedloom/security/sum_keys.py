@@ -83,9 +83,9 @@ def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v
     except ValueError:
         raise RefusedError(f"The key of member {v} is not a valid public key.") from None
     lower, upper = min(u, v), max(u, v)
-    keys = _derive(agreed, transcript, b"pair" + lower.to_bytes(4, "big") + upper.to_bytes(4, "big"), 160)
-    seed, confirm, up, down = (keys[i : i + 32] for i in range(0, 128, 32))  # up: from the lower row to the upper
-    receipt_up, receipt_down = keys[128:144], keys[144:]
+    keys = _derive(agreed, transcript, b"pair" + lower.to_bytes(4, "big") + upper.to_bytes(4, "big"), 144)
+    confirm, up, down = (keys[i : i + 32] for i in range(0, 96, 32))  # up: from the lower row to the upper
+    seed, receipt_up, receipt_down = (keys[i : i + 16] for i in range(96, 144, 16))
     if u == lower:
         return PairSecrets(seed, +1, up, down, receipt_up, receipt_down, confirm)
     return PairSecrets(seed, -1, down, up, receipt_down, receipt_up, confirm)
@@ -93,9 +93,8 @@ def agree(private: X25519PrivateKey, public: bytes, transcript: bytes, u: int, v
 
 def stranger() -> PairSecrets:
     """Return secrets shared with nobody, in place of those with a neighbour whose keys are not known to be its own."""
-    secrets = [os.urandom(SEED_BYTES) for _ in range(6)]
-    seed, to, since, receipt_to, receipt_from, confirm = secrets
-    return PairSecrets(seed, +1, to, since, receipt_to[:TAG_BYTES], receipt_from[:TAG_BYTES], confirm)
+    to, since, confirm = (os.urandom(32) for _ in range(3))
+    return PairSecrets(os.urandom(SEED_BYTES), +1, to, since, os.urandom(TAG_BYTES), os.urandom(TAG_BYTES), confirm)
 
 
 def is_public_key(public: bytes) -> bool:
