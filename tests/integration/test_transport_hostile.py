@@ -524,6 +524,7 @@ def test_what_a_worker_says_of_itself_and_of_its_rows_prints(aggregator, honest,
 @pytest.mark.parametrize(
     ("hello", "code", "facts"),
     [
+        ({"protocol": PROTOCOL - 1}, wire.REFUSAL_CODE_PROTOCOL, (f"protocol {PROTOCOL - 1}", PROTOCOL, "install")),
         ({"protocol": 1}, wire.REFUSAL_CODE_PROTOCOL, ("protocol 1", PROTOCOL, "install", "version")),
         ({"package": "9.9"}, wire.REFUSAL_CODE_PACKAGE, ("9.9", fedloom.__version__)),
         ({"algorithms": {"toy": 3}}, wire.REFUSAL_CODE_ALGORITHM, ("toy", "version 3")),
