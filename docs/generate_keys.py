@@ -99,6 +99,7 @@ def leaving_page(text: str) -> str:
         methods.setdefault(tuple(answers(find_algorithm(name))), []).append(name)
     made = {
         "moments": "\n".join(_leaving_table(moment_tensors())),
+        "summed moments": "\n".join(_leaving_table(moment_tensors(only_summed=True))),
         "answers": "\n\n".join(
             "\n".join([f"**{', '.join(names)}**" + ("" if told else ": nothing"), *_leaving_table(told)])
             for told, names in sorted(methods.items(), key=lambda item: (-len(item[1]), item[1]))

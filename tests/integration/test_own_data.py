@@ -207,7 +207,8 @@ def test_what_would_only_be_summed_is_shown(
     assert code == 0
     rows = [line.rstrip() for line in said.splitlines() if line.rstrip().endswith(("as it is", "in sums only"))]
     assert [line.split()[0] for line in rows if line.endswith("as it is")] == plain
-    assert tells(said, "delta_theta", "SummedMetrics.moments", "masks")
+    assert tells(said, "MomentDigits.squares", "delta_theta", "SummedMetrics.moments", "masks")
+    assert "InputMoments" not in said
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from facts import mentions
 from run_processes import ended, fedloom, rounds, until
-from test_open_federation import EXPERIMENT, GIVEN, Federation, equal_to_the_replay, kill, members
+from test_open_federation import EXPERIMENT, GIVEN, OWN, Federation, equal_to_the_replay, kill, members
+
+from fedloom.data.moments import pooled_normalization
+from fedloom.data.own import OwnClients
+from fedloom.federation.revealed_sums import RECORD
+from fedloom.runs.folder import RunFolder
 
 __all__ = ["members"]
 
@@ -21,6 +27,8 @@ SECURE = (
     .replace("cohort: 2", "cohort: 5")
 )
 
+
+MEASURED = SECURE.replace(f" normalization: {GIVEN},", "").replace("rounds: null", "rounds: 3")
 
 LARGE = SECURE.replace("clients_per_round: 5", "clients_per_round: 25")
 """A cohort with as many neighbours as members insist on."""
@@ -93,7 +101,6 @@ def test_the_aggregator_is_killed_again_and_again_and_goes_on(unsigned: Federati
     ("experiment", "facts"),
     [
         (EXPERIMENT, ()),
-        (SECURE.replace(f" normalization: {GIVEN},", ""), ("normalization",)),
         (SECURE.replace("signatures: keys", "signatures: none"), ()),
         (SECURE.replace("signatures: keys", "signatures: keys, neighbours: 4"), ("neighbours", 4, 20)),
         (LARGE.replace("signatures: keys", "signatures: keys, neighbours: 20, threshold: 11"), ("threshold", 11)),
@@ -112,3 +119,54 @@ def test_a_member_that_gives_only_sums_refuses_other_experiments(
 def test_a_member_without_a_signature_key_says_which_files_it_needs(federation: Federation) -> None:
     federation.aggregator()
     assert mentions(ended(federation.worker(0, name="w0"), 2), "signing.key", "signing-keys.txt", "--credentials")
+
+
+def test_measured_normalization_is_that_of_all_examples_and_restarted_members_remember_it(
+    tmp_path: Path, members: Path
+) -> None:
+    """Members that give only sums reveal their inputs' sums over the same clients, and not over one less."""
+    folders = credentials(tmp_path, *range(5))
+    with contextlib.ExitStack() as processes:
+
+        def serve(run: str, speakers: range) -> tuple[Federation, subprocess.Popen[str], list[subprocess.Popen[str]]]:
+            (tmp_path / run).mkdir()
+            federation = Federation(tmp_path / run, members, processes, MEASURED)
+            states = [
+                ("--credentials", folders[i], "--only-sums", "--states", tmp_path / f"states-{i}") for i in speakers
+            ]
+            workers = [federation.worker(i, name=f"w{i}", more=more) for i, more in zip(speakers, states, strict=True)]
+            everyone = ("--set", f"federation.min_clients={len(speakers)}")
+            return federation, federation.aggregator(*everyone), workers
+
+        first, aggregator, workers = serve("first", range(5))
+        ended(aggregator, 0)
+        for worker in workers:
+            ended(worker, 0)
+        cards = OwnClients.open([members / f"s{i}" for i in range(5)]).cards
+        assert RunFolder(first.run).manifest().normalization == pooled_normalization(
+            OWN.measured, [card.moments for card in cards.values()]
+        )
+        equal_to_the_replay(first, tmp_path / "again")
+
+        fewer, aggregator, workers = serve("fewer", range(4))
+        assert mentions(ended(aggregator, 5), "normalization", "mean", "std")
+        for worker in workers:
+            kill(worker)
+        assert not (fewer.run / "partition.json").exists() or not RunFolder(fewer.run).manifest().normalization.mean
+
+        _, aggregator, workers = serve("same", range(5))
+        ended(aggregator, 0)
+        for worker in workers:
+            ended(worker, 0)
+
+
+def test_a_member_refuses_to_serve_with_a_damaged_record(tmp_path: Path, members: Path) -> None:
+    with contextlib.ExitStack() as processes:
+        federation = Federation(tmp_path, members, processes, UNSIGNED)
+        federation.aggregator()
+        (tmp_path / "states").mkdir()
+        (tmp_path / "states" / RECORD).write_text('{"version": 1}\n')
+        worker = federation.worker(0, name="w0", more=("--states", tmp_path / "states"))
+        assert mentions(ended(worker, 3), RECORD, "remove")
+        federation.worker(1, name="w1", more=("--log", tmp_path / "log"))
+        until(lambda: (tmp_path / "log").exists() and "--states" in (tmp_path / "log").read_text(), "a warning")

@@ -46,7 +46,8 @@ def show_disclosure(options: WorkerOptions, experiment: str | None) -> None:
     for told in announcements(clients, class_counts=options.class_counts):
         typer.echo(f"  {json.dumps(told)}")
     if is_measured(e, clients):
-        _show("\nOnce, if normalization is measured, for training clients", moment_tensors())
+        secure = e is not None and e.federation.secure_aggregation is not None
+        _show("\nOnce, if normalization is measured, for training clients", moment_tensors(only_summed=secure))
     if e is None:
         classes = len(next(iter(clients.cards.values())).classes)
         for name in available():

@@ -86,7 +86,7 @@ def worker(
         str | None,
         typer.Option(
             help="Folder or s3://BUCKET/PREFIX for clients' states, for methods that keep any; every worker must be "
-            "able to access it.",
+            "able to access it. With --data and secure aggregation, a folder also keeps the record of revealed sums.",
             metavar="DIR|URL",
         ),
     ] = None,

@@ -28,12 +28,13 @@ class Moments:
         Number of values of each channel or feature; of several tensors, their sum.
     sum, squares
         Sum and sum of squares of each channel's values (0 ... 255, exact integers) or each feature's or number's
-        (correctly rounded): of the inputs in order, then of regression's targets. Tokens have none.
+        (correctly rounded): of the inputs in order, then of regression's targets. Tokens have none. Of several clients
+        together, exact.
     """
 
     count: int
-    sum: tuple[int | float, ...]
-    squares: tuple[int | float, ...]
+    sum: tuple[int | float | Fraction, ...]
+    squares: tuple[int | float | Fraction, ...]
 
 
 def pixel_sums(pieces: Iterable[NDArray[Any]]) -> list[tuple[int, int, int]]:

@@ -409,7 +409,7 @@ class ClientSide:
                 raise DataError("federation.secure_aggregation is not set here, and the aggregator asks for a sum")
             return held.step(opened.key, row, opened.group.clients[i].id, request.select([row]))
         except FedloomError as error:
-            _log_failure("failed", str(error), request, [opened.group.clients[i].id], False)
+            _log_failure("failed", _why(error), request, [opened.group.clients[i].id], False)
             return _lost(error)
 
     def _next(self, opened: _Open, resume: Callable[[], Message]) -> Message:

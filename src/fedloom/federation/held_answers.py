@@ -16,7 +16,7 @@ from fedloom.errors import DataError, RefusedError
 from fedloom.federation.clipping import Values, changes_of, clipped_answer, clipped_values
 from fedloom.federation.private_sums import clipping_rule, noise_source
 from fedloom.federation.private_vector import PrivateVector
-from fedloom.federation.revealed_sums import RevealedSums
+from fedloom.federation.revealed_sums import RevealedSums, Subject
 from fedloom.federation.sum_messages import (
     AnswerReady,
     ClipNotice,
@@ -72,12 +72,19 @@ class HeldAnswers:
         Seed of clients' noise in a simulation; None takes the operating system's generator.
     revealed
         Sums that this process has helped to reveal, also to aggregators before; None for none.
+    run
+        Digest of what cannot change in a run: two runs with the same one have the same answers.
     """
 
     def __init__(
-        self, summation: Summation, signing: Signing, seed: int | None = None, revealed: RevealedSums | None = None
+        self,
+        summation: Summation,
+        signing: Signing,
+        seed: int | None = None,
+        revealed: RevealedSums | None = None,
+        run: str = "",
     ) -> None:
-        self._summation, self._seed = summation, seed
+        self._summation, self._seed, self._run = summation, seed, run
         self._signing = signing
         self._revealed = RevealedSums() if revealed is None else revealed
         self._held: dict[ConversationKey, dict[int, _Held]] = {}
@@ -162,11 +169,17 @@ class HeldAnswers:
             case Survivors():
                 survived = message.survived.numpy().astype(np.bool_)
                 names = [name for name, there in zip(held.names, survived.tolist(), strict=False) if there]
-                self._revealed.check(client, (key.round, key.purpose, held.vector.answer.__name__), names)
+                self._revealed.check(client, self._subject(key, held.vector.answer), names)
                 return Confirmations(_row(held.member.confirm(survived, message.receipts[0].numpy())))
             case ConfirmationDelivery():
                 return RevealedShares(_row(held.member.unmask(message.tags[0].numpy())))
         raise RefusedError(f"{type(message).__name__} is no step of a secure sum")
+
+    def _subject(self, key: ConversationKey, answer: type[Message]) -> Subject:
+        """Return the subject of a sum; rounds, which the aggregator chooses, do not count where answers are lasting."""
+        if self._summation.is_lasting:
+            return Subject(0, "", answer.__name__)
+        return Subject(key.round, key.purpose, answer.__name__, self._run)
 
     def close(self, key: ConversationKey) -> None:
         """Forget the answers of a conversation."""

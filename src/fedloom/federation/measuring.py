@@ -1,29 +1,57 @@
 """Normalization of inputs in an open federation, measured before round 1 from sums that each client reports once.
 
-The conversation has one exchange and involves no method: the aggregator asks the connected training clients, and
-computes the normalization for all rounds from their answers, in exact arithmetic.
+The conversation involves no method: the aggregator asks the connected training clients, and computes the normalization
+for all rounds from their answers, in exact arithmetic. Under secure aggregation it learns only the exact sums over all
+of them, which give the same normalization, to the bit.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 
 import torch
 from torch import Tensor
 
+from fedloom.algorithms.base import ClientAlgorithm, Conversation
+from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.sums import sums_of
+from fedloom.data.federated import ClientData, Split
 from fedloom.data.input_spec import Normalization
 from fedloom.data.moments import Moments, pooled_normalization
 from fedloom.data.own import ClientCard
 from fedloom.data.requirements import Own
-from fedloom.errors import QuorumError, argument
-from fedloom.federation.states import Versions
+from fedloom.errors import DataError, QuorumError, argument
+from fedloom.federation.client_side import ClientConfig, ClientSide
+from fedloom.federation.cohort import RoundAttempt, TooFewReplies
+from fedloom.federation.held_answers import HeldAnswers
+from fedloom.federation.moment_digits import (
+    SQUARE_DIGITS,
+    SQUARE_SCALE,
+    SUM_DIGITS,
+    SUM_SCALE,
+    from_digits,
+    to_digits,
+)
+from fedloom.federation.revealed_sums import RevealedSums
+from fedloom.federation.round_config import RoundConfig
+from fedloom.federation.sum_messages import VOCABULARY as STEPS_OF_SUMS
+from fedloom.federation.summation import Summation
 from fedloom.federation.transport import Call, ConversationKey, Lost, Transport
 from fedloom.messages import LOSS_LIMIT, Message, Quantity, broadcast, rows
+from fedloom.privacy.settings import SMALLEST_SUM, SecureAggregation
+from fedloom.runs.journal import Attempt
+from fedloom.security.signing import Signing
 
 log = logging.getLogger("fedloom.federation.measuring")
 
-KEY = ConversationKey(0, 0, 0, "measure")
+MEASURE = "measure"
+"""Purpose of the conversation."""
+
+KEY = ConversationKey(0, 0, 0, MEASURE)
 
 
 class MeasureInputs(Message):
@@ -41,6 +69,13 @@ class InputMoments(Message):
     count: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] float64
     sum: Tensor = rows(Quantity.OTHER, "numbers")  # [c, numbers] float64
     squares: Tensor = rows(Quantity.OTHER, "numbers")  # [c, numbers] float64
+
+
+class MomentDigits(Message):
+    """Sums and sums of squares as in :class:`InputMoments`, in digits, of which only sums over clients are known."""
+
+    values: Tensor = rows(Quantity.OTHER, "numbers", SUM_DIGITS)  # [c, numbers, 36] float64
+    squares: Tensor = rows(Quantity.OTHER, "numbers", SQUARE_DIGITS)  # [c, numbers, 54] float64
 
 
 VOCABULARY: Mapping[str, type[Message]] = {cls.__name__: cls for cls in (MeasureInputs, InputMoments)}
@@ -88,57 +123,159 @@ def measured_normalization(
     return pooled_normalization(own.measured, sensible)
 
 
+def securely_measured_normalization(
+    transport: Transport,
+    own: Own,
+    examples: Mapping[str, int],
+    secure: SecureAggregation,
+    *,
+    deadline_s: float,
+    stop: threading.Event,
+    attempt: int,
+) -> Normalization:
+    """Return the normalization over the clients that stay to the end of a secure sum of their moments.
+
+    Parameters
+    ----------
+    examples
+        Numbers of training examples that the clients announced.
+    attempt
+        Number of this sum; each needs a new one.
+
+    Raises
+    ------
+    QuorumError
+        If too few clients stay, or no examples can have these sums.
+    InterruptedRun
+        If ``stop`` is set meanwhile, and clients are missing.
+    """
+    numbers = own.numbers
+    config = RoundConfig(
+        seed=0,
+        clients_per_round=len(examples),
+        deadline_s=deadline_s,
+        min_replies=SMALLEST_SUM,
+        shapes={MomentDigits: {"values": (numbers, SUM_DIGITS), "squares": (numbers, SQUARE_DIGITS)}},
+        stop=stop,
+        judge=lambda client, answer: None,
+        summation=summed_moments(secure),
+    )
+    clients = tuple(examples)
+    with ThreadPoolExecutor(1) as helper:
+        session = RoundAttempt(Attempt(0, attempt), MEASURE, clients, examples, transport, config, helper)
+        cohort = session.everyone()
+        try:
+            sums = cohort.send(MeasureInputs(torch.tensor([float(numbers)], dtype=torch.float64)), MomentDigits)
+        except TooFewReplies as error:
+            raise _not_measured(len(clients), f"the secure sum failed: {error}") from error
+        finally:
+            session.close()
+    summed = [client for client, there in zip(clients, sums.present.tolist(), strict=True) if there]
+    for client in sorted(set(clients) - set(summed)):
+        log.warning("client %s is left out of the normalization: it left before its sums arrived", client)
+    first = from_digits(sums.sum(sums.values).numpy(), SUM_SCALE)
+    second = from_digits(sums.sum(sums.squares).numpy(), SQUARE_SCALE)
+    total = sum(examples[client] for client in summed)
+    if first is None or second is None or not _are_possible(own, first, second, total, len(summed)):
+        raise _not_measured(len(clients), "no examples have these sums, so a client has sent false ones")
+    moments = Moments(total * sum(each.values for each in own.measured), tuple(first), tuple(second))
+    return pooled_normalization(own.measured, [moments])
+
+
+def summed_moments(secure: SecureAggregation) -> Summation:
+    """Return the settings of secure sums of moments; a client's are the same in every run."""
+    return Summation(sums_of(MomentDigits), secure, None, torch.float64, secure.signature_bytes, is_lasting=True)
+
+
+def _not_measured(clients: int, why: str) -> QuorumError:
+    return QuorumError(
+        f"data.own.normalization is measured, and the sums of {clients} clients are not known: {why}",
+        hint=f"continue with {argument('resume')}, or give mean and std",
+        key="data.own.normalization",
+    )
+
+
 def _moments(answer: InputMoments, own: Own, examples: int) -> Moments | None:
     """Return a client's moments; None if they are impossible for this number of examples."""
-    count, first, second = float(answer.count[0, 0]), answer.sum[0].tolist(), answer.squares[0].tolist()
+    count = float(answer.count[0, 0])
+    first, second = (tuple(map(Fraction, sums[0].tolist())) for sums in (answer.sum, answer.squares))
     if count != examples * sum(each.values for each in own.measured):
         return None
+    return Moments(int(count), first, second) if _are_possible(own, first, second, examples) else None
+
+
+def _are_possible(
+    own: Own, first: Sequence[Fraction], second: Sequence[Fraction], examples: int, clients: int = 1
+) -> bool:
+    """Return whether so many examples of so many clients can have these sums and sums of squares."""
     measured = [each for each in own.measured for _ in range(each.numbers)]
+    limit = clients * Fraction(LOSS_LIMIT)
     for total, squares, each in zip(first, second, measured, strict=True):
         values = examples * each.values
-        possible = max(abs(total), squares) <= LOSS_LIMIT
+        possible = max(abs(total), squares) <= limit
         # Cauchy-Schwarz, with tolerance for rounded sums
-        possible = possible and total**2 <= values * squares * (1 + 1e-9)
+        possible = possible and total**2 <= values * squares * Fraction(1 + 1e-9)
         if each.scale != 1:  # pixels, each from 0 to 255
             possible = possible and 0 <= squares <= 255 * total <= 255**2 * values
         if not possible:
-            return None
-    return Moments(int(count), tuple(first), tuple(second))
+            return False
+    return True
 
 
-class MeasuringSession:
-    """Worker side of the measurement, based on its clients' cards (``transport.worker.Session``)."""
+class _MeasuredClients(ClientAlgorithm):
+    """Clients that answer with the moments on their cards; under secure aggregation in digits."""
 
-    def __init__(self, cards: Mapping[str, ClientCard]) -> None:
-        self.vocabulary: Mapping[str, type[Message]] = VOCABULARY
-        self._cards = cards
+    def __init__(self, cards: Mapping[str, ClientCard], secure: bool) -> None:
+        self._cards, self._secure = cards, secure
 
-    def answer(
-        self,
-        key: ConversationKey,
-        exchange: int,
-        rows: Sequence[int],
-        clients: Sequence[str],
-        message: Message,
-        states: Sequence[Versions] = (),
-    ) -> Iterator[tuple[int, Message | Lost]]:
-        """Yield each row's moments."""
-        for row, client in zip(rows, clients, strict=True):
-            if client not in self._cards:
-                yield row, Lost(f"client {client} is not served here")
-                continue
-            moments = self._cards[client].moments
-            if len(moments.sum) != int(message.tensors()["numbers"][0]):
-                yield row, Lost(f"client {client} has no targets to measure")
-                continue
-            yield (
-                row,
-                InputMoments(
-                    torch.tensor([[float(moments.count)]], dtype=torch.float64),
-                    torch.tensor([moments.sum], dtype=torch.float64),
-                    torch.tensor([moments.squares], dtype=torch.float64),
-                ),
+    def open(self, clients: ClientGroup, opening: Message) -> Conversation:
+        """Answer :class:`MeasureInputs`."""
+        (client,) = clients.clients
+        moments = self._cards[client.id].moments
+        if len(moments.sum) != int(opening.tensors()["numbers"][0]):
+            raise DataError(f"client {client.id} has no targets to measure")
+        if self._secure:
+            sums = to_digits(moments.sum, SUM_SCALE, SUM_DIGITS)
+            squares = to_digits(moments.squares, SQUARE_SCALE, SQUARE_DIGITS)
+            yield MomentDigits(torch.from_numpy(sums)[None], torch.from_numpy(squares)[None])
+        else:
+            yield InputMoments(
+                torch.tensor([[float(moments.count)]], dtype=torch.float64),
+                torch.tensor([moments.sum], dtype=torch.float64),
+                torch.tensor([moments.squares], dtype=torch.float64),
             )
+        raise DataError(f"client {client.id} has been measured")
 
-    def close(self, key: ConversationKey) -> None:
-        """Do nothing, since there are no conversations to end."""
+
+def measuring_side(
+    cards: Mapping[str, ClientCard],
+    secure: SecureAggregation | None,
+    signing: Signing,
+    revealed: RevealedSums | None = None,
+) -> ClientSide:
+    """Return the clients' side of the measurement.
+
+    Parameters
+    ----------
+    cards
+        The clients' cards, which have their moments.
+    secure
+        Secure aggregation: the clients' moments are then known in sums only. None without.
+    signing, revealed
+        As for :class:`HeldAnswers`.
+    """
+    held = None if secure is None else HeldAnswers(summed_moments(secure), signing, revealed=revealed)
+
+    def load(client: str) -> ClientData:
+        if client not in cards:
+            raise DataError(f"client {client} is not served here")
+        train, none = (Split(torch.empty(size, 0), None) for size in (cards[client].train, 0))
+        return ClientData(client, train, none, none, 0)
+
+    return ClientSide(
+        _MeasuredClients(cards, secure is not None),
+        {**VOCABULARY, **STEPS_OF_SUMS},
+        load,
+        lambda predictors, clients: MeasureInputs(torch.zeros(1)),
+        ClientConfig(0, held=held),
+    )

@@ -47,6 +47,8 @@ class Summation:
         Length of the signatures of clients' keys.
     clients_per_round
         As in the experiment; only differential privacy uses it.
+    is_lasting
+        True if a client's answers are the same in every round of every run.
     """
 
     fields: SummedFields
@@ -55,6 +57,7 @@ class Summation:
     dtype: torch.dtype = torch.float32
     signature_bytes: int = 1
     clients_per_round: int = 1
+    is_lasting: bool = False
 
     @property
     def scaled(self) -> tuple[str, ...]:

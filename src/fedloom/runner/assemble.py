@@ -43,6 +43,7 @@ from fedloom.models.module_state import digests_of
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runner.evaluation_plan import evaluation_plan
+from fedloom.runner.open_federation import run_digest
 from fedloom.runner.training_privacy import (
     check_private_buffers,
 )
@@ -389,7 +390,9 @@ def client_side(
         start_afresh=e.federation.lost_state == "afresh",
         secret=secret,
         augment=augmentation(e.data.augment, dataset.manifest.normalization),
-        held=None if parts.summation is None else HeldAnswers(parts.summation, signing, noise_seed, revealed),
+        held=None
+        if parts.summation is None
+        else HeldAnswers(parts.summation, signing, noise_seed, revealed, run_digest(e)),
         examples=ExamplePrivacy.of(e.federation.privacy),
     )
     return ClientSide(

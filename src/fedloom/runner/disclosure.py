@@ -15,7 +15,7 @@ from fedloom.errors import ExperimentError, argument
 from fedloom.evaluation.moments import moments_shape
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.measuring import InputMoments
+from fedloom.federation.measuring import InputMoments, MomentDigits
 from fedloom.messages import Metrics, SummedMetrics
 from fedloom.runner import assemble
 from fedloom.runner.open_federation import own_of
@@ -80,11 +80,12 @@ def answers(
     ]
 
 
-def moment_tensors() -> list[DisclosedTensor]:
+def moment_tensors(*, only_summed: bool = False) -> list[DisclosedTensor]:
     """Return the tensors that a client sends, once, when asked for the moments of its inputs."""
+    answer = MomentDigits if only_summed else InputMoments
     return [
-        DisclosedTensor(InputMoments.__name__, field.name, str(field.quantity), field.shape)
-        for field in InputMoments.fields()
+        DisclosedTensor(answer.__name__, field.name, str(field.quantity), field.shape, only_summed)
+        for field in answer.fields()
     ]
 
 

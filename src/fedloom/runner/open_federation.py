@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+from fedloom.core import digests
 from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import Manifest
 from fedloom.data.own import own_manifest, own_normalization
@@ -48,14 +51,7 @@ def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
 
     Raise ExperimentError if the name, seed, model, method or data section differs.
     """
-
-    def fixed(tree: dict[str, object]) -> dict[str, object]:
-        algorithm = tree["algorithm"]
-        assert isinstance(algorithm, dict)
-        kept = {key: tree[key] for key in ("name", "seed", "data", "model")}
-        return {**kept, "algorithm.name": algorithm["name"]}
-
-    before, after = fixed(old), fixed(new)
+    before, after = _fixed(old), _fixed(new)
     changed = [
         f"{key}: the run has {before[key]!r}, found {after[key]!r}" for key in before if before[key] != after[key]
     ]
@@ -64,6 +60,23 @@ def check_changes(old: dict[str, object], new: dict[str, object]) -> None:
             f"{argument('resume')}: these settings cannot change on resume:\n  " + "\n  ".join(changed),
             hint=f"resume with the same, or {NEW_RUN}",
         )
+
+
+def _fixed(tree: dict[str, object]) -> dict[str, object]:
+    """Return the settings that stay the same on resume of an open federation."""
+    algorithm = tree["algorithm"]
+    assert isinstance(algorithm, dict)
+    kept = {key: tree[key] for key in ("name", "seed", "data", "model")}
+    return {**kept, "algorithm.name": algorithm["name"]}
+
+
+def run_digest(experiment: Experiment) -> str:
+    """Return a digest of the settings that stay the same on resume.
+
+    Runs that differ in none of them may ask a client for the same answers.
+    """
+    fixed = _fixed(json.loads(experiment.shared_json()))
+    return digests.short_digest(json.dumps(fixed, sort_keys=True).encode())
 
 
 def check_begun_open(folder: RunFolder) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 import time
 import uuid
@@ -9,8 +11,9 @@ import uuid
 from fedloom.data.input_spec import Normalization
 from fedloom.data.manifest import Manifest
 from fedloom.errors import QuorumError
-from fedloom.federation.measuring import measured_normalization
+from fedloom.federation.measuring import measured_normalization, securely_measured_normalization
 from fedloom.federation.roster import POLL_S, AvailableClients, OpenRoster
+from fedloom.privacy.settings import SMALLEST_SUM
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.distributed import with_workers
@@ -18,6 +21,8 @@ from fedloom.runner.engine import Engine, RunResult
 from fedloom.runner.open_federation import is_known, open_manifest
 from fedloom.transport.address import dialable
 from fedloom.transport.aggregator import Aggregator
+
+log = logging.getLogger(__name__)
 
 
 def run_open(engine: Engine) -> RunResult:
@@ -70,6 +75,8 @@ def _measured(engine: Engine, server: Aggregator, presence: AvailableClients) ->
     assert engine.own is not None
     federation = engine.experiment.federation
     roster = _roster(engine, server, presence, engine.parts.manifest)
+    if federation.secure_aggregation is not None:
+        return _measured_securely(engine, server, presence, roster)
     refused: set[str] = set()
     over_at = math.inf
     while True:
@@ -88,3 +95,39 @@ def _measured(engine: Engine, server: Aggregator, presence: AvailableClients) ->
             presence.wait(POLL_S)
         else:
             raise failure
+
+
+def _measured_securely(
+    engine: Engine, server: Aggregator, presence: AvailableClients, roster: OpenRoster
+) -> Normalization:
+    """Measure the normalization in a secure sum over the connected clients that are not silent.
+
+    Nobody can tell which client makes a sum fail, so all are asked again, until a client that is absent would leave the
+    roster.
+    """
+    assert engine.own is not None
+    federation = engine.experiment.federation
+    secure = federation.secure_aggregation
+    assert secure is not None
+    over_at, attempts = math.inf, itertools.count()
+    while True:
+        roster.settle(0, evaluating=True)
+        silent = server.silence.silent
+        clients = {entry.id: entry.train for entry in roster.manifest.clients if entry.seen and entry.id not in silent}
+        if len(clients) >= SMALLEST_SUM:
+            try:
+                return securely_measured_normalization(
+                    server,
+                    engine.own,
+                    clients,
+                    secure,
+                    deadline_s=federation.deadline_s,
+                    stop=engine.stop_request.event,
+                    attempt=next(attempts),
+                )
+            except QuorumError as error:
+                over_at = min(over_at, time.monotonic() + federation.heartbeat_timeout_s)
+                if time.monotonic() >= over_at:
+                    raise
+                log.warning("%s; trying again", error)
+        presence.wait(POLL_S)

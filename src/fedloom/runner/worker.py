@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import threading
@@ -15,11 +16,11 @@ from fedloom import experiment as experiments
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.words import DEEPEST, parsed_json, printable, shortened
 from fedloom.data.federated import FederatedDataset, Normalization, OwnDataset
-from fedloom.data.own import AGAIN, OwnClients, own_manifest, read_own_shard
+from fedloom.data.own import AGAIN, ClientCard, OwnClients, own_manifest, read_own_shard
 from fedloom.data.requirements import Own
-from fedloom.errors import DataError, ExperimentError, RefusedError, argument
+from fedloom.errors import DataError, ExperimentError, RefusedError, argument, spelled
 from fedloom.experiment import Experiment, OwnData
-from fedloom.federation.measuring import MeasuringSession
+from fedloom.federation.measuring import measuring_side
 from fedloom.federation.revealed_sums import RevealedSums
 from fedloom.federation.roster import Member
 from fedloom.privacy.settings import SecureAggregation
@@ -29,10 +30,13 @@ from fedloom.security.member_signing import signing_of
 from fedloom.security.options import ClientOptions, Credentials
 from fedloom.security.sum_session import SMALLEST_DEGREE, default_threshold
 from fedloom.storage import is_url
+from fedloom.storage.folder import storing
 from fedloom.transport.address import split_address
 from fedloom.transport.bandwidth import Bandwidth
 from fedloom.transport.introduction import Introduction, Joined
 from fedloom.transport.worker import Session, serve
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class WorkerOptions:
     reconnect_s
         Seconds to keep reconnecting to a lost aggregator; inf: forever.
     states
-        Folder or URL of the clients' states, for methods that keep any.
+        Folder or URL of the clients' states, for methods that keep any. Clients with their own data keep the record of
+        revealed secure sums in it, if it is a folder.
     class_counts
         Tell the aggregator how many training examples of each class the packed clients have.
     verify
@@ -99,7 +104,7 @@ class Worker:
         self._device = assemble.use_device(options.device, options.threads)
         # A partition's author has all its data, so noise comes from the seed there, as in a single process.
         self._secret = os.urandom(32) if isinstance(self._serves, OwnDataProvider) else None
-        self._revealed = RevealedSums()  # of this process, whatever aggregator it serves
+        self._revealed: RevealedSums | None = None  # of this process, whatever aggregator it serves
         self._introduction = Introduction(
             worker=name,
             clients=self._serves.clients,
@@ -136,14 +141,10 @@ class Worker:
         measures = isinstance(self._serves, OwnDataProvider) and told.get("normalization", "") is None
         if options.only_sums:
             check_only_sums(secure)
-            if measures:
-                raise RefusedError(
-                    "the aggregator asks for sums of this worker's inputs as they are (data.own.normalization: "
-                    f"measured), and this worker has {argument('only_sums')}; normalization must be given"
-                )
         signing = signing_of(None if secure is None else secure.signatures, options.trust)
+        revealed = None if secure is None else self._remembered()
         if isinstance(self._serves, OwnDataProvider) and measures:
-            return self._serves.measuring(shared)
+            return measuring_side(self._serves.measured_cards(shared), secure, signing, revealed)
         dataset = self._serves.dataset(shared, told)
         parts = assemble.make_parts(shared, dataset.manifest)
         check_constants(parts.setup.model, _digests(told), "the aggregator's model")
@@ -154,8 +155,30 @@ class Worker:
             options.states,
             secret=self._secret,
             signing=signing,
-            revealed=self._revealed,
+            revealed=revealed,
         )
+
+    def _remembered(self) -> RevealedSums:
+        """Return the secure sums that were revealed here; those of clients with their own data are kept on disk.
+
+        Raise DataError if their record is damaged; StorageError if it cannot be written.
+        """
+        if self._revealed is not None:
+            return self._revealed
+        states, folder = self._options.states, None
+        if isinstance(self._serves, OwnDataProvider):
+            if states is not None and not is_url(states):
+                folder = Path(states)
+                with storing(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+            else:
+                log.warning(
+                    "the secure sums that these clients help to reveal are forgotten when this process ends; give a "
+                    "folder of this machine (%s) to remember them",
+                    spelled(argument("states")),
+                )
+        self._revealed = RevealedSums(folder)
+        return self._revealed
 
 
 def check_only_sums(secure: SecureAggregation | None) -> None:
@@ -267,13 +290,13 @@ class OwnDataProvider:
         """Return the clients' announcements to the aggregator."""
         return [member_of(self._packed, client, class_counts=class_counts) for client in self.clients]
 
-    def measuring(self, shared: Experiment) -> MeasuringSession:
-        """Return a session that answers while the aggregator measures the clients' inputs.
+    def measured_cards(self, shared: Experiment) -> dict[str, ClientCard]:
+        """Return the cards of the clients, whose inputs the aggregator measures.
 
         Raise DataError if the data do not match the experiment, or it requires a partition.
         """
         self._check(shared)
-        return MeasuringSession({client: self._packed.cards[client] for client in self.clients})
+        return {client: self._packed.cards[client] for client in self.clients}
 
     def _check(self, shared: Experiment) -> Own:
         if not isinstance(shared.data, OwnData):

@@ -1,0 +1,268 @@
+"""Normalization measured in a secure sum: exact, in process and over gRPC, with dropouts, liars and restarts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from facts import mentions
+from transport_support import make_aggregator, until
+
+from fedloom.data.input_spec import Normalization
+from fedloom.data.moments import Moments, pooled_normalization
+from fedloom.data.own import ClientCard, read_card
+from fedloom.data.pack import PackSettings, pack
+from fedloom.data.pack.examples import Request
+from fedloom.data.requirements import Own
+from fedloom.errors import QuorumError
+from fedloom.federation.client_side import ClientSide
+from fedloom.federation.inprocess import InProcess
+from fedloom.federation.measuring import (
+    VOCABULARY,
+    measured_normalization,
+    measuring_side,
+    securely_measured_normalization,
+)
+from fedloom.federation.revealed_sums import RevealedSums
+from fedloom.federation.roster import AvailableClients, Member
+from fedloom.federation.sum_messages import VOCABULARY as OF_SUMS
+from fedloom.federation.sum_messages import (
+    ConfirmationDelivery,
+    KeyRoster,
+    MaskedAnswer,
+    ShareDelivery,
+    SumSession,
+    Survivors,
+)
+from fedloom.federation.transport import Call, Lost, Transport
+from fedloom.messages import Message
+from fedloom.privacy.settings import SecureAggregation
+from fedloom.security.signing import NO_SIGNING
+from fedloom.transport.introduction import Introduction
+from fedloom.transport.worker import serve
+
+SECURE = SecureAggregation(signatures="none")
+FEATURES = Own(kind="features", input_shape=(4,), classes=("x", "y"))
+PIXELS = Own(kind="pixels", input_shape=(2, 3, 3), classes=("x", "y"))
+CLIENTS = 7
+
+
+def inputs(own: Own, client: int) -> np.ndarray:
+    rng = np.random.default_rng(client)
+    n = 20 + client
+    if own is PIXELS:
+        return rng.integers(0, 256, (n, 2, 3, 3), dtype=np.uint8)
+    # a large mean, values of many sizes, subnormal numbers
+    x = rng.normal(size=(n, 4)) * [1, 1e-3, 10.0 ** rng.uniform(-12, 12), 1e-42] + [1e4, 0, 0, 0]
+    return x.astype(np.float32)
+
+
+@pytest.fixture(scope="module", params=[FEATURES, PIXELS], ids=lambda own: own.kind)
+def packed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Own, dict[str, ClientCard]]:
+    own, root, cards = request.param, tmp_path_factory.mktemp("packed"), {}
+    for i in range(CLIENTS):
+        x = inputs(own, i)
+        np.savez(root / "source.npz", x=x, y=np.arange(len(x)) % 2)
+        pack(root / "source.npz", root / f"c{i}", PackSettings(f"c{i}", Request(own)))
+        cards[f"c{i}"] = read_card(root / f"c{i}")
+    return own, cards
+
+
+def in_process(cards: Mapping[str, ClientCard], revealed: RevealedSums | None = None) -> InProcess:
+    return InProcess(measuring_side(cards, SECURE, NO_SIGNING, revealed), torch.float32)
+
+
+def measure(
+    transport: Transport, own: Own, cards: Mapping[str, ClientCard], clients: Sequence[str] = (), attempt: int = 0
+) -> Normalization:
+    examples = {client: cards[client].train for client in clients or cards}
+    return securely_measured_normalization(
+        transport, own, examples, SECURE, deadline_s=20.0, stop=threading.Event(), attempt=attempt
+    )
+
+
+def plain(own: Own, cards: Mapping[str, ClientCard], clients: Sequence[str] = ()) -> Normalization:
+    return pooled_normalization(own.measured, [cards[client].moments for client in clients or cards])
+
+
+class Disturbed:
+    """Transport on which clients are lost, or their answers changed, at chosen messages."""
+
+    def __init__(self, inner: Transport, change: Callable[[Call, str, Message | Lost], Message | Lost]) -> None:
+        self._inner, self._change = inner, change
+        self.traffic, self.refusals, self.silence = inner.traffic, inner.refusals, inner.silence
+
+    def exchange(self, call: Call) -> Sequence[Message | Lost]:
+        answers = self._inner.exchange(call)
+        return [self._change(call, client, answer) for client, answer in zip(call.clients, answers, strict=True)]
+
+    def close(self, key: object) -> None:
+        self._inner.close(key)  # type: ignore[arg-type]
+
+
+def losing(inner: Transport, when: type[Message], *clients: str) -> Disturbed:
+    return Disturbed(
+        inner,
+        lambda call, client, answer: Lost("gone") if isinstance(call.message, when) and client in clients else answer,
+    )
+
+
+Packed = tuple[Own, dict[str, ClientCard]]
+
+
+def test_the_sum_gives_the_bits_of_plain_measuring(packed: Packed) -> None:
+    own, cards = packed
+    found = measure(in_process(cards), own, cards)
+    assert found == plain(own, cards)
+    as_they_are = InProcess(measuring_side(cards, None, NO_SIGNING), torch.float32)
+    assert found == measured_normalization(as_they_are, own, {name: card.train for name, card in cards.items()}, 20.0)
+
+
+@pytest.mark.parametrize("when", [SumSession, KeyRoster, ShareDelivery])
+def test_a_client_that_drops_out_before_its_sums_have_arrived_is_not_in_them(
+    packed: Packed, when: type[Message]
+) -> None:
+    own, cards = packed
+    found = measure(losing(in_process(cards), when, "c4"), own, cards)
+    assert found == plain(own, cards, [client for client in cards if client != "c4"])
+
+
+@pytest.mark.parametrize("when", [Survivors, ConfirmationDelivery])
+def test_a_client_that_drops_out_later_is_in_them(packed: Packed, when: type[Message]) -> None:
+    own, cards = packed
+    assert measure(losing(in_process(cards), when, "c1"), own, cards) == plain(own, cards)
+
+
+def test_too_few_clients_end_the_sum_and_it_may_be_repeated(packed: Packed) -> None:
+    own, cards = packed
+    transport = in_process(cards, RevealedSums())
+    with pytest.raises(QuorumError) as error:
+        measure(losing(transport, ShareDelivery, "c0", "c1", "c2"), own, cards)
+    assert error.value.key == "data.own.normalization"
+    assert measure(transport, own, cards, attempt=1) == plain(own, cards)
+
+
+# --- attacks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("round", [0, 7])
+def test_members_do_not_reveal_sums_that_differ_by_one_of_them(packed: Packed, round: int, tmp_path: Path) -> None:
+    """An aggregator asks again without a client; it may say that this is another round, or be another process."""
+    own, cards = packed
+    measure(in_process(cards, RevealedSums(tmp_path)), own, cards)
+    again = in_process(cards, RevealedSums(tmp_path))  # the members have been restarted
+
+    class OfAnotherRound(InProcess):
+        def exchange(self, call: Call) -> Sequence[Message | Lost]:
+            return again.exchange(replace(call, key=replace(call.key, round=round)))
+
+    liar = OfAnotherRound(measuring_side(cards, SECURE, NO_SIGNING), torch.float32)
+    with pytest.raises(QuorumError) as error:
+        measure(liar, own, cards, list(cards)[1:], attempt=1)
+    assert mentions(str(error.value), "mean", "std")
+    with pytest.raises(QuorumError):  # nor with one that was lost on the way, says the aggregator
+        measure(losing(again, ShareDelivery, "c6"), own, cards, attempt=2)
+    assert measure(again, own, cards, attempt=3) == plain(own, cards)
+    few = list(cards)[:4]  # differs by three
+    assert measure(again, own, cards, few, attempt=4) == plain(own, cards, few)
+    with pytest.raises(QuorumError):
+        measure(again, own, cards, list(cards)[:3], attempt=5)
+
+
+def lying(card: ClientCard, **moments: tuple[float, ...]) -> ClientCard:
+    return replace(card, moments=Moments(**{**vars(card.moments), **moments}))
+
+
+@pytest.mark.parametrize("first", [1e30, -1e30])
+def test_sums_that_no_examples_have_are_refused(packed: Packed, first: float) -> None:
+    own, cards = packed
+    false = cards | {"c3": lying(cards["c3"], sum=(first,) * own.numbers)}
+    with pytest.raises(QuorumError) as error:
+        measure(in_process(false), own, cards)
+    assert error.value.key == "data.own.normalization"
+
+
+@pytest.mark.parametrize("moments", [{"sum": (1e43,)}, {"squares": (1e43,)}, {"sum": (2.0**-160,)}])
+def test_sums_that_overflow_are_left_out(packed: Packed, moments: dict[str, tuple[float]]) -> None:
+    own, cards = packed
+    wrong = {name: value * own.numbers for name, value in moments.items()}
+    found = measure(in_process(cards | {"c3": lying(cards["c3"], **wrong)}), own, cards)
+    assert found == plain(own, cards, [client for client in cards if client != "c3"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_member_with_garbage_digits_spoils_the_sum_and_no_normalization_comes_of_it(
+    packed: Packed, seed: int
+) -> None:
+    own, cards = packed
+    random = torch.Generator().manual_seed(seed)
+
+    def garbage(call: Call, client: str, answer: Message | Lost) -> Message | Lost:
+        if client != "c2" or not isinstance(answer, MaskedAnswer):
+            return answer
+        values = torch.randint(0, 256, answer.values.shape, dtype=torch.uint8, generator=random)
+        return MaskedAnswer(values, answer.receipts)
+
+    with pytest.raises(QuorumError) as error:
+        measure(Disturbed(in_process(cards), garbage), own, cards)
+    assert error.value.key == "data.own.normalization"
+
+
+# --- gRPC ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def over_grpc(cards: Mapping[str, ClientCard], stops: Mapping[str, threading.Event]) -> Iterator[Transport]:
+    """Serve each client by a worker of its own."""
+    aggregator = make_aggregator(
+        presence=AvailableClients(), classes=2, clients=(), vocabulary={**VOCABULARY, **OF_SUMS}
+    )
+    address = aggregator.start("127.0.0.1:0")
+
+    def work(client: str, card: ClientCard) -> None:
+        member = Member(client, card.train, card.validation, card.test, True, False, ())
+
+        def session(joined: object) -> ClientSide:
+            return measuring_side({client: card}, SECURE, NO_SIGNING)
+
+        introduction = Introduction(client, [client], {"toy": 1}, members=[member])
+        serve(address, introduction, make_session=session, stop=stops[client])
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in cards.items()]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: len(aggregator.workers()) == len(cards))
+        yield aggregator
+    finally:
+        aggregator.stop()
+        for stop in stops.values():
+            stop.set()
+        for thread in threads:
+            thread.join(10)
+
+
+@pytest.mark.parametrize("when", [None, ShareDelivery])
+def test_over_grpc_with_a_worker_that_is_killed_in_the_middle(packed: Packed, when: type[Message] | None) -> None:
+    own, cards = packed
+    stops = {client: threading.Event() for client in cards}
+    with over_grpc(cards, stops) as aggregator:
+
+        class Killing(Disturbed):
+            def exchange(self, call: Call) -> Sequence[Message | Lost]:
+                if when is not None and isinstance(call.message, when):
+                    stops["c5"].set()
+                    until(lambda: "c5" not in [worker.name for worker in aggregator.workers()])  # type: ignore[attr-defined]
+                return super().exchange(replace(call, deadline_s=2.0 if when else call.deadline_s))
+
+        found = measure(Killing(aggregator, lambda call, client, answer: answer), own, cards)
+    left = [client for client in cards if when is None or client != "c5"]
+    assert found == plain(own, cards, left)
