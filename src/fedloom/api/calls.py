@@ -359,6 +359,7 @@ def privacy_cost(
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     rounds: int | None = None,
+    ledger: str | Path | None = None,
     **overrides: Any,
 ) -> PrivacyCost:
     """Return what the privacy of an experiment's training costs, as ``fedloom privacy``; nothing is trained.
@@ -374,6 +375,8 @@ def privacy_cost(
     epsilon, noise_multiplier, rounds
         Values instead of the experiment's. Two of the three give the third: ``epsilon`` with ``noise_multiplier`` the
         rounds that fit, ``epsilon`` the noise, ``noise_multiplier`` the ε.
+    ledger
+        Ledger of a client that would take part, whose total with this training is computed, too.
 
     Returns
     -------
@@ -389,7 +392,8 @@ def privacy_cost(
     from fedloom.runner.privacy_cost import PrivacyQuestion, cost_of
 
     e = experiments.of(experiment, **with_module(overrides))
-    return cost_of(e, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds))
+    kept = None if ledger is None else Path(ledger)
+    return cost_of(e, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds, kept))
 
 
 def fetch(name: str, root: str | Path | None = None) -> Path:

@@ -24,6 +24,7 @@ from fedloom.cli import (
     certificates,
     cluster,
     data,
+    ledger,
     pack,
     pipeline,
     privacy,
@@ -72,6 +73,7 @@ app.command("report")(use.report_command)
 app.command("compare")(use.compare_command)
 app.command("partition")(data.partition_command)
 app.command("privacy")(privacy.privacy_command)
+app.command("ledger")(ledger.ledger_command)
 app.command("schema")(schema.schema)
 
 data_app = typer.Typer(help="Data sets, and clients' own data.", no_args_is_help=True, rich_markup_mode=None)

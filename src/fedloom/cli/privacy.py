@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -34,6 +35,12 @@ def privacy_command(
     rounds: Annotated[
         int | None, typer.Option(help="Number of rounds, instead of the experiment's.", metavar="N")
     ] = None,
+    ledger: Annotated[
+        Path | None,
+        typer.Option(
+            help="Ledger of a client that would take part: also show its total with this training.", metavar="FILE"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show what the privacy of a training costs: its ε, the noise that an ε needs, and its effect. Trains nothing."""
@@ -44,7 +51,7 @@ def privacy_command(
     settings = experiments.load_experiment(experiment, set_ or ())
     from fedloom.runner.privacy_cost import PrivacyQuestion, cost_of
 
-    found = cost_of(settings, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds))
+    found = cost_of(settings, PrivacyQuestion(clients, examples, epsilon, noise_multiplier, rounds, ledger))
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:

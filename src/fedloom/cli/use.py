@@ -203,8 +203,9 @@ def personalize_command(
         f"{guarantee.delta:.3g})-differentially private, replacing one; each further model costs as much again"
     )
     if guarantee.total_epsilon is not None:
+        trainings = f"{pluralize(guarantee.trainings, 'training')} and " if guarantee.trainings else ""
         typer.echo(
-            f"in total, after {pluralize(guarantee.requests or 0, 'request')} in {ledger}: "
+            f"in total, after {trainings}{pluralize(guarantee.requests or 0, 'request')} in {ledger}: "
             f"({guarantee.total_epsilon:.3g}, {guarantee.total_delta:.3g})"
         )
 

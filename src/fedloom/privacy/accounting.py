@@ -114,17 +114,24 @@ def neighbouring_relation(counts: Mapping[Release, int]) -> Literal["add-or-remo
     return "replace-one" if is_fixed else "add-or-remove-one"
 
 
-def epsilon_of(counts: Mapping[Release, int], delta: float) -> float:
+def epsilon_of(counts: Mapping[Release, int], delta: float, *, replacing: bool = False) -> float:
     """Return the ε at δ in (0, 1) of all these releases together, each this many times; inf if one has no noise.
 
     With a release of sampling ``fixed`` the others are accounted for replacing one unit, too, without amplification.
+
+    Parameters
+    ----------
+    replacing
+        Account for replacing one unit, whatever the sampling. A sum over a Poisson sample is then dominated by the pair
+        (1 − q) N(0, z²) + q N(1, z²) and (1 − q) N(0, z²) + q N(−1, z²): among clipped terms x, x', no test tells N(x)
+        from a mixture of N(0) and N(x') better than for x = −x', where one half-line is the best test against both.
 
     Raises
     ------
     ExperimentError
         If a sampled release needs the package ``dp-accounting``, which is not installed.
     """
-    return _epsilon(_key(counts), delta)
+    return _epsilon(_key(counts), delta, replacing)
 
 
 def epsilon_bound(counts: Mapping[Release, int], delta: float) -> float:
@@ -132,7 +139,7 @@ def epsilon_bound(counts: Mapping[Release, int], delta: float) -> float:
     found = _key(counts)
     exact = _without_sampling(found)
     if exact == 0 or _all_known(found):
-        return _epsilon(found, delta)
+        return _epsilon(found, delta, False)
     by_renyi, _ = _rdp_package().compute_epsilon(_ORDERS, _renyi(found), delta)
     return min(gaussian_epsilon(exact, delta), float(by_renyi))
 
@@ -209,14 +216,18 @@ def _key(counts: Mapping[Release, int]) -> _Counts:
 
 
 @lru_cache(maxsize=256)
-def _epsilon(counts: _Counts, delta: float) -> float:
-    exact = _without_sampling(counts)
+def _epsilon(counts: _Counts, delta: float, replacing: bool) -> float:
+    is_fixed = neighbouring_relation(dict(counts)) == "replace-one"
+    exact = _without_sampling(counts, replacing=replacing)
     if exact == 0:
         return math.inf
     if _all_known(counts):
         return gaussian_epsilon(exact, delta)
     renyi = epsilon_bound(dict(counts), delta)
-    if neighbouring_relation(dict(counts)) == "replace-one" or renyi > _HUGE:
+    if replacing and not is_fixed:  # more than for adding or removing one, which is at most ``renyi``
+        known = gaussian_epsilon(exact, delta)
+        return known if renyi > _HUGE else min(known, float(_loss(counts, replacing=True).get_epsilon_for_delta(delta)))
+    if is_fixed or renyi > _HUGE:
         return renyi
     return min(renyi, float(_loss(counts).get_epsilon_for_delta(delta)))
 
@@ -225,9 +236,9 @@ def _all_known(counts: _Counts) -> bool:
     return all(release.sampling == "all" for release, _ in counts)
 
 
-def _without_sampling(counts: _Counts) -> float:
+def _without_sampling(counts: _Counts, *, replacing: bool = False) -> float:
     """Return the multiplier of one Gaussian mechanism that reveals as much as all releases would without sampling."""
-    replaced = neighbouring_relation(dict(counts)) == "replace-one"
+    replaced = replacing or neighbouring_relation(dict(counts)) == "replace-one"
     zs = [release.noise_multiplier / (2 if replaced else 1) for release, _ in counts]
     if 0 in zs:
         return 0.0
@@ -266,15 +277,15 @@ def _renyi_of(z: float, rate: float, sampling: Literal["poisson", "fixed"]) -> A
     return np.minimum(accountant.rdp, known)  # sampling never reveals more; the bound may
 
 
-def _loss(counts: _Counts) -> Any:
-    """Return the distribution of the privacy loss of all releases, for adding or removing one unit."""
+def _loss(counts: _Counts, *, replacing: bool = False) -> Any:
+    """Return the distribution of the privacy loss of all releases, for adding or removing one unit, or replacing it."""
     drawn = _few({release: count for release, count in counts if release.sampling == "poisson"})
     known = [release.noise_multiplier / math.sqrt(count) for release, count in counts if release.sampling == "all"]
     step = max(map(_step, drawn))
     if known:
         step = min(step, _largest_step(known := [compose(known)]))
-    parts = [_composed(release.noise_multiplier, release.rate, step, count) for release, count in drawn.items()]
-    parts += [_composed(z, 1.0, step, 1) for z in known]
+    parts = [_composed(r.noise_multiplier, r.rate, step, count, replacing) for r, count in drawn.items()]
+    parts += [_composed(z, 1.0, step, 1, replacing) for z in known]
     total = parts[0]
     for part in parts[1:]:
         total = total.compose(part)
@@ -314,14 +325,21 @@ def _largest_step(zs: list[float]) -> float:
 
 
 @lru_cache(maxsize=64)
-def _composed(z: float, rate: float, step: float, count: int) -> Any:
-    return _loss_of(z, rate, step).self_compose(count) if count > 1 else _loss_of(z, rate, step)
+def _composed(z: float, rate: float, step: float, count: int, replacing: bool) -> Any:
+    one = _loss_of(z, rate, step, replacing)
+    return one.self_compose(count) if count > 1 else one
 
 
 @lru_cache(maxsize=64)
-def _loss_of(z: float, rate: float, step: float) -> Any:
-    from_gaussian: Callable[..., Any] = _package().pld.privacy_loss_distribution.from_gaussian_mechanism
-    return from_gaussian(standard_deviation=z, sampling_prob=rate, value_discretization_interval=step)
+def _loss_of(z: float, rate: float, step: float, replacing: bool) -> Any:
+    package = _package()
+    relations = package.NeighboringRelation
+    return package.pld.privacy_loss_distribution.from_gaussian_mechanism(
+        standard_deviation=z,
+        sampling_prob=rate,
+        value_discretization_interval=step,
+        neighboring_relation=relations.REPLACE_ONE if replacing else relations.ADD_OR_REMOVE_ONE,
+    )
 
 
 def _bracket(cost: Callable[[float], float], epsilon: float) -> tuple[float, float]:

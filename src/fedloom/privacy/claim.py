@@ -17,7 +17,8 @@ from typing import Any, Literal
 from fedloom.core.words import pluralize
 from fedloom.privacy.accounting import Release, epsilon_of, neighbouring_relation
 from fedloom.privacy.settings import TrainingPrivacy
-from fedloom.privacy.tally import Counts, largest
+from fedloom.privacy.spent import released
+from fedloom.privacy.tally import Counts, is_same_for_all, largest
 
 METRICS_UNCOVERED = "losses and metrics of evaluations, and the choice of the best round by them: they have no noise"
 PERSONAL = (
@@ -73,6 +74,8 @@ class Claim:
         Messages and quantities that the ε is about, and others that it is not about.
     noise
         Source of the noise: ``secret``, or the experiment's ``seed`` in a simulation, which protects nobody.
+    releases
+        Noisy sums by kind, as a ledger composes them; None if they are not known, or differ between clients.
     statement
         The claim in sentences.
     """
@@ -91,13 +94,14 @@ class Claim:
     covers: tuple[str, ...]
     does_not_cover: tuple[str, ...]
     noise: Literal["secret", "seed"]
+    releases: tuple[Mapping[str, Any], ...] | None
     statement: tuple[str, ...] = field(default=())
 
     def as_json(self) -> dict[str, Any]:
         """Return the claim as an object of ``summary.json``."""
-        return asdict(self) | {
-            name: list(getattr(self, name)) for name in ("sampling", "covers", "does_not_cover", "statement")
-        }
+        lists = ("sampling", "covers", "does_not_cover", "statement")
+        releases = None if self.releases is None else list(self.releases)
+        return asdict(self) | {name: list(getattr(self, name)) for name in lists} | {"releases": releases}
 
 
 def claim(
@@ -156,6 +160,7 @@ def claim(
         covers=tuple(covers),
         does_not_cover=(*does_not_cover, METRICS_UNCOVERED, PERSONAL),
         noise="seed" if simulated else "secret",
+        releases=None if unknown is not None or not is_same_for_all(counts) else tuple(released(worst)),
     )
     return Claim(**{**vars(found), "statement": tuple(_sentences(found, worst))})
 

@@ -90,6 +90,11 @@ def largest(counts: Counts, delta: float) -> Counter[Release]:
     return best
 
 
+def is_same_for_all(counts: Counts) -> bool:
+    """Return whether as much was released about each client that releases are about."""
+    return len(_distinct(Counter(own) for client, own in counts.items() if client != EVERYONE)) <= 1
+
+
 def fits(counts: Mapping[Release, int], delta: float, limit: float) -> bool:
     """Return whether the ε of these releases is at most the limit; a bound decides where it can, which is fast."""
     return epsilon_bound(counts, delta) <= limit or epsilon_of(counts, delta) <= limit

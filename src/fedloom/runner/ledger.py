@@ -1,85 +1,167 @@
-"""File of a client's privacy budget; it accumulates the (ε, δ) of its requests."""
+"""File of a client's privacy budget: the trainings that it took part in, its requests, and their total (ε, δ)."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fedloom.core import digests
-from fedloom.core.words import parsed_json
+from fedloom.core.words import parsed_json, pluralize
 from fedloom.errors import DataError, ExperimentError, StorageError, argument
-from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
+from fedloom.privacy.spent import Spent, Total, TrainingCost
 from fedloom.runner.personal_model import PrivacyGuarantee
+from fedloom.runner.training_cost import ClaimedTraining
 from fedloom.storage.folder import PRIVATE_FILE
 
 VERSION = 2
+TRAINING_VERSION = 3
+"""Version of lines about trainings: an earlier FedLoom refuses them, instead of counting without them."""
 KIND = "ledger"
 """Kind of the file in :mod:`fedloom.core.digests`."""
 
 
-class PrivacyAccountant:
-    """File with one JSON object per request that has released something about the client's data.
+@dataclass(frozen=True)
+class LedgerContent:
+    """Content of a ledger.
 
-    The first line states the δ at which the total ε is computed: that of the first request. A later request with a
-    larger δ, and less noise, therefore counts for more. The ledger counts every request that names it, whatever the
-    data, server and round, since two data sets may share examples. Any number of processes may use it concurrently.
+    Attributes
+    ----------
+    delta
+        The ledger's δ; None if it is empty.
+    spent
+        What its lines have released.
+    lines
+        Its lines about trainings and requests, in order.
+    last
+        Digest of the last line.
+    """
+
+    delta: float | None
+    spent: Spent
+    lines: tuple[Mapping[str, Any], ...]
+    last: str
+
+    @property
+    def total(self) -> Total:
+        """Total (ε, δ) of all lines."""
+        return self.spent.total(0.0 if self.delta is None else self.delta)
+
+    @property
+    def trainings(self) -> tuple[Mapping[str, Any], ...]:
+        """Lines about trainings."""
+        return tuple(line for line in self.lines if line["version"] == TRAINING_VERSION)
+
+    @property
+    def requests(self) -> tuple[Mapping[str, Any], ...]:
+        """Lines about requests."""
+        return tuple(line for line in self.lines if line["version"] == VERSION)
+
+    def __str__(self) -> str:
+        """Return the numbers of trainings and requests as part of a sentence."""
+        return f"{pluralize(len(self.trainings), 'training')} and {pluralize(len(self.requests), 'request')}"
+
+
+class PrivacyAccountant:
+    """File with one JSON object per training or request that has released something about the client's data.
+
+    The first line states the δ at which the total ε is computed: that of the first training or request. A later request
+    with a larger δ, and less noise, therefore counts for more. The ledger counts every request that names it, whatever
+    the data, server and round, since two data sets may share examples. Any number of processes may use it concurrently.
 
     Parameters
     ----------
     path
         Path of the file; created with mode 0600 if it does not exist. Its folder must exist.
     budget
-        Maximum total ε at the ledger's δ; None: no limit.
+        Maximum total ε of requests at the ledger's δ, trainings included; None: no limit.
     """
 
     def __init__(self, path: Path, budget: float | None = None) -> None:
         self._path = path
         self._budget = budget
 
+    def content(self) -> LedgerContent:
+        """Return what the file has; raise DataError if there is none, or as :meth:`charge`."""
+        try:
+            with self._path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                return self._read(file)
+        except OSError as error:
+            raise DataError(
+                f"{argument('ledger')}: {self._path} cannot be read: {(error.strerror or str(error)).lower()}",
+                hint="a first training or request creates it",
+            ) from error
+
     def charge(self, guarantee: PrivacyGuarantee, **about: str) -> PrivacyGuarantee:
         """Record a request before it releases anything; return its guarantee with the new total.
 
         The record is on disk when the call returns, so a request that fails later has been counted.
 
-        Raise ExperimentError if the total would exceed the budget (the file is then unchanged); DataError if the file
-        is not a ledger of this version, or is damaged; StorageError if it cannot be written.
+        Raise ExperimentError if the total would exceed the budget (the file is then unchanged), or sampled sums of
+        training must be accounted for and ``dp-accounting`` is not installed; DataError if the file is not a ledger of
+        this version, or is damaged; StorageError if it cannot be written.
         """
+        with self._opened() as file:
+            found = self._read(file)
+            delta = guarantee.delta if found.delta is None else found.delta
+            released = (*found.spent.descriptors, guarantee.noise_multiplier)
+            total = replace(found.spent, descriptors=released).total(delta)
+            if self._budget is not None and total.epsilon > self._budget:
+                spent = found.spent.total(delta).epsilon
+                after = f"the {found}" if found.trainings else f"the {len(found.requests)}"
+                raise ExperimentError(
+                    f"{argument('budget')} is {self._budget:g}, and with this request ε would be {total.epsilon:.4g} "
+                    f"at the ledger's δ = {total.delta:.3g} ({spent:.4g} after {after} before it in {self._path}).",
+                    key="budget",
+                    found=total.epsilon,
+                    hint=f"use a smaller {argument('epsilon')}, or a larger {argument('budget')}",
+                )
+            line = {
+                "version": VERSION,
+                "time": _now(),
+                **about,
+                "epsilon": guarantee.epsilon,
+                "delta": guarantee.delta,
+                "noise_multiplier": guarantee.noise_multiplier,
+                "examples": guarantee.examples,
+            }
+            _append(file, found, delta, line)
+        return replace(
+            guarantee,
+            requests=len(found.requests) + 1,
+            trainings=len(found.trainings),
+            total_epsilon=total.epsilon,
+            total_delta=total.delta,
+        )
+
+    def add_training(self, claimed: ClaimedTraining) -> bool:
+        """Record a training that the client took part in; return False if the ledger has it already.
+
+        It is recorded whatever the budget, because it has happened. Raise as :meth:`charge`.
+        """
+        with self._opened() as file:
+            found = self._read(file)
+            if any(line["claim"] == claimed.digest for line in found.trainings):
+                return False
+            cost = claimed.cost.model_dump()
+            line = {"version": TRAINING_VERSION, "time": _now(), "run": claimed.run, "claim": claimed.digest, **cost}
+            _append(file, found, claimed.cost.delta if found.delta is None else found.delta, line)
+        return True
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """Open the file, locked; raise StorageError if it cannot be written."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
             with os.fdopen(descriptor, "r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
-                stated, before, last = self._read(file)
-                delta = guarantee.delta if stated is None else stated
-                total = gaussian_epsilon(compose([*before, guarantee.noise_multiplier]), delta)
-                if self._budget is not None and total > self._budget:
-                    spent = gaussian_epsilon(compose(before), delta)
-                    raise ExperimentError(
-                        f"{argument('budget')} is {self._budget:g}, and with this request ε would be {total:.4g} at "
-                        f"the ledger's δ = {delta:g} ({spent:.4g} after the {len(before)} before it in {self._path}).",
-                        key="budget",
-                        found=total,
-                        hint=f"use a smaller {argument('epsilon')}, or a larger {argument('budget')}",
-                    )
-                lines: list[dict[str, Any]] = [{"version": VERSION, "delta": delta}] if stated is None else []
-                lines.append(
-                    {
-                        "version": VERSION,
-                        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-                        **about,
-                        "epsilon": guarantee.epsilon,
-                        "delta": guarantee.delta,
-                        "noise_multiplier": guarantee.noise_multiplier,
-                        "examples": guarantee.examples,
-                    }
-                )
-                for line in lines:
-                    written = digests.line_of(line, last)
-                    last = digests.check_line(written, last)
-                    file.write(written)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -88,29 +170,37 @@ class PrivacyAccountant:
                 "nothing was released",
                 hint="choose a file in an existing folder, on a disk with free space",
             ) from error
-        return replace(guarantee, requests=len(before) + 1, total_epsilon=total, total_delta=delta)
 
-    def _read(self, file: BinaryIO) -> tuple[float | None, list[float], str]:
-        """Return the ledger's δ (None if empty), z of each earlier request, and the digest of the last line."""
-        delta, multipliers, last = None, [], digests.beginning(KIND)
+    def _read(self, file: BinaryIO) -> LedgerContent:
+        """Return the content of the file; raise DataError if it is no ledger, or damaged."""
+        delta: float | None = None
+        lines: list[Mapping[str, Any]] = []
+        multipliers: list[float] = []
+        trainings: list[TrainingCost] = []
+        last = digests.beginning(KIND)
         for number, line in enumerate(file, 1):
             try:
                 said = parsed_json(line)
-                if said["version"] != VERSION:
+                version = said["version"]
+                if version not in (VERSION, TRAINING_VERSION):
                     raise self._refused(
-                        number, f"its format is version {said['version']}, and this FedLoom reads version {VERSION}"
+                        number, f"its format is version {version}, and this FedLoom reads version {VERSION}"
                     )
                 last = digests.check_line(line, last)
                 if delta is None:
                     delta = float(said["delta"])
+                    continue
+                if version == TRAINING_VERSION:
+                    trainings.append(_training(said))
                 else:
                     multipliers.append(float(said["noise_multiplier"]))
+                lines.append(said)
             except digests.Damaged as error:
                 raise self._refused(number, str(error)) from None
             except (ValueError, TypeError, KeyError):
                 shown = line[:80].decode(errors="replace").strip()
                 raise self._refused(number, f"{shown!r} is not a ledger line") from None
-        return delta, multipliers, last
+        return LedgerContent(delta, Spent(tuple(multipliers), tuple(trainings)), tuple(lines), last)
 
     def _refused(self, number: int, why: str) -> DataError:
         return DataError(
@@ -119,3 +209,24 @@ class PrivacyAccountant:
             f"copy, or begin another with {argument('ledger')} and a {argument('budget')} reduced by the ε that "
             "this ledger has recorded",
         )
+
+
+def _training(said: Mapping[str, Any]) -> TrainingCost:
+    """Return the training of a line; raise ValueError or KeyError if it has none."""
+    if not all(isinstance(said[key], str) for key in ("time", "run", "claim")):
+        raise ValueError("time, run and claim must be texts")
+    return TrainingCost.model_validate(said)
+
+
+def _append(file: BinaryIO, found: LedgerContent, delta: float, line: Mapping[str, Any]) -> None:
+    """Write a line, after that with the ledger's δ if the file is empty."""
+    lines = [line] if found.delta is not None else [{"version": VERSION, "delta": delta}, line]
+    last = found.last
+    for each in lines:
+        written = digests.line_of(each, last)
+        last = digests.check_line(written, last)
+        file.write(written)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

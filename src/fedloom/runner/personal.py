@@ -31,6 +31,7 @@ from fedloom.runner.personalization import PersonalizationRequest, is_run
 from fedloom.runner.requesting_client import PersonalizationClient, RequestingClient, torch_threads
 from fedloom.runner.serve import DurableRounds
 from fedloom.runner.trained import check_checkpoint
+from fedloom.runner.training_cost import training_claimed
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 from fedloom.security.options import Credentials
@@ -131,6 +132,8 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
     data = request.newcomer(Problem.from_json(about.problem), run.experiment)
     client = RequestingClient.of(request, about, data, dataclasses.replace(run, manifest=data.manifest))
     accountant = client.accountant
+    if accountant is not None and (trained := _trained_client(folder, request)) is not None:
+        accountant.add_training(training_claimed(request.where, trained))
     parts = _on_cpu(client.parts)
     made: list[dict[str, Predictor]] = []
 
@@ -153,6 +156,14 @@ def _from_run(request: PersonalizationRequest) -> PersonalModel:
         raise QuorumError(f"{parts.algorithm.name} gave client {client.id} no model")
     answered = Answered(parts.experiment.name, found.round, found.digest, "float32", 0, 0, False)
     return client.model(made[0], answered, guarantee)
+
+
+def _trained_client(folder: RunFolder, request: PersonalizationRequest) -> str | None:
+    """Return the id that a packed client had in the training of a run; None if its examples took no part."""
+    if request.data is None:
+        return None
+    sha256 = read_card(Path(request.data)).sha256
+    return next((each.id for each in folder.manifest().clients if each.seen and each.sha256 == sha256), None)
 
 
 def _on_cpu(parts: RunContext) -> RunContext:

@@ -51,9 +51,9 @@ class PrivacyGuarantee:
         Neighbouring data sets: of equal size, differing in one example.
     clip, noise_multiplier, examples
         C, z and n: the noise of each coordinate has deviation z·2C/n.
-    requests, total_epsilon, total_delta
-        Number of requests in the client's ledger, including this one; their total ε; and the ledger's δ, at which that
-        total holds. None without a ledger.
+    requests, trainings, total_epsilon, total_delta
+        Numbers of requests, including this one, and of trainings in the client's ledger; their total ε; and the δ at
+        which that total holds. None without a ledger.
     """
 
     epsilon: float
@@ -64,6 +64,7 @@ class PrivacyGuarantee:
     mechanism: str = "gaussian"
     neighbours: str = "replace one"
     requests: int | None = None
+    trainings: int | None = None
     total_epsilon: float | None = None
     total_delta: float | None = None
 

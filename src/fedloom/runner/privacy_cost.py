@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from fedloom.algorithms.base import Setup, find_algorithm
@@ -22,7 +23,9 @@ from fedloom.messages import answer_shapes
 from fedloom.models.fitting import fitted
 from fedloom.privacy.accounting import EVERYONE, MOST_ROUNDS, epsilon_of, rounds_within
 from fedloom.privacy.settings import TrainingPrivacy
+from fedloom.privacy.spent import Total, TrainingCost
 from fedloom.privacy.tally import Tally
+from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.training_privacy import Planned, Population
 from fedloom.tasks.registry import agreed_task
 
@@ -46,6 +49,8 @@ class PrivacyQuestion:
         Training examples of the smallest client, for privacy of examples; None: from the partition.
     epsilon, noise_multiplier, rounds
         Values instead of the experiment's. With ``epsilon`` and ``noise_multiplier``, the rounds are found.
+    ledger
+        Ledger of a client that would take part; its total is computed, too.
     """
 
     clients: int | None = None
@@ -53,6 +58,7 @@ class PrivacyQuestion:
     epsilon: float | None = None
     noise_multiplier: float | None = None
     rounds: int | None = None
+    ledger: Path | None = None
 
     def check(self) -> None:
         """Raise ExperimentError if a value is out of range, or all three of ε, noise and rounds are given."""
@@ -105,6 +111,8 @@ class PrivacyCost:
     noise_to_clip
         z √d / m: norm of the noise on the mean of a round (m clients) or a step (m examples), relative to the
         clipping norm.
+    with_ledger
+        Total (ε, δ) of the ledger with this training, for replacing one training example; None without a ledger.
     statement
         The same in sentences.
     """
@@ -125,6 +133,7 @@ class PrivacyCost:
     noise: str
     parameters: int
     noise_to_clip: float
+    with_ledger: Total | None
     statement: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -177,9 +186,15 @@ def cost_of(experiment: Experiment, question: PrivacyQuestion) -> PrivacyCost:
         noise=privacy.noise,
         parameters=size,
         noise_to_clip=ratio,
+        with_ledger=None,
         statement=(),
     )
-    return dataclasses.replace(found, statement=tuple(_sentences(found)))
+    said = _sentences(found)
+    if question.ledger is not None:
+        total, sentence = _with_ledger(planned, rounds, z, question.ledger)
+        found = dataclasses.replace(found, with_ledger=total)
+        said.append(sentence)
+    return dataclasses.replace(found, statement=tuple(said))
 
 
 def update_size(experiment: Experiment, clients: int) -> int:
@@ -311,6 +326,21 @@ def _at(planned: Planned, privacy: TrainingPrivacy, rounds: int, z: float) -> Ep
         return EpsilonAt(rounds, tally.epsilon, None)
     known = {release.without_sampling(): count for release, count in counts[EVERYONE].items()}
     return EpsilonAt(rounds, tally.epsilon, epsilon_of(known, privacy.delta))
+
+
+def _with_ledger(planned: Planned, rounds: int | None, z: float, ledger: Path) -> tuple[Total, str]:
+    """Return the total of a ledger after this training, and that in a sentence."""
+    if rounds is None:
+        raise ExperimentError(f"{argument('ledger')} needs a number of {argument('rounds')}.", key="ledger")
+    found = PrivacyAccountant(ledger).content()
+    delta = planned.privacy.delta if found.delta is None else found.delta
+    costs = [TrainingCost.planned(planned.privacy, counts) for counts in planned.counts(rounds, z).values()]
+    each = [dataclasses.replace(found.spent, trainings=(*found.spent.trainings, cost)).total(delta) for cost in costs]
+    total = max(each, key=lambda after: after.epsilon)
+    return total, (
+        f"For a client whose ledger {ledger} has {found} (ε = {found.total.epsilon:.3g}), the total becomes ε = "
+        f"{total.epsilon:.3g} at δ = {total.delta:.3g}, for replacing one training example."
+    )
 
 
 def _batch(planned: Planned, examples: int) -> int:

@@ -1,0 +1,121 @@
+"""``fedloom ledger``: what a client's trainings and requests have cost its examples together."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedloom.core.words import pluralize
+
+if TYPE_CHECKING:
+    from fedloom.runner.ledger import LedgerContent
+
+WIDTH = 80
+"""Width of sentences below the table."""
+
+
+def ledger_command(
+    file: Annotated[
+        Path, typer.Argument(help="The ledger; created with --training if it does not exist.", metavar="FILE")
+    ],
+    training: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="First count this training, in which the ledger's owner took part: a run's folder or URL, or its "
+            "summary.json. Counted once; may be repeated.",
+            metavar="RUN|FILE",
+        ),
+    ] = None,
+    client: Annotated[
+        str | None,
+        typer.Option(
+            help="With --training, the owner's id in that run: from a folder or URL, its own noisy steps are counted.",
+            metavar="ID",
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Also show how much of this ε is left.", min=0, metavar="E")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+) -> None:
+    """Show a ledger's total ε, for one training example, over all trainings and requests that it has."""
+    import json
+
+    from fedloom.errors import ExperimentError
+
+    if client is not None and not training:
+        raise ExperimentError("--client needs --training.", key="client")
+    from fedloom.runner.ledger import PrivacyAccountant
+
+    accountant = PrivacyAccountant(file)
+    if training:
+        from fedloom.runner.training_cost import training_claimed
+
+        for claimed in [training_claimed(where, client) for where in training]:
+            if not accountant.add_training(claimed):
+                typer.echo(f"{claimed.run} has been counted already", err=True)
+    found = accountant.content()
+    if as_json:
+        typer.echo(json.dumps(_as_json(found, budget), indent=2))
+    else:
+        _show(file, found, budget)
+
+
+def _as_json(found: LedgerContent, budget: float | None) -> dict[str, Any]:
+    total = found.total
+    return {
+        "unit": "examples",
+        "neighbouring": "replace-one",
+        "epsilon": total.epsilon,
+        "delta": total.delta,
+        "basic": total.is_basic,
+        "budget": budget,
+        "left": None if budget is None else max(budget - total.epsilon, 0.0),
+        "trainings": [{key: each for key, each in line.items() if key != "digest"} for line in found.trainings],
+        "requests": [{key: each for key, each in line.items() if key != "digest"} for line in found.requests],
+    }
+
+
+def _show(file: Path, found: LedgerContent, budget: float | None) -> None:
+    from fedloom.cli.tables import print_table
+    from fedloom.runner.ledger import TRAINING_VERSION
+
+    rows = []
+    for line in found.lines:
+        is_training = line["version"] == TRAINING_VERSION
+        what = f"training, private for {line['unit']}" if is_training else "descriptor"
+        rows.append((str(line["time"])[:10], what, str(line.get("run", "")), f"{line['epsilon']:.3g}"))
+    print_table(str(file), ("date", "what", "run", "ε alone"), rows, texts=(0, 1, 2))
+    total = found.total
+    left = ""
+    if budget is not None:
+        rest = budget - total.epsilon
+        left = f"; {rest:.3g} of {budget:g} left" if rest >= 0 else f"; the budget, {budget:g}, is exceeded"
+    typer.echo(f"\nin total ε = {total.epsilon:.3g} at δ = {total.delta:.3g}{left}\n")
+    for sentence in _sentences(found, is_basic=total.is_basic):
+        typer.echo(textwrap.fill(sentence, WIDTH))
+
+
+def _sentences(found: LedgerContent, *, is_basic: bool) -> list[str]:
+    said = [
+        "The total is for replacing one training example by another, toward whoever sees the descriptors and the "
+        "trained models. Losses compose, so it is less than the sum of the single ε for the same relation."
+    ]
+    if any(line["neighbouring"] == "add-or-remove-one" for line in found.trainings):
+        said.append(
+            "Replacing an example reveals more than adding or removing one, for which some training states its own ε."
+        )
+    if any(line["unit"] == "clients" for line in found.trainings):
+        said.append("A training that protects a whole client protects each of its examples; it counts as that.")
+    if found.trainings:
+        said.append("The aggregator of a training may learn more than readers do: see the run's claim.")
+    if is_basic:
+        claims = sum(line["releases"] is None for line in found.trainings)
+        said.append(
+            f"The mechanism of {pluralize(claims, 'training')} is not known, so its ε and δ were added (basic "
+            "composition), after conversion to replacing one. Count it from the run's folder for a smaller total."
+        )
+    return said

@@ -1,0 +1,144 @@
+"""Total privacy cost of one example: of private trainings that its client took part in, and of released descriptors.
+
+The total is for replacing one training example of a client by another, the relation of descriptors. A training that
+protects whole clients counts as one whose client is replaced: that covers every change of its examples. Sums and
+descriptors compose by their mechanisms (:mod:`fedloom.privacy.accounting`); adding up ε would count far too much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedloom.privacy.accounting import Release, epsilon_of
+from fedloom.privacy.gaussian_mechanism import MAX_DELTA, compose, gaussian_epsilon
+from fedloom.privacy.settings import TrainingPrivacy
+
+
+class CountedRelease(BaseModel):
+    """Noisy sums of one kind: a :class:`~fedloom.privacy.accounting.Release`, and how many there were."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    rate: float = Field(gt=0, le=1)
+    noise_multiplier: float = Field(gt=0, lt=1e15)
+    sampling: Literal["poisson", "fixed", "all"]
+    times: int = Field(gt=0, lt=2**63)
+
+
+class TrainingCost(BaseModel):
+    """Privacy cost of a training for a client that took part, as a run's ``summary.json`` claims it.
+
+    Attributes
+    ----------
+    unit, neighbouring, epsilon, delta
+        As in :class:`~fedloom.privacy.claim.Claim`.
+    releases
+        All noisy sums about the client, or about one of its examples; None if only ε and δ are known.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    unit: Literal["clients", "examples"]
+    neighbouring: Literal["add-or-remove-one", "replace-one"]
+    epsilon: float = Field(ge=0, lt=1e15)
+    delta: float = Field(gt=0, le=MAX_DELTA)
+    releases: list[CountedRelease] | None = None
+
+    @classmethod
+    def planned(cls, privacy: TrainingPrivacy, counts: Mapping[Release, int]) -> Self:
+        """Return the cost of releases that are to come; its ε and δ are not used."""
+        relation: Literal["add-or-remove-one", "replace-one"]
+        relation = "replace-one" if privacy.sampling == "fixed" else "add-or-remove-one"
+        found = [CountedRelease.model_validate(each) for each in released(counts)]
+        return cls(unit=privacy.of, neighbouring=relation, epsilon=0.0, delta=privacy.delta, releases=found)
+
+    @property
+    def counts(self) -> Counter[Release]:
+        """Releases by kind; empty if they are not known."""
+        found = Counter[Release]()
+        for each in self.releases or ():
+            rate = 1.0 if each.sampling == "all" else each.rate
+            found[Release(rate, each.noise_multiplier, None, None, each.sampling)] += each.times
+        return found
+
+    @property
+    def for_replacing(self) -> tuple[float, float]:
+        """The claimed (ε, δ) for replacing one unit: removing it and adding another costs (2ε, (1 + e^ε) δ)."""
+        if self.neighbouring == "replace-one":
+            return self.epsilon, self.delta
+        return 2 * self.epsilon, (1 + math.exp(min(self.epsilon, 700.0))) * self.delta
+
+
+def released(counts: Mapping[Release, int]) -> list[dict[str, Any]]:
+    """Return releases that reveal something as objects of ``summary.json``, without their numbers of units."""
+    found: Counter[Release] = Counter()
+    for release, count in counts.items():
+        if count and not math.isinf(release.noise_multiplier):
+            found[replace(release, population=None, cohort=None)] += count
+    return [
+        {"rate": r.rate, "noise_multiplier": r.noise_multiplier, "sampling": r.sampling, "times": n}
+        for r, n in sorted(found.items(), key=repr)
+    ]
+
+
+@dataclass(frozen=True)
+class Total:
+    """(ε, δ) of all that was counted, for replacing one training example.
+
+    Attributes
+    ----------
+    is_basic
+        True if the ε and δ of a training were added up, because its mechanism is not known.
+    """
+
+    epsilon: float
+    delta: float
+    is_basic: bool
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Releases about the examples of one client.
+
+    Attributes
+    ----------
+    descriptors
+        Noise multiplier of each released descriptor, for replacing one example.
+    trainings
+        Trainings that the client took part in.
+    """
+
+    descriptors: tuple[float, ...] = ()
+    trainings: tuple[TrainingCost, ...] = ()
+
+    def total(self, delta: float) -> Total:
+        """Return the total at δ; trainings of which only (ε, δ) is known add theirs to both numbers.
+
+        Raise ExperimentError if samples must be accounted for and ``dp-accounting`` is not installed.
+        """
+        told = compose(self.descriptors)
+        counts = _sum(training.counts for training in self.trainings)
+        if counts:
+            if not math.isinf(told):
+                # Sums count half of their noise where a term is replaced; that of descriptors is for replacing already.
+                sampling: Literal["fixed", "all"] = "fixed" if any(r.sampling == "fixed" for r in counts) else "all"
+                counts[Release(1.0, 2 * told, None, None, sampling)] += 1
+            epsilon = epsilon_of(counts, delta, replacing=True)
+        else:
+            epsilon = 0.0 if math.isinf(told) else gaussian_epsilon(told, delta)
+        claims = [training.for_replacing for training in self.trainings if training.releases is None]
+        at = delta if counts or self.descriptors else 0.0
+        return Total(epsilon + sum(e for e, _ in claims), at + sum(d for _, d in claims), bool(claims))
+
+
+def _sum(each: Iterable[Counter[Release]]) -> Counter[Release]:
+    total = Counter[Release]()
+    for counts in each:
+        total.update(counts)
+    return total

@@ -1,0 +1,133 @@
+"""Privacy cost of a training for a client that took part, read from a run or from the claim in its ``summary.json``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fedloom.core import digests
+from fedloom.core.words import DEEPEST, parsed_json, printable
+from fedloom.data.manifest import text_fault
+from fedloom.errors import DataError, ExperimentError, argument
+from fedloom.federation.releases import count_releases_about
+from fedloom.privacy.accounting import EVERYONE
+from fedloom.privacy.spent import TrainingCost, released
+from fedloom.runs.files import SUMMARY
+from fedloom.runs.folder import RunFolder
+from fedloom.storage import is_url
+
+LONGEST = 16 * 2**20
+"""Maximum characters of a summary, which others may have written."""
+
+
+@dataclass(frozen=True)
+class ClaimedTraining:
+    """Cost of a training as a run claims it.
+
+    Attributes
+    ----------
+    run
+        Name of the run.
+    digest
+        Digest of its summary, by which a ledger counts it once.
+    cost
+        Its cost.
+    """
+
+    run: str
+    digest: str
+    cost: TrainingCost
+
+
+def training_claimed(where: str, client: str | None = None) -> ClaimedTraining:
+    """Return the cost of a training.
+
+    Parameters
+    ----------
+    where
+        Folder or URL of the run; or its ``summary.json``, which tells the mechanism only if it is the same for every
+        client.
+    client
+        The client's id in the run: from a folder or URL, its own noisy steps are counted.
+
+    Raises
+    ------
+    DataError
+        If there is no such run, it is not finished, or its summary is damaged or was not written by FedLoom.
+    ExperimentError
+        If the training protects no example: it was not private, had no ε, or took its noise from a seed.
+    """
+    is_folder = is_url(where) or Path(where).is_dir()
+    folder = RunFolder.open(where, checkpoints=False) if is_folder else None
+    if folder is not None and not folder.is_finished:
+        raise DataError(f"{where} is not finished; its training has no final ε yet.", hint="count it when it has ended")
+    path = Path(where) if folder is None else folder.path / SUMMARY
+    text = _text(path)
+    summary = _summary(path, text)
+    claim = summary.get("training_privacy")
+    name = printable(str(summary.get("name", path.name)), 200)
+    _check(claim, where)
+    try:
+        cost = TrainingCost.model_validate(claim)
+    except ValidationError as error:
+        raise DataError(f"{path}: training_privacy was not written by FedLoom: {text_fault(error)}") from None
+    if folder is not None and client is not None and cost.unit == "examples":
+        cost = cost.model_copy(update={"releases": _own(folder, client)})
+        cost = TrainingCost.model_validate(cost.model_dump())
+    return ClaimedTraining(name, digests.short_digest(text.encode()), cost)
+
+
+def _text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or str(error)).lower() if isinstance(error, OSError) else "it is not text"
+        raise DataError(
+            f"{argument('training')}: {path} cannot be read: {why}", hint="give a run's folder, or its summary.json"
+        ) from error
+    if len(text) > LONGEST:
+        raise DataError(f"{path} has {len(text):,} characters; the limit is {LONGEST:,}")
+    return text
+
+
+def _summary(path: Path, text: str) -> Mapping[str, Any]:
+    try:
+        found = parsed_json(digests.without_digest(SUMMARY, text.encode()), DEEPEST)
+        if isinstance(found, dict):
+            return found
+    except ValueError as error:  # Damaged, too
+        raise DataError(f"{path} is damaged: {error}", hint="ask for the file once more") from None
+    raise DataError(f"{path} must hold a JSON object, and holds a {type(found).__name__}.")
+
+
+def _check(claim: Any, where: str) -> None:
+    """Raise if a training has no ε that protects anybody."""
+    if isinstance(claim, dict) and claim.get("epsilon") is not None and claim.get("noise") != "seed":
+        return
+    if not isinstance(claim, dict):
+        why = "was not private: it has no training_privacy in its summary"
+    elif claim.get("epsilon") is None:
+        why = "claims no ε"
+    else:
+        why = "took its noise from the experiment's seed, as a simulation does, which protects nobody"
+    raise ExperimentError(
+        f"The training of {where} {why}, so a client that took part has no finite total ε.", key="training", found=where
+    )
+
+
+def _own(folder: RunFolder, client: str) -> list[dict[str, Any]]:
+    """Return what training released about the examples of one client."""
+    counts = count_releases_about(folder, "examples").counts
+    if client not in counts:
+        raise ExperimentError(
+            f"{argument('client')} {client!r} took no noisy step in {folder.path}.",
+            key="client",
+            found=client,
+            allowed=sorted(set(counts) - {EVERYONE})[:20],
+        )
+    return released(counts[client] + counts.get(EVERYONE, Counter()))
