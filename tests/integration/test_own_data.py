@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from fedloom.data.datasets import find_dataset
 from fedloom.data.datasets.vowel import FEATURES, read_vowel
 from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment import Experiment, from_shared_json, load_experiment, parse_experiment
+from fedloom.privacy.accounting import epsilon_of, sampled
 from fedloom.runner import trained
 from fedloom.runner.client_models import save_models
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
+from fedloom.runs.folder import RunFolder
 
 CLASS_NAMES = find_dataset("vowel").class_names
 
@@ -133,6 +136,125 @@ def test_noise_of_clients_with_workers_is_secret_and_a_replay_says_that_it_canno
     assert final(tmp_path / "d") == final(tmp_path / "a")
     assert final(tmp_path / "e") != final(tmp_path / "b")
     assert sum(mentions(text, "replay", "noise", "secret") for text in told.texts) == 1
+
+
+@pytest.mark.parametrize(("of_what", "least"), [("clients", 0.3), ("examples", 0.1)])
+def test_canaries_among_packed_clients_are_found(
+    packed: Path, experiment: Path, tmp_path: Path, of_what: Any, least: float
+) -> None:
+    """The partition beside the audit's run has the packed clients and canaries, with the normalization of the first."""
+    before = {path: path.read_bytes() for path in packed.rglob("*") if path.is_file()}
+    settings = {"steps": 5 if of_what == "clients" else 40, "lr": 0.05, "batch_size": 8}
+    found = python.audit(
+        experiment, canaries=60, of=of_what, seed=4, packed=packed, out=tmp_path / "audit", report=False,
+        federation__rounds=10, federation__clients_per_round=5, model__hidden=[64], algorithm__local=settings,
+        algorithm__personalize_steps=0, runtime__workers=1, progress=False,
+    )  # fmt: skip
+    document = found.audit["canaries"]
+    assert document["right"] > 0.8 * (document["guesses_in"] + document["guesses_out"])
+    assert least < document["epsilon"] <= document["largest_bound"]
+    assert found.summary["seen"]["clients"] == 5  # canary clients enter no result
+    manifest = json.loads((found.folder / "partition.json").read_text())
+    run_experiment(of(experiment, "federation.rounds=1"), options(packed, tmp_path / "plain", range(5), ()))
+    plain = json.loads((tmp_path / "plain" / "partition.json").read_text())
+    assert (manifest["normalization"], manifest["dataset"]) == (plain["normalization"], "own")
+    assert len(manifest["clients"]) == (65 if of_what == "clients" else 5)
+    assert python.audit(found).audit["canaries"] == document  # by the partition beside the run
+    assert {path: path.read_bytes() for path in packed.rglob("*") if path.is_file()} == before
+
+
+def test_canaries_need_data_that_are_here(packed: Path, experiment: Path, tmp_path: Path) -> None:
+    """Members of a live federation keep theirs, so nobody can put canaries among them."""
+    dealt = {
+        "name": "e",
+        "data": {"dataset": "vowel", "partition": {"scheme": "natural"}},
+        "model": {"name": "mlp"},
+        "algorithm": {"name": "fedavg"},
+        "federation": {"rounds": 1},
+    }
+    given: Mapping[str, Any]
+    for what, given in ((experiment, {}), (dealt, {"packed": packed})):
+        with pytest.raises(ExperimentError) as caught:
+            python.audit(what, canaries=20, out=tmp_path / "audit", progress=False, **given)
+        assert caught.value.key == "packed"
+    assert not (tmp_path / "audit").exists()
+
+
+OF_EXAMPLES = "federation.privacy={of: examples, clip: 1.0, noise_multiplier: 2.0, delta: 1e-4}"
+GIVEN = f"data.own.normalization={{mean: {[0.0] * 9}, std: {[1.0] * 9}}}"
+"""Sums of the inputs would leave the clients without noise."""
+OF_CLIENTS = "federation.privacy={clip: 1.0, noise_multiplier: 4.0, delta: 1e-4}"
+
+
+@pytest.mark.parametrize("private", [OF_EXAMPLES, OF_CLIENTS])
+def test_a_ledger_counts_the_training_that_its_owner_took_part_in(
+    packed: Path, experiment: Path, tmp_path: Path, fedloom: Run, private: str
+) -> None:
+    keys = (private, GIVEN, "runtime.workers=1", "algorithm.weighting=uniform")
+    summary = run_experiment(of(experiment, *keys), options(packed, tmp_path / "a", range(5), ())).summary
+    told = summary["training_privacy"]
+    assert told["noise"] == "secret"
+    if private == OF_CLIENTS:
+        counts = {sampled("poisson", 5, 2, 4.0): 4}
+        assert sum(each["times"] for each in told["releases"]) == 4
+    else:
+        lines = [json.loads(line) for line in (tmp_path / "a" / "releases.jsonl").read_text().splitlines()]
+        own = [each for line in lines for each in line.get("releases", ()) if "speaker-1" in each["units"]]
+        counts = {sampled("poisson", 44, 32, 2.0): sum(each["times"] for each in own)}
+    code, out, _ = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a", "--client", "speaker-1", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["epsilon"] == pytest.approx(epsilon_of(counts, 1e-4, replacing=True))
+    assert (found["delta"], found["basic"], len(found["trainings"])) == (1e-4, False, 1)
+    code, again, said = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a" / "summary.json", "--json")
+    assert (code, json.loads(again), bool(said)) == (0, found, True)  # counted once, by its summary
+    code, out, _ = fedloom("ledger", tmp_path / "l", "--budget", 100)
+    assert (code, mentions(out, "vowels", f"{found['epsilon']:.3g}")) == (0, True)
+    cost = python.privacy_cost(of(experiment, *keys), clients=5, examples=44, ledger=tmp_path / "l")
+    assert cost.with_ledger is not None
+    assert cost.with_ledger.epsilon > found["epsilon"]
+
+
+def test_what_a_claim_does_not_tell_is_added_and_what_protects_nobody_is_refused(
+    packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
+) -> None:
+    keys = (OF_EXAMPLES, GIVEN, "algorithm.weighting=uniform", "federation.clients_per_round=5")
+    run_experiment(of(experiment, *keys), options(packed, tmp_path / "a", range(5), ()))  # in process
+    run_experiment(of(experiment), options(packed, tmp_path / "b", range(5), ()))
+    for where, fact in (("a", "seed"), ("b", "training_privacy"), ("nowhere", "nowhere")):
+        code, _, said = fedloom("ledger", tmp_path / "l", "--training", tmp_path / where)
+        assert (code, fact in said) == (3 if where == "nowhere" else 2, True)
+    assert not (tmp_path / "l").exists()
+    run_experiment(of(experiment, *keys, "runtime.workers=1"), options(packed, tmp_path / "c", range(5), ()))
+    code, _, said = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "c", "--client", "speaker-9")
+    assert (code, mentions(said, "speaker-9", "speaker-1")) == (2, True)
+    folder = RunFolder(tmp_path / "c")
+    summary = {key: value for key, value in folder.json("summary.json").items() if key != "digest"}
+    assert len(summary["training_privacy"].pop("releases")) == 1  # all have 44 examples and took the same steps
+    folder.write_json("summary.json", summary)
+    code, out, _ = fedloom("ledger", tmp_path / "l", "--training", folder.path / "summary.json", "--json")
+    epsilon = summary["training_privacy"]["epsilon"]
+    assert (code, json.loads(out)["basic"]) == (0, True)
+    assert json.loads(out)["epsilon"] == pytest.approx(2 * epsilon)  # removed, then added
+    summary["training_privacy"]["unit"] = "hospitals"
+    folder.write_json("summary.json", summary)
+    code, _, said = fedloom("ledger", tmp_path / "l", "--training", folder.path)
+    assert (code, mentions(said, "summary.json", "unit")) == (3, True)
+
+
+def test_descriptors_of_a_client_that_trained_without_privacy_have_no_total(
+    packed: Path, experiment: Path, tmp_path: Path
+) -> None:
+    method = (
+        "algorithm={name: pefll, local: {steps: 1}, embedding: {network: mlp}, descriptor: {size: 4, batch_size: 4}}"
+    )
+    run_experiment(of(experiment, method, "federation.rounds=1"), options(packed, tmp_path / "a"))
+    asked: dict[str, Any] = {"epsilon": 1.0, "clip": 1.0, "ledger": tmp_path / "l"}
+    with pytest.raises(ExperimentError) as caught:
+        python.personalize(str(tmp_path / "a"), data=packed / "s0", **asked)
+    assert (caught.value.key, (tmp_path / "l").exists()) == ("training", False)
+    card = python.personalize(str(tmp_path / "a"), data=packed / "s3", **asked).card  # it was only evaluated
+    assert (card.privacy.requests, card.privacy.trainings) == (1, 0)
 
 
 def test_the_run_goes_on_with_the_same_clients_alone(packed: Path, experiment: Path, tmp_path: Path) -> None:

@@ -16,16 +16,14 @@ from pydantic import ValidationError
 from scipy.integrate import quad
 from scipy.stats import multivariate_normal, norm
 
-import fedloom
 from fedloom.core import digests
 from fedloom.errors import DataError, ExperimentError
 from fedloom.privacy.accounting import Release, epsilon_of, gaussian_release, sampled
-from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon, noise_multiplier
+from fedloom.privacy.gaussian_mechanism import gaussian_epsilon, noise_multiplier
 from fedloom.privacy.spent import CountedRelease, Spent, TrainingCost, released
 from fedloom.runner.ledger import PrivacyAccountant
 from fedloom.runner.personal_model import PrivacyGuarantee
-from fedloom.runner.training_cost import ClaimedTraining, training_claimed
-from fedloom.runs.folder import RunFolder
+from fedloom.runner.training_cost import ClaimedTraining
 
 Fedloom = Callable[..., tuple[int, str, str]]
 REPLACE, ADD = dp.NeighboringRelation.REPLACE_ONE, dp.NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -229,33 +227,3 @@ def test_no_ledger_is_no_total(tmp_path: Path, fedloom: Fedloom) -> None:
     code, _, errors = fedloom("ledger", tmp_path / "nowhere")
     assert (code, "nowhere" in errors) == (3, True)
     assert not (tmp_path / "nowhere").exists()
-
-
-# --- runs -------------------------------------------------------------------------------------------------------------
-
-
-def private_run(folder: Path, noise: str = "secret", **privacy: Any) -> Path:
-    """A run whose claim says that its noise was secret, as in a federation."""
-    tree = {
-        "name": "wards",
-        "data": {
-            "dataset": "synthetic-means",
-            "partition": {
-                "scheme": "means",
-                "dimension": 4,
-                "clients": 6,
-                "train_per_client": {"from": 10, "to": 40} if privacy.get("of") == "examples" else 20,
-                "test_per_client": 2,
-            },
-        },
-        "model": {"name": "logistic"},
-        "algorithm": {"name": "fedavg", "weighting": "uniform", "local": {"steps": 2, "batch_size": 4}},
-        "federation": {"rounds": 3, "clients_per_round": 3, "privacy": {"clip": 1.0, "delta": 1e-4, **privacy}},
-        "runtime": {"workers": 0},
-    }
-    found = fedloom.run(tree, out=folder / "run", report=False, progress=False).folder
-    run = RunFolder(Path(found))
-    summary = {key: value for key, value in run.json("summary.json").items() if key != "digest"}
-    summary["training_privacy"]["noise"] = noise
-    run.write_json("summary.json", summary)
-    return run.path

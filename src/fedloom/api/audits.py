@@ -55,8 +55,10 @@ def audit(
         Also reconstruct examples of a client from one update, and from the sum of a cohort's.
     client
         With ``invert``, the client; None: the first that trains.
-    checkpoint, packed
+    checkpoint
         As in :meth:`Run.models`.
+    packed
+        Folders of packed clients, for a run or an experiment with ``data.own``.
     out
         With ``canaries``, a new folder for partition, coins and run; None: ``runs/NAME-ALGORITHM-seedN-audit``.
     partition, report, progress, overrides
@@ -79,7 +81,7 @@ def audit(
         if not isinstance(what, Run | str | Path):
             raise ExperimentError("Without canaries, an audit needs a run, not an experiment.", key="canaries")
         return _of_run(what, checkpoint, packed, invert=invert, client=client)
-    _refuse("a run", invert=invert or None, client=client, packed=packed or None)
+    _refuse("a run", invert=invert or None, client=client)
     if isinstance(what, Run) or checkpoint != "last":
         raise ExperimentError("canaries needs an experiment, not a run.", key="canaries")
     from fedloom import experiment as experiments
@@ -88,7 +90,8 @@ def audit(
     from fedloom.runner.observer import RunObserver
 
     place = None if partition is None else str(partition)
-    options = CanaryOptions(canaries, of, None if out is None else Path(out), place, norm, seed, report)
+    data = _folders(packed)
+    options = CanaryOptions(canaries, of, None if out is None else Path(out), place, norm, seed, report, data)
     observer = progress if isinstance(progress, RunObserver) else Watch() if progress else None
     return Run(audit_with_canaries(experiments.of(what, **with_module(overrides)), options, observer))
 
@@ -110,6 +113,9 @@ def _of_run(
     from fedloom.runner.audit import audit_run
 
     run = what if isinstance(what, Run) else Run(what)
-    folders = [packed] if isinstance(packed, str | Path) else packed
-    audit_run(run.folder, str(checkpoint), [Path(each) for each in folders], invert=invert, client=client)
+    audit_run(run.folder, str(checkpoint), _folders(packed), invert=invert, client=client)
     return run
+
+
+def _folders(packed: str | Path | Iterable[str | Path]) -> tuple[Path, ...]:
+    return tuple(Path(each) for each in ([packed] if isinstance(packed, str | Path) else packed))

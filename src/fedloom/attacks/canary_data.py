@@ -179,7 +179,7 @@ def _link(dataset: FederatedDataset, folder: Path, clients: Sequence[str]) -> No
     """Give the new partition the shards of clients that stay as they are, without a copy where the disk allows."""
     dataset.verify(clients)
     for client in clients:
-        source, target = shard_path(dataset.folder, client), shard_path(folder, client)
+        source, target = dataset.shard_file(client), shard_path(folder, client)
         with suppress(OSError):
             os.link(source, target)
             continue

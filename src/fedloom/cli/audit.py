@@ -6,13 +6,16 @@ import textwrap
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fedloom.cli.run import Set
 from fedloom.cli.use import OwnFolders, Which
 from fedloom.core.words import pluralize
+
+if TYPE_CHECKING:
+    from fedloom.runner.audit_canaries import CanaryOptions
 
 WIDTH = 80
 """Width of sentences below tables."""
@@ -82,10 +85,14 @@ def audit_command(
             raise ExperimentError(f"{where} is an experiment; give --canaries to audit it.", key="canaries")
         run = _audit_run(where, checkpoint, data, invert=invert, client=client)
     else:
-        of_run = {"--invert": invert, "--client": client, "--data": data, "--checkpoint": checkpoint != "last"}
+        of_run = {"--invert": invert, "--client": client, "--checkpoint": checkpoint != "last"}
         if given := [option for option, value in of_run.items() if value]:
             raise ExperimentError(f"{given[0]} is for a run, and --canaries for an experiment.", key=given[0][2:])
-        run = _audit_experiment(where, set_, canaries, of, norm, out, partition)
+        from fedloom.runner.audit_canaries import CanaryOptions
+
+        run = _audit_experiment(
+            where, set_, CanaryOptions(canaries, of.value, out, partition, norm, data=tuple(data or ()))
+        )
     show_audit(run)
 
 
@@ -99,20 +106,11 @@ def _audit_run(where: str, checkpoint: str, data: list[Path] | None, *, invert: 
     return Path(where)
 
 
-def _audit_experiment(
-    where: str,
-    set_: list[str] | None,
-    canaries: int,
-    of: CanaryKind,
-    norm: float | None,
-    out: Path | None,
-    partition: str | None,
-) -> Path:
+def _audit_experiment(where: str, set_: list[str] | None, options: CanaryOptions) -> Path:
     from fedloom import experiment as experiments
     from fedloom.api.watch import Watch
-    from fedloom.runner.audit_canaries import CanaryOptions, audit_with_canaries
+    from fedloom.runner.audit_canaries import audit_with_canaries
 
-    options = CanaryOptions(canaries, of.value, out, partition, norm)
     return audit_with_canaries(experiments.load_experiment(where, set_ or ()), options, Watch())
 
 

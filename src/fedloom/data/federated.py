@@ -177,7 +177,8 @@ class FederatedDataset:
 
         return ClientData(client, changed(data.train), changed(data.validation), changed(data.test), data.classes)
 
-    def _path(self, client: str) -> Path:
+    def shard_file(self, client: str) -> Path:
+        """Return the path of a client's shard."""
         return shard_path(self.folder, client)
 
     def tensors(self, client: str) -> dict[str, Tensor]:
@@ -195,11 +196,11 @@ class FederatedDataset:
         try:
             return safetensors.torch.load(content)
         except SafetensorError as error:
-            where = self._path(entry.id)
+            where = self.shard_file(entry.id)
             raise DataError(f"the shard {where} is not a safetensors file: {error}", hint=self.hint) from error
 
     def _load(self, entry: ClientEntry) -> ClientData:
-        path, tensors = self._path(entry.id), self.tensors(entry.id)
+        path, tensors = self.shard_file(entry.id), self.tensors(entry.id)
         train, validation, test = (self._split(entry, name, tensors, path) for name in SPLITS)
         return ClientData(entry.id, train, validation, test, self.manifest.classes)
 
@@ -241,7 +242,8 @@ class OwnDataset(FederatedDataset):
         """Return the same data under another manifest."""
         return OwnDataset(self.clients, manifest)
 
-    def _path(self, client: str) -> Path:
+    def shard_file(self, client: str) -> Path:
+        """Return the path of a client's shard, in its own folder."""
         return self.clients.folders[client] / SHARD
 
     def _shard(self, entry: ClientEntry) -> bytes:

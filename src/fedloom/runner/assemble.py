@@ -21,7 +21,7 @@ from fedloom.algorithms.sums import sums_of
 from fedloom.core.words import pluralize
 from fedloom.data.augment import augmentation
 from fedloom.data.federated import ClientData, ClientEntry, FederatedDataset, Manifest, Normalization, OwnDataset
-from fedloom.data.own import OwnClients, own_manifest
+from fedloom.data.own import OWN, OwnClients, own_manifest
 from fedloom.data.partition import partition_dataset
 from fedloom.data.requirements import Own
 from fedloom.errors import DataError, ExperimentError, argument
@@ -201,9 +201,15 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     Raise DataError if the partition is missing or damaged. Raise ExperimentError if the partition does not match the
     experiment, or the data cannot satisfy its settings.
     """
-    data = _dealt(experiment)
     dataset = FederatedDataset.open(where)
     manifest = dataset.manifest
+    if isinstance(experiment.data, OwnData) and manifest.dataset == OWN:  # packed clients with canaries (an audit's)
+        if own_manifest(experiment.data.own, manifest.clients, experiment.seed, manifest.figures) != manifest:
+            raise ExperimentError(f"{argument('partition')}: {where} is of other data than data.own.", key="partition")
+        dataset.verify()
+        _check_roster(experiment, manifest)
+        return dataset
+    data = _dealt(experiment)
     found = {
         "data.dataset": (manifest.dataset, data.opened().name),
         "seed": (manifest.seed, experiment.seed),

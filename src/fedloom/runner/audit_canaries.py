@@ -45,6 +45,7 @@ from fedloom.runner.engine import Engine, write_report_if_possible
 from fedloom.runner.observer import RunObserver
 from fedloom.runner.options import RunOptions
 from fedloom.runner.requesting_client import torch_threads
+from fedloom.runner.run_data import run_dataset
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runner.trained import restore
 from fedloom.runs.checkpoint import Checkpoints
@@ -82,6 +83,8 @@ class CanaryOptions:
         Seed of coins and directions; None: drawn by the operating system.
     report
         Write the run's report.
+    data
+        Folders of packed clients, for an experiment with ``data.own``.
     """
 
     count: int
@@ -91,6 +94,7 @@ class CanaryOptions:
     norm: float | None = None
     seed: int | None = None
     report: bool = True
+    data: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,8 +132,7 @@ def audit_with_canaries(experiment: Experiment, options: CanaryOptions, observer
     if out.exists():
         raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
     assemble.use_device("cpu", e.runtime.threads)
-    dataset = assemble.make_partition(e) if options.partition is None else FederatedDataset.open(options.partition)
-    dataset.verify()
+    dataset = _dataset(e, options)
     seed = secrets.randbits(62) if options.seed is None else options.seed
     coins = make_rng(seed, "audit", "coins").random(options.count) < 0.5
     run = _run_with_clients if options.of == "clients" else _run_with_examples
@@ -154,18 +157,34 @@ def _check(e: Experiment, options: CanaryOptions) -> Experiment:
             key="canaries",
             found=options.count,
         )
-    if isinstance(e.data, OwnData):
-        raise ExperimentError(
-            "Canaries are part of a simulation: the experiment needs data.dataset, and has data.own.", key="data.own"
-        )
     if not e.federation.rounds:
         raise ExperimentError(
             f"federation.rounds is {e.federation.rounds}; canaries need a training.", key="federation.rounds"
         )
-    if options.of == "examples":
+    if options.of == "examples" and not isinstance(e.data, OwnData):  # whose workers would draw secret noise
         return e
     runtime = e.runtime.model_copy(update={"workers": 0, "clients_at_once": 1})
     return e.model_copy(update={"runtime": runtime})
+
+
+def _dataset(e: Experiment, options: CanaryOptions) -> FederatedDataset:
+    """Return the data to which canaries are added: a partition, or packed clients that are all on this machine."""
+    if isinstance(e.data, OwnData):
+        if not options.data:
+            raise ExperimentError(
+                f"data.own: an audit with canaries trains in this process; give the packed clients with "
+                f"{argument('packed')}.",
+                key="packed",
+                hint="owners who do not share their data can audit the same settings on data of their own",
+            )
+        return run_dataset(e, RunOptions(data=options.data, partition=options.partition))
+    if options.data:
+        raise ExperimentError(
+            f"{argument('packed')} needs an experiment with data.own, and this one has data.dataset.", key="packed"
+        )
+    found = assemble.make_partition(e) if options.partition is None else FederatedDataset.open(options.partition)
+    found.verify()
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fedloom.data.federated import FederatedDataset, Manifest, OwnDataset
 from fedloom.data.folders import data_root
 from fedloom.data.input_spec import input_fields, tokenizer_of
 from fedloom.data.overlap import apart_by_reserve, overlap
-from fedloom.data.own import OwnClients, own_manifest
+from fedloom.data.own import OWN, OwnClients, own_manifest
 from fedloom.data.partition import find_partition
 from fedloom.errors import DataError, ExperimentError, QuorumError, argument
 from fedloom.evaluation.summary import EvaluationResult, groups, headline_keys
@@ -108,7 +108,8 @@ def overlap_with(run: Path, e: Experiment, dataset: FederatedDataset) -> dict[st
     trained_on = RunFolder.open(run).manifest()
     found = apart_by_reserve(trained_on, dataset.manifest)
     if found is None:
-        assert not isinstance(e.data, OwnData), "checked: --partition is of data sets alone"
+        if isinstance(e.data, OwnData):
+            return None
         folder = find_partition(trained_on, e.data.root)
         if folder is None:
             return None
@@ -190,6 +191,8 @@ def _clients_of(
 ) -> FederatedDataset:
     """Return the data of the clients to evaluate: the run's own, another partition's, or packed ones."""
     if isinstance(e.data, OwnData):
+        if partition is not None and (found := FederatedDataset.open(partition)).manifest.dataset == OWN:
+            return found  # packed clients with canaries (an audit's)
         if partition is not None or not data:
             instead = "" if partition is None else f", not {argument('partition')}"
             raise ExperimentError(

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedloom.core import digests
-from fedloom.core.words import DEEPEST, parsed_json, printable
+from fedloom.core.words import DEEPEST, first_of, parsed_json, printable
 from fedloom.data.manifest import text_fault
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.federation.releases import count_releases_about
@@ -124,10 +124,11 @@ def _own(folder: RunFolder, client: str) -> list[dict[str, Any]]:
     """Return what training released about the examples of one client."""
     counts = count_releases_about(folder, "examples").counts
     if client not in counts:
+        known = sorted(set(counts) - {EVERYONE})
         raise ExperimentError(
-            f"{argument('client')} {client!r} took no noisy step in {folder.path}.",
+            f"{argument('client')} must be one that took noisy steps in {folder.path}: {first_of(known, 20)} (got "
+            f"{client!r}).",
             key="client",
             found=client,
-            allowed=sorted(set(counts) - {EVERYONE})[:20],
         )
     return released(counts[client] + counts.get(EVERYONE, Counter()))
