@@ -88,7 +88,7 @@ def _show(file: Path, found: LedgerContent, budget: float | None) -> None:
         is_training = line["version"] == TRAINING_VERSION
         what = f"training, private for {line['unit']}" if is_training else "descriptor"
         rows.append((str(line["time"])[:10], what, str(line.get("run", "")), f"{line['epsilon']:.3g}"))
-    print_table(str(file), ("date", "what", "run", "ε alone"), rows, texts=(0, 1, 2))
+    print_table(str(file), ("date", "what", "run", "stated ε"), rows, texts=(0, 1, 2))
     total = found.total
     left = ""
     if budget is not None:
@@ -102,11 +102,12 @@ def _show(file: Path, found: LedgerContent, budget: float | None) -> None:
 def _sentences(found: LedgerContent, *, is_basic: bool) -> list[str]:
     said = [
         "The total is for replacing one training example by another, toward whoever sees the descriptors and the "
-        "trained models. Losses compose, so it is less than the sum of the single ε for the same relation."
+        "trained models."
     ]
     if any(line["neighbouring"] == "add-or-remove-one" for line in found.trainings):
         said.append(
-            "Replacing an example reveals more than adding or removing one, for which some training states its own ε."
+            "Replacing an example reveals more than adding or removing one, for which a training with Poisson samples "
+            "states its ε."
         )
     if any(line["unit"] == "clients" for line in found.trainings):
         said.append("A training that protects a whole client protects each of its examples; it counts as that.")
