@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,6 +69,15 @@ def metrics_of(run: Path) -> list[Mapping[str, Any]]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run without a budget."""
     return trained(tmp_path_factory.mktemp("private"))
+
+
+def test_no_folder_is_made_where_the_accountant_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image without the extra."""
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(ExperimentError) as refused:
+        trained(tmp_path)
+    assert (refused.value.key, mentions(str(refused.value), "fedloom[privacy]")) == ("federation.privacy", True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_claim_is_about_the_sums_that_were_released(whole: Path) -> None:

@@ -106,6 +106,16 @@ def test_hadolint_would_find_something() -> None:
     assert {"DL3007", "DL3013"} <= set(re.findall(r"DL\d+", done.stdout))
 
 
+@pytest.mark.parametrize("image", ["aggregator", "components"])
+def test_images_that_run_rounds_can_account_for_privacy(image: str) -> None:
+    """Without the extra, a pod would refuse an experiment with federation.privacy."""
+    _, found = stages()
+    steps = " ".join(text for stage in lineage(found, image) for word, text in stage.steps if word == "RUN")
+    asked = {extra for needs in re.findall(r"install.sh needs ([a-z0-9 ]+)", steps) for extra in needs.split()}
+    assert {"privacy", "s3", "tracing", "metrics"} <= asked
+    assert {"dp-accounting", "scipy"} <= set(pins())
+
+
 def test_every_image_from_outside_has_a_tag_and_a_digest() -> None:
     arguments, found = stages()
     outside = {stage.base for stage in found.values()} - {*found, "scratch"}

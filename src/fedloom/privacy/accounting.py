@@ -361,7 +361,7 @@ def _package() -> Any:
     except ImportError as error:
         raise ExperimentError(
             f"the ε of sampled clients or examples needs the package dp-accounting, which is not installed ({error})",
-            hint="pip install 'fedloom[privacy]', where the experiment starts and where its rounds are run",
+            hint="pip install 'fedloom[privacy]', where the experiment starts, its rounds are run, or a ledger is kept",
             key="federation.privacy",
         ) from None
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of each order at which a series does not converge
