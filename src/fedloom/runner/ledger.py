@@ -183,9 +183,8 @@ class PrivacyAccountant:
                 said = parsed_json(line)
                 version = said["version"]
                 if version not in (VERSION, TRAINING_VERSION):
-                    raise self._refused(
-                        number, f"its format is version {version}, and this FedLoom reads version {VERSION}"
-                    )
+                    known = f"{VERSION} and {TRAINING_VERSION}"
+                    raise self._refused(number, f"its format is version {version}, and this FedLoom reads {known}")
                 last = digests.check_line(line, last)
                 if delta is None:
                     delta = float(said["delta"])
