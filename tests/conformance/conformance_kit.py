@@ -52,6 +52,13 @@ TINY: dict[str, dict[str, Any]] = {
     "moon": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "fedbabu": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
     "fedbn": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
+    "fedsa-lora": {
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "local_parameters": ["*bias"],
+        "personalize_epochs": 1,
+    },
+    "fgdro-kl": {"local": {"steps": 3, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
+    "fgdro-kl:momentum": {"optimizer": "momentum", "local": {"steps": 3, "batch_size": 4, "lr": 0.05}},
     "fedper": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_epochs": 1},
     "fedadam": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "fedavgm": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},

@@ -35,6 +35,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "knn-per": {"local": LOCAL, "neighbours": [2]},
     "fedprox": {"local": LOCAL, "mu": 0.5},
     "fedproto": {"local": LOCAL, "personalize_steps": 2},
+    "fedsa-lora": {"local": LOCAL, "local_parameters": ["*bias*"], "personalize_epochs": 1},
+    "fgdro-kl": {"local": LOCAL, "personalize_steps": 2},
     "fedrep": {"local": LOCAL, "head": LOCAL, "personalize_epochs": 1},
     "moon": {"local": LOCAL, "personalize_steps": 2},
     "per-fedavg": {"local": LOCAL, "hessian": "exact"},

@@ -73,7 +73,8 @@ def federation(folder: Path, name: str, data: Sequence[ClientData], how: Example
 def test_these_methods_protect_examples() -> None:
     assert {*PROTECTING} == {
         "apfl", "ditto", "fedadam", "fedavg", "fedavgm", "fedbabu", "fedbn", "feddyn", "fedper", "fedprox", "fedrep",
-        "fedrod", "fedyogi", "heurfedamp", "knn-per", "lg-fedavg", "moon", "pfedbayes", "pfedhn", "pfedme", "scaffold",
+        "fedrod", "fedsa-lora", "fedyogi", "heurfedamp", "knn-per", "lg-fedavg", "moon", "pfedbayes", "pfedhn",
+        "pfedme", "scaffold",
     }  # fmt: skip
     for name in PROTECTING:
         check_example_privacy(find_algorithm(name), settings_of(name))

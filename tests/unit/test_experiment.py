@@ -72,7 +72,8 @@ def test_defaults_are_filled_in(write: Write) -> None:
 def test_resolved_yaml_reads_back_to_the_same_experiment(write: Write, algorithm: str) -> None:
     rounds = "federation.rounds=0" if algorithm == "local" else "federation.rounds=3"
     model = ["model={name: vgg, channels: [3], norm: batch}"] if algorithm == "fedbn" else []
-    changes = [f"algorithm={{name: {algorithm}}}", rounds, "storage=here", "data.root=there", *model]
+    keys = ", local_parameters: ['*bias']" if algorithm == "fedsa-lora" else ""
+    changes = [f"algorithm={{name: {algorithm}{keys}}}", rounds, "storage=here", "data.root=there", *model]
     experiment = load_experiment(write(GOOD), changes)
     again = load_experiment(write(experiment.resolved_yaml()))
     assert again == experiment

@@ -80,6 +80,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 for _other in available():  # the rest share their parts with these, and are for the second tier
     METHODS.setdefault(_other, {"name": _other, **({} if _other == "pfedme" else {"local": {"steps": 1}})})
+METHODS["fedsa-lora"]["local_parameters"] = ["*bias"]
 FIRST_TIER = 7
 
 

@@ -23,7 +23,7 @@ from fedloom.security.signing import NO_SIGNING
 
 METHODS = (
     "fedavg", "scaffold", "fedrep", "pfedbayes", "comfedl", "fedadam", "q-fedavg", "feddyn", "ditto", "fedproto",
-    "drfa",
+    "drfa", "fgdro-kl",
 )  # fmt: skip
 SIZES = (12, 7, 9, 16, 11)
 

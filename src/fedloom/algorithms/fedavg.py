@@ -161,15 +161,15 @@ class FedAvg(base.Algorithm):
         size = setup.model.layout.body_size
         return {"all": slice(None), "body": slice(size), "head": slice(size, None)}[self.shared]
 
-    def kept(self, model: FlatModel) -> tuple[str, ...]:
+    def kept(self, model: FlatModel, s: Any) -> tuple[str, ...]:
         """Return the entries of which each client keeps its own values: moving buffers, if they are local."""
         return model.layout.buffers if model.layout.local_buffers else ()
 
-    def division(self, setup: Setup) -> Division:
+    def division(self, setup: Setup, s: Any) -> Division:
         """Return the division of the trained part into what is shared and what each client keeps."""
         layout = setup.model.layout
         part = torch.arange(layout.size)[self.part(setup)]
-        is_kept = layout.mask(self.kept(setup.model))[part]
+        is_kept = layout.mask(self.kept(setup.model, s))[part]
         if not is_kept.any():
             return Division(part, is_kept, None)
         first = setup.model.init(torch.Generator().manual_seed(0), setup.dtype)
@@ -224,7 +224,8 @@ class FedAvgServer(base.ServerAlgorithm):
     def __init__(self, method: FedAvg, settings: Any, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
         self.method = method
-        theta, division, layout = setup.model.init(generator, setup.dtype), method.division(setup), setup.model.layout
+        theta, layout = setup.model.init(generator, setup.dtype), setup.model.layout
+        division = method.division(setup, settings)
         whole = division.first is None
         part = method.part(setup) if whole else division.sent
         self.sizes["s"] = len(theta[part])
@@ -267,7 +268,8 @@ class FedAvgClient(base.ClientAlgorithm):
 
     def __init__(self, method: FedAvg, settings: Any, setup: Setup) -> None:
         super().__init__(settings, setup)
-        self.method, self.predictors, self._division = method, tuple(method.predictors), method.division(setup)
+        self.method, self.predictors = method, tuple(method.predictors)
+        self._division = method.division(setup, settings)
         self.stateful = method.stateful or self._division.first is not None
         self._part = method.part(setup) if method.sends_all else slice(None)  # of the sent tensor
 

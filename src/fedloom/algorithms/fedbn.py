@@ -7,7 +7,8 @@ layers between rounds; they are never sent. Line numbers refer to docs/algorithm
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor
@@ -17,6 +18,7 @@ from fedloom.algorithms.client import train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.local_sgd import LocalSGD
+from fedloom.algorithms.model_needs import Need
 from fedloom.models.flat import FlatModel
 
 
@@ -33,27 +35,31 @@ class FedBN(FedAvg):
     """FedAvg of everything but normalization layers."""
 
     name = "fedbn"
-    settings = FedBNSettings
-    needs = ("normalization",)
-    predictors = {"personal": "FedBN"}
+    settings: ClassVar[Any] = FedBNSettings
+    needs: ClassVar[tuple[Need, ...]] = ("normalization",)
+    predictors: ClassVar[Mapping[str, str]] = {"personal": "FedBN"}
     stateful = True
 
-    def kept(self, model: FlatModel) -> tuple[str, ...]:
-        """Return the entries of normalization layers, with other moving buffers if they are local (lines 2-4)."""
-        kept = {*model.layout.normalization, *super().kept(model)}
+    def own(self, model: FlatModel, s: Any) -> tuple[str, ...]:
+        """Return the entries that a client keeps and, if it has none, trains alone: normalization layers."""
+        return model.layout.normalization
+
+    def kept(self, model: FlatModel, s: Any) -> tuple[str, ...]:
+        """Return the client's own entries, with other moving buffers if they are local (lines 2-4)."""
+        kept = {*self.own(model, s), *super().kept(model, s)}
         return tuple(name for name, _ in model.layout.entries if name in kept)
 
-    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: FedBNSettings) -> dict[str, Tensor]:
-        """Return the shared layers between the client's own (line 5); a new client trains its own (line 6)."""
+    def personalize(self, model: FlatModel, group: ClientGroup, theta: Tensor, s: Any) -> dict[str, Tensor]:
+        """Return the shared entries with the client's own (line 5); a new client trains its own (line 6)."""
         new = group.new
         if new and s.personalize_epochs:
-            sgd, norms = s.local.with_steps(epochs=s.personalize_epochs), model.layout.normalization
-            made = train(model, group, theta[new], sgd, only=norms, members=new, purpose="personalize")
+            sgd, own = s.local.with_steps(epochs=s.personalize_epochs), self.own(model, s)
+            made = train(model, group, theta[new], sgd, only=own, members=new, purpose="personalize")
             theta[new] = made.theta
         return {"personal": theta}
 
     def personalization_steps(self, s: Any, examples: int) -> int:
-        """Return the steps of a new client's normalization layers."""
+        """Return the steps of a new client's own entries."""
         steps: int = s.local.with_steps(epochs=s.personalize_epochs).count(examples)
         return steps
 

@@ -156,4 +156,4 @@ def sent_part(change: Tensor, size: int, algorithm: Algorithm, setup: Setup) -> 
     if len(change) == size:
         return change
     assert isinstance(algorithm, FedAvg), "only such a method keeps more than it shares"
-    return change[algorithm.division(setup).sent]
+    return change[algorithm.division(setup, algorithm.settings()).sent]  # its division does not depend on settings

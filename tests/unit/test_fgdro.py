@@ -1,0 +1,137 @@
+"""FGDRO-KL and its Adam-type steps against the rules written out in plain torch (arXiv 2410.06369)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federations import answers_as_alone, clients, federation, mean_loss, setup
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedloom.algorithms.base import Setup
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.fedavg import FEDAVG, PersonalizeRequest
+from fedloom.algorithms.fgdro import FGDRO_KL, FGDROSettings, RobustModel, RobustUpdate
+from fedloom.data.federated import ClientData
+from fedloom.federation.randomness import generator
+
+SIZES = (4, 9, 6)
+SEED = 7  # of the federations
+LOCAL: dict[str, Any] = {"steps": 4, "batch_size": 3, "lr": 0.02}
+RATES = {"beta_u": 0.3, "beta_v": 0.2, "beta_m": 0.4, "beta_q": 0.05}
+
+
+def fgdro(**changes: Any) -> FGDROSettings:
+    return FGDROSettings.model_validate({"local": LOCAL, "lambda_kl": 0.5} | RATES | changes)
+
+
+def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def visit(
+    p: Setup, s: FGDROSettings, c: ClientData, state: dict[str, Any], u: float | None, t: int
+) -> tuple[dict[str, Any], float]:
+    """One client's local steps, with v as it is: a mean of exponentials, not divided by anything."""
+    w, v, m, q = (state[name] for name in "wvmq")
+    for index in batches(len(c.train), 3, 4, generator(SEED, "train/train", c.id, t)):
+        leaf = w.clone().requires_grad_()
+        assert c.train.y is not None
+        loss = mean_loss(p.model.logits(leaf, c.train.x[index]), c.train.y[index])
+        (g,) = torch.autograd.grad(loss, leaf)
+        f = loss.item()
+        u = f if u is None else (1 - s.beta_u) * u + s.beta_u * f
+        e = math.exp(u / s.lambda_kl)
+        v = e if v is None else (1 - s.beta_v) * v + s.beta_v * e
+        h = e / v * g + 2 * s.local.lambda_theta * w
+        m = h if m is None else (1 - s.beta_m) * m + s.beta_m * h
+        q = h**2 if q is None else (1 - s.beta_q) * q + s.beta_q * h**2
+        w = w - s.local.lr * (m if s.optimizer == "momentum" else m / (q.sqrt() + s.eps))
+    assert u is not None
+    return {"w": w, "v": v, "m": m, "q": q}, u
+
+
+@pytest.mark.usefixtures("each_task")
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_rounds_are_the_three_moving_averages(tmp_path: Path, optimizer: Any) -> None:
+    s, p, data = fgdro(optimizer=optimizer, local=LOCAL | {"lambda_theta": 0.01}), setup(), clients(SIZES)
+    run = federation(tmp_path, FGDRO_KL, s, p, data, rounds=4, cohort=2)
+    state: dict[str, Any] = {"w": run.state["theta"], "v": None, "m": None, "q": None}
+    kept: dict[str, float] = {}
+    run.run()
+    for t, attempt in enumerate(run.loop.journal.counted(), start=1):
+        (trained,) = attempt.conversations
+        ends = []
+        for name in trained.clients:
+            end, kept[name] = visit(p, s, data[int(name[1:])], state, kept.get(name), t)
+            ends.append(end)
+        state = {name: sum(end[name] for end in ends) / len(ends) for name in "wvmq"}
+        if t == 1:  # before there is a v to divide by, its logarithms are averaged
+            state["v"] = math.exp(sum(math.log(end["v"]) for end in ends) / len(ends))
+    close(run.state["theta"], state["w"])
+    moments = [state["m"]] if optimizer == "momentum" else [state["m"], state["q"]]
+    close(run.state["moments"], torch.stack(moments))
+    assert float(run.state["value"]) == pytest.approx(s.lambda_kl * math.log(state["v"]), abs=1e-12)
+    assert len(kept) == 3  # every client was drawn, some again
+
+
+def test_with_a_large_lambda_and_no_memory_it_is_fedavg(tmp_path: Path) -> None:
+    """All weights are 1 then, and the value is the mean loss."""
+    s = fgdro(optimizer="momentum", lambda_kl=1e9, beta_m=1.0)
+    average = FEDAVG.settings.model_validate({"local": LOCAL | {"momentum": 0.0}, "weighting": "uniform"})
+    mine, avg = (
+        federation(tmp_path / m.name, m, settings, setup(), clients(SIZES), rounds=3)
+        for m, settings in ((FGDRO_KL, s), (FEDAVG, average))
+    )
+    mine.run()
+    avg.run()
+    close(mine.state["theta"], avg.state["theta"], atol=1e-8)
+
+
+def test_a_smaller_lambda_brings_the_losses_together(tmp_path: Path) -> None:
+    """Every round is a step along the gradient of F but for the lag of v: the largest loss falls before the others."""
+    data, p, spread = clients(SIZES), setup(), []
+    for lambda_kl in (0.05, 0.2, 1e6):
+        local = {"steps": 1, "batch_size": 9, "lr": 0.02}
+        s = fgdro(lambda_kl=lambda_kl, optimizer="momentum", beta_u=1.0, beta_m=1.0, beta_v=0.1, local=local)
+        run = federation(tmp_path / str(lambda_kl), FGDRO_KL, s, p, data, rounds=30)
+        run.run()
+        theta, splits = run.state["theta"], [c.train for c in data]
+        losses = [float(mean_loss(p.model.logits(theta, one.x), one.y)) for one in splits if one.y is not None]
+        spread.append(max(losses) - min(losses))
+    assert spread[0] < spread[1] < spread[2]
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_a_group_answers_as_its_clients_do_alone(optimizer: Any) -> None:
+    s, p = fgdro(optimizer=optimizer, personalize_steps=2), setup()
+    theta = p.model.init(torch.Generator().manual_seed(1), torch.float64)
+    moments = theta.new_ones(s.moments, len(theta)) * 0.01
+    opening = RobustModel(theta, torch.tensor([1.1]).double(), moments)
+    states = [{"u": torch.tensor([1.5]).double()}, None, {"u": torch.tensor([0.7]).double()}]
+    ask = PersonalizeRequest(theta)
+    answers_as_alone(FGDRO_KL.client(s, p), clients(SIZES), opening, ask, states)
+
+
+def test_losses_far_apart_do_not_overflow(tmp_path: Path) -> None:
+    """exp(f/λ) itself is beyond any float here."""
+    run = federation(tmp_path, FGDRO_KL, fgdro(lambda_kl=1e-3), setup(), clients(SIZES), rounds=2)
+    run.run()
+    assert run.state["theta"].isfinite().all()
+    assert run.state["value"].isfinite().all()
+
+
+def test_settings_and_declarations() -> None:
+    for keys in ({"lambda_kl": 0}, {"beta_u": 0}, {"beta_v": 1.5}, {"local": {"epochs": 1}}):
+        with pytest.raises(ValidationError):
+            fgdro(**keys)
+    assert set(FGDRO_KL.sums(fgdro())[RobustUpdate]) == {f.name for f in RobustUpdate.fields()}
+    assert FGDRO_KL.noisy_sums_suffice(fgdro())
+    assert FGDRO_KL.example_privacy(fgdro())
+    assert FGDRO_KL.requires_fixed_population(fgdro()) is None
+    assert fgdro(optimizer="momentum").fine_tuning.optimizer == "sgd"
+    assert fgdro(local=LOCAL | {"mask_absent": True}).fine_tuning.mask_absent
