@@ -119,6 +119,14 @@ TINY: dict[str, dict[str, Any]] = {
         "moments": "kept",
         "averaged": 2,
     },
+    "pfedbayes:ivon": {
+        "steps": 2,
+        "batch_size": 4,
+        "optimizer": "ivon",
+        "lr_personal": 0.1,
+        "draws": 3,
+        "personalize_steps": 2,
+    },
     "wga:all": {
         "batch_size": 4,
         "users": "all",

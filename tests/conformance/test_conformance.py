@@ -186,7 +186,10 @@ def test_a_reply_that_is_not_finite_loses_its_client_and_nobody_else(tiny: Feder
         assert tiny.final(f"{name}-lost") == tiny.final(name)
 
 
-GROWS: dict[str, dict[str, Any]] = {"pfedbayes": {"beta": 2.0}, "pfedbayes:kept": {"beta": 2.0}, "wga": {"lr": 2.0}}
+GROWS: dict[str, dict[str, Any]] = {
+    **{name: {"beta": 2.0} for name in ("pfedbayes", "pfedbayes:kept", "pfedbayes:ivon")},
+    "wga": {"lr": 2.0},
+}
 """Settings with which the server's step is longer than what it averages: else it stays finite, as it may."""
 
 

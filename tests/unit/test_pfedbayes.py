@@ -428,7 +428,12 @@ def test_without_noise_every_drawn_network_is_the_mean_network() -> None:
 
 @pytest.mark.parametrize(
     ("options", "atol"),
-    [({"samples": 2}, 1e-10), ({"moments": "kept"}, 1e-10), (GD | {"objective": "mean"}, 1e-10)],
+    [
+        ({"samples": 2}, 1e-10),
+        ({"moments": "kept"}, 1e-10),
+        (GD | {"objective": "mean"}, 1e-10),
+        ({"optimizer": "ivon", "betas": [0.9, 0.9], "samples": 2}, 1e-10),
+    ],
 )
 def test_a_group_is_its_clients_one_by_one(options: dict[str, Any], atol: float) -> None:
     """The vectorized driver against the one for CPUs, sizes and batches unequal, one client without a state."""

@@ -58,6 +58,7 @@ def dead_weights(model: MLP) -> Tensor:
         (6, {"aggregation": "moments"}),
         (7, {"aggregation": "moments", "beta": 0.7}),
         (3, {"reset": True, "zeta": 10.0}),
+        (6, {"optimizer": "ivon", "lr_personal": 0.1, "betas": [0.9, 0.99]}),
     ],
 )
 def test_weights_of_a_dead_input_stay_where_they_began(tmp_path: Path, n: int, options: dict[str, Any]) -> None:

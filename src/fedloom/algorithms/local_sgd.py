@@ -14,6 +14,9 @@ from fedloom.core.settings import Settings
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
+Betas = Annotated[tuple[_Beta, ...], Field(min_length=2, max_length=2), _AS_TUPLE]
+"""Two decay rates of an optimizer."""
+
 
 def check_overshoot(key: str, value: float, other: str, rate: float, *, factor: float = 1) -> None:
     """Raise ValueError if gradient steps of a rate on a quadratic term overshoot: both keys' product is 1 or more."""
@@ -98,7 +101,7 @@ class LocalSGD(PlainSGD):
         default=0.9, ge=0, lt=1, description="momentum of sgd, fresh at every visit; null with adam and adamw"
     )
     nesterov: bool = Field(default=False, description="Nesterov's momentum, of sgd")
-    betas: Annotated[tuple[_Beta, ...], Field(min_length=2, max_length=2), _AS_TUPLE] | None = Field(
+    betas: Betas | None = Field(
         default=None, description="decay rates of Adam's moments; null: those of torch, [0.9, 0.999]"
     )
     eps: float | None = Field(default=None, gt=0, description="ε of adam and adamw; null: that of torch, 1e-8")

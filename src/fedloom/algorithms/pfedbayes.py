@@ -25,6 +25,8 @@ from fedloom.algorithms.batches import Batch, NothingToTrainOn
 from fedloom.algorithms.client import LocalTrainer
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.example_privacy import NoisySteps
+from fedloom.algorithms.ivon import BETAS, by_ivon
+from fedloom.algorithms.local_sgd import Betas
 from fedloom.algorithms.mean_field import (
     MU,
     RHO,
@@ -170,8 +172,7 @@ class PFedBayesClient(base.ClientAlgorithm):
             d_mu = reduce(torch.add, [d_theta for d_theta, _ in sampled])
             d_sigma = reduce(torch.add, [d_theta * noise for (d_theta, _), noise in zip(sampled, draws, strict=True)])
             losses.append(reduce(torch.add, [loss for _, loss in sampled]))
-            add_posterior_gradient(d_mu, d_sigma, q, w, s.zeta)
-            descend_q(d_mu, d_sigma.mul_(q.slope))  # eq. 27
+            descend_q(d_mu, d_sigma)  # eq. 27
             if purpose == "train":
                 descend_w(*prior_gradient(q, w))  # eq. 28
             self._track(local, batch, thetas[-1], (q, w) if purpose == "train" else (q,))
@@ -182,15 +183,21 @@ class PFedBayesClient(base.ClientAlgorithm):
         return trained.loss / torch.tensor(local.sizes)[:, None]
 
     def _steps(self, local: LocalTrainer, q: MeanField, w: MeanField, moments: AdamMoments) -> tuple[Step, Step]:
-        """Return the steps of q and of w; raises ExperimentError for gradient descent beyond its stability bound."""
+        """Return the steps of q, along derivatives of the likelihood in (μ, σ), and of w, in (μ, ρ).
+
+        Raises ExperimentError for gradient descent beyond its stability bound.
+        """
         s = self.settings
         n = torch.tensor(local.sizes, dtype=q.mu.dtype, device=q.mu.device)[:, None]
         lr_q = s.lr_personal / n if s.objective == "mean" else torch.full_like(n, s.lr_personal)
         if why := unstable(s, float(lr_q.max()), float(w.sigma.min())):
             raise ExperimentError(why)
-        if s.optimizer == "adam":
-            return by_adam(q, s.lr_personal, moments, 0), by_adam(w, s.lr_global, moments, 1)
-        return by_gradient(q, lr_q), by_gradient(w, torch.full_like(n, s.lr_global))
+        if s.optimizer == "gd":
+            return on_objective(by_gradient(q, lr_q), q, w, s.zeta), by_gradient(w, torch.full_like(n, s.lr_global))
+        descend_w = by_adam(w, s.lr_global, moments, 1)
+        if s.optimizer == "ivon":
+            return by_ivon(q, w, s.lr_personal, s.zeta, s.betas or BETAS), descend_w
+        return on_objective(by_adam(q, s.lr_personal, moments, 0), q, w, s.zeta), descend_w
 
     def _track(self, local: LocalTrainer, batch: Batch, theta: Tensor, fields: Sequence[MeanField]) -> None:
         """Move the buffers in the means of these Gaussians by a call of the drawn network θ ``[g, d]``."""
@@ -230,7 +237,7 @@ def _negative_log_likelihood(model: FlatModel, parameters: Mapping[str, Tensor],
 
 
 Step: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Step in place along ``(∂/∂μ, ∂/∂ρ)``."""
+"""Step in place along ``(∂/∂μ, ∂/∂ρ)``, or ``(∂/∂μ, ∂/∂σ)``."""
 
 
 def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
@@ -239,6 +246,16 @@ def normals(like: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     for row, generator in zip(noise, generators, strict=True):
         row.normal_(generator=generator)
     return noise.to(like.device)
+
+
+def on_objective(step: Step, q: MeanField, w: MeanField, zeta: float) -> Step:
+    """Return ``(∂/∂μ, ∂/∂σ) -> None`` of the likelihood, a step on Ω by one in (μ, ρ) (eq. 27)."""
+
+    def descend(d_mu: Tensor, d_sigma: Tensor) -> None:
+        add_posterior_gradient(d_mu, d_sigma, q, w, zeta)
+        step(d_mu, d_sigma.mul_(q.slope))
+
+    return descend
 
 
 def by_gradient(of: MeanField, lr: Tensor) -> Step:
@@ -299,8 +316,13 @@ class PFedBayesSettings(Settings):
         description="deviation of g in θ = μ + σ g (eq. 26), in training and in prediction; below 1, as in public code "
         "(0.001), q is not what is drawn from",
     )
-    optimizer: Literal["gd", "adam"] = Field(
-        default="gd", description="gradient descent, or Adam, whose moments are fresh at every visit unless kept"
+    optimizer: Literal["gd", "adam", "ivon"] = Field(
+        default="gd",
+        description="gradient descent; Adam, whose moments are fresh at every visit unless kept; or IVON for q_i and "
+        "Adam for w",
+    )
+    betas: Betas | None = Field(
+        default=None, description="decay rates of ivon's momentum and Hessian; null: those of its paper, [0.9, 0.99999]"
     )
     moments: Literal["fresh", "kept"] = Field(
         default="fresh", description="kept: Adam's moments are part of a client's state, and continue at its next visit"
@@ -331,6 +353,20 @@ class PFedBayesSettings(Settings):
     def _has_moments(self) -> Self:
         if self.moments == "kept" and self.optimizer != "adam":
             raise ValueError("moments: kept needs optimizer: adam, because gradient descent has no moments")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_ivon(self) -> Self:
+        if self.optimizer != "ivon":
+            if self.betas is not None:
+                raise ValueError(f"betas: only ivon has them (got optimizer: {self.optimizer}); leave betas out")
+            return self
+        if not self.zeta:
+            raise ValueError("zeta: ivon needs a prior, whose weight is above 0 (got 0); set it, or optimizer to adam")
+        if self.noise != 1:
+            raise ValueError(
+                f"noise: ivon estimates the Hessian from draws of q_i itself (got {self.noise:g}); set it to 1"
+            )
         return self
 
     @model_validator(mode="after")
