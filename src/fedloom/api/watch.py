@@ -242,6 +242,10 @@ class SweepWatch(SweepObserver):
         """Show that the run is done."""
         self._say(number, points, point, ": done")
 
+    def stopped(self, number: int, points: int, point: Point, round: int) -> None:
+        """Show that the run was stopped, and when."""
+        self._say(number, points, point, f": stopped after round {round}")
+
     def failed(self, number: int, points: int, point: Point, error: FedloomError) -> None:
         """Show why the run failed."""
         self._say(number, points, point, f": failed: {error}", keep=True)

@@ -201,7 +201,9 @@ def _lengths(node: Schema) -> str:
 def _step(nodes: Sequence[Schema], step: str | int) -> list[Schema]:
     if isinstance(step, int):
         return [node["items"] for node in nodes if "items" in node]
-    return [node["properties"][step] for node in nodes if step in node.get("properties", {})]
+    named = [node["properties"][step] for node in nodes if step in node.get("properties", {})]
+    others = [node.get("additionalProperties") for node in nodes]
+    return named or [node for node in others if isinstance(node, Mapping)]
 
 
 def _walk(schema: Schema, path: KeyPath, value: Any) -> tuple[KeyPath, list[Schema]]:

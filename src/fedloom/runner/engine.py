@@ -100,6 +100,8 @@ class Engine:
         self.folder = RunFolder(options.out or e.runs / f"{e.name}-{e.algorithm.name}-seed{e.seed}")
         trackers = find_trackers(dict.fromkeys((*e.tracking, *options.track)))
         self.observer = TrackerObserver(observer, trackers, self.folder.path)
+        if options.watcher is not None:
+            self.observer.add(options.watcher)
         self.own = own_of(e)
         self.listens = options.listen is not None
         self.is_open = self.own is not None and self.listens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedloom.runner.observer import RunObserver
 from fedloom.security.options import ServerOptions
 
 
@@ -53,6 +54,9 @@ class RunOptions:
         Trackers in addition to the experiment's.
     report
         Write the report at the end; otherwise ``fedloom report`` can write it later.
+    watcher
+        Also told of rounds and evaluations, after the observer and the trackers; an error that it raises ends the run,
+        as a search does with a trial.
     """
 
     out: Path | None = None
@@ -75,6 +79,7 @@ class RunOptions:
     signals: bool = False
     report: bool = True
     track: tuple[str, ...] = ()
+    watcher: RunObserver | None = None
 
     @property
     def serves(self) -> list[str]:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +38,15 @@ class Job:
 
 @dataclass(frozen=True)
 class JobEvents:
-    """Callbacks given a run's name: it began, it has a message for the user, it is over (with an error or None)."""
+    """Callbacks given a run's name: it began, it has a message for the user, it is over (with an error or None).
+
+    ``enough`` is asked often while the run is in progress, and returns True to stop it after its current round.
+    """
 
     began: Callable[[str], None]
     notice: Callable[[str, str], None]
     over: Callable[[str, FedloomError | None], None]
+    enough: Callable[[str], bool] = lambda name: False
 
 
 @dataclass
@@ -54,10 +58,10 @@ class _Running:
     told: Path
 
 
-def run_parallel(jobs: Sequence[Job], parallel: int, events: JobEvents, *, signals: bool) -> None:
+def run_parallel(jobs: Iterable[Job], count: int, parallel: int, events: JobEvents, *, signals: bool) -> None:
     """Execute runs as ``fedloom run`` processes, at most ``parallel`` at a time.
 
-    A process stops when its standard input closes, which happens even if this process is killed. With ``signals``,
+    The ``count`` jobs are taken one by one, each when a process is free for it. A process stops when its standard input closes, which happens even if this process is killed. With ``signals``,
     SIGINT or SIGTERM stops all runs after their current round, and a second signal at once.
 
     Raise InterruptedRun if the runs were stopped; those in progress can be resumed.
@@ -67,9 +71,11 @@ def run_parallel(jobs: Sequence[Job], parallel: int, events: JobEvents, *, signa
         pool = _Pool(jobs, parallel, events, Path(temporary))
         try:
             with stop.signals() if signals else nullcontext():
-                while pool.running or (pool.waiting and not stop.event.is_set()):
+                while True:
                     if not stop.event.is_set():
                         pool.start()
+                    if not pool.running:
+                        break
                     time.sleep(POLL_INTERVAL_S)
                     if stop.event.is_set():
                         pool.ask_to_stop()
@@ -78,7 +84,7 @@ def run_parallel(jobs: Sequence[Job], parallel: int, events: JobEvents, *, signa
             pool.end()
     if stop.event.is_set():
         raise InterruptedRun(
-            f"stop requested: {pool.done} of {pluralize(len(jobs), 'run')} done; continue the others with "
+            f"stop requested: {pool.done} of {pluralize(count, 'run')} done; continue the others with "
             f"{argument('resume')}"
         )
 
@@ -86,16 +92,15 @@ def run_parallel(jobs: Sequence[Job], parallel: int, events: JobEvents, *, signa
 class _Pool:
     """Pool of run processes, and the queue of runs."""
 
-    def __init__(self, jobs: Sequence[Job], parallel: int, events: JobEvents, folder: Path) -> None:
-        self.waiting = list(reversed(jobs))
+    def __init__(self, jobs: Iterable[Job], parallel: int, events: JobEvents, folder: Path) -> None:
+        self._waiting: Iterator[Job] = iter(jobs)
         self.running: list[_Running] = []
         self.done = 0
         self._parallel, self._events, self._folder = parallel, events, folder
 
     def start(self) -> None:
         """Start queued runs while processes are free."""
-        while self.waiting and len(self.running) < self._parallel:
-            job = self.waiting.pop()
+        while len(self.running) < self._parallel and (job := next(self._waiting, None)) is not None:
             place = min(set(range(self._parallel)) - {one.place for one in self.running})
             self.running.append(_start(job, place, self._parallel, self._folder))
             self._events.began(job.name)
@@ -107,6 +112,9 @@ class _Pool:
 
     def reap(self, *, stopped: bool) -> None:
         """Report the runs that have ended, except those interrupted by a stop."""
+        for one in self.running:
+            if self._events.enough(one.job.name):
+                _leave(one)
         for one in [one for one in self.running if one.process.poll() is not None]:
             self.running.remove(one)
             error, notices = _outcome(one)

@@ -47,6 +47,9 @@ class SweepObserver:
     def notice(self, number: int, points: int, point: Point, text: str) -> None:
         """Handle a one-line message for the user from a run in a separate process."""
 
+    def stopped(self, number: int, points: int, point: Point, round: int) -> None:
+        """Handle a run that a search has stopped after this round."""
+
     def finished_before(self, number: int, points: int, point: Point) -> None:
         """Handle a run that was already finished and is skipped."""
 
@@ -122,29 +125,40 @@ def run_points(
 
 def _check_sweep(points: Sequence[Point], folder: Path, options: RunOptions, parallel: int) -> None:
     """Check the folders and the processes of a sweep before anything runs."""
+    check_parallel(parallel, [point.experiment for point in points])
+    check_folder_of_runs(folder, options)
+    for point in points:
+        check_folder(RunFolder(folder / point.name), point.experiment, options.resume)
+
+
+def check_parallel(parallel: int, experiments: Sequence[Experiment]) -> None:
+    """Raise ExperimentError if the experiments cannot run in so many processes."""
     if parallel < 1:
         raise ExperimentError(
             f"{argument('parallel')} must be 1 or more (got {parallel}).", key="parallel", found=parallel
         )
-    if parallel > 1 and any(name.startswith(MEMORY) for p in points for name in p.experiment.code):
+    if parallel > 1 and any(name.startswith(MEMORY) for e in experiments for name in e.code):
         raise ExperimentError(
             f"{argument('parallel')} is {parallel}, but only this process has the module or metric in memory: leave it "
             "at 1, or name them as package:function, which every process can import.",
             key="parallel",
             found=parallel,
         )
+
+
+def check_folder_of_runs(folder: Path, options: RunOptions) -> None:
+    """Raise ExperimentError if the folder is in use for anything but the runs that are resumed."""
     if (folder / "experiment.yaml").exists():
         raise ExperimentError(
-            f"{argument('out')} is {folder}, the folder of a run; choose that of a sweep, or a new one.", key="out"
+            f"{argument('out')} is {folder}, the folder of a run; choose that of a sweep or search, or a new one.",
+            key="out",
         )
     if not options.resume and folder.is_dir() and any(folder.iterdir()):
         raise ExperimentError(
-            f"{folder} already holds a sweep.",
+            f"{folder} already holds runs.",
             hint=f"continue with {argument('resume')}, or choose another folder ({argument('out')})",
             key="out",
         )
-    for point in points:
-        check_folder(RunFolder(folder / point.name), point.experiment, options.resume)
 
 
 def _one_by_one(
@@ -153,7 +167,7 @@ def _one_by_one(
     failures: dict[str, FedloomError] = {}
     for number, point in left:
         try:
-            run_experiment(point.experiment, _of_point(options, folder, point), observer.begins(number, count, point))
+            run_experiment(point.experiment, options_of(options, folder, point), observer.begins(number, count, point))
         except QuorumError as error:  # e.g. from too large a step size, which is a result too
             observer.failed(number, count, point, error)
             failures[point.name] = error
@@ -190,12 +204,13 @@ def _in_parallel(
         number, point = numbers[name]
         observer.notice(number, count, point, text)
 
-    jobs = [Job(point.name, point.experiment, _of_point(options, folder, point)) for _, point in left]
-    run_parallel(jobs, parallel, JobEvents(began, notice, over), signals=options.signals)
+    jobs = [Job(point.name, point.experiment, options_of(options, folder, point)) for _, point in left]
+    run_parallel(jobs, len(jobs), parallel, JobEvents(began, notice, over), signals=options.signals)
     return {point.name: failures[point.name] for _, point in left if point.name in failures}
 
 
-def _of_point(options: RunOptions, folder: Path, point: Point) -> RunOptions:
+def options_of(options: RunOptions, folder: Path, point: Point) -> RunOptions:
+    """Return the options of one run of a sweep or search in a folder."""
     name = f"{folder.name}/{point.name}"
     publish, storage = options.publish, point.experiment.storage
     if publish is not None:
