@@ -1,9 +1,9 @@
 """FedLoom: personalized federated learning on one machine, on Kubernetes, under Kubeflow.
 
-``run`` runs an experiment and returns it as a :class:`Run`. ``sweep`` runs many. ``load`` opens a finished run,
-``compare`` compares several, ``audit`` attacks one, ``privacy_cost`` tells what the privacy of a training costs,
-``personalize`` gets a model for a client outside the run, and ``fetch`` downloads a data set (docs/python.md).
-Heavy dependencies are imported on first use.
+``run`` runs an experiment and returns it as a :class:`Run`. ``sweep`` runs many, and ``search`` finds settings that are
+best on validation data. ``load`` opens a finished run, ``compare`` compares several, ``audit`` attacks one,
+``privacy_cost`` tells what the privacy of a training costs, ``personalize`` gets a model for a client outside the run,
+and ``fetch`` downloads a data set (docs/python.md). Heavy dependencies are imported on first use.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedloom.api.calls import compare, fetch, load, personalize, personalize_async, privacy_cost, run, sweep
     from fedloom.api.federated import Federated
     from fedloom.api.run import Comparison, Run, Sweep
+    from fedloom.api.searches import Search, search
     from fedloom.experiment.sections import Data, Evaluation, Experiment, Federation, OwnData, Runtime
     from fedloom.runner.personal_model import PersonalModel
 
@@ -36,6 +37,7 @@ __all__ = [
     "PersonalModel",
     "Run",
     "Runtime",
+    "Search",
     "Sweep",
     "audit",
     "compare",
@@ -45,6 +47,7 @@ __all__ = [
     "personalize_async",
     "privacy_cost",
     "run",
+    "search",
     "sweep",
 ]
 
@@ -54,6 +57,7 @@ _LATER = {
         "fedloom.api.calls",
     ),
     **dict.fromkeys(("Comparison", "Run", "Sweep"), "fedloom.api.run"),
+    **dict.fromkeys(("Search", "search"), "fedloom.api.searches"),
     **dict.fromkeys(
         ("Data", "Evaluation", "Experiment", "Federation", "OwnData", "Runtime"), "fedloom.experiment.sections"
     ),

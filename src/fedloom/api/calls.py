@@ -101,7 +101,7 @@ def run(
     """
     from fedloom import experiment as experiments
 
-    options = _options(out, resume, partition, packed, observe, publish, report, track, replay)
+    options = run_options(out, resume, partition, packed, observe, publish, report, track, replay)
     e = experiments.of(experiment, begun=options.out if resume else None, **with_module(overrides))
     return carry_out(e, options, progress)
 
@@ -113,7 +113,7 @@ def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunO
     from fedloom.runner.run_experiment import run_experiment
 
     observer = progress if isinstance(progress, RunObserver) else Watch() if progress else None
-    with _as_before():
+    with restored():
         found = run_experiment(experiment, options, observer)
     return Run(found.folder)
 
@@ -180,7 +180,7 @@ def sweep(
     asked = seeds if seeds is None or isinstance(seeds, str) else ",".join(map(str, seeds))
     if asked is None and not axes:
         raise ExperimentError("A sweep needs grid or seeds, or both.", key="grid")
-    options = _options(out, resume, partition, packed, observe, publish, report, track, None)
+    options = run_options(out, resume, partition, packed, observe, publish, report, track, None)
     begun = experiments.begun_in(options.out) if resume else None
     e = experiments.of(experiment, begun=begun, **with_module(overrides))
     points = experiments.points(e, (), asked, axes, begun=begun)
@@ -195,7 +195,7 @@ def carry_out_sweep(
 
     e = points[0].experiment
     folder = options.out or e.runs / f"{e.name}-sweep"
-    with _as_before():
+    with restored():
         failures = run_points(points, folder, options, observer, parallel=parallel)
     done = [Run(folder / point.name) for point in points if point.name not in failures]
     return Sweep(folder, done, failures)
@@ -440,7 +440,7 @@ def with_module(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {"runtime__workers": 0, **overrides, "model": section}
 
 
-def _options(
+def run_options(
     out: str | Path | None,
     resume: bool,
     partition: str | Path | None,
@@ -451,6 +451,7 @@ def _options(
     track: str | Iterable[str],
     replay: str | Path | None,
 ) -> RunOptions:
+    """Return the options of a run, from the arguments of :func:`run`."""
     from fedloom.runner.options import RunOptions
 
     return RunOptions(
@@ -478,7 +479,7 @@ def _sweep_watch(*, choosing: bool) -> SweepObserver:
 
 
 @contextmanager
-def _as_before() -> Iterator[None]:
+def restored() -> Iterator[None]:
     """Restore the settings of torch and the garbage collector that a run changes."""
     import torch
 

@@ -31,6 +31,7 @@ from fedloom.cli import (
     run,
     runs,
     schema,
+    search,
     serve,
     status,
     token,
@@ -60,6 +61,7 @@ app = typer.Typer(
 )
 
 app.command("run")(run.run_command)
+app.command("search")(search.search_command)
 app.command("aggregator")(run.aggregator_command)
 app.command("worker")(worker.worker)
 app.command("serve")(serve.serve_command)

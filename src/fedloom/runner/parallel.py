@@ -61,8 +61,9 @@ class _Running:
 def run_parallel(jobs: Iterable[Job], count: int, parallel: int, events: JobEvents, *, signals: bool) -> None:
     """Execute runs as ``fedloom run`` processes, at most ``parallel`` at a time.
 
-    The ``count`` jobs are taken one by one, each when a process is free for it. A process stops when its standard input closes, which happens even if this process is killed. With ``signals``,
-    SIGINT or SIGTERM stops all runs after their current round, and a second signal at once.
+    The ``count`` jobs are taken one by one, each when a process is free for it. A process stops when its standard input
+    closes, which happens even if this process is killed. With ``signals``, SIGINT or SIGTERM stops all runs after their
+    current round, and a second signal at once.
 
     Raise InterruptedRun if the runs were stopped; those in progress can be resumed.
     """

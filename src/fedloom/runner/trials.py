@@ -1,7 +1,7 @@
 """Trials of a hyperparameter search: Optuna's ask and tell, and the log from which a killed search continues.
 
 The log holds every trial that was asked for, every value that it measured, and its end. To continue, all of it is told
-to a new study with the same seed: asked in the same order, the sampler draws the same trials as if it had never stopped.
+to a new study with the same seed: asked in the same order, the sampler draws the trials that it would have drawn.
 """
 
 from __future__ import annotations

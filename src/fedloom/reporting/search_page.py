@@ -1,0 +1,119 @@
+"""Page of a hyperparameter search, from its ``search.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.core.words import pluralize
+from fedloom.experiment.yaml_reader import as_yaml
+from fedloom.reporting.page import DASH, Fact, PageSection, Panel, Part, ReportPage, Table, check_installed, table_row
+from fedloom.storage.folder import write_atomically
+from fedloom.tasks.names import Headline
+
+PAGE = "search.html"
+
+MANY_PARAMETERS = 12
+"""Maximum number of parameters that are drawn."""
+
+
+def write_search_page(folder: Path, search: Mapping[str, Any]) -> Path:
+    """Write ``search.html`` to the folder of a finished search; return its path.
+
+    Raises
+    ------
+    ExperimentError
+        If matplotlib or jinja2 is not installed.
+    """
+    check_installed("matplotlib", "jinja2")
+    write_atomically(folder / PAGE, search_page(search).render().encode())
+    return folder / PAGE
+
+
+def trial_rows(search: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the headings of a table of trials, and its rows in the order of the trials, without test results."""
+    headline = _headline(search)
+    keys = list(search["trials"][0]["parameters"])
+    private = any(trial["epsilon"] is not None for trial in search["trials"])
+    headings = ("trial", *keys, f"validation {headline.heading}", *(["ε"] if private else []), "")
+    rows = []
+    for trial in search["trials"]:
+        cells = [str(trial["trial"]), *(shown_value(trial["parameters"][key]) for key in keys)]
+        cells.append(DASH if trial["validation"] is None else headline.shown(trial["validation"]))
+        if private:
+            cells.append(DASH if trial["epsilon"] is None else f"{trial['epsilon']:.3g}")
+        is_chosen = search["chosen"] is not None and trial["trial"] == search["chosen"]["trial"]
+        rows.append((*cells, "chosen" if is_chosen else "" if trial["state"] == "done" else _ended(trial)))
+    return headings, rows
+
+
+def shown_value(value: Any) -> str:
+    """Return a parameter's value for a table: numbers with four significant digits, other values as YAML."""
+    return f"{value:.4g}" if isinstance(value, float) else as_yaml(value)
+
+
+def search_page(search: Mapping[str, Any]) -> ReportPage:
+    """Return the page: the chosen trial, figures of all trials, and their table."""
+    from fedloom.reporting.drawing import COLOURS
+    from fedloom.reporting.search_figures import draw_parameter, draw_trials
+
+    headline, chosen, trials = _headline(search), search["chosen"], search["trials"]
+    test = {group: values["mean"] for group, values in chosen["test"].items() if values["mean"] is not None}
+    facts = [Fact(f"validation {headline.title}", _with_unit(headline, chosen["validation"]), "chosen by this")]
+    facts += [
+        Fact(f"test {headline.title}, {group}", _with_unit(headline, value), "mean over clients", group)
+        for group, value in test.items()
+    ]
+    drawn = [key for key in chosen["parameters"] if _spread(trials, key)][:MANY_PARAMETERS]
+    panels = [Panel("trials", draw_trials(trials, chosen["trial"], headline), wide=True)]
+    panels += [
+        Panel(f"parameter-{i}", draw_parameter(trials, key, chosen["trial"], headline)) for i, key in enumerate(drawn)
+    ]
+    headings, rows = trial_rows(search)
+    table = Table(headings, (("", tuple(table_row(*cells) for cells in rows)),))
+    states = [trial["state"] for trial in trials]
+    about = " · ".join(
+        [
+            f"sampler {search['sampler']}, seed {search['seed']}",
+            pluralize(len(trials), "trial"),
+            *(f"{states.count(state)} {state}" for state in ("stopped", "failed") if state in states),
+        ]
+    )
+    values = tuple((key, as_yaml(value)) for key, value in chosen["parameters"].items())
+    why = (
+        f"{chosen['folder']} has the {headline.superlative} {headline.title} on the validation examples of the seen "
+        "clients in the last round. Test results are shown for it alone."
+    )
+    return ReportPage(
+        f"Search: {search['experiment']}",
+        (about,),
+        (
+            PageSection("Chosen values", (Part(pairs=values, text=why),)),
+            PageSection("Trials", (Part(panels=tuple(panels), columns=2), Part(tables=(table,)))),
+        ),
+        COLOURS,
+        facts={"quality": tuple(facts)},
+        broad=True,
+    )
+
+
+def _headline(search: Mapping[str, Any]) -> Headline:
+    objective = search["objective"]
+    return Headline(objective["name"], objective["higher_is_better"], objective["percent"])
+
+
+def _with_unit(headline: Headline, value: float) -> str:
+    return f"{headline.shown(value)}{headline.unit}"
+
+
+def _ended(trial: Mapping[str, Any]) -> str:
+    last = max(map(int, trial["validation_by_round"]), default=0)
+    return f"stopped after round {last}" if trial["state"] == "stopped" else str(trial["state"])
+
+
+def _spread(trials: Sequence[Mapping[str, Any]], key: str) -> bool:
+    """Return whether a parameter has different values, all numbers, in the trials that are done."""
+    values = [trial["parameters"][key] for trial in trials if trial["state"] == "done"]
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    return len(numbers) == len(values) and len(set(numbers)) > 1
