@@ -151,6 +151,62 @@ def _submit(
             _await(api, started, terminate=terminate_on_interrupt)
 
 
+@app.command("search")
+def _search(
+    experiment: ExperimentFile,
+    space: Annotated[
+        Path, typer.Option(help="YAML file: the keys to search, and how (docs/search.md).", metavar="SPACE.yaml")
+    ],
+    cluster: Annotated[
+        Path, typer.Option(help="YAML file: settings of the trials' pods (docs/cluster.md).", metavar="FILE")
+    ],
+    set_: Set = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(help="Number of trials; by default the file's, or 20, or all of a grid.", min=1, metavar="N"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the sampler; by default the file's, or 0.", min=0, metavar="N")
+    ] = None,
+    parallel: Annotated[
+        int | None, typer.Option(help="Number of parallel trials; by default 3.", min=1, metavar="N")
+    ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option(help="Partition that all trials use; otherwise each one makes it.", metavar="s3://BUCKET/PREFIX"),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the search on the cluster; by default the experiment's and a digest.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for `kubectl apply -f`; by default standard output.", metavar="FILE")
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Create the search on the cluster of $KUBECONFIG.")] = False,
+) -> None:
+    """Write a search as an Experiment of Katib. A trial is a Job; the space is that of `fedloom search`."""
+    from fedloom.cluster.settings import ClusterSettings
+    from fedloom.experiment.search_space import read_space
+    from fedloom.kubeflow import katib
+
+    asked, settings = read_space(space, trials=trials, seed=seed), ClusterSettings.from_file(cluster)
+    place = katib.Placement(name, partition, parallel)
+    found = katib.plan_katib_search(_text_of(experiment), set_ or (), asked, settings, place)
+    objects = katib.search_objects(found)
+    text = katib.as_documents(objects)
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    if submit:
+        from fedloom.cluster.api import Api
+
+        api = Api(settings.namespace)
+        katib.submit_search(api, objects)
+        typer.echo(f"{found.title}: kubectl get -n {api.namespace} experiments.kubeflow.org,trials {found.title}")
+    elif out is None:
+        typer.echo(text, nl=False)
+    else:
+        typer.echo(f"{out}: kubectl apply -f {out}")
+
+
 @app.command("wait")
 def _wait(
     run: Annotated[str, typer.Argument(help="Id of the run.", metavar="RUN")],
@@ -203,13 +259,8 @@ def _arguments(
     """
     from fedloom.errors import ExperimentError
     from fedloom.experiment import seeds_of
-    from fedloom.storage.folder import read_file
 
-    try:
-        text = read_file(experiment).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
-        raise ExperimentError(f"{experiment}: cannot be read: {why}") from error
+    text = _text_of(experiment)
     of_one = {
         "--method": ("compare_methods", methods),
         "--seeds": ("compare_methods", seeds),
@@ -237,6 +288,18 @@ def _arguments(
     given = {"methods": methods, "seeds": listed, **of_pipeline}
     given = {key: value for key, value in given.items() if value is not None}
     return {"experiment": text, "overrides": overrides or [], **given}
+
+
+def _text_of(experiment: Path) -> str:
+    """Return the text of an experiment file; raise ExperimentError if it cannot be read."""
+    from fedloom.errors import ExperimentError
+    from fedloom.storage.folder import read_file
+
+    try:
+        return read_file(experiment).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
+        raise ExperimentError(f"{experiment}: cannot be read: {why}") from error
 
 
 def _where(name: str, backend: str | None, cluster: Path | None, storage_secret: str | None) -> dict[str, Any]:

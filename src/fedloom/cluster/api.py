@@ -17,13 +17,15 @@ from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLo
 
 log = logging.getLogger("fedloom.cluster")
 
-Kind: TypeAlias = Literal["Service", "Job", "Pod", "Event"]
+Kind: TypeAlias = Literal["Service", "Job", "Pod", "Event", "ConfigMap", "Experiment"]
 
 COLLECTIONS: Mapping[Kind, tuple[str, str]] = {
     "Service": ("/api/v1", "services"),
     "Job": ("/apis/batch/v1", "jobs"),
     "Pod": ("/api/v1", "pods"),
     "Event": ("/api/v1", "events"),
+    "ConfigMap": ("/api/v1", "configmaps"),
+    "Experiment": ("/apis/kubeflow.org/v1beta1", "experiments"),  # Katib's
 }
 NEEDED = (
     *((verb, "", "services") for verb in ("get", "list", "create", "delete")),

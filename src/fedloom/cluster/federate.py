@@ -285,17 +285,20 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
     return run, Launcher(federation, api, say, owners=_owners(api), inside=inside)
 
 
+def storage_environment(cluster: ClusterSettings) -> dict[str, str]:
+    """Return the variables by which pods reach the store; credentials come from a Secret."""
+    plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
+    return plain if cluster.s3_endpoint is None else {**plain, ENDPOINT: cluster.s3_endpoint}
+
+
 def _store(experiment: Experiment, cluster: ClusterSettings) -> tuple[Store, dict[str, str]]:
     """Return the experiment's store, and the variables by which pods reach it; credentials come from a Secret."""
     from fedloom.storage import open_store
 
-    plain = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
-    own, endpoint_from = dict(os.environ), None
-    if cluster.s3_endpoint is not None:  # pods' address of the store; a launcher outside may use another
-        plain[ENDPOINT] = cluster.s3_endpoint
-        if not own.get(ENDPOINT):
-            own[ENDPOINT] = cluster.s3_endpoint
-            endpoint_from = f"cluster.s3_endpoint (or {ENDPOINT}, if the launcher alone reaches the store elsewhere)"
+    plain, own, endpoint_from = storage_environment(cluster), dict(os.environ), None
+    if cluster.s3_endpoint is not None and not own.get(ENDPOINT):  # a launcher outside may have another address of it
+        own[ENDPOINT] = cluster.s3_endpoint
+        endpoint_from = f"cluster.s3_endpoint (or {ENDPOINT}, if the launcher alone reaches the store elsewhere)"
     return open_store(str(experiment.storage).rstrip("/"), own, endpoint_from=endpoint_from), plain
 
 

@@ -141,7 +141,7 @@ def aggregator_job(federation: FederationSpec) -> Manifest:
     command += ["--insecure"]  # access is up to the cluster's network policies
     if f.orphan_after_s is not None:
         command += ["--orphan-after", _seconds(f.orphan_after_s)]
-    container = _container(f, AGGREGATOR, s.image, command, resources(s.aggregator))
+    container = container_spec(s, f.storage_environment, AGGREGATOR, s.image, command, resources(s.aggregator))
     own = s.aggregator.env
     container["env"] = [entry for entry in container["env"] if entry["name"] not in own]
     container["env"] += [{"name": key, "value": value} for key, value in own.items()]
@@ -153,7 +153,7 @@ def aggregator_job(federation: FederationSpec) -> Manifest:
         "startupProbe": {**probe, "failureThreshold": STARTUP_S // 2},
         "readinessProbe": {**probe, "periodSeconds": 10},
     }
-    pod = _pod(f, container, CHECKPOINT_GRACE_S, s.aggregator, None)
+    pod = pod_spec(s, container, CHECKPOINT_GRACE_S, s.aggregator, None)
     spec = {
         "completions": 1,
         "parallelism": 1,
@@ -178,7 +178,8 @@ def worker_job(federation: FederationSpec) -> Manifest:
     if s.clients_per_worker is not None:
         command += ["--clients", f"$(JOB_COMPLETION_INDEX)/{f.workers}"]
     gpu = {} if s.gpu is None else {s.gpu.resource: s.gpu.count}
-    container = _container(f, WORKER, s.worker_image or s.image, command, resources(s.worker, gpu, task.resources))
+    image, needs = s.worker_image or s.image, resources(s.worker, gpu, task.resources)
+    container = container_spec(s, f.storage_environment, WORKER, image, command, needs)
     told = {entry["name"] for entry in task.env or ()}
     container["env"] = [entry for entry in container["env"] if entry["name"] not in told] + [*(task.env or ())]
     container["volumeMounts"] += [*(task.volume_mounts or ())]
@@ -186,7 +187,7 @@ def worker_job(federation: FederationSpec) -> Manifest:
         tolerations=(*s.tolerations, *(task.tolerations or ())),
         node_selector={**s.node_selector, **(task.node_selector or {})},
     )
-    pod = _pod(f, container, WORKER_GRACE_S, where, task.affinity or s.affinity)
+    pod = pod_spec(s, container, WORKER_GRACE_S, where, task.affinity or s.affinity)
     pod["volumes"] += [*(task.volumes or ())]
     pod["topologySpreadConstraints"] = [
         {
@@ -301,10 +302,10 @@ def _template(federation: FederationSpec, component: str, pod: Manifest) -> Mani
     return {"metadata": metadata, "spec": pod}
 
 
-def _pod(
-    federation: FederationSpec, container: Manifest, grace_s: int, where: AggregatorPod, affinity: Manifest | None
+def pod_spec(
+    settings: ClusterSettings, container: Manifest, grace_s: int, where: AggregatorPod, affinity: Manifest | None
 ) -> Manifest:
-    settings = federation.settings
+    """Return the ``spec`` of a pod with one container, which has no rights and no token."""
     optional = {
         "serviceAccountName": settings.service_account,
         "priorityClassName": settings.priority_class,
@@ -331,11 +332,16 @@ def _pod(
     }
 
 
-def _container(
-    federation: FederationSpec, name: str, image: str | None, arguments: list[str], needs: Mapping[str, Any]
+def container_spec(
+    s: ClusterSettings,
+    storage_environment: Mapping[str, str],
+    name: str,
+    image: str | None,
+    arguments: list[str],
+    needs: Mapping[str, Any],
 ) -> Manifest:
-    s = federation.settings
-    plain = {"HOME": "/work", TELL_PARENT: TERMINATION_LOG, **federation.storage_environment, **s.env}
+    """Return a container that runs ``fedloom`` with these arguments, and the credentials of a worker or of storage."""
+    plain = {"HOME": "/work", TELL_PARENT: TERMINATION_LOG, **storage_environment, **s.env}
     env: list[Manifest] = [{"name": key, "value": value} for key, value in plain.items()]
     secret = s.worker_secret or s.storage_secret if name == WORKER else s.storage_secret
     if secret is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from fedloom.core.words import pluralize
 from fedloom.experiment.yaml_reader import as_yaml
 from fedloom.reporting.page import DASH, Fact, PageSection, Panel, Part, ReportPage, Table, check_installed, table_row
-from fedloom.storage.folder import write_atomically
+from fedloom.runs.files import RunFiles
 from fedloom.tasks.names import Headline
 
 PAGE = "search.html"
@@ -27,7 +27,7 @@ def write_search_page(folder: Path, search: Mapping[str, Any]) -> Path:
         If matplotlib or jinja2 is not installed.
     """
     check_installed("matplotlib", "jinja2")
-    write_atomically(folder / PAGE, search_page(search).render().encode())
+    RunFiles(folder).write(PAGE, search_page(search).render())
     return folder / PAGE
 
 
