@@ -116,14 +116,6 @@ class SearchSpace(Settings):
         "that would exceed it. Null: as the experiment says.",
     )
 
-    @model_validator(mode="after")
-    def _grid_is_finite(self) -> Self:
-        if self.sampler == "grid":
-            for key, values in self.parameters.items():
-                if isinstance(values, Range) and values.log:
-                    raise ValueError(f"parameters.{key}: a grid has no values of a log range; give choices")
-        return self
-
 
 @dataclass(frozen=True)
 class Parameter:
@@ -157,10 +149,15 @@ class Parameter:
     def grid(self) -> list[Any]:
         """Values of a grid, in ascending order or as listed.
 
-        Raise ExperimentError for a range without a step.
+        Raise ExperimentError for a logarithmic range, and one of numbers without a step.
         """
         if self.choices is not None:
             return list(self.choices)
+        if self.log:
+            raise ExperimentError(
+                f"parameters.{self.key} has log, and sampler grid needs values at equal steps; give choices.",
+                key=f"parameters.{self.key}.log",
+            )
         if self.whole:
             return list(range(int(self.low), int(self.high) + 1, int(self.step or 1)))
         if self.step is None:
