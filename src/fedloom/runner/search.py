@@ -29,9 +29,6 @@ from fedloom.tasks.names import Headline
 
 SEARCH = "search.json"
 
-WRONG_SETTING = (ExperimentError, QuorumError)
-"""Failures that a trial's values cause, such as a step size with which it diverges: they are results of the search."""
-
 
 class TrialStopped(InterruptedRun):
     """Early end of a trial that has fallen behind."""
@@ -136,6 +133,8 @@ class _Search:
         """Run what is left of the trials."""
         self._parallel = parallel
         for trial in self._trials.all:
+            if (last := RunFolder(self._files.path / trial.name).last_evaluation()) is not None:
+                self._headline = headline_of(last[0])
             if trial.state != "running":
                 self._observer.finished_before(*self._shown(trial, self._base))
         if parallel == 1:
@@ -163,9 +162,11 @@ class _Search:
     def _left(self) -> Iterator[tuple[Trial, Experiment]]:
         """Yield the trials to run, with their experiments: those begun before, then new ones, each when it is asked."""
         for trial in self._trials.unfinished:
-            if self._trials.falls_behind(trial):  # the process was killed before it noted that
+            if (e := self._experiment(trial)) is None:
+                continue
+            if trial.behind and max(trial.measured) != e.federation.rounds:  # the process was killed before it ended it
                 self._stop(trial)
-            elif (e := self._experiment(trial)) is not None:
+            else:
                 yield trial, e
         while len(self._trials.all) < self._plan.trials:
             trial = self._trials.ask()
@@ -187,7 +188,9 @@ class _Search:
                 run_experiment(e, options, self._observer.begins(*self._shown(trial, e)))
             except TrialStopped:
                 self._stop(trial)
-            except QuorumError as error:
+            except (QuorumError, ExperimentError) as error:
+                if not self._is_of_values(error):
+                    raise
                 self._fail(trial, error, e)
             except InterruptedRun as error:
                 done = sum(one.state != "running" for one in self._trials.all)
@@ -224,7 +227,7 @@ class _Search:
                 self._observer.done(*self._shown(trial, e))
             elif isinstance(error, InterruptedRun) and name in behind:
                 self._stop(trial)
-            elif isinstance(error, WRONG_SETTING):
+            elif self._is_of_values(error):
                 self._fail(trial, error, e)
             else:
                 self._failures[name] = error
@@ -239,6 +242,14 @@ class _Search:
         events = JobEvents(began, notice, over, enough)
         run_parallel(jobs(), self._plan.trials, self._parallel, events, signals=self._options.signals)
 
+    def _is_of_values(self, error: FedloomError) -> bool:
+        """Return whether a failure is a result of the search, caused by a trial's values, as when training diverges.
+
+        A setting that cannot run is one if other trials could.
+        """
+        others = any(trial.state in ("done", "stopped") for trial in self._trials.all)
+        return isinstance(error, QuorumError) or (isinstance(error, ExperimentError) and others)
+
     def _shown(self, trial: Trial, e: Experiment) -> tuple[int, int, Point]:
         """Return a trial's number, the number of all, and the trial, as an observer is told of them."""
         return trial.number, self._plan.trials, Point(trial.label, (), e)
@@ -246,7 +257,10 @@ class _Search:
     def _options_of(self, trial: Trial, e: Experiment) -> RunOptions:
         folder = self._files.path
         options = options_of(self._options, folder, Point(trial.name, (), e))
-        return replace(options, resume=(folder / trial.name / EXPERIMENT).exists())
+        begun = (folder / trial.name / EXPERIMENT).exists()
+        if begun and RunFiles(folder / trial.name).is_held():
+            raise ExperimentError(f"{folder / trial.name} is in use: a process of the killed search works on it still.")
+        return replace(options, resume=begun)
 
     def _measured(self, trial: Trial, line: Mapping[str, Any], rounds: int | None) -> bool:
         """Note an evaluation; return whether the trial should be stopped."""
@@ -260,8 +274,8 @@ class _Search:
             )
         if value is None or not math.isfinite(value) or line["round"] == 0:  # before training, trials do not differ
             return False
-        behind = self._trials.measure(trial, line["round"], self._headline.sign * value)
-        return behind and line["round"] != rounds
+        self._trials.measure(trial, line["round"], self._headline.sign * value)
+        return trial.behind and line["round"] != rounds
 
     def _catch_up(self, trial: Trial, e: Experiment) -> bool:
         """Note the evaluations in a trial's folder; return whether it should be stopped by the last of them."""

@@ -57,6 +57,8 @@ class Trial:
         Its values as texts, by key.
     measured
         Score by evaluated round: the headline metric on validation data, or minus it if lower is better.
+    behind
+        Whether early stopping asked to stop it at its last evaluation.
     state
         ``done`` after its last round, ``stopped`` early, or ``failed``.
     score
@@ -70,6 +72,7 @@ class Trial:
     number: int
     texts: Mapping[str, str]
     measured: dict[int, float] = field(default_factory=dict)
+    behind: bool = False
     state: State = "running"
     score: float | None = None
     epsilon: float | None = None
@@ -139,8 +142,8 @@ class Trials:
         self._files.append(LOG, {"event": "asked", "trial": trial.number, "parameters": trial.texts})
         return trial
 
-    def measure(self, trial: Trial, round: int, score: float) -> bool:
-        """Record a score after a round; return whether the trial should be stopped.
+    def measure(self, trial: Trial, round: int, score: float) -> None:
+        """Record a score after a round, and whether the trial has fallen behind.
 
         A round that was recorded before, which a resumed run repeats, changes nothing.
         """
@@ -148,11 +151,6 @@ class Trials:
             self._measure(trial, round, score)
             line = {"event": "measured", "trial": trial.number, "round": round, "score": score}
             self._files.append(LOG, line)
-        return self.falls_behind(trial)
-
-    def falls_behind(self, trial: Trial) -> bool:
-        """Return whether a running trial should be stopped, by its values so far."""
-        return bool(trial.measured) and self._asked[trial.number].should_prune()
 
     def end(
         self,
@@ -187,6 +185,7 @@ class Trials:
     def _measure(self, trial: Trial, round: int, score: float) -> None:
         trial.measured[round] = score
         self._asked[trial.number].report(score, round)
+        trial.behind = self._asked[trial.number].should_prune()  # Hyperband counts how often it is asked
 
     def _end(self, trial: Trial, state: State, score: float | None, epsilon: float | None, error: str | None) -> None:
         from optuna.trial import TrialState

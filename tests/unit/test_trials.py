@@ -1,0 +1,203 @@
+"""Trials by ask and tell: as Optuna alone would have them, and the same again after a kill at any point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from facts import refusing
+
+from fedloom import experiment as experiments
+from fedloom.errors import DataError, ExperimentError
+from fedloom.experiment import Experiment
+from fedloom.experiment.search_space import SearchPlan, plan_search, read_space
+from fedloom.runner.trials import LOG, REDUCTION, STARTUP, Schedule, Trial, Trials
+from fedloom.runs.files import RunFiles
+
+FILE = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
+SCHEDULE = Schedule(rounds=9, every=1)
+SPACE = {
+    "algorithm.local.lr": {"min": 0.001, "max": 1, "log": True},
+    "algorithm.local.epochs": {"min": 1, "max": 9},
+    "model.hidden": {"choices": [[8], [16], [32]]},
+}
+
+
+def make(changes: Sequence[str]) -> Experiment:
+    return experiments.of(FILE, ["evaluation.every=1", "federation.rounds=9", *changes])
+
+
+def plan(**settings: Any) -> SearchPlan:
+    return plan_search(read_space({"parameters": SPACE, "seed": 5, **settings}), make)
+
+
+def value(trial: Trial, round: int) -> float:
+    """A score that an optimizer can climb: best at lr = 0.1 and 3 epochs, higher in later rounds."""
+    lr, epochs = float(trial.texts["algorithm.local.lr"]), int(trial.texts["algorithm.local.epochs"])
+    wide = {"[8]": 0.0, "[16]": 0.3, "[32]": 0.1}[trial.texts["model.hidden"]]
+    return -((math.log10(lr) + 1) ** 2) - 0.1 * (epochs - 3) ** 2 + wide - 1.0 / round
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+def search(trials: Trials, events: list[str], kill_at: int | None = None) -> None:
+    """Carry out a search; what happens goes into ``events``, and after ``kill_at`` of them the process dies."""
+
+    def note(event: str) -> None:
+        events.append(event)
+        if len(events) == kill_at:
+            raise Killed
+
+    while True:
+        trial = next(iter(trials.unfinished), None)
+        if trial is None:
+            if len(trials.all) == trials.plan.trials:
+                return
+            trial = trials.ask()
+            note(f"{trial.name} {sorted(trial.texts.items())}")
+        if trial.texts["algorithm.local.epochs"] == "9":  # diverges
+            trials.end(trial, "failed", error="too many epochs")
+            note(f"{trial.name} failed")
+            continue
+        behind = trial.behind and max(trial.measured) < 9
+        for round in range(max(trial.measured, default=0) + 1, 10):
+            if behind:
+                break
+            trials.measure(trial, round, value(trial, round))
+            behind = trial.behind and round < 9
+            note(f"{trial.name} {round} {behind}")
+        if behind:
+            trials.end(trial, "stopped")
+        else:
+            trials.end(trial, "done", score=value(trial, 9))
+        note(f"{trial.name} {trial.state}")
+
+
+def opened(folder: Path, asked: SearchPlan, base: str = "e", schedule: Schedule = SCHEDULE) -> Trials:
+    folder.mkdir(exist_ok=True)
+    return Trials(asked, RunFiles(folder), base, schedule)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
+def test_the_sampler_is_optunas(sampler: str, tmp_path: Path) -> None:
+    space = {**SPACE, "algorithm.local.lr": {"choices": [0.01, 0.1, 1.0]}} if sampler == "grid" else SPACE
+    asked = plan_search(read_space({"parameters": space, "seed": 5, "sampler": sampler, "trials": None}), make)
+    trials = opened(tmp_path / "s", asked)
+    search(trials, [])
+    if sampler == "grid":
+        epochs, hidden = (parameter.grid for parameter in asked.parameters[1:])
+        each = {(lr, str(e), h) for lr in ("0.01", "0.1", "1.0") for e in epochs for h in hidden}
+        assert len(trials.all) == len(each) == 81
+        assert {tuple(trial.texts.values()) for trial in trials.all} == each
+        return
+    float_, integer = optuna.distributions.FloatDistribution, optuna.distributions.IntDistribution
+    bare = optuna.create_study(
+        direction="maximize",
+        sampler={"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}[sampler](seed=5),
+    )
+    for trial in trials.all:
+        found = bare.ask(
+            {
+                "algorithm.local.lr": float_(0.001, 1.0, log=True),
+                "algorithm.local.epochs": integer(1, 9),
+                "model.hidden": optuna.distributions.CategoricalDistribution(["[8]", "[16]", "[32]"]),
+            }
+        )
+        assert {key: str(value) for key, value in found.params.items()} == trial.texts
+        if trial.state == "failed":
+            bare.tell(found, state=optuna.trial.TrialState.FAIL)
+        else:
+            bare.tell(found, trial.score)
+    assert len(trials.all) == 20
+    best = trials.best()
+    assert best is not None
+    assert best.score == max(trial.score for trial in trials.all if trial.score is not None)
+
+
+@pytest.mark.parametrize("early", [None, "median", "hyperband"])
+def test_a_search_killed_at_any_point_continues_as_if_it_had_not_been(early: str | None, tmp_path: Path) -> None:
+    asked, whole = plan(early_stopping=early, trials=14), list[str]()
+    search(opened(tmp_path / "whole", asked), whole)
+    states = {event.split()[1] for event in whole if event.split()[1] in ("done", "stopped", "failed")}
+    assert states == {"done", "failed", *(["stopped"] if early else [])}
+    for kill_at in range(1, len(whole), 7):
+        folder, before = tmp_path / f"killed-{kill_at}", list[str]()
+        with pytest.raises(Killed):
+            search(opened(folder, asked), before, kill_at)
+        if kill_at % 2:
+            with (folder / LOG).open("a") as log:
+                log.write('{"event": "measured", "tri')  # a line cut short
+        after = list[str]()
+        again = opened(folder, asked)
+        search(again, after)
+        assert [*before, *after] == whole
+        lines = [line.object for line in RunFiles(folder).line_file(LOG).forwards()]
+        assert lines == [line.object for line in RunFiles(tmp_path / "whole").line_file(LOG).forwards()]
+
+
+def test_the_median_stops_as_optunas_does(tmp_path: Path) -> None:
+    trials = opened(tmp_path / "s", plan(early_stopping="median", trials=30))
+    search(trials, [])
+    done: list[Trial] = []
+    for trial in trials.all:
+        if trial.state == "failed":
+            continue
+        if trial.state == "stopped":
+            last = max(trial.measured)
+            others = [value(other, last) for other in done]
+            assert len(done) >= STARTUP
+            assert last >= SCHEDULE.warm_up
+            assert max(trial.measured.values()) < sorted(others)[(len(others)) // 2]
+        else:
+            done.append(trial)
+    assert any(trial.state == "stopped" for trial in trials.all)
+    best = trials.best()
+    assert best is not None
+    assert best.state == "done"
+
+
+def test_more_trials_of_a_search_follow_those_it_has(tmp_path: Path) -> None:
+    search(opened(tmp_path / "s", plan(trials=5)), [])
+    search(more := opened(tmp_path / "s", plan(trials=12)), [])
+    search(whole := opened(tmp_path / "whole", plan(trials=12)), [])
+    assert [trial.texts for trial in more.all] == [trial.texts for trial in whole.all]
+
+
+def test_a_trial_beyond_the_bound_on_epsilon_is_not_chosen(tmp_path: Path) -> None:
+    private = ["algorithm.weighting=uniform", "federation.privacy={clip: 1.0, noise_multiplier: 1.0, delta: 1.0e-3}"]
+    bounded = plan_search(
+        read_space({"parameters": SPACE, "epsilon": 2.0, "trials": 3}), lambda changes: make([*private, *changes])
+    )
+    trials = opened(tmp_path / "s", bounded)
+    for score, epsilon in ((0.9, 2.5), (0.5, 1.9), (0.8, None)):
+        trials.end(trials.ask(), "done", score=score, epsilon=epsilon)
+    best = trials.best()
+    assert best is not None
+    assert (best.number, best.score) == (2, 0.5)
+
+
+def test_hyperband_has_the_rounds_of_the_experiment(tmp_path: Path) -> None:
+    trials = opened(tmp_path / "s", plan(early_stopping="hyperband", trials=40), schedule=Schedule(9, 1))
+    search(trials, [])
+    ends = {max(trial.measured) for trial in trials.all if trial.state == "stopped"}
+    assert ends <= {1, REDUCTION, REDUCTION**2 - 1, *range(1, 9)}
+    assert min(ends) == 1
+
+
+def test_another_search_is_refused(tmp_path: Path) -> None:
+    search(opened(tmp_path / "s", plan(trials=3)), [])
+    with refusing(ExperimentError, tmp_path / "s", "resume", "space"):
+        opened(tmp_path / "s", plan(trials=3, seed=6))
+    with refusing(ExperimentError, tmp_path / "s", "resume", "experiment"):
+        opened(tmp_path / "s", plan(trials=3), base="other")
+    log = tmp_path / "s" / LOG
+    text = log.read_text()
+    log.write_text(text.replace('"trial": 2', '"trial": 1'))
+    with refusing(DataError, LOG):
+        opened(tmp_path / "s", plan(trials=3))
