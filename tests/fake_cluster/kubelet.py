@@ -548,9 +548,9 @@ class Container:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """``$(NAME)`` of variables that are known; ``$$(NAME)`` is the text ``$(NAME)``."""
+    """``$(NAME)`` of variables that are known, others as they are; ``$$(NAME)`` is the text ``$(NAME)``."""
     return re.sub(
-        r"\$(\$|\(([-._A-Za-z][-._A-Za-z0-9]*)\))",
+        r"\$(\$|\(([^)]*)\))",
         lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
         text,
     )

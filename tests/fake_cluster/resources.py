@@ -48,6 +48,7 @@ RESOURCES = {
         Resource("events", "Event"),
         Resource("jobs", "Job", "batch"),
         Resource("workflows", "Workflow", "argoproj.io", "v1alpha1", schema=False),  # an owner, nothing runs it
+        Resource("experiments", "Experiment", "kubeflow.org", "v1beta1", schema=False),  # Katib's, as well
     )
 }
 
