@@ -16,6 +16,7 @@ from fedloom.algorithms.schedules import RateSchedule
 from fedloom.cluster.settings import ClusterSettings
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import json_schema
+from fedloom.experiment.search_space import Choices, Range, SearchSpace
 from fedloom.experiment.validation_errors import Schema, branches, describe
 from fedloom.runner.disclosure import DisclosedTensor, answers, measures, moment_tensors
 from fedloom.tasks.names import TaskName
@@ -25,6 +26,7 @@ CLUSTER_PAGE = Path(__file__).parent / "cluster-keys.md"
 LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
 METHODS_PAGE = Path(__file__).parent / "algorithms" / "README.md"
 PRIVACY_PAGE = Path(__file__).parent / "privacy.md"
+SEARCH_PAGE = Path(__file__).parent / "search.md"
 
 SUMMED_WITH = {"drfa": {"replace": False, "gamma": 0}}
 """Settings with which a method's answers can be summed, where they cannot by default."""
@@ -142,6 +144,16 @@ def _summed_moments() -> Sequence[DisclosedTensor]:
 
 def _fields(tensors: Iterable[DisclosedTensor]) -> str:
     return ", ".join(f"`{one.message}.{one.field}`" for one in tensors) or "nothing"
+
+
+def search_page(text: str) -> str:
+    """Return the page of searches, its tables of keys made anew."""
+    schema = SearchSpace.model_json_schema()
+    rows = ["| key | allowed | default | meaning |", "|---|---|---|---|", *_rows(schema, schema, 1)]
+    for kind in (Range, Choices):
+        of_kind = kind.model_json_schema()
+        rows += _rows(of_kind, of_kind, 1, "parameters.KEY.")
+    return _filled(text, {"space": "\n".join(rows)})
 
 
 def privacy_page(text: str) -> str:
@@ -268,3 +280,4 @@ if __name__ == "__main__":
     LEAVING_PAGE.write_text(leaving_page(LEAVING_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     PRIVACY_PAGE.write_text(privacy_page(PRIVACY_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    SEARCH_PAGE.write_text(search_page(SEARCH_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

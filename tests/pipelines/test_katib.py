@@ -48,7 +48,8 @@ SPACE: dict[str, Any] = {
 }
 GRID = {key: SPACE[key] for key in [*SPACE][1:]} | {"algorithm.local.lr": {"min": 0.1, "max": 0.5, "step": 0.1}}
 DRAWN = {key: values for key, values in SPACE.items() if "step" not in values}
-ANYWHERE = Placement()
+PARTITION = "s3://bucket/fedloom/partitions/vowel"
+ANYWHERE = Placement(PARTITION)
 PRIVATE = ("algorithm.weighting=uniform", "federation.privacy={clip: 1.0, noise_multiplier: 1.0, delta: 1.0e-3}")
 
 
@@ -140,10 +141,10 @@ def test_names() -> None:
     assert planned(SPACE, f"name=Long_{'x' * 90}").title.startswith("long-xxx")
     assert len(planned(SPACE, f"name=Long_{'x' * 90}").title) == 40
     assert planned(SPACE, "name=7up").title.startswith("search-7up-")
-    assert planned(place=Placement(name="mine-1")).title == "mine-1"
+    assert planned(place=Placement(PARTITION, "mine-1")).title == "mine-1"
     for wrong in ("Mine", "1a", "a-", "a" * 41, "a_b"):
         with refusing(ExperimentError, "name", wrong[:10]):
-            search_objects(planned(place=Placement(name=wrong)))
+            search_objects(planned(place=Placement(PARTITION, wrong)))
 
 
 @pytest.mark.parametrize(("sampler", "parameters"), [("grid", GRID), ("random", DRAWN)])
@@ -170,15 +171,17 @@ def test_what_katib_cannot_do_is_refused() -> None:
     with refusing(ExperimentError, "81", "150", "20"):
         search_objects(planned(momentum, early_stopping="hyperband"))
     with refusing(ExperimentError, "81", "parallel"):
-        search_objects(planned(momentum, early_stopping="hyperband", trials=100, place=Placement(parallel=80)))
+        search_objects(
+            planned(momentum, early_stopping="hyperband", trials=100, place=Placement(PARTITION, parallel=80))
+        )
     search = planned()
     quoted = dataclasses.replace(search.plan, parameters=(Parameter("a.b", choices=('"tab\\t"',)),))
     with refusing(ExperimentError, "parameters.a.b"):
         search_objects(dataclasses.replace(search, plan=quoted))
     with refusing(ExperimentError, "partition", "s3://"):
-        planned(place=Placement(partition="/data/partition"))
+        planned(place=Placement("/data/partition"))
     with refusing(ExperimentError, "storage"):
-        plan_katib_search(FILE.read_text(), (), read_space({"parameters": SPACE}), PLAIN, Placement())
+        plan_katib_search(FILE.read_text(), (), read_space({"parameters": SPACE}), PLAIN, ANYWHERE)
     with refusing(ExperimentError, "cluster.image"):
         planned(cluster=ClusterSettings(storage_secret="store"))
 
@@ -219,10 +222,10 @@ def test_the_command_writes_what_kubectl_applies(tmp_path: Path) -> None:
     (tmp_path / "cluster.yaml").write_text("image: fedloom:0.1.0\nstorage_secret: store\n")
     words = ["pipeline", "search", str(FILE), "--space", str(tmp_path / "space.yaml")]
     words += ["--cluster", str(tmp_path / "cluster.yaml"), *(word for change in STORED for word in ("--set", change))]
-    words += ["--trials", "6", "--parallel", "2", "--partition", "s3://bucket/fedloom/partitions/ab"]
+    words += ["--trials", "6", "--parallel", "2", "--partition", PARTITION]
     shown = CliRunner().invoke(app, words)
     assert shown.exit_code == 0, shown.output
-    search = planned(trials=6, place=Placement(None, "s3://bucket/fedloom/partitions/ab", 2))
+    search = planned(trials=6, place=Placement(PARTITION, None, 2))
     assert list(yaml.safe_load_all(shown.output)) == search_objects(search)
     out = tmp_path / "search.yaml"
     written = CliRunner().invoke(app, [*words, "--out", str(out)])

@@ -17,6 +17,7 @@ import pytest
 from facts import refusing
 from fake_cluster import FakeCluster
 from fake_cluster.kubelet import expand
+from forked import run
 from katib_stand_in import Metric, Suggestions, collected, refusals, trial_job, wrap
 from s3_support import S3Server
 
@@ -29,25 +30,35 @@ from fedloom.kubeflow.katib import Placement, plan_katib_search, search_objects,
 from fedloom.storage import open_store
 
 REPOSITORY = Path(__file__).parents[2]
+FILE = REPOSITORY / "experiments" / "vowel.yaml"
 RATES = {"algorithm.local.lr": {"choices": [0.01, 0.3]}}
 SMALL = ("federation.rounds=3", "evaluation.every=1", "algorithm.personalize_steps=5")
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> str:
-    """An experiment file whose data are on this machine."""
+def root(tmp_path: Path) -> Path:
     folder = tmp_path / "data" / "datasets" / "vowel"
     folder.mkdir(parents=True)
     shutil.copy(REPOSITORY / "tests" / "fixtures" / "Vowel.rda", folder)
-    text = (REPOSITORY / "experiments" / "vowel.yaml").read_text()
-    return text.replace("data:", f"data:\n  root: {tmp_path}/data", 1)
+    return tmp_path / "data"
 
 
-def objects(text: str, storage: str, parameters: Mapping[str, Any], **settings: Any) -> list[dict[str, Any]]:
+@pytest.fixture
+def storage(root: Path, s3_server: S3Server) -> str:
+    """A store that holds the partition of the trials."""
+    url = f"s3://{s3_server.new_bucket()}/team"
+    words = ["-m", "fedloom", "partition", str(FILE), "--set", f"data.root={root}", "--out", f"{url}/partitions/vowel"]
+    done = run([sys.executable, *words], env={**os.environ, **s3_server.environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return url
+
+
+def objects(storage: str, parameters: Mapping[str, Any], **settings: Any) -> list[dict[str, Any]]:
     cluster = ClusterSettings(image="fedloom:1", storage_secret="store")
     space = read_space({"parameters": dict(parameters), **settings})
     changes = (f"storage={storage}", *SMALL)
-    return search_objects(plan_katib_search(text, changes, space, cluster, Placement(name="vowel")))
+    place = Placement(f"{storage}/partitions/vowel", "vowel")
+    return search_objects(plan_katib_search(FILE.read_text(), changes, space, cluster, place))
 
 
 class Container:
@@ -97,11 +108,10 @@ class Container:
 
 
 def test_a_trials_command_reports_each_round_and_can_be_stopped_early(
-    text: str, tmp_path: Path, s3_server: S3Server
+    storage: str, tmp_path: Path, s3_server: S3Server
 ) -> None:
-    storage = f"s3://{s3_server.new_bucket()}/team"
     hidden = {"model.hidden": {"choices": [[16], [8, 8]]}, "algorithm.weighting": {"choices": ["uniform"]}}
-    file, experiment = objects(text, storage, {**RATES, **hidden}, sampler="grid", early_stopping="median")
+    file, experiment = objects(storage, {**RATES, **hidden}, sampler="grid", early_stopping="median")
     spec = experiment["spec"]
     values = {"algorithm.local.lr": "0.3", "model.hidden": "[8, 8]", "algorithm.weighting": "uniform"}
     jobs = {name: trial_job(spec, name, values) for name in ("vowel-a", "vowel-b")}
@@ -110,10 +120,10 @@ def test_a_trials_command_reports_each_round_and_can_be_stopped_early(
     whole = Container(jobs["vowel-a"], file, tmp_path / "a", s3_server)
     assert whole.process.wait(120) == 0
     assert whole.marks == ["completed"]
-    run = fedloom.load(whole.work / "runs" / "vowel-a")
-    assert list(run.experiment.model.hidden) == [8, 8]
-    assert run.experiment.algorithm.settings.local.lr == 0.3
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    trained = fedloom.load(whole.work / "runs" / "vowel-a")
+    assert list(trained.experiment.model.hidden) == [8, 8]
+    assert trained.experiment.algorithm.settings.local.lr == 0.3
+    lines = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
     values_by_round = [line["validation_pooled"] for line in lines if line["round"] > 0]
     assert [metric.value for metric in whole.read()] == values_by_round
     assert len(values_by_round) == 3
@@ -155,10 +165,9 @@ def _longer(template: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.cluster
 def test_a_search_on_katib_has_the_results_of_one_without_a_cluster(
-    text: str, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+    storage: str, root: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = f"s3://{s3_server.new_bucket()}/team"
-    made = objects(text, storage, RATES, sampler="grid", seed=4)
+    made = objects(storage, RATES, sampler="grid", seed=4)
     secret = {key: s3_server.environment[key] for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     environment = {"FEDLOOM_S3_ENDPOINT": s3_server.endpoint}
     with FakeCluster(tmp_path / "cluster", images={"fedloom:1": []}, environment=environment) as cluster:
@@ -178,10 +187,8 @@ def test_a_search_on_katib_has_the_results_of_one_without_a_cluster(
             assert api.create(job) is not None
             found[values["algorithm.local.lr"]] = _metrics(cluster, name)
     space = {"parameters": RATES, "sampler": "grid", "seed": 4}
-    path = tmp_path / "e.yaml"
-    path.write_text(text)
-    keys = {"federation__rounds": 3, "evaluation__every": 1, "algorithm__personalize_steps": 5}
-    ours = fedloom.search(path, space, out=tmp_path / "ours", report=False, progress=False, **keys)
+    keys = {"data__root": str(root), "federation__rounds": 3, "evaluation__every": 1, "algorithm__personalize_steps": 5}
+    ours = fedloom.search(FILE, space, out=tmp_path / "ours", report=False, progress=False, **keys)
     same = {
         f"{trial['parameters']['algorithm.local.lr']}": [*trial["validation_by_round"].values()]
         for trial in ours.summary["trials"]

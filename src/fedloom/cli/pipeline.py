@@ -160,6 +160,13 @@ def _search(
     cluster: Annotated[
         Path, typer.Option(help="YAML file: settings of the trials' pods (docs/cluster.md).", metavar="FILE")
     ],
+    partition: Annotated[
+        str,
+        typer.Option(
+            help="The partition that all trials use, published by `fedloom partition EXPERIMENT --out`.",
+            metavar="s3://BUCKET/PREFIX",
+        ),
+    ],
     set_: Set = None,
     trials: Annotated[
         int | None,
@@ -170,10 +177,6 @@ def _search(
     ] = None,
     parallel: Annotated[
         int | None, typer.Option(help="Number of parallel trials; by default 3.", min=1, metavar="N")
-    ] = None,
-    partition: Annotated[
-        str | None,
-        typer.Option(help="Partition that all trials use; otherwise each one makes it.", metavar="s3://BUCKET/PREFIX"),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the search on the cluster; by default the experiment's and a digest.")
@@ -189,7 +192,7 @@ def _search(
     from fedloom.kubeflow import katib
 
     asked, settings = read_space(space, trials=trials, seed=seed), ClusterSettings.from_file(cluster)
-    place = katib.Placement(name, partition, parallel)
+    place = katib.Placement(partition, name, parallel)
     found = katib.plan_katib_search(_text_of(experiment), set_ or (), asked, settings, place)
     objects = katib.search_objects(found)
     text = katib.as_documents(objects)

@@ -71,7 +71,7 @@ Track = Annotated[
     list[str] | None,
     typer.Option(
         envvar="FEDLOOM_TRACK",
-        help="Also send the numbers to a tracker: csv, tensorboard, mlflow, wandb; repeatable.",
+        help="Also send the numbers to a tracker: csv, katib, tensorboard, mlflow, wandb; repeatable.",
         metavar="NAME",
     ),
 ]

@@ -435,8 +435,8 @@ class Experiment(Section):
 
     tracking: tuple[str, ...] = Field(
         default=(),
-        description="Trackers that also receive the run's numbers: csv, tensorboard, mlflow, wandb, or trackers that "
-        "packages add by the entry point fedloom.observers (docs/tracking.md). They do not affect results.",
+        description="Trackers that also receive the run's numbers: csv, katib, tensorboard, mlflow, wandb, or trackers "
+        "that packages add by the entry point fedloom.observers (docs/tracking.md). They do not affect results.",
     )
 
     @model_validator(mode="after")

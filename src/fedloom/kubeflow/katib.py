@@ -66,16 +66,16 @@ class Placement:
 
     Attributes
     ----------
+    partition
+        URL of the partition that all trials use (``fedloom partition --out``).
     name
         Name of the objects; None: from the experiment's name and a digest.
-    partition
-        URL of the partition that all trials use; None: each trial fetches the data and makes it.
     parallel
         Number of parallel trials; None: 3, and with Hyperband as many as it needs.
     """
 
+    partition: str
     name: str | None = None
-    partition: str | None = None
     parallel: int | None = None
 
 
@@ -102,7 +102,7 @@ class KatibSearch:
     text: str
     overrides: tuple[str, ...]
     cluster: ClusterSettings
-    place: Placement = Placement()
+    place: Placement
 
     @property
     def title(self) -> str:
@@ -119,7 +119,7 @@ class KatibSearch:
                     found=self.place.name,
                 )
             return self.place.name
-        parts = [self.base.resolved_yaml(), self.plan.space.model_dump_json(), str(self.place.partition)]
+        parts = [self.base.resolved_yaml(), self.plan.space.model_dump_json(), self.place.partition]
         digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
         plain = re.sub(r"[^a-z0-9]+", "-", self.base.name.lower()).strip("-")
         plain = plain if plain[:1].isalpha() else f"search-{plain}"
@@ -165,7 +165,7 @@ def plan_katib_search(
     plan = plan_search(space, make)
     base = make(plan.fixed)
     check_cluster_settings(base, cluster, TaskConfig())
-    if place.partition is not None and not is_url(place.partition):
+    if not is_url(place.partition):
         raise ExperimentError(
             f"{argument('partition')} must be a URL that pods can read, s3://BUCKET/PREFIX (got {place.partition}).",
             key="partition",
@@ -386,8 +386,7 @@ def _command(search: KatibSearch, named: Mapping[str, str]) -> str:
     words = ["fedloom", "run", f"{MOUNTED}/experiment.yaml"]
     for override in (*search.overrides, *search.plan.fixed):
         words += ["--set", override]
-    if search.place.partition is not None:
-        words += ["--partition", search.place.partition]
+    words += ["--partition", search.place.partition]
     quoted = shlex.join([*words, "--track", "katib", "--no-report", "--resume"])
     for name, key in named.items():
         quoted += f' --set {shlex.quote(f"{key}=")}"${name.upper()}"'

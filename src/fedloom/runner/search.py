@@ -21,7 +21,7 @@ from fedloom.runner.parallel import Job, JobEvents, run_parallel
 from fedloom.runner.run_data import check_roster
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runner.sweep import SweepObserver, check_folder_of_runs, check_parallel, options_of
-from fedloom.runner.trials import LOG, Schedule, Trial, Trials
+from fedloom.runner.trials import LOG, Schedule, Trial, Trials, import_optuna
 from fedloom.runs.files import EXPERIMENT, METRICS, SUMMARY, RunFiles
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import GROUPS, headline_of, validation_value, values_of
@@ -97,6 +97,7 @@ def run_search(
         If no trial was completed, or a run failed for a reason other than its values; such a trial is repeated when the
         search is resumed.
     """
+    import_optuna()
     base = make(plan.fixed)
     check_parallel(parallel, [base])
     _check_folder(folder, options)

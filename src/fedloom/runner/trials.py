@@ -117,7 +117,7 @@ class Trials:
     """
 
     def __init__(self, plan: SearchPlan, files: RunFiles, base: str, schedule: Schedule) -> None:
-        optuna = _optuna()
+        optuna = import_optuna()
         self.plan, self.all = plan, list[Trial]()
         self._files = files
         self._space = {parameter.key: distribution(parameter) for parameter in plan.parameters}
@@ -239,7 +239,8 @@ def distribution(parameter: Parameter) -> BaseDistribution:
     return FloatDistribution(float(p.low), float(p.high), log=p.log, step=p.step)
 
 
-def _optuna() -> Any:
+def import_optuna() -> Any:
+    """Return the package optuna; raise ExperimentError if it is not installed."""
     try:
         import optuna
     except ImportError as error:
