@@ -174,6 +174,10 @@ def test_a_search_on_katib_has_the_results_of_one_without_a_cluster(
         cluster.add_secret("store", secret)
         monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
         api = Api(patience_s=2.0)
+        cluster.fail("create", "experiments", 404, "NotFound", "the server could not find the requested resource")
+        with refusing(ExperimentError, "Katib"):
+            submit_search(api, made)
+        assert cluster.objects("configmaps") == []
         submit_search(api, made)
         with refusing(ExperimentError, "vowel"):
             submit_search(api, made)

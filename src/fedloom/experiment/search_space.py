@@ -19,7 +19,7 @@ from fedloom.core.settings import Settings
 from fedloom.core.words import first_of, shortened
 from fedloom.errors import ExperimentError
 from fedloom.experiment.loading import plain_value
-from fedloom.experiment.validation_errors import explain, listing
+from fedloom.experiment.validation_errors import KeyPath, explain, listing
 from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
 from fedloom.storage.folder import read_file
 
@@ -217,10 +217,10 @@ def read_space(
     ExperimentError
         If it cannot be read, or a key or value is not allowed; lists every error with its line.
     """
-    if isinstance(where, SearchSpace):
-        value, origins, source = where.model_dump(mode="json"), {}, "the search space"
-    elif isinstance(where, Mapping):
-        value, origins, source = plain_value(dict(where), "the search space"), {}, "the search space"
+    origins: dict[KeyPath, str] = {}
+    if isinstance(where, SearchSpace | Mapping):
+        source = "the search space"
+        value = plain_value(where if isinstance(where, SearchSpace) else dict(where), source)
     else:
         source = str(where)
         try:
@@ -353,6 +353,6 @@ def _corners(parameters: Sequence[Parameter]) -> Iterator[dict[str, str]]:
         for texts in itertools.product(*corners):
             yield dict(zip(keys, texts, strict=True))
         return
-    first = {key: texts[0] for key, texts in zip(keys, corners, strict=True)}
-    for key, texts in zip(keys, corners, strict=True):
-        yield from (first | {key: text} for text in texts)
+    first = {key: tried[0] for key, tried in zip(keys, corners, strict=True)}
+    for key, tried in zip(keys, corners, strict=True):
+        yield from (first | {key: text} for text in tried)
