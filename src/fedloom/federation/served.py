@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, ServerAlgorithm
 from fedloom.errors import DataError, ExperimentError
-from fedloom.federation.validation import mismatch, non_finite, out_of_range, specs
+from fedloom.federation.validation import TensorSpec, mismatch, non_finite, out_of_range
 from fedloom.messages import Message, Metrics, Replies, Shapes, answer_shapes, stack
 from fedloom.models.hypernetwork import TILE
 from fedloom.runs.checkpoint import Checkpoint, check_fits
 
-__all__ = ["TILE", "TOGETHER", "About", "NobodyLeft", "ServedRound", "Tile", "served_round"]
+__all__ = ["TILE", "TOGETHER", "About", "NobodyLeft", "ServedRound", "Tile", "implausible", "served_round"]
 
 TOGETHER = 64
 """Maximum number of answers processed together: a hypernetwork's weights are read once for all of their tiles."""
@@ -75,11 +75,14 @@ class ServedRound:
     opening: Message
     answer: type[Message]
 
-    def fault(self, awaited: type[Message], message: Message) -> str | None:
-        """Return one line on why a client's answer is unusable; None if it is usable."""
-        shapes = {awaited: self.shapes[awaited]}
-        wrong = mismatch(type(message), specs(message), shapes, self.dtype) or non_finite(message)
-        return wrong or out_of_range(message, {})
+    def mismatch(self, awaited: type[Message], found: Sequence[TensorSpec]) -> str | None:
+        """Return one line on why an answer with these fields is not the awaited one; None if it is."""
+        return mismatch(awaited, found, {awaited: self.shapes[awaited]}, self.dtype)
+
+
+def implausible(message: Message) -> str | None:
+    """Return one line on why the values of an answer, or of several in rows, are unusable; None if they are usable."""
+    return non_finite(message) or out_of_range(message, {})
 
 
 def served_round(about: About, algorithm: Algorithm, fresh: ServerAlgorithm, checkpoint: Checkpoint) -> ServedRound:

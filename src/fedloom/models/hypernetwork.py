@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedloom.models.flat import FlatNetwork, Layout, vjp
+from fedloom.models.recycled import RecycledMemory
 
 TILE = 8
 """Rows per matrix product. The bits of a GEMM depend on its number of rows, so the hypernetwork always runs on this
@@ -77,6 +78,7 @@ class Hypernetwork(FlatNetwork):
             entries += [(f"fc{i}.weight", (after, before)), (f"fc{i}.bias", (after,))]
         self.layout = Layout(tuple(entries))
         self.last = f"fc{len(widths) - 1}"
+        self._memory = RecycledMemory()
 
     def _trunk(self, parameters: Mapping[str, Tensor], v: Tensor) -> Tensor:
         h = v
@@ -95,8 +97,8 @@ class Hypernetwork(FlatNetwork):
         """Return the last layer's output for all tiles, ``[TILE * tiles, D]``, without a graph."""
         weight, bias = parameters[f"{self.last}.weight"].detach(), parameters[f"{self.last}.bias"].detach()
         h = torch.cat([tile.detach() for tile in hidden])
-        theta = weight.new_empty(len(h), len(weight))
         fast = weight.device.type == "cpu" and weight.dtype == torch.float32
+        theta = self._memory.empty(len(h), len(weight)) if fast else weight.new_empty(len(h), len(weight))
         blocks = -(-len(weight) // COLUMNS) if fast else 1
         for w, b, out in zip(weight.chunk(blocks), bias.chunk(blocks), theta.chunk(blocks, 1), strict=True):
             done = 0

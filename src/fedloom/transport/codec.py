@@ -39,6 +39,7 @@ if sys.byteorder != "little":  # raw bytes are sent as they are in memory
     raise ImportError("fedloom.transport needs a little-endian machine")
 
 CHUNK_BYTES = FRAME_BYTES - 1024
+SMALL_BYTES = 64 << 10  # received into plain memory: torch takes longer to make a small tensor than to copy it
 HUGE_BYTES = 4 << 20  # two huge pages: smaller buffers have few pages to save
 
 DTYPES: Mapping[torch.dtype, wire.DataType] = {
@@ -132,8 +133,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return _view(tensor.contiguous().reshape(-1).view(torch.uint8))
 
 
-def _view(flat: Tensor) -> memoryview:
-    return memoryview(cast("Buffer", flat.numpy()))
+def _view(flat: Tensor | bytearray) -> memoryview:
+    return memoryview(flat if isinstance(flat, bytearray) else cast("Buffer", flat.numpy()))
 
 
 def join_answers(answers: Sequence[Encoded]) -> Encoded:
@@ -143,6 +144,16 @@ def join_answers(answers: Sequence[Encoded]) -> Encoded:
         return first
     specs = tuple(replace(spec, shape=(len(answers), *spec.shape[1:])) for spec in first.specs)
     return Encoded(first.name, specs, tuple(answer.buffers[i] for i in range(len(specs)) for answer in answers))
+
+
+def split_rows(encoded: Encoded, count: int) -> list[Encoded]:
+    """Return the messages of ``count`` clients, each with its row of each row field: the inverse of join_answers."""
+    specs = tuple(replace(spec, shape=(1, *spec.shape[1:])) if spec.per_client else spec for spec in encoded.specs)
+    fields = [
+        [buffer[i : i + size] for i in range(0, size * count, size)] if spec.per_client and size else [buffer] * count
+        for spec, buffer, size in ((s, b, len(b) // count) for s, b in zip(specs, encoded.buffers, strict=True))
+    ]
+    return [Encoded(encoded.name, specs, tuple(field[i] for field in fields), encoded.digests) for i in range(count)]
 
 
 def group_answers(answers: Sequence[Encoded]) -> Iterator[range]:
@@ -276,7 +287,9 @@ class Assembler:
         if self.total > limit_bytes:
             raise WireError(Refusal.SIZE, f"{self.total} bytes announced, at most {limit_bytes} accepted")
         self._specs = tuple(tensors)
-        self._storage = [storage(spec) if storage else [memory(spec.nbytes)] for spec in tensors]
+        self._storage: list[list[Tensor | bytearray]] = [
+            [*storage(spec)] if storage else [_small_or_memory(spec.nbytes)] for spec in tensors
+        ]
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]
         self._current = 0  # index of the piece being filled
         self._filled = 0  # bytes filled in this piece
@@ -317,7 +330,7 @@ class Assembler:
     def forget(self, piece: int) -> None:
         """Store the rest of a row in other memory: that of its piece may now hold another answer."""
         for pieces in self._storage:
-            pieces[piece] = memory(pieces[piece].numel())
+            pieces[piece] = memory(len(pieces[piece]))
         self._views = [_view(piece) for pieces in self._storage for piece in pieces]
 
     def message(self, cls: type[Message], piece: int = 0) -> Message:
@@ -325,7 +338,7 @@ class Assembler:
         return cls(**self.tensors(cls, piece))
 
     def tensors(self, cls: type[Message], piece: int = 0, held: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return the fields of a message by name, without copying; those in ``held`` were not sent.
+        """Return the fields of a message by name, copying small ones only; those in ``held`` were not sent.
 
         Raises
         ------
@@ -344,8 +357,14 @@ class Assembler:
         }
 
 
-def _tensor(spec: TensorSpec, storage: Tensor, rows: int | None, cls: type[Message]) -> Tensor:
+def _small_or_memory(nbytes: int) -> Tensor | bytearray:
+    return bytearray(nbytes) if nbytes < SMALL_BYTES else memory(nbytes)
+
+
+def _tensor(spec: TensorSpec, storage: Tensor | bytearray, rows: int | None, cls: type[Message]) -> Tensor:
     """Return received bytes as a tensor; ``rows`` replaces the first size of its shape."""
+    if isinstance(storage, bytearray):  # copied, because it is not aligned
+        storage = torch.frombuffer(storage, dtype=torch.uint8).clone() if storage else torch.empty(0, dtype=torch.uint8)
     shape = spec.shape if rows is None else (rows, *spec.shape[1:])
     if spec.dtype == torch.bool and bool((storage > 1).any()):
         raise WireError(Refusal.SHAPE, f"{cls.__name__}.{spec.name} holds bytes other than 0 and 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import grpc
 import torch
 from torch import Tensor
 
+from fedloom.federation.validation import TensorSpec
 from fedloom.messages import Message
 from fedloom.transport.codec import Assembler, Cutter, Encoded, read_specs
 from fedloom.transport.frames import Pieces, Refusal, WireError, pack_parts, read_parts
@@ -38,13 +40,25 @@ def message_frames(cutter: Cutter, encoded: Encoded, *head: Pieces) -> list[byte
 
 @dataclass(frozen=True, eq=False)
 class Received:
-    """A received message: its class, its tensors as they were sent, and the digests of its broadcasts."""
+    """A received message: its class, the fields that were sent, and the digests of its broadcasts."""
 
     cls: type[Message]
-    tensors: Mapping[str, Tensor]
+    specs: Sequence[TensorSpec]
+    _assembler: Assembler
     digests: Mapping[str, str]
     held: Mapping[str, str]
     """Digests of the broadcasts that were not sent, by field."""
+
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors as they were sent, made on first use: torch holds up an event loop.
+
+        Raises
+        ------
+        WireError
+            If a bool is neither 0 nor 1.
+        """
+        return self._assembler.tensors(self.cls, held=self.held)
 
     def message(self, held: Mapping[str, Tensor] | None = None) -> Message:
         """Return the message, with bfloat16 converted to float32, given the broadcasts that were not sent."""
@@ -127,7 +141,7 @@ class PartReader:
             assembler.add(await self.part("chunk", begin.transfer))
         await self.part("end", begin.transfer)
         digests = {spec.name: spec.digest for spec in tensors if spec.digest and not spec.held}
-        return Received(cls, assembler.tensors(cls, held=held), digests, held)
+        return Received(cls, sent, assembler, digests, held)
 
 
 def _check_fields(cls: type[Message], tensors: Sequence[transfers.TensorSpec]) -> None:

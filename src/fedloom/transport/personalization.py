@@ -276,7 +276,7 @@ class Personalization:
             if answer is None or ask.answers != served.digest:
                 await self._write(context, client.frames(opening, last=False))
                 answer = await self._received(reader, served, served.answer)
-            client.answer = _checked(served, answer)
+            client.answer = answer
             await self._take_part(context, reader, client)
         else:
             self._hand_out(client, heard_at)
@@ -293,12 +293,14 @@ class Personalization:
                 said = await client.told.get()
                 if isinstance(said, Exception):
                     raise said
-                if said.awaited is None:
+                frames, awaited = client.frames(said.encoded, last=said.awaited is None), said.awaited
+                del said  # holds the models of the whole tile
+                if awaited is None:
                     self._hand_out(client, heard_at)
-                    await self._write(context, said.frames)
+                    await self._write(context, frames)
                     return
-                await self._write(context, said.frames)
-                answer = _checked(served, await self._received(reader, served, said.awaited))
+                await self._write(context, frames)
+                answer = await self._received(reader, served, awaited)
                 heard_at = time.perf_counter()
                 if client.heard is not None:
                     client.heard(answer)
@@ -403,12 +405,14 @@ class Personalization:
                 await context.write(frame)
 
     async def _received(self, reader: PartReader, served: ServedRound, awaited: type[Message]) -> Received:
-        """Read one client's answer; its values are not checked.
+        """Read one client's answer; the tile that uses it checks its values.
 
         Raises
         ------
         WireError
             If it is not of the awaited class, is larger than any answer, or is damaged.
+        ClientDataError
+            If its fields are not those of the awaited class in this run.
         TimeoutError
             If it does not arrive in time.
         """
@@ -417,21 +421,9 @@ class Personalization:
             received = await reader.message({awaited.__name__: awaited}, limit)
         if received.held:
             raise WireError(Refusal.SHAPE, f"{awaited.__name__} has a tensor without data")
+        if (wrong := served.mismatch(awaited, received.specs)) is not None:
+            raise ClientDataError(wrong)
         return received
-
-
-def _checked(served: ServedRound, received: Received) -> Message:
-    """Return an answer whose values can be used.
-
-    Raises
-    ------
-    ClientDataError
-        If they cannot.
-    """
-    message = received.message()
-    if (wrong := served.fault(received.cls, message)) is not None:
-        raise ClientDataError(wrong)
-    return message
 
 
 async def serve_models(

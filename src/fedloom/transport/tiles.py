@@ -20,15 +20,18 @@ from dataclasses import dataclass, field
 import torch
 
 from fedloom.federation.bugs import place
-from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile
+from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile, implausible
 from fedloom.federation.validation import non_finite
-from fedloom.messages import Message
-from fedloom.transport.codec import DTYPES, Cutter, Encoded, encode
-from fedloom.transport.frames import serialize
-from fedloom.transport.model_stream import PRECISIONS, message_frames
+from fedloom.messages import Message, stack
+from fedloom.transport.codec import DTYPES, Cutter, Encoded, encode, split_rows
+from fedloom.transport.frames import WireError, serialize
+from fedloom.transport.model_stream import PRECISIONS, Received, message_frames
 from fedloom.transport.wire import personalization_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.personalization")
+
+FETCH_LINGERS = 10
+"""Maximum number of lingers that a tile waits for clients that fetch their models."""
 
 WAITING_TILES = 64
 """Maximum number of tiles waiting for their clients' answers, in methods with several exchanges."""
@@ -64,9 +67,12 @@ class PreparedRound:
 
 @dataclass(frozen=True)
 class NextMessage:
-    """Next message to a client: frames, and the class of the answer awaited; None awaits no answer."""
+    """Next message to a client, and the class of the answer awaited; None awaits no answer.
 
-    frames: Sequence[bytes]
+    Its frames are made when they are sent: one at a time, they stay in the processor's cache.
+    """
+
+    encoded: Encoded
     awaited: type[Message] | None
 
 
@@ -78,12 +84,13 @@ class PendingClient:
     prepared: PreparedRound
     precision: torch.dtype
     cutter: Cutter = field(default_factory=lambda: Cutter(wire.ModelPart))
-    answer: Message | None = None
+    answer: Received | None = None
     since: float = 0.0
     told: asyncio.Queue[NextMessage | Exception] = field(default_factory=asyncio.Queue)
     waits: bool = False  # its tile has not started
+    fetches: bool = False  # its model is computed and not yet sent
     gone: bool = False
-    heard: Callable[[Message | None], None] | None = None
+    heard: Callable[[Received | None], None] | None = None
     """Passes the client's answer to the tile that waits for it."""
 
     def frames(self, encoded: Encoded, *, last: bool) -> list[bytes]:
@@ -115,6 +122,8 @@ class TileQueue:
         self._tiles = 0
         self._timer: asyncio.TimerHandle | None = None
         self._free_since = 0.0  # when the last tile finished computing
+        self._fetching = 0  # clients whose model is computed and not yet sent
+        self._sent_at = 0.0  # when there were none of these
         self._tile_s = 0.01  # duration of a tile, smoothed
         self._executor = ThreadPoolExecutor(
             WAITING_TILES, "personalize", initializer=torch.set_num_threads, initargs=(threads,)
@@ -140,6 +149,11 @@ class TileQueue:
         if client.waits:
             self._queue.remove(client)
             self._pump()
+        if client.fetches:
+            self._fetching -= 1
+            if not self._fetching:
+                self._sent_at = time.monotonic()
+                self._pump()
         if client.heard is not None:
             client.heard(None)
 
@@ -156,9 +170,9 @@ class TileQueue:
             self._timer = None
         if not self._queue or self._busy or self._tiles >= WAITING_TILES:
             return
-        first, waiting = self._queue[0], len(self._queue)
-        linger_s = self._started(first, waiting) + self._linger_s - time.monotonic()
-        if waiting < min(first.prepared.together, max(TILE, self._open())) and linger_s > 0:
+        first = self._queue[0]
+        linger_s = self._due() - time.monotonic()
+        if len(self._queue) < first.prepared.together and linger_s > 0:
             self._timer = asyncio.get_running_loop().call_later(linger_s, self._pump)
             return
         seats: list[PendingClient] = []
@@ -167,16 +181,20 @@ class TileQueue:
             seats[-1].waits = False
         self._busy += 1
         self._tiles += 1
-        work = _TileRun(seats, self._answer_s, asyncio.get_running_loop(), self._computing, self._released)
+        work = _TileRun(seats, self._answer_s, asyncio.get_running_loop(), self._computing, self._released, self._fetch)
         self._executor.submit(work.run).add_done_callback(lambda _: work.post(self._done))
 
-    def _started(self, first: PendingClient, waiting: int) -> float:
-        """Return the time from which the first client's linger counts.
+    def _due(self) -> float:
+        """Return the time at which the next tile begins although it is not full.
 
-        While clients of the previous tile fetch their models, others arrive to share the next.
+        It waits for clients that fetch their models, because others arrive meanwhile, and a tile of 64 costs each of
+        them half as much as a tile of 16: at most twice as long as a tile computes.
         """
-        crowded = TILE <= waiting < min(first.prepared.together, self._open())
-        return self._free_since if crowded else first.since
+        if self._fetching:
+            others = self._free_since + min(2 * self._tile_s, FETCH_LINGERS * self._linger_s)
+        else:
+            others = self._sent_at + self._linger_s
+        return max(self._queue[0].since + self._linger_s, others)
 
     def _released(self, seconds: float) -> None:
         """Record that a tile has stopped computing: it is done, or waits for its clients."""
@@ -184,6 +202,12 @@ class TileQueue:
         self._free_since = time.monotonic()
         self._tile_s += 0.1 * (seconds - self._tile_s)
         self._pump()
+
+    def _fetch(self, client: PendingClient) -> None:
+        """Record that a client's model is about to be sent."""
+        if not client.gone:
+            client.fetches = True
+            self._fetching += 1
 
     def _done(self) -> None:
         self._tiles -= 1
@@ -199,6 +223,8 @@ class _TileRun:
         Held while it computes, so that only one tile does at a time.
     released
         Called on the event loop, once, when it first stops computing, with the seconds that it computed.
+    fetch
+        Called on the event loop for each client whose model is ready.
     """
 
     def __init__(
@@ -208,13 +234,15 @@ class _TileRun:
         loop: asyncio.AbstractEventLoop,
         computing: threading.Lock,
         released: Callable[[float], None],
+        fetch: Callable[[PendingClient], None],
     ) -> None:
         self._loop = loop
         self._seats = seats
         self._answer_s = answer_s
         self._computing = computing
         self._released: Callable[[float], None] | None = released
-        self._answers: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
+        self._fetch = fetch
+        self._answers: queue.SimpleQueue[tuple[int, Received | None]] = queue.SimpleQueue()
         self._here = set(range(len(seats)))
         self._started = 0.0
 
@@ -224,7 +252,7 @@ class _TileRun:
         self._started = time.perf_counter()
         prepared = self._seats[0].prepared
         try:
-            answers = [seat.answer for seat in self._seats]
+            answers = self._usable({i: seat.answer for i, seat in enumerate(self._seats) if seat.answer is not None})
             tile = Tile([seat.client for seat in self._seats], answers, self._say, self._hear)
             prepared.served.server.personalize(tile)
         except NobodyLeft:
@@ -254,15 +282,17 @@ class _TileRun:
         said: dict[int, NextMessage | Exception] = {}
         if awaited is not None:
             self._seats[0].prepared.together = TILE
+        suspect = non_finite(message) is not None
+        rows = {
+            precision: split_rows(encode(message, precision, digests=True), len(self._seats))
+            for precision in {self._seats[i].precision for i in self._here}
+        }
         for i in sorted(self._here):
-            seat = self._seats[i]
-            row = message.select([i])
-            if non_finite(row) is not None:  # checked row by row, because a row stays in the cache
+            if suspect and non_finite(message.select([i])) is not None:
                 said[i] = ClientDataError("the model computed from the client's answers is not finite")
                 self._here.discard(i)
-                continue
-            encoded = encode(row, seat.precision, digests=True)
-            said[i] = NextMessage(seat.frames(encoded, last=awaited is None), awaited)
+            else:
+                said[i] = NextMessage(rows[self._seats[i].precision][i], awaited)
         self._tell(said)
 
     def _tell(self, said: Mapping[int, NextMessage | Exception]) -> None:
@@ -278,13 +308,14 @@ class _TileRun:
                     seat.heard = lambda answer, i=i: self._answers.put((i, answer))
                 else:
                     seat.heard = None
+                    self._fetch(seat)
                 seat.told.put_nowait(what)
 
         self.post(tell)
 
     def _hear(self) -> Sequence[Message | None]:
         self._release()
-        found: dict[int, Message] = {}
+        found: dict[int, Received] = {}
         waiting, ends = set(self._here), time.monotonic() + self._answer_s
         while waiting:
             try:
@@ -298,4 +329,23 @@ class _TileRun:
         self._tell(dict.fromkeys(waiting, TimeoutError()))  # its own deadline may not have expired yet
         self._here = set(found)
         self._computing.acquire()
-        return [found.get(i) for i in range(len(self._seats))]
+        return self._usable(found)
+
+    def _usable(self, received: Mapping[int, Received]) -> Sequence[Message | None]:
+        """Return the answers with usable values by seat; the other clients are told why theirs are not."""
+        found: dict[int, Message] = {}
+        wrong: dict[int, Exception] = {}
+        for i, answer in received.items():
+            try:
+                found[i] = answer.message()
+            except WireError as error:
+                wrong[i] = error
+        for cls in {type(message) for message in found.values()}:
+            together = stack(cls, [message for message in found.values() if type(message) is cls])
+            if together is not None and implausible(together) is not None:  # of some, perhaps
+                reasons = {i: implausible(message) for i, message in found.items()}
+                wrong |= {i: ClientDataError(reason) for i, reason in reasons.items() if reason is not None}
+        if wrong:
+            self._here -= wrong.keys()
+            self._tell(wrong)
+        return [found.get(i) if i in self._here else None for i in range(len(self._seats))]
