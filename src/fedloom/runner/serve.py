@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from fedloom.core.allocator import keep_freed_memory
 from fedloom.core.settings import Settings
 from fedloom.data.input_spec import without_defaults
 from fedloom.data.problem import TrainedPrivately
@@ -235,6 +236,7 @@ def serve_run(
     if protection.access is not None and (audit is not None or not is_url(run)):
         kept.keep(audit or folder.logs / "audit.jsonl")
     service = Personalization(rounds, limits, kept)
+    keep_freed_memory()
     gc.freeze()  # imported objects are never garbage; scanning them takes a tenth of the CPU time of a model
     try:
         with metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))):

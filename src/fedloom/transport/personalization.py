@@ -147,9 +147,7 @@ class Personalization:
         self._handed_out = self._refused = 0
         self._never: str | None = None  # why the run's method has no models to hand out
         self._latencies: deque[float] = deque(maxlen=LATENCIES)
-        self._tiles = TileQueue(
-            self._limits.linger_s, self._limits.answer_s, self._limits.threads, open_conversations=lambda: self._open
-        )
+        self._tiles = TileQueue(self._limits.linger_s, self._limits.answer_s, self._limits.threads)
 
     @property
     def handlers(self) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from fedloom.transport.wire import personalization_pb2 as wire
 
 log = logging.getLogger("fedloom.transport.personalization")
 
-FETCH_LINGERS = 10
-"""Maximum number of lingers that a tile waits for clients that fetch their models."""
+PAUSE_LINGERS = 10
+"""Maximum pause between tiles that are not full, in lingers."""
 
 WAITING_TILES = 64
 """Maximum number of tiles waiting for their clients' answers, in methods with several exchanges."""
@@ -88,7 +88,6 @@ class PendingClient:
     since: float = 0.0
     told: asyncio.Queue[NextMessage | Exception] = field(default_factory=asyncio.Queue)
     waits: bool = False  # its tile has not started
-    fetches: bool = False  # its model is computed and not yet sent
     gone: bool = False
     heard: Callable[[Received | None], None] | None = None
     """Passes the client's answer to the tile that waits for it."""
@@ -110,20 +109,16 @@ class TileQueue:
         Seconds that a client may take to answer.
     threads
         Number of torch threads.
-    open_conversations
-        Returns the number of open conversations, from which clients may still come.
     """
 
-    def __init__(self, linger_s: float, answer_s: float, threads: int, open_conversations: Callable[[], int]) -> None:
-        self._linger_s, self._answer_s, self._open = linger_s, answer_s, open_conversations
+    def __init__(self, linger_s: float, answer_s: float, threads: int) -> None:
+        self._linger_s, self._answer_s = linger_s, answer_s
         self._queue: deque[PendingClient] = deque()
         self._computing = threading.Lock()
         self._busy = 0  # tiles that compute, or are about to
         self._tiles = 0
         self._timer: asyncio.TimerHandle | None = None
         self._free_since = 0.0  # when the last tile finished computing
-        self._fetching = 0  # clients whose model is computed and not yet sent
-        self._sent_at = 0.0  # when there were none of these
         self._tile_s = 0.01  # duration of a tile, smoothed
         self._executor = ThreadPoolExecutor(
             WAITING_TILES, "personalize", initializer=torch.set_num_threads, initargs=(threads,)
@@ -149,11 +144,6 @@ class TileQueue:
         if client.waits:
             self._queue.remove(client)
             self._pump()
-        if client.fetches:
-            self._fetching -= 1
-            if not self._fetching:
-                self._sent_at = time.monotonic()
-                self._pump()
         if client.heard is not None:
             client.heard(None)
 
@@ -181,20 +171,17 @@ class TileQueue:
             seats[-1].waits = False
         self._busy += 1
         self._tiles += 1
-        work = _TileRun(seats, self._answer_s, asyncio.get_running_loop(), self._computing, self._released, self._fetch)
+        work = _TileRun(seats, self._answer_s, asyncio.get_running_loop(), self._computing, self._released)
         self._executor.submit(work.run).add_done_callback(lambda _: work.post(self._done))
 
     def _due(self) -> float:
         """Return the time at which the next tile begins although it is not full.
 
-        It waits for clients that fetch their models, because others arrive meanwhile, and a tile of 64 costs each of
-        them half as much as a tile of 16: at most twice as long as a tile computes.
+        A tile of 64 costs each client half as much as a tile of 16. While models are sent, others arrive to share the
+        next: it waits for them twice as long as a tile computes.
         """
-        if self._fetching:
-            others = self._free_since + min(2 * self._tile_s, FETCH_LINGERS * self._linger_s)
-        else:
-            others = self._sent_at + self._linger_s
-        return max(self._queue[0].since + self._linger_s, others)
+        pause_s = min(2 * self._tile_s, PAUSE_LINGERS * self._linger_s)
+        return max(self._queue[0].since + self._linger_s, self._free_since + pause_s)
 
     def _released(self, seconds: float) -> None:
         """Record that a tile has stopped computing: it is done, or waits for its clients."""
@@ -202,12 +189,6 @@ class TileQueue:
         self._free_since = time.monotonic()
         self._tile_s += 0.1 * (seconds - self._tile_s)
         self._pump()
-
-    def _fetch(self, client: PendingClient) -> None:
-        """Record that a client's model is about to be sent."""
-        if not client.gone:
-            client.fetches = True
-            self._fetching += 1
 
     def _done(self) -> None:
         self._tiles -= 1
@@ -223,8 +204,6 @@ class _TileRun:
         Held while it computes, so that only one tile does at a time.
     released
         Called on the event loop, once, when it first stops computing, with the seconds that it computed.
-    fetch
-        Called on the event loop for each client whose model is ready.
     """
 
     def __init__(
@@ -234,14 +213,12 @@ class _TileRun:
         loop: asyncio.AbstractEventLoop,
         computing: threading.Lock,
         released: Callable[[float], None],
-        fetch: Callable[[PendingClient], None],
     ) -> None:
         self._loop = loop
         self._seats = seats
         self._answer_s = answer_s
         self._computing = computing
         self._released: Callable[[float], None] | None = released
-        self._fetch = fetch
         self._answers: queue.SimpleQueue[tuple[int, Received | None]] = queue.SimpleQueue()
         self._here = set(range(len(seats)))
         self._started = 0.0
@@ -308,7 +285,6 @@ class _TileRun:
                     seat.heard = lambda answer, i=i: self._answers.put((i, answer))
                 else:
                     seat.heard = None
-                    self._fetch(seat)
                 seat.told.put_nowait(what)
 
         self.post(tell)
