@@ -104,6 +104,8 @@ class Load:
     refused: int = 0
     bytes_down: int = 0
     seconds: float = 0.0
+    cpu_s: float = 0.0
+    """CPU time of the load itself, which shares the machine with the servers."""
     latencies: list[float] = field(default_factory=list)
 
 
@@ -143,7 +145,7 @@ async def loaded(
 
     await asyncio.gather(*(one(i) for i in range(8)))  # opens the connections
     load.__init__()  # type: ignore[misc]
-    started = time.perf_counter()
+    started, used_s = time.perf_counter(), time.process_time()
     if rate is None:
         await asyncio.gather(*(worker(started + seconds) for _ in range(at_once)))
     else:
@@ -155,6 +157,7 @@ async def loaded(
             tasks.append(asyncio.create_task(one(i)))
         await asyncio.gather(*tasks)
     load.seconds = time.perf_counter() - started
+    load.cpu_s = time.process_time() - used_s
     for channel in channels:
         await channel.close()
     return load
@@ -238,6 +241,7 @@ def summed_up(load: Load) -> dict[str, float]:
         "models": load.models,
         "refused": load.refused,
         "per_s": load.models / load.seconds,
+        "load_ms": 1e3 * load.cpu_s / max(1, load.models),
         "bytes": load.bytes_down / max(1, load.models),
         "p50_ms": 1e3 * percentile(load.latencies, 0.5) if load.latencies else 0.0,
         "p99_ms": 1e3 * percentile(load.latencies, 0.99) if load.latencies else 0.0,
@@ -414,17 +418,25 @@ def rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the figures as lines of a table."""
     s, bare, half, two, bf = (figures[key] for key in ("serve", "bare", "half", "replicas", "bfloat16"))
     clients, killed = figures["clients"], figures["killed"]
+    bounds = figures["product_ms"] + bare["cpu_ms"]
+
+    def most(found: dict[str, float]) -> float:  # models a second, if servers and load use two cores to the full
+        return 2e3 / (found["cpu_ms"] + found["load_ms"])
+
     return [
         ("bound: hypernetwork in full tiles, ms of CPU a model", f"{figures['product_ms']:.2f}"),
         ("bound: bare gRPC stream, ms of the server's CPU a model", f"{bare['cpu_ms']:.2f}"),
         ("bare gRPC stream, models/s", f"{bare['per_s']:.0f}"),
         ("`fedloom serve`: ms of the server's CPU a model", f"{s['cpu_ms']:.2f}"),
+        ("over the sum of its bounds", f"{s['cpu_ms'] / bounds:.2f}"),
+        ("the load's own CPU, ms a model: bare; `fedloom serve`", f"{bare['load_ms']:.2f}; {s['load_ms']:.2f}"),
         ("models/s, 64 clients at a time", f"{s['per_s']:.0f}"),
+        ("two cores shared with the load, at most: bare; `fedloom serve`", f"{most(bare):.0f}; {most(s):.0f}"),
         ("p50 / p99 then, ms", f"{s['p50_ms']:.0f} / {s['p99_ms']:.0f}"),
         (f"p50 / p99 at half of it ({half['per_s']:.0f} a second), ms", f"{half['p50_ms']:.0f} / {half['p99_ms']:.0f}"),
         ("bfloat16: models/s; ms of CPU a model", f"{bf['per_s']:.0f}; {bf['cpu_ms']:.2f}"),
         ("two servers: models/s; over one", f"{two['per_s']:.0f}; {two['per_s'] / s['per_s']:.2f}"),
-        ("two servers: ms of their CPU a model", f"{two['cpu_ms']:.2f}"),
+        ("two servers: ms of their CPU a model; of the load's", f"{two['cpu_ms']:.2f}; {two['load_ms']:.2f}"),
         ("cold client: KiB down / up; ms", _client(clients, "cold")),
         ("warm client: KiB down / up; ms", _client(clients, "warm")),
         ("warm client, bfloat16: KiB down", f"{bf['bytes'] / 1024:.1f}"),
