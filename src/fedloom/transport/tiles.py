@@ -120,6 +120,7 @@ class TileQueue:
         self._timer: asyncio.TimerHandle | None = None
         self._free_since = 0.0  # when the last tile finished computing
         self._tile_s = 0.01  # duration of a tile, smoothed
+        self._cpu_s = 0.0  # CPU time of the last tile
         self._executor = ThreadPoolExecutor(
             WAITING_TILES, "personalize", initializer=torch.set_num_threads, initargs=(threads,)
         )
@@ -178,16 +179,17 @@ class TileQueue:
         """Return the time at which the next tile begins although it is not full.
 
         A tile of 64 costs each client half as much as a tile of 16. While models are sent, others arrive to share the
-        next: it waits for them twice as long as a tile computes.
+        next: it waits for them twice the CPU time of the last one.
         """
-        pause_s = min(2 * self._tile_s, PAUSE_LINGERS * self._linger_s)
+        pause_s = min(2 * self._cpu_s, PAUSE_LINGERS * self._linger_s)
         return max(self._queue[0].since + self._linger_s, self._free_since + pause_s)
 
-    def _released(self, seconds: float) -> None:
+    def _released(self, seconds: float, cpu_s: float) -> None:
         """Record that a tile has stopped computing: it is done, or waits for its clients."""
         self._busy -= 1
         self._free_since = time.monotonic()
         self._tile_s += 0.1 * (seconds - self._tile_s)
+        self._cpu_s = cpu_s
         self._pump()
 
     def _done(self) -> None:
@@ -203,7 +205,8 @@ class _TileRun:
     computing
         Held while it computes, so that only one tile does at a time.
     released
-        Called on the event loop, once, when it first stops computing, with the seconds that it computed.
+        Called on the event loop, once, when it first stops computing, with the seconds that it took and
+        its CPU time.
     """
 
     def __init__(
@@ -212,21 +215,21 @@ class _TileRun:
         answer_s: float,
         loop: asyncio.AbstractEventLoop,
         computing: threading.Lock,
-        released: Callable[[float], None],
+        released: Callable[[float, float], None],
     ) -> None:
         self._loop = loop
         self._seats = seats
         self._answer_s = answer_s
         self._computing = computing
-        self._released: Callable[[float], None] | None = released
+        self._released: Callable[[float, float], None] | None = released
         self._answers: queue.SimpleQueue[tuple[int, Received | None]] = queue.SimpleQueue()
         self._here = set(range(len(seats)))
-        self._started = 0.0
+        self._started = self._cpu_started = 0.0
 
     def run(self) -> None:
         """Run the server algorithm's side of the conversation."""
         self._computing.acquire()
-        self._started = time.perf_counter()
+        self._started, self._cpu_started = time.perf_counter(), time.thread_time()
         prepared = self._seats[0].prepared
         try:
             answers = self._usable({i: seat.answer for i, seat in enumerate(self._seats) if seat.answer is not None})
@@ -247,8 +250,8 @@ class _TileRun:
         self._computing.release()
         released, self._released = self._released, None
         if released is not None:
-            seconds = time.perf_counter() - self._started
-            self.post(lambda: released(seconds))
+            seconds, cpu_s = time.perf_counter() - self._started, time.thread_time() - self._cpu_started
+            self.post(lambda: released(seconds, cpu_s))
 
     def post(self, what: Callable[[], None]) -> None:
         """Run a function on the event loop."""
