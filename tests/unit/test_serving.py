@@ -426,6 +426,22 @@ def test_a_full_queue_says_when_to_come_back(run: Path) -> None:
             fedloom.personalize(at, *examples(1), timeout_s=0.5)
 
 
+def test_a_client_with_unusable_values_leaves_the_models_of_its_tile_as_they_are(run: Path) -> None:
+    with (
+        served(run, settings=ModelServerSettings(linger_s=1.0)) as at,
+        Raw(at) as nan,
+        Raw(at) as far,
+    ):
+        for raw, value in ((nan, float("nan")), (far, 1e30)):
+            raw.ask()
+            raw.read()
+            raw.say(Descriptor(torch.full((1, Raw.size), value)))
+        until_waiting(at, 2)
+        model = fedloom.personalize(at, *examples(1), client="c1")
+        assert {raw.refusal()[0] for raw in (nan, far)} == {grpc.StatusCode.INVALID_ARGUMENT}
+    assert same(model, fedloom.personalize(str(run), *examples(1), client="c1"))
+
+
 def until_gone(address: str) -> None:
     """Ask for models until a server takes no more."""
     with contextlib.suppress(QuorumError):

@@ -26,6 +26,7 @@ from fedloom.transport.codec import (
     join_answers,
     memory,
     read_specs,
+    split_rows,
 )
 from fedloom.transport.exchanges import HEARTBEAT, Exchange
 from fedloom.transport.frames import (
@@ -504,6 +505,34 @@ def transfer_of(sent):
     """The parts of one transfer of several answers, read."""
     pieces = Cutter(wire.WorkerPart).parts(wire.Envelope(), join_answers([encode(message) for message in sent]))
     return [part for piece in pieces for part in read_parts(wire.WorkerFrame, seal_frame(piece))]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("size", [7, 0])
+def test_split_rows_are_those_encoded_alone(count, size):
+    class Mixed(Message):
+        x: Tensor = rows(Quantity.OTHER)
+        shared: Tensor = broadcast(Quantity.OTHER)
+
+    x, shared = torch.randn(count, size), torch.randn(3)
+    for precision in (torch.float32, torch.bfloat16):
+        found = split_rows(encode(Mixed(x, shared), precision, digests=True), count)
+        for i, row in enumerate(found):
+            alone = encode(Mixed(x[i : i + 1], shared), precision, digests=True)
+            assert (row.name, row.specs, row.digests, row.held) == (alone.name, alone.specs, alone.digests, alone.held)
+            assert row.buffers == alone.buffers
+    assert len(found) == count
+
+
+def test_small_tensors_are_received_aligned():
+    (_, begin), (_, chunk), _ = transfer_of(pairs(1))
+    assembler = Assembler(begin, read_specs(begin.envelope), 1 << 20)
+    assembler.add(chunk)
+    received = assembler.message(Pair)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in received.tensors().values())
+    assert all(
+        torch.equal(a, b) for a, b in zip(received.tensors().values(), pairs(1)[0].tensors().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
