@@ -89,7 +89,7 @@ def _outside(source: str) -> Iterator[str]:
 
 
 def _place(target: str) -> str:
-    """Where the site has a file of the repository; what is not a page is text that a browser shows."""
+    """Return a repository file's place on the site; files that are not pages are shown as text."""
     if target == "README.md":
         return "index.md"
     if target.startswith("docs/"):

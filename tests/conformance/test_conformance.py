@@ -1,4 +1,4 @@
-"""What holds for every method, whatever happens to its clients (docs/federation.md).
+"""Properties that hold for every method, whatever happens to its clients (docs/federation.md).
 
     pytest tests/conformance --algorithm NAME --settings 'local: {epochs: 1}'
 
@@ -56,7 +56,7 @@ def steps(tiny: Federation, name: str) -> float:
 
 
 def measured_at_the_end(tiny: Federation) -> Federation:
-    """The same without measures on the way, which take half of a run's time, where training is what is disturbed."""
+    """Return the federation with one evaluation, after the last round: evaluation takes half of a run's time."""
     return tiny.changed(evaluation__every=ROUNDS)
 
 

@@ -53,7 +53,7 @@ def kept(measured: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def test_the_bits_are_those_of_before(tiny: Federation, method: str, request: pytest.FixtureRequest) -> None:
-    """Of the tensors of the last checkpoint, and of what was measured, in which the predictors of all clients are."""
+    """Compare the tensors of the last checkpoint and the evaluations, which depend on every client's predictors."""
     if request.config.getoption("--algorithm", default=None) is not None:
         pytest.skip("bits are kept for the methods and settings of the kit")
     here = fingerprint(tiny.parts.experiment)

@@ -46,7 +46,7 @@ class Installed(Protocol):
 
 
 class OnProcesses:
-    """What Helm renders, on the cluster of processes."""
+    """Helm's output, applied to the cluster of processes."""
 
     def __init__(self, place: Place, folder: Path, name: str) -> None:
         self.name, self._place, self._folder = name, place, folder

@@ -1,4 +1,4 @@
-"""Where end-to-end tests run: on a real cluster that the environment names, or on that of processes (``fake_cluster``).
+"""Clusters for end-to-end tests: a real one that the environment names, or one of processes (``fake_cluster``).
 
 Everything is asked of the API with the real client, and nothing but how a pod is made to crash differs.
 """
@@ -117,7 +117,7 @@ class Place:
         return state.terminated.exit_code, self.log(pod)
 
     def log(self, pod: str) -> str:
-        """What a pod has said."""
+        """Return the log of a pod."""
         return str(self.core.read_namespaced_pod_log(pod, self.namespace))
 
     def secret_with(self, name: str, **values: str | bytes) -> str:
@@ -231,7 +231,7 @@ class Case:
 
     @property
     def rounds(self) -> int:
-        """How many there are."""
+        """Number of rounds."""
         return int(yaml.safe_load(self.experiment)["federation"]["rounds"])
 
 

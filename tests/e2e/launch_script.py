@@ -1,4 +1,4 @@
-"""What a launcher pod runs: what the component ``federate`` does, between the store and a folder of its own."""
+"""Script of a launcher pod: the work of the component ``federate``, between the store and a local folder."""
 
 import os
 import sys

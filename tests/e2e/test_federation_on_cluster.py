@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 TOLERANCE = 0.05
-"""Of mean accuracies, where the nodes of a cluster do not compute to the same bits (docs/design.md, section 4)."""
+"""Largest difference of mean accuracies between nodes that do not compute the same bits (docs/design.md, section 4)."""
 
 
 def assert_equals_reference(run: Path, case: Case) -> None:

@@ -108,7 +108,7 @@ class FakeCluster:
 
     @property
     def url(self) -> str:
-        """Of the API server."""
+        """URL of the API server."""
         host, port = self._network.api.getsockname()
         return f"http://{host}:{port}"
 
@@ -168,7 +168,7 @@ class FakeCluster:
         return self.objects("pods", selector)
 
     def log(self, pod: str, container: str | None = None) -> str:
-        """What a container has said, also of a pod that is gone (with ``container``)."""
+        """Return the log of a container, also of a deleted pod (if ``container`` is given)."""
         ended = self.kubelet.ended_logs.get(f"{pod}/{container}")
         return ended if ended is not None else self.kubelet.run_of(pod).container(container).said()
 

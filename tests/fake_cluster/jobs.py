@@ -28,7 +28,7 @@ REASONS = {
 
 
 class Count:
-    """What the controller knows of one Job's ended pods. Without indexes, everything is index None."""
+    """Count of one Job's finished pods, as its controller knows them. Without indexes, every pod has index None."""
 
     def __init__(self) -> None:
         self.failures: Counter[int | None] = Counter()
@@ -129,7 +129,7 @@ class JobController:
         self._store.modify(JOBS, meta["namespace"], meta["name"], lambda found: found.update(status=new))
 
     def _ended(self, spec: Object, status: Object, count: Count) -> tuple[str, str, str] | None:
-        """Whether a Job has ended: condition, reason, message."""
+        """Return condition, reason and message of a finished Job, or None."""
         if target := condition(status, "FailureTarget"):
             return "Failed", target["reason"], target["message"]
         if count.fatal:

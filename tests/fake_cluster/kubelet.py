@@ -26,9 +26,9 @@ PODS, SECRETS, CONFIG_MAPS = (RESOURCES[name] for name in ("pods", "secrets", "c
 NODE = "node-0"
 TICK_S = 0.03
 RENEW_S = 0.5
-"""How soon a pod's files are those of a changed Secret: minutes on a real node."""
+"""Seconds until a pod's files follow a changed Secret; minutes on a real node."""
 MESSAGE_BYTES = 2048
-"""How much of a log FallbackToLogsOnError keeps."""
+"""Bytes of a log that FallbackToLogsOnError keeps."""
 
 
 class Waiting(Exception):
@@ -302,7 +302,7 @@ class Container:
 
     @property
     def running(self) -> bool:
-        """Whether its process runs."""
+        """True while its process runs."""
         return self.process is not None and self.code is None
 
     def said(self) -> str:
@@ -443,7 +443,7 @@ class Container:
         return words, {**base, "HOSTNAME": hostname, **self.run.kubelet.environment, **environment}, folder
 
     def _mounts(self) -> dict[str, Path]:
-        """Where each mount path of the container really is."""
+        """Return the real folder of each of the container's mount paths."""
         volumes = {volume["name"]: volume for volume in self.run.pod["spec"].get("volumes") or []}
         found = {}
         for mount in self.spec.get("volumeMounts") or []:
@@ -557,7 +557,7 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def requests(pod: Object) -> dict[str, float]:
-    """What a pod asks of a node."""
+    """Return the resources that a pod requests of a node."""
     total: dict[str, float] = {"pods": 1.0}
     for container in pod["spec"]["containers"]:
         for kind, amount in (container["resources"].get("requests") or {}).items():

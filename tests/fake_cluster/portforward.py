@@ -18,7 +18,7 @@ DATA, ERROR = b"\0", b"\1"
 
 
 def accept(key: str) -> str:
-    """What a server answers to a WebSocket's key (RFC 6455, section 4.2.2)."""
+    """Return the server's reply to a WebSocket key (RFC 6455, section 4.2.2)."""
     return base64.b64encode(hashlib.sha1((key + MAGIC).encode()).digest()).decode()
 
 

@@ -19,7 +19,7 @@ class Quota:
     hard: dict[str, str]
     used: dict[str, float] = field(default_factory=dict)
     recalculated_at: int = -1
-    """How many objects had been deleted when ``used`` was last counted: until then refused creates stay charged."""
+    """Number of deletions when ``used`` was last counted: refused creates stay charged until the next count."""
 
 
 class Quotas:
@@ -66,7 +66,7 @@ class Quotas:
 
 
 def usage(resource: Resource, item: Object) -> dict[str, float]:
-    """What an object counts for."""
+    """Return the amounts that an object takes of a quota."""
     counted: dict[str, float] = {f"count/{resource.qualified}": 1.0}
     if not resource.group:
         counted[resource.plural] = 1.0

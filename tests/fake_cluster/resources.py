@@ -28,12 +28,12 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """As in a manifest."""
+        """Group and version, as in a manifest."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     @property
     def qualified(self) -> str:
-        """As in the API's messages."""
+        """Plural and group, as in the API's messages."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
 
@@ -131,7 +131,7 @@ def _fill_job(item: Object) -> None:
 
 
 def fill_pod(spec: Object) -> None:
-    """What the API fills into a pod's ``spec``, as far as this cluster uses it."""
+    """Fill in the API's defaults of a pod's ``spec``, as far as this cluster uses them."""
     spec.setdefault("terminationGracePeriodSeconds", 30)
     spec.setdefault("restartPolicy", "Always")
     for container in spec["containers"]:
@@ -165,7 +165,7 @@ def quantity(text: Any) -> float:
 
 
 def selects(labels: str | None, fields: str | None, item: Object) -> bool:
-    """Whether a label selector and a field selector, each of equalities as in a URL, both choose an object."""
+    """Return True if an object matches a label selector and a field selector, each of equalities as in a URL."""
     found = item["metadata"].get("labels") or {}
     if any(found.get(key) != value for key, value in _equalities(labels)):
         return False

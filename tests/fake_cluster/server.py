@@ -31,13 +31,13 @@ ROUTE = re.compile(
 
 @dataclass
 class Identity:
-    """Who a token stands for, and what they may do in the namespace (None: everything)."""
+    """User that a token stands for, and their rules in the namespace (None: everything is allowed)."""
 
     user: str
     rules: list[Object] | None = None
 
     def may(self, verb: str, group: str, resource: str) -> bool:
-        """Whether a Role with these rules allows a verb on a resource (``pods/log`` with its subresource)."""
+        """Return True if the rules allow a verb on a resource (``pods/log`` with its subresource)."""
         if self.rules is None:
             return True
         return any(
@@ -78,7 +78,7 @@ class Request:
 
 @dataclass
 class Api:
-    """What the API answers.
+    """Request handler of the API.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the cluster holds: objects with versions, what changed, and what goes when its owner goes."""
+"""Store of the cluster: objects with versions, changes, and removal of objects whose owner is removed."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Store:
             return self._version
 
     def since(self, version: int, resource: Resource) -> Iterator[Change]:
-        """What changed after a version."""
+        """Return the changes after a version."""
         with self.changed:
             return iter([c for c in self._history if c.version > version and c.resource == resource.plural])
 
@@ -233,6 +233,6 @@ def emit(store: Store, about: Object, kind: str, reason: str, message: str) -> N
 
 
 def _gone(item: Object) -> bool:
-    """Whether nothing holds an object that is being deleted any more."""
+    """Return True if nothing holds back the deletion of an object any more."""
     meta = item["metadata"]
     return "deletionTimestamp" in meta and not (meta.get("finalizers") or meta.get("deletionGracePeriodSeconds"))

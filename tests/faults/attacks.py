@@ -137,7 +137,7 @@ def _fault(name: str, fault: str, promise: str, attack: Callable[[Attack], None]
 
 
 def _over_tls(fault: Fault) -> Fault:
-    """The same by a peer with an identity."""
+    """Return a fault as caused by a peer that has an identity."""
     told = f"{fault.fault}, by a peer with a certificate"
     return Fault(f"{fault.name}-tls", "tls", told, fault.promise, partial(fault.trial, secure=True), goal=3)
 

@@ -17,7 +17,7 @@ from faults.table import Fault, Tried
 LONGEST_S = 3600.0
 GROWTH_MB = 25.0
 SLOWER = 1.3
-"""What the last tenth of the rounds may take of processor time, as a multiple of the second tenth."""
+"""Largest CPU time of the last tenth of the rounds, as a multiple of the second tenth."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""As much of HTTP/2 as it takes to leave messages unfinished, which no library does."""
+"""Minimal HTTP/2 client that leaves messages unfinished, which no library does."""
 
 from __future__ import annotations
 

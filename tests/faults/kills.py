@@ -29,7 +29,7 @@ PROMISE = "resumed, it ends with the same bits; no durable round is made again"
 
 
 class Kept:
-    """What is durable of a run must still be there, unchanged, when the run has been resumed and has gone on."""
+    """Durable part of a run, which must be unchanged after the run has been resumed and has continued."""
 
     def __init__(self, place: Place, out: Path, url: str | None) -> None:
         self._place, self._out, self._url = place, out, url
@@ -184,7 +184,7 @@ class Federation:
         self.processes[name] = self._stack.enter_context(self._place.start(*order, **limits, **self._environment(name)))
 
     def over(self) -> bool:
-        """Whether the aggregator has ended well; what was killed is started again.
+        """Restart killed processes; return True once the aggregator has succeeded.
 
         Raises
         ------

@@ -30,7 +30,7 @@ STEPS = 40
 
 
 class Books(RuleBasedStateMachine):
-    """What the model knows: who is connected, what each was asked for, what became of each row."""
+    """State machine of the aggregator: connected workers, open calls, and the outcome of each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,12 +229,12 @@ class Books(RuleBasedStateMachine):
 
 
 def value(call: Call, row: int) -> torch.Tensor:
-    """What a row answers: something else to each exchange of each round."""
+    """Return a row's reply, which differs in each exchange of each round."""
     return expected([start_call(call.clients, d=D)], call.rows.index(row)) + 100.0 * call.key.round + call.exchange
 
 
 def values(call: Call, rows: list[int]) -> torch.Tensor:
-    """What these rows answer, ``[rows, D]``."""
+    """Return the replies of these rows, ``[rows, D]``."""
     return torch.cat([value(call, row) for row in rows])
 
 

@@ -33,7 +33,7 @@ CONTROL = "\u2028\u2029\x85\x00\x07\x1b[2J\x1b]0;owned\x07\r\n\t\udcff".replace(
 
 @dataclass
 class Attack:
-    """What a hostile peer knows; ``done`` is set once it has done what it does."""
+    """State of a hostile peer; ``done`` is set after its attack."""
 
     address: str
     random: Random
@@ -74,7 +74,7 @@ class Attack:
         return socket.create_connection((host, int(port)), timeout=5)
 
     def connect_as_member(self) -> socket.socket:
-        """The same, over TLS where there is any, by its certificate."""
+        """Connect with the peer's certificate; without TLS if it has no identity."""
         if self.identity is None:
             return self.connect()
         ca, certificate, key = self._files()
@@ -332,7 +332,7 @@ def unfinished(attack: Attack) -> None:
 
 
 def other_protocols(attack: Attack) -> None:
-    """What speaks something else: HTTP/1.1, TLS, noise, half a preface, another version of ours."""
+    """Speak other protocols: HTTP/1.1, TLS, noise, half a preface, another version of ours."""
     noises = (
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
         attack.random.randbytes(1000), b"PRI * HTTP/2.0\r\n", http2.PREFACE + attack.random.randbytes(1000),

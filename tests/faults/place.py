@@ -1,4 +1,4 @@
-"""Where trials happen: tiny experiments, their processes, and what of two runs must be equal."""
+"""Tiny experiments for trials, their processes, and comparison of two runs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What processes get."""
+        """Environment of the processes."""
         return {**os.environ, "OMP_NUM_THREADS": "1", **(self.s3.environment if self.s3 else {})}
 
     def other_partition(self) -> Path:
@@ -125,7 +125,7 @@ class Place:
         return self._truths[key]
 
     def operations(self, experiment: Path) -> int:
-        """How often an undisturbed run does something to its files."""
+        """Return the number of file operations of an undisturbed run."""
         return self._counts[self.truth(experiment)]
 
     @contextmanager
@@ -138,7 +138,7 @@ class Place:
             running.end()
 
     def check(self, run: Path, experiment: Path, *, nobody_lost: bool = True) -> None:
-        """What a disturbed run came to is what the replay of its journal comes to; nobody lost, the undisturbed run.
+        """Compare a disturbed run with the replay of its journal and, if no client was lost, with an undisturbed run.
 
         Raises
         ------
@@ -156,7 +156,7 @@ class Place:
                 raise Broken(f"{what} of {run} differs from {truth}")
 
     def outcome(self, run: Path) -> dict[str, Any]:
-        """What must be equal to the bit: the last checkpoint, what was measured, and the clients' states."""
+        """Return the parts that must be equal to the bit: the last checkpoint, evaluations, and clients' states."""
         numbers = ("round", "seen", "unseen", "global")
         lines = [{name: line[name] for name in numbers} for line in RunFolder(run).lines("metrics.jsonl")]
         return {
@@ -203,7 +203,7 @@ class Running:
 
     @property
     def said(self) -> str:
-        """What it has said so far."""
+        """Output so far."""
         return self.said_in.read_text(errors="replace")
 
     def wait(self, *codes: int, patience_s: float = PATIENCE_S) -> int:
@@ -223,7 +223,7 @@ class Running:
         return code
 
     def ended_within(self, seconds: float) -> bool:
-        """Whether it ends by itself in that time."""
+        """Return True if the process ends by itself in that time."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -258,7 +258,7 @@ class Running:
         return 0.0
 
     def descriptors(self) -> int:
-        """How many files and connections it has open."""
+        """Number of its open files and connections."""
         return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
 

@@ -11,7 +11,7 @@ from random import Random
 
 @dataclass(frozen=True)
 class Weather:
-    """What happens to what is passed on.
+    """Faults of the bytes that are passed on.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a fault is, how often it was tried, how often its promise was kept; and the table of all of them."""
+"""Faults, their trials and kept promises, and the table of all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a trial that kept its promise did: how often the fault happened in it, and what was measured beside."""
+    """Result of a trial that kept its promise: number of faults in it, and its measurements."""
 
     times: int = 1
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Fault:
 
 @dataclass
 class Tally:
-    """How it went with one fault."""
+    """Counts of the trials of one fault."""
 
     trials: int = 0
     kept: int = 0
@@ -92,7 +92,7 @@ def try_once(fault: Fault, place: Place, seed: int) -> tuple[Tried | Exception, 
 
 
 def machine() -> dict[str, Any]:
-    """What kind of machine this is."""
+    """Return a description of this machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     kinds = Counter(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -101,7 +101,7 @@ def machine() -> dict[str, Any]:
 
 
 def summary(faults: Mapping[Fault, Tally], command: str, minutes: float) -> dict[str, Any]:
-    """What ``summary.json`` holds."""
+    """Return the content of ``summary.json``."""
     rows = {
         fault.name: {"kind": fault.kind, "fault": fault.fault, "promise": fault.promise, **asdict(tally)}
         for fault, tally in faults.items()

@@ -131,7 +131,7 @@ def test_a_worker_that_is_stopped_loses_its_clients_by_the_deadline(place: Place
 
 
 def test_workers_are_there_for_a_run_whose_conclusion_failed(place: Place) -> None:
-    """What fails after the last round is tried again, and the clients are measured once more for it."""
+    """Retry a failed last step, for which the clients are measured once more."""
     experiment = place.experiment("fedavg")
     with ExitStack() as stack:
         federation = Federation(place, experiment, stack, workers=0)

@@ -18,7 +18,7 @@ count = 0
 
 
 def changes(event: str, arguments: tuple[Any, ...]) -> bool:
-    """Whether an event is a change, or the opening of a file to write it."""
+    """Return True if an event changes a file, or opens one for writing."""
     if event == "open":
         path, _, flags = arguments
         return isinstance(path, str) and path.startswith(below) and bool(flags & (os.O_WRONLY | os.O_RDWR))

@@ -116,7 +116,7 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (one that has ended and was not waited for does not)."""
+    """Return True if a process runs (a zombie does not)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -132,7 +132,7 @@ def worker(process: subprocess.Popen[str], name: str) -> int | None:
 
 
 def rounds(run: Path) -> int:
-    """How many attempts the journal has."""
+    """Return the number of attempts in the journal."""
     return sum(1 for line in RunFolder(run).lines("journal.jsonl") if line["outcome"] != "evaluated")
 
 
@@ -142,7 +142,7 @@ def final(run: Path) -> bytes:
 
 
 def scores(run: Path) -> dict[str, Any]:
-    """What must be equal to the bit in a summary."""
+    """Return the parts of a summary that must be equal to the bit."""
     summary = json.loads((run / "summary.json").read_text())
     return {key: summary[key] for key in ("seen", "unseen", "global", "best", "rounds")}
 

@@ -1,4 +1,4 @@
-"""The same bits in process, with one worker and with two; and what a run leaves in its folder."""
+"""Equal bits in process, with one worker and with two; and the files of a run's folder."""
 
 from __future__ import annotations
 

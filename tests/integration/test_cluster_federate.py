@@ -53,7 +53,7 @@ federate(experiment.load_experiment(file, [f"storage={storage}"]), Path(partitio
 
 @dataclass
 class Place:
-    """Where federations run: an experiment, its partition, a store, a cluster."""
+    """Experiment, partition, store and cluster of a federation."""
 
     folder: Path
     file: Path
@@ -281,7 +281,7 @@ def test_a_launcher_that_cannot_show_that_it_is_there_is_refused_orphans_that_en
 
 
 def test_a_run_without_a_report_says_how_to_make_one(place: Place) -> None:
-    """As when the image of the aggregator is that of a worker, without matplotlib."""
+    """Cover an aggregator that runs the worker's image, which has no matplotlib."""
     run = open_store(place.storage).under(f"runs/{place.experiment().name}-{identity('run', 'federate')}")
     run.write("experiment.yaml", place.experiment().resolved_yaml().encode())
     run.write("summary.json", b"{}")
@@ -336,7 +336,7 @@ def test_a_launcher_that_is_asked_to_stop_leaves_what_can_be_adopted_unless_told
 
 
 def command(*arguments: object, code: int = 0) -> str:
-    """What ``fedloom cluster`` says, and the message of its failure."""
+    """Run ``fedloom cluster``; return its output, with the message of its failure."""
     done = CliRunner().invoke(app, ["cluster", *map(str, arguments)])
     if isinstance(done.exception, FedloomError):
         assert int(done.exception.exit_code) == code

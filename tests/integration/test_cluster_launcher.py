@@ -57,7 +57,7 @@ class World:
         self.program()
 
     def program(self, aggregator: str = "sleep 1; echo done", worker: str = "exec sleep 60") -> None:
-        """What the pods do; ``$INDEX`` is the worker's, ``$HERE`` a folder that outlives them."""
+        """Set the pods' scripts; ``$INDEX`` is the worker's index, ``$HERE`` a folder that outlives them."""
         text = f"#!/bin/sh\nHERE={self.folder}\nINDEX=$JOB_COMPLETION_INDEX\ncase $1 in\n"
         text += f"aggregator) {aggregator};;\nworker) {worker};;\nesac\n"
         path = self.folder / "bin" / "fedloom"
@@ -226,7 +226,7 @@ def test_jobs_deleted_under_us(world: World, component: str) -> None:
 
 
 def test_a_job_of_workers_that_have_done_their_part_may_be_collected(world: World) -> None:
-    """As after ``ttl_s``, while the aggregator is still at work."""
+    """Collect the Job, as after ``ttl_s``, while the aggregator is still at work."""
     world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done", worker="exit 0")
     ended = in_background(world.launcher().run)
     until(lambda: world.names("jobs")[1:] and world.job("worker")["status"].get("conditions"), "the workers' end")

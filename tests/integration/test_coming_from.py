@@ -72,7 +72,7 @@ class BaseAndClassifier(nn.Module):
 
 
 class Flattened(Blitz):
-    """The same network as NVFlare writes it, with ``torch.flatten`` and named layers."""
+    """Network as NVFlare writes it, with ``torch.flatten`` and named layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(F.relu(self.conv2(self.pool(F.relu(self.conv1(x)))))).flatten(1)

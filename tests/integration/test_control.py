@@ -1,4 +1,4 @@
-"""What a federation is doing, asked over real sockets, and how it is controlled."""
+"""Status and control of a federation over real sockets."""
 
 from __future__ import annotations
 

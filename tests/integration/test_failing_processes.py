@@ -1,4 +1,4 @@
-"""What a process that fails leaves on standard error: our sentence, and nothing of the libraries below."""
+"""Standard error of processes that fail: our sentence, and no output of libraries."""
 
 from __future__ import annotations
 

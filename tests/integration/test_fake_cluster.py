@@ -42,7 +42,7 @@ class Cluster:
         self.batch.create_namespaced_job(NS, manifest(name, script, spec=spec, **container))
 
     def status(self, name: str) -> Any:
-        """Of a Job."""
+        """Return the status of a Job."""
         return self.batch.read_namespaced_job(name, NS).status
 
     def ended(self, name: str) -> Any:
@@ -51,7 +51,7 @@ class Cluster:
         return self.status(name)
 
     def pods(self, job: str) -> list[Any]:
-        """Of a Job, oldest first."""
+        """Return the pods of a Job, oldest first."""
         found = self.core.list_namespaced_pod(NS, label_selector=f"batch.kubernetes.io/job-name={job}").items
         return sorted(found, key=lambda pod: int(pod.metadata.resource_version))
 

@@ -569,7 +569,7 @@ def test_files_of_the_users_own_are_checked_and_their_checksums_recorded(
 def test_files_of_the_users_own_may_lie_in_folders_of_folders(
     tmp_path: Path, tiny_files: dict[str, bytes], tiny_source: MakeSource
 ) -> None:
-    """As OWNER/CLASS/FILE: stored, recorded and read under these names."""
+    """Store, record and read files as OWNER/CLASS/FILE."""
     there = {f"own/{i}/{name}": content for i, (name, content) in enumerate(tiny_files.items())}
     for name, content in there.items():
         (tmp_path / "given" / name).parent.mkdir(parents=True)

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 ASKED = os.environ.get("FEDLOOM_TEST_IMAGES") == "1"
 BUILD_S, RUN_S = 1500.0, 600.0
 INDEX_PORT = 17730
-"""The same each time: the address of the index is part of what the build's cache goes by."""
+"""Fixed port: the address of the index is part of the key of the build's cache."""
 
 TARGETS = ("worker", "aggregator", "components")
 LIKE_A_POD = (
@@ -261,7 +261,7 @@ def test_a_federation_of_containers(engine: Engine, images: dict[str, str], plac
 
 
 def test_a_worker_goes_when_it_is_told(engine: Engine, images: dict[str, str], place: Place, port: int) -> None:
-    """As the first process of its container it gets no signal that it does not ask for."""
+    """Handle signals as the first process of a container, which gets only those that it handles."""
     command = ("worker", "--aggregator", f"127.0.0.1:{port}", "--partition", place.partition, "--reconnect", "300")
     with engine.started(images["worker"], *command, environment=place.environment) as container:
         until(lambda: "no aggregator" in engine.log(container), "it looks for the aggregator", RUN_S)
@@ -270,7 +270,7 @@ def test_a_worker_goes_when_it_is_told(engine: Engine, images: dict[str, str], p
 
 
 def test_a_compiled_component_runs_in_its_image(engine: Engine, images: dict[str, str], tmp_path: Path) -> None:
-    """What Kubeflow runs is in the compiled pipeline: its command, with what it fills in."""
+    """Run a command of the compiled pipeline, with its placeholders filled in as Kubeflow does."""
     pipeline = next(yaml.safe_load_all((ROOT / "pipelines" / "personalized_federation.yaml").read_text()))
     container = pipeline["deploymentSpec"]["executors"]["exec-plan"]["container"]
     out = tmp_path / "out"

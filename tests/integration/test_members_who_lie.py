@@ -1,4 +1,4 @@
-"""What members may not say of their clients over real sockets: each lie is refused, and nobody else is touched."""
+"""Lies of members about their clients, over real sockets: each is refused, and no other member is affected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HONEST = {"train": 10, "validation": 2, "test": 3, "labelled": True, "class_coun
 
 @pytest.fixture
 def aggregator() -> Iterator[Any]:
-    """Of an open federation, with a member who is honest and has client ``anna``."""
+    """Start an aggregator of an open federation, with an honest member that has client ``anna``."""
     presence = AvailableClients()
     aggregator = make_aggregator(presence=presence, classes=2, clients=(), vocabulary={"Sum": Sum, **VOCABULARY})
     address = aggregator.start("127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""What a worker takes of its network: one connection, no port, no more of the line than it is told."""
+"""Network use of a worker: one connection, no port, and no more bandwidth than allowed."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_a_paused_federation_is_killed_goes_on_paused_and_is_stopped_and_the_rep
 
 
 def fedloom_or(otherwise: str, *arguments: object, environment: dict[str, str]) -> str:
-    """What a command says, or something else if it fails."""
+    """Return the output of a command, or ``otherwise`` if it fails."""
     try:
         return fedloom(*arguments, environment=environment)
     except AssertionError:

@@ -29,7 +29,7 @@ LABELS = np.tile(np.arange(CLASSES), 3000)
 
 
 def theirs(partitioner: Any) -> NDArray[np.int64]:
-    """How many examples of each class each client gets from Flower, ``[n, C]``."""
+    """Return the number of examples of each class that each client gets from Flower, ``[n, C]``."""
     from datasets import Dataset
 
     partitioner.dataset = Dataset.from_dict({"label": LABELS.tolist()}).with_format("numpy")
@@ -38,7 +38,7 @@ def theirs(partitioner: Any) -> NDArray[np.int64]:
 
 
 def ours(scheme: MixScheme, seed: int = 1) -> NDArray[np.int64]:
-    """The same from FedLoom: the train splits."""
+    """Return the number of training examples of each class that each client gets from FedLoom, ``[n, C]``."""
     pool = Pool(np.zeros((len(LABELS), 1, 1, 1), dtype=np.uint8), LABELS)
     dealt = assign_examples(RawDataset(pool, pool), CLASSES, PartitionSettings(scheme, seed, 0.0, 0.01))
     return np.stack([np.bincount(LABELS[hand], minlength=CLASSES) for hand in dealt.examples["train"]])
@@ -79,7 +79,7 @@ def test_dirichlet_mixes_are_as_concentrated_as_flowers(alpha: float) -> None:
 
 
 def pairs(counts: NDArray[np.int64]) -> int:
-    """How many different pairs of classes occur together in a client."""
+    """Return the number of different pairs of classes that occur together in a client."""
     return len({pair for row in counts for pair in combinations(np.flatnonzero(row).tolist(), 2)})
 
 

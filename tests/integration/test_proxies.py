@@ -100,7 +100,7 @@ def test_a_conversation_of_several_megabytes_each_way(way, section: str, changes
 
 
 def test_with_the_body_size_that_nginx_allows_by_default_a_larger_answer_never_arrives(way) -> None:
-    """Why the page sets it: each stream is cut after a megabyte, and the answer begins anew on the next."""
+    """Show the need for the setting: each stream is cut after a megabyte, and the next starts from the beginning."""
     there = way(SECTIONS[0], {"client_max_body_size 0;": ""})
     worker = there.worker()
     there.aggregator.wait_for(CLIENTS, 20)
@@ -128,7 +128,7 @@ IDLE = {
     "Envoy, TLS termination": ("stream_idle_timeout: ",),
     "Envoy, TLS passthrough": ("idle_timeout: ",),
 }
-"""What allows a stream to be idle, for 60 seconds as the page has it."""
+"""Settings that allow a stream to be idle, for 60 seconds on the page."""
 
 
 def allowing(section: str, seconds: int) -> dict[str, str]:

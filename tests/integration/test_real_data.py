@@ -25,7 +25,7 @@ pytestmark = pytest.mark.data
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 QMNIST = Path(os.environ.get("FEDLOOM_QMNIST", Path(__file__).parents[3] / "shared" / "data" / "qmnist"))
-"""Where QMNIST's two label files are looked for, before they are downloaded."""
+"""Folder that is searched for QMNIST's two label files before they are downloaded."""
 
 
 @pytest.fixture

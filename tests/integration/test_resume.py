@@ -1,4 +1,4 @@
-"""What --resume takes up and what it refuses; data that are missing or damaged; a disk that is full."""
+"""Runs that --resume continues and refuses; missing and damaged data; a full disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def files(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def refused(kind: type[FedloomError], code: ExitCode, *arguments: Any, **options: Any) -> str:
-    """What a run says that cannot begin. No process is needed for it: the command itself is called."""
+    """Return the message of a run that cannot start. The command is called in this process."""
     with pytest.raises(kind) as failure:
         command(*arguments, **options)
     assert failure.value.exit_code is code

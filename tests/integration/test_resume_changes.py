@@ -1,4 +1,4 @@
-"""What ``--resume`` goes on with where a run is published, and what it refuses before anything is touched."""
+"""Changes that ``--resume`` accepts in a published run, and those it refuses before it touches a file."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_run_without_a_report_says_nothing_of_one(
 
 
 def unmoved(folder: Path) -> dict[str, int]:
-    """When each file was written last; a file that is written again has another time."""
+    """Return each file's time of modification, which changes if the file is written again."""
     return {name: (folder / name).stat().st_mtime_ns for name in files(folder)}
 
 

@@ -603,7 +603,7 @@ def test_what_a_worker_may_is_what_it_needs(s3_server: S3Server) -> None:
     ],
 )
 def test_the_policy_of_a_worker_says_the_same(action: str, name: str, allowed: bool) -> None:
-    """As S3 reads a policy: one statement that allows it, with stars for any text."""
+    """Read the policy as S3 does: one statement must allow the action, and stars stand for any text."""
     statements = documented("Statement", "bucket", "team")["Statement"]
     found = [
         statement

@@ -100,7 +100,7 @@ def test_a_tracker_that_fails_in_a_run_beside_others_is_told_of(
 
 
 class Counts(SweepObserver):
-    """What is there when a run begins."""
+    """Record the data sets that exist when a run begins."""
 
     def __init__(self) -> None:
         self.datasets: list[int] = []

@@ -672,7 +672,7 @@ def test_a_join_costs_what_its_own_clients_cost():
 
 
 def test_a_worker_that_is_started_again_gets_in_though_its_old_stream_is_half_open(worker, monkeypatch):
-    """Of a machine that is gone nothing ends the stream but keepalive."""
+    """End the stream of a machine that is gone by keepalive: nothing else does."""
     often = {"grpc.keepalive_time_ms": 500, "grpc.keepalive_timeout_ms": 500, "grpc.http2.ping_timeout_ms": 500}
     options = tuple({**dict(SERVER_OPTIONS), **often}.items())
     monkeypatch.setattr("fedloom.transport.aggregator.SERVER_OPTIONS", options)

@@ -1,4 +1,4 @@
-"""Who is let in to an aggregator and who is not, over real sockets with certificates of our own authority."""
+"""Access to an aggregator over real sockets, with certificates of a test authority."""
 
 from __future__ import annotations
 
@@ -493,7 +493,7 @@ def test_a_stream_that_has_lived_long_enough_comes_again_and_nothing_is_computed
 
 
 def test_a_connection_is_not_used_for_ever(federation: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was verified when it began would else be believed for as long as it stays, whatever becomes of the CA."""
+    """Limit the life of a connection, so that a caller is verified again after a change of the CA."""
     monkeypatch.setattr(gate, "LONGEST_S", 0.3)
     federation.start(BY_ROLE, mutual=False, tokens=True, notices=ProgressPublisher(Monitor("run-1", "toy", 1)))
     token, _ = add_token(federation.tokens, "watch")
@@ -556,7 +556,7 @@ X = 'version: 1\nidentities:\n  - {name: x, token: x, roles: [worker], clients: 
 
 @pytest.mark.parametrize("first", ["the member's", "the aggregator's", "the tokens"])
 def test_files_that_change_one_after_the_other_end_no_worker(federation: Federation, first: str) -> None:
-    """As Kubernetes refreshes them, each in a minute of its own; in between the token is not known, or nobody's."""
+    """Refresh token and table one after the other, as Kubernetes does; in between the token is unknown."""
     aggregator = federation.start(X, mutual=False, tokens=True)
     worker = federation.worker(federation.member(None, token="x"), reconnect_s=60)
     aggregator.wait_for(CLIENTS, 10)

@@ -1,4 +1,4 @@
-"""How a worker of `fedloom run` ends is what the run learns of it: with its exit code, at once."""
+"""Exit codes of the workers of `fedloom run`, which the run learns at once."""
 
 from __future__ import annotations
 

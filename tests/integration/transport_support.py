@@ -329,7 +329,7 @@ def step_call(clients, exchange, deadline_s=10.0, d=D, rows=None, the_key=None) 
 
 
 def expected(calls, row) -> Tensor:
-    """What a row answers to the last of the calls, computed without any wire."""
+    """Return a row's reply to the last of the calls, computed without the wire."""
     client = calls[0].clients[row]
     coroutine = accumulate(client, calls[0].message.select([row]))
     answer = next(coroutine)

@@ -56,7 +56,7 @@ class Refused(Exception):
 
 @dataclass
 class Fault:
-    """What happens to requests whose method and path match: ``times`` of them, after ``skip``.
+    """Fault of requests whose method and path match: ``times`` of them, after ``skip``.
 
     ``status`` answers with an error; ``drop`` closes the connection, before the request is heard or after it was;
     ``delay_s`` comes first.
@@ -104,7 +104,7 @@ class KubeflowApi:
     host: str = ""
 
     def counts(self) -> tuple[int, int, int, int]:
-        """How many pipelines, versions, experiments and runs there are."""
+        """Number of pipelines, versions, experiments and runs."""
         return len(self.pipelines), len(self.versions), len(self.experiments), len(self.runs)
 
     def hears(self, request: str) -> threading.Event:
@@ -244,7 +244,7 @@ class KubeflowApi:
         return nodes
 
     def log(self, run: str, pod: str) -> bytes:
-        """What a pod has printed."""
+        """Return the output of a pod."""
         self._found(self.runs, run, "run")
         if pod not in self.logs:
             return json.dumps({"error_message": f"Failed to read logs from pod {pod}"}).encode()
@@ -302,7 +302,7 @@ ROUTES: list[tuple[str, str, Callable[..., Json]]] = [
 
 
 def filtered(found: list[Json], query: Json) -> list[Json]:
-    """Those that a filter's predicates let through."""
+    """Return the items that a filter's predicates match."""
     predicates = json.loads(query["filter"])["predicates"] if query.get("filter") else []
     for predicate in predicates:
         if predicate["operation"] not in (1, "EQUALS"):

@@ -39,7 +39,7 @@ def component(name: str) -> Any:
 
 
 def body(name: str) -> Any:
-    """What its container calls."""
+    """Return the function that the component's container calls."""
     return component(name).python_func
 
 
@@ -51,7 +51,7 @@ def artifact(kind: type, path: Path, **metadata: Any) -> Any:
 
 @dataclass(frozen=True)
 class Chain:
-    """What the components of one experiment made, one after the other."""
+    """Outputs of an experiment's components, in order."""
 
     plan: Any
     files: Any

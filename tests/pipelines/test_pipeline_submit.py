@@ -138,7 +138,7 @@ def test_every_pipeline_can_be_submitted(
 def test_the_api_speaks_as_kfps_own_client_hears_it(
     api: KubeflowApi, fedloom: Callable[..., Result], tmp_path: Path
 ) -> None:
-    """What the stand-in says is what Kubeflow's client understands: else our tests would prove nothing."""
+    """Read the stand-in's replies by Kubeflow's own client: otherwise our tests would prove nothing."""
     import kfp
 
     assert fedloom("--kubeflow", api.host).exit_code == 0

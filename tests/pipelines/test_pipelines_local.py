@@ -36,14 +36,14 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 def metadata(out: Path, task: str, artifact: str) -> dict[str, Any]:
-    """What Kubeflow keeps of an artifact beside its files."""
+    """Return the metadata that Kubeflow keeps of an artifact beside its files."""
     told = json.loads((out / task / "executor_output.json").read_text())["artifacts"]
     return dict(told[artifact]["artifacts"][0]["metadata"])
 
 
 @pytest.fixture(scope="module")
 def personalized(small_run: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pipeline of the small experiment left."""
+    """Output folder of the small experiment's pipeline."""
     out = tmp_path_factory.mktemp("pipeline") / "out"
     fedloom("pipeline", "local", "personalized_federation", small_run[0], "--out", out)
     return out
@@ -231,7 +231,7 @@ def test_one_that_is_stopped_leaves_no_process(small_run: tuple[Path, Path], tmp
 
 
 def running(pid: int) -> bool:
-    """Whether a process is there and is no zombie of somebody's."""
+    """Return True if a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

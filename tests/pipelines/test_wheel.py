@@ -1,4 +1,4 @@
-"""What a wheel holds, and that pipelines compile from it as from a checkout."""
+"""Content of the wheel, from which pipelines compile as from a checkout."""
 
 from __future__ import annotations
 

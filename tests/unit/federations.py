@@ -97,7 +97,7 @@ def clients(sizes: Sequence[int], **kwargs: Any) -> list[ClientData]:
 
 
 def held_out_elsewhere(data: Sequence[ClientData]) -> list[ClientData]:
-    """The same clients with other examples to be evaluated on: no model may be another by them."""
+    """Return the clients with validation and test examples swapped, which must not change any model."""
     return [replace(c, validation=other.test, test=other.validation) for c, other in zip(data, data[::-1], strict=True)]
 
 
@@ -226,7 +226,7 @@ class Federation:
 
 
 def manifest(data: Sequence[ClientData], unseen: Sequence[str] = ()) -> Manifest:
-    """What is known of these clients."""
+    """Return the manifest of these clients."""
 
     classes = data[0].classes and CLASSES
 

@@ -14,7 +14,7 @@ Users = Mapping[str, tuple[list[Any], list[Any]]]
 
 
 def document(users: Users) -> dict[str, Any]:
-    """What one of LEAF's files holds."""
+    """Return the content of one of LEAF's files."""
     return {
         "users": list(users),
         "num_samples": [len(y) for _, y in users.values()],

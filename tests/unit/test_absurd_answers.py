@@ -134,7 +134,7 @@ def test_the_right_message_in_another_exchange_is_the_wrong_one(tmp_path: Path) 
 
 
 def measured(change: Callable[[dict[str, Tensor]], None]) -> Metrics:
-    """What a client with 3 examples to validate and 2 to test measured of one predictor, changed."""
+    """Return altered metrics of one predictor of a client with 3 validation and 2 test examples."""
     tensors = {name: tensor.clone() for name, tensor in PLAN.nothing(1, 1).tensors().items()}
     tensors["counts"][0, 0, :, :, 0], tensors["counts"][0, 0, :, :, 2] = 1, 2.5
     tensors["counts"][0, 0, 0, :, 1], tensors["counts"][0, 0, 1, :, 1] = 3, 2
@@ -281,7 +281,7 @@ def test_a_reason_that_a_client_gives_ends_no_line_and_is_cut(tmp_path: Path) ->
 
 
 def test_a_state_that_was_poisoned_in_place_never_reaches_a_checkpoint(tmp_path: Path) -> None:
-    """Of a method that changes its tensors in place, and does not look: what is durable stays what it was."""
+    """Keep the durable state of a method that changes its tensors in place without a check."""
     f = fedavg(tmp_path, instead, "nobody", rounds=3)
     f.run()
     durable = f.state

@@ -163,7 +163,7 @@ def test_a_share_is_between_0_and_1() -> None:
 
 
 def test_whose_own_model_diverges_is_lost() -> None:
-    """Where the shared model's training does not."""
+    """Lose the client although training of its shared model does not diverge."""
     split = Split(torch.zeros(4, 1).double(), None)
     state = {"v": torch.tensor([1e200]).double(), "alpha": torch.tensor([1.0]).double()}
     members = ClientGroup([ClientData("c0", split, split, split, 0)], group([])._generator, [state])

@@ -1,4 +1,4 @@
-"""What no method can work with is said when the experiment file is read: the key, what was found, what is allowed."""
+"""Settings that no method accepts are refused when the file is read: key, value found, values allowed."""
 
 from __future__ import annotations
 

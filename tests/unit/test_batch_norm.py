@@ -44,7 +44,7 @@ def example() -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 
 def torchs(parameters: dict[str, Tensor]) -> nn.Sequential:
-    """The same network of torch's layers; a momentum of 1 keeps the last batch's statistics."""
+    """Build the network of torch's layers; a momentum of 1 keeps the last batch's statistics."""
     depths = [SHAPE[0], *CHANNELS]
     blocks = [
         [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after, momentum=1.0), nn.ReLU()]

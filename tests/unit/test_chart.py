@@ -35,7 +35,7 @@ IMMUTABLE = {
     "PersistentVolumeClaim": ("accessModes", "storageClassName"),
     "Service": ("clusterIP",),
 }
-"""What the API server refuses to change, by kind."""
+"""Fields that the API server refuses to change, by kind."""
 
 
 def sampled(names: Iterable[str], first: Collection[str]) -> list[Any]:
@@ -259,7 +259,7 @@ def test_network_policies_name_only_pods_that_there_are(scenario: str) -> None:
 
 
 def test_pods_reach_what_they_need_by_hand() -> None:
-    """Of ``silos``, by component: where to, and who comes, port by port."""
+    """Check the allowed connections of each component of ``silos``, port by port."""
     found = {policy["metadata"]["name"]: policy for policy in of_kind(helm.rendered("silos"), "NetworkPolicy")}
     store, monitoring = {"ipBlock": {"cidr": "198.51.100.7/32"}}, "kubernetes.io/metadata.name"
     aggregator, worker, serve, test = (found[f"fed-fedloom-{n}"] for n in ("aggregator", "worker", "serve", "test"))
@@ -372,7 +372,7 @@ def test_certificates_have_every_name_under_which_members_dial(tmp_path: Path) -
 
 
 def test_labels_of_ones_own_are_said_once(tmp_path: Path) -> None:
-    """Where two values say the same label, the nearer one counts; YAML with one key twice is refused by kubectl."""
+    """Let the more specific of two values for a label win: kubectl refuses YAML with a key twice."""
 
     class Strict(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -766,7 +766,7 @@ def test_what_cannot_be_is_refused_with_key_found_and_allowed(wrong: str, tmp_pa
 
 
 def installed(tree: dict[str, Any], tmp_path: Path) -> str:
-    """What values render to, as text."""
+    """Return the rendered manifests of these values, as text."""
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(tree))
     done = helm.run("template", "fed", CHART, "-n", "fl", "-f", tmp_path / "values.yaml")
     assert done.returncode == 0, done.stderr

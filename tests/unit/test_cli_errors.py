@@ -1,4 +1,4 @@
-"""How the command line fails: exit codes, one-screen messages, nothing written."""
+"""Failures of the command line: exit codes, messages of one screen, no files written."""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ def test_a_client_that_diverges_is_lost_and_the_others_of_its_group_are_not(at: 
 
 
 def test_who_starts_where_its_loss_is_not_finite_is_told_so() -> None:
-    """That is not the doing of its own steps: in the second round of a server that made too large a one, say."""
+    """Blame the start and not the client's steps, for example after too large a step of the server."""
     s, theta = LocalSGD(steps=5, batch_size=3, lr=0.05), starts(SMALL, 2)
     theta[1] *= 1e200
     members = group(clients((6, 6)))

@@ -209,7 +209,7 @@ def test_conversations_whose_end_was_not_told_end_with_the_next_attempt(later: C
 
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_a_client_that_fails_stays_lost_and_the_others_go_on(at_once: int) -> None:
-    """Those of its group, too: they are served one by one."""
+    """Serve the others of its group one by one."""
     found, alone = Clients(at_once, broken="c3"), Clients()
     for exchange in range(3):
         answers, expected = found.ask(exchange, range(4)), alone.ask(exchange, range(4))

@@ -1,4 +1,4 @@
-"""Why pods do not run: what is waited for, for how long, and what is said."""
+"""Diagnosis of pods that do not run: causes, time limits and messages."""
 
 from __future__ import annotations
 

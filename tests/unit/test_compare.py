@@ -767,7 +767,7 @@ def test_settings_leave_out_what_changes_no_number(many: Path) -> None:
 
 
 def test_many_methods_are_drawn_once_each_with_room_for_them(tmp_path: Path) -> None:
-    """Of sixteen methods with two models each the legend alone filled a figure."""
+    """Leave room beside the legend, which alone filled the figure of sixteen methods with two models each."""
     methods = ("apfl", "ditto", "fedavg", "fedbabu", "fedprox", "fedrod", "per-fedavg", "pfedme", "scaffold")
     folders = [run(tmp_path / name, name, predictors=("personal", "global")) for name in methods]
     found = compare_runs([*folders, run(tmp_path / "pefll", "pefll")])

@@ -129,7 +129,7 @@ def test_on_a_quadratic_v_is_the_proximal_point() -> None:
 
 
 def test_before_round_1_a_model_is_local_training_unless_new_clients_make_no_steps(tmp_path: Path) -> None:
-    """What ``best`` chooses among at round 0; without steps a client that was never drawn has w."""
+    """Check the models that ``best`` chooses among at round 0; without steps a client never drawn has w."""
     data = clients(SIZES)
     for steps in (50, 0):
         f = run(tmp_path / str(steps), made(personalize_steps=steps), rounds=0, unseen=["c2"])

@@ -1,4 +1,4 @@
-"""What a power cut or a kill leaves on the disk, and what --resume makes of it."""
+"""State of the disk after a power cut or a kill, and how --resume continues from it."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_of_a_long_history_as_much_is_read_as_a_curve_shows(
 def test_a_checkpoint_of_another_format_is_left_to_the_version_that_wrote_it(
     other: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after ``helm rollback``, which brings an older image back and not older data."""
+    """Refuse newer checkpoints, as after ``helm rollback``, which restores an older image but not older data."""
     writer = Checkpoints(tmp_path)
     with monkeypatch.context() as newer:
         newer.setattr("fedloom.runs.checkpoint.VERSION", other)

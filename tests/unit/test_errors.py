@@ -1,4 +1,4 @@
-"""What a notebook shows of an error of ours."""
+"""Display of our errors in a notebook."""
 
 from __future__ import annotations
 

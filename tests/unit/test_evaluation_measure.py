@@ -1,4 +1,4 @@
-"""What a client measures, against numpy."""
+"""Measurements of a client, compared with numpy."""
 
 from __future__ import annotations
 

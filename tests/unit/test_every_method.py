@@ -1,4 +1,4 @@
-"""Of every method: nothing held out reaches a model; without steps of its own a new client has the shared one."""
+"""Properties of every method: held-out examples reach no model; without local steps a new client has the shared one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ BODY = SMALL.layout.body_size
 
 
 class NoGradientToTheHead(MLP):
-    """The same function of θ."""
+    """MLP of the same values that passes no gradient to its head."""
 
     def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
         held = {name: p.detach() + 0 * p if name in self.layout.head else p for name, p in parameters.items()}

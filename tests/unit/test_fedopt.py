@@ -29,7 +29,7 @@ def made(folder: Path, method: Algorithm, data: list[ClientData] | None = None, 
 
 
 def mean_update(folder: Path, theta: Tensor, round: int, **changes: Any) -> Tensor:
-    """What FedAvg adds to θ in this round."""
+    """Return the update that FedAvg adds to θ in this round."""
     f = made(folder, FEDAVG, rounds=round, **changes)
     f.loop.server.state["theta"] = theta
     f.loop.round = round - 1
@@ -52,7 +52,7 @@ DEGENERATE = {"beta1": 0.0, "beta2": 1.0, "tau": TAU, "server_lr": 2 * TAU}
 def test_without_its_optimizer_it_is_fedavg_to_the_bit(
     tmp_path: Path, name: str, keys: dict[str, float], weighting: str
 ) -> None:
-    """Of v = τ² a step is η/2τ."""
+    """Compare with FedAvg where v = τ², so that a step is η/2τ."""
     same: dict[str, Any] = {"weighting": weighting, "personalize_steps": 2, "rounds": 3, "cohort": 2, "unseen": ["c2"]}
     mine, average = made(tmp_path / "m", METHODS[name], **keys, **same), made(tmp_path / "a", FEDAVG, **same)
     mine.run()

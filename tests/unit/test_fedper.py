@@ -49,7 +49,7 @@ def drawn_head(client: str, where: str, round: int) -> Tensor:
 
 @pytest.mark.usefixtures("each_task")
 def test_rounds_are_sgd_on_both_and_the_mean_of_the_bodies(tmp_path: Path) -> None:
-    """Of the seen clients; the unseen one trains a head, and the body stays as it is."""
+    """Compare the seen clients with SGD; the unseen one trains a head, and the body does not change."""
     s, data = made(), clients(SIZES)
     body = federation(tmp_path / "start", FEDPER, s, setup(), data).state["theta"]
     heads = {c.id: drawn_head(c.id, "train", 1) for c in data[:2]}

@@ -1,4 +1,4 @@
-"""What somebody who is new meets at the command line: other screens, folders that are not there, divergence."""
+"""First experiences at the command line: narrow screens, missing folders, divergence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What images are made from: linted, pinned, labelled, and in step with the rest of the repository.
+"""Sources of the images: linted, pinned, labelled, and consistent with the rest of the repository.
 
 ``tests/integration/test_images.py`` builds and runs them.
 """
@@ -79,7 +79,7 @@ def lineage(found: dict[str, Stage], name: str) -> list[Stage]:
 
 
 def bake() -> tuple[dict[str, str], dict[str, str]]:
-    """Of docker-bake.hcl: the variables' defaults, and each target's own text."""
+    """Return the defaults of docker-bake.hcl's variables, and each target's own text."""
     text = (ROOT / "docker-bake.hcl").read_text()
     variables = dict(re.findall(r'^variable "(\w+)" \{\n  default = "(.*)"\n\}', text, re.MULTILINE))
     targets = dict(re.findall(r'^target "([\w-]+)" \{\n(.*?)^\}', text, re.MULTILINE | re.DOTALL))
@@ -239,7 +239,7 @@ def test_what_continuous_integration_runs_is_pinned_by_hash() -> None:
 
 
 def test_a_library_without_symbols_is_the_same_library(tmp_path: Path) -> None:
-    """What is cut is read by nobody who runs it; a second time nothing is written, which would fill another layer."""
+    """Strip symbols, which no run reads; a second call writes nothing, since that would fill another layer."""
     original = Path(_rust.__file__)
     copy = tmp_path / original.name
     shutil.copy(original, copy)

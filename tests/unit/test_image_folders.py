@@ -57,7 +57,7 @@ def folder(root: Path, *shape: int, classes: tuple[str, ...] = ("cat", "dog"), e
 
 
 def packed(source: Path, **request: Any) -> tuple[Packed, NDArray[np.uint8]]:
-    """What packing made, and all inputs."""
+    """Return the result of packing, and all inputs."""
     out = source.with_name(f"{source.name}-packed")
     done = pack(source, out, PackSettings("a", Request(None, **request)))
     tensors = safetensors.numpy.load_file(out / "shard.safetensors")

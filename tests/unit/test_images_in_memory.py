@@ -194,7 +194,7 @@ class Indexed:
 
 
 class Iterated(Indexed):
-    """The same, gone through."""
+    """Data set of the same examples that is iterated."""
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         return (self[place] for place in range(self._has))

@@ -1,4 +1,4 @@
-"""Which room may know which (docs/design.md, section 2), read from the source code."""
+"""Imports allowed between rooms (docs/design.md, section 2), read from the source code."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def violations(source: Path) -> list[str]:
 
 
 def refused(room: str, item: Import) -> str | None:
-    """Why a room may not have this import, or None."""
+    """Return why a room may not have this import, or None."""
     top, *rest = item.module.split(".")
     if top in PICKLES:
         return f"imports {top}, which pickles"

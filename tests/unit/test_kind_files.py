@@ -1,4 +1,4 @@
-"""What `make kind-up` and the workflow that runs it are made of: pinned, valid, and of one mind with the tests."""
+"""Files of `make kind-up` and of the workflow that runs it: pinned, valid, and consistent with the tests."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_the_first_rounds_head_is_fedavgs_to_the_bit_and_bodies_are_what_clients
 
 @pytest.mark.usefixtures("each_task")
 def test_rounds_are_sgd_on_both_and_the_mean_of_the_heads(tmp_path: Path) -> None:
-    """Of the seen clients; the unseen one trains a body, and the head stays as it is."""
+    """Compare the seen clients with SGD; the unseen one trains a body, and the head does not change."""
     s, data = made(), clients(SIZES)
     theta = federation(tmp_path / "start", LGFEDAVG, s, setup(), data).state["theta"]
     bodies, head = {c.id: theta[:BODY] for c in data}, theta[BODY:]

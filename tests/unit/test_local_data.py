@@ -304,7 +304,7 @@ def test_a_folder_of_images_by_owner_and_class_and_by_class(images: Path, tmp_pa
 
 
 class Pictures:
-    """What torchvision's data sets are: a length, places, classes."""
+    """Data set in torchvision's form: a length, indexing, classes."""
 
     classes = ("a", "b")
 

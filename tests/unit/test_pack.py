@@ -44,7 +44,7 @@ def settings(own: Own | None = None, **changes: Any) -> PackSettings:
 
 
 def refusal(source: Path, own: Own | None = None, **changes: Any) -> str:
-    """What packing says, which leaves nothing behind."""
+    """Return the message of a refused packing, which leaves no files behind."""
     out = source.parent / "packed" / "client"
     with pytest.raises(DataError) as caught:
         pack(source, out, settings(own, **changes))

@@ -1,4 +1,4 @@
-"""Who gets what: properties that hold for every scheme, pool and seed."""
+"""Properties of partitions that hold for every scheme, pool and seed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def settings_of(scheme: Scheme, seed: int = 1, unseen: float = 0.25, validation:
 
 
 def class_counts(deal: Assignment, split: str, whole: RawDataset, classes: int) -> NDArray[np.int64]:
-    """How many examples of each class each client got, ``[n, C]``."""
+    """Return the number of examples of each class that each client got, ``[n, C]``."""
     labels = np.concatenate([whole.train.labels, whole.test.labels])
     return np.stack([np.bincount(labels[hand], minlength=classes) for hand in deal.examples[split]])
 
@@ -109,7 +109,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[int], PartitionSettings]:
 
 
 def dealt(train: list[int], test: list[int], how: PartitionSettings) -> Assignment | None:
-    """What is dealt; None where the scheme says that it cannot be met."""
+    """Return the assignment, or None if the scheme cannot be met."""
     try:
         return assign_examples(official(labels(train), labels(test)), len(train), how)
     except ExperimentError:

@@ -79,7 +79,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 
 def predictors(half: PFedBayesClient, members: ClientGroup, opening: Prior) -> Any:
-    """What a conversation without an answer ends with."""
+    """Return the result of a conversation without an answer."""
     with pytest.raises(StopIteration) as end:
         next(half.open(members, opening))
     return end.value.value

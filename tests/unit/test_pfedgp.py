@@ -92,7 +92,7 @@ def test_the_posterior_is_the_textbooks() -> None:
 def test_the_slopes_of_the_posterior_are_those_of_finite_differences(
     monkeypatch: pytest.MonkeyPatch, cached: int
 ) -> None:
-    """Whether chains are computed one by one, two by two or all at once; K is symmetric."""
+    """Compare chains computed one by one, two by two and all at once; K is symmetric."""
     monkeypatch.setattr(pfedgp, "CACHED", cached)
     s, u, at, kappa = made(), points(6), points(4, seed=1), sided(6)
     omega = torch.rand(3, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.01

@@ -113,7 +113,7 @@ def test_rounds_are_pytorchs_sgd_on_the_joint_gradient(tmp_path: Path, clip: flo
 
 @pytest.mark.parametrize("clip", [0.05, 50.0])
 def test_a_clients_gradient_is_clipped_where_asked_for(clip: float) -> None:
-    """As the authors' code does at 50: by its norm over all parameters, before every step."""
+    """Clip by the norm over all parameters before every step, as the authors' code does at 50."""
     local = {"steps": 4, "batch_size": 3, "lr": 0.05, "momentum": 0.9, "clip": clip}
     c, w = clients(SIZES)[1], MODEL.init(torch.Generator().manual_seed(3), torch.float64)
     half, theta = PFEDHN.client(made(local=local), problem()), w.clone().requires_grad_()
@@ -159,7 +159,7 @@ def test_who_is_known_does_not_change_by_being_evaluated_beside_who_is_not(tmp_p
 
 
 def test_of_clients_that_do_not_count_the_embedding_stays_to_the_bit(tmp_path: Path) -> None:
-    """Of one that was not drawn, and of one that was lost; momentum does not move them either."""
+    """Keep the embedding of a client that was not drawn or was lost: momentum does not move it either."""
     begun = run(tmp_path / "begun", made(), rounds=2)
     lost = run(tmp_path / "lost", made(), rounds=1, lost={0: 1})
     first = start(tmp_path / "start", made())

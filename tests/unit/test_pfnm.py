@@ -162,7 +162,7 @@ def posterior(v: Tensor, p: Tensor, atoms: Sequence[Sequence[int]], prior: float
 
 
 def own(atoms: Sequence[Sequence[int]], j: int) -> int:
-    """How many atoms are network j's alone."""
+    """Return the number of atoms that only network j has."""
     others = {i for k, row in enumerate(atoms) if k != j for i in row}
     return len(set(atoms[j]) - others)
 

@@ -30,7 +30,7 @@ MODELS: dict[str, FlatModel] = {
 HALF_UNIT = 2**-9
 """The largest relative error of one rounding to bfloat16, which has 8 significant bits."""
 SWITCHED = 0.1
-"""Of a gradient's length: more than roundings alone, because near ties ReLU and max pooling choose another input."""
+"""Tolerance relative to a gradient's length: beyond rounding, since ReLU and max pooling choose otherwise near ties."""
 
 
 def data(name: str, b: int = 16, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,7 @@ def start(model: FlatModel, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gradient(model: FlatModel, theta: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the mean loss, on leaves: the driver for CPUs."""
+    """Return the mean loss and its gradient on leaves, as on CPUs."""
     leaves = model.layout.leaves(theta, requires_grad=True)
     loss = model.loss(leaves, x, y).mean()
     parts = torch.autograd.grad(loss, list(leaves.values()))
@@ -103,7 +103,7 @@ def test_a_group_has_the_gradients_of_its_clients(name: str) -> None:
 
 
 def test_a_second_derivative_goes_through() -> None:
-    """What ComFedL-DAMAML needs: the product of the Hessian with a vector."""
+    """Compute the product of the Hessian with a vector, which ComFedL-DAMAML needs."""
     model, (x, y) = MODELS["mlp"], data("mlp")
     theta = start(model)
 

@@ -46,7 +46,7 @@ def counts(folder: Path, *, repeatable: bool = False) -> dict[str, int]:
 
 
 def asked_in(folder: Path) -> Counter[str]:
-    """How often each client was asked, as the journal of rounds says."""
+    """Count the calls of each client in the journal of rounds."""
     held = [held.clients for attempt in Journal(RunFolder(folder)).attempts for held in attempt.conversations]
     return Counter(name for names in held for name in names)
 

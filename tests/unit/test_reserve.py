@@ -1,4 +1,4 @@
-"""What a partition keeps back for new clients, and whether clients are new."""
+"""Examples that a partition reserves for new clients, and recognition of new clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run may go on from, and when it is finished: on folders as runs leave them."""
+"""Resumption and completion of runs, on folders as runs leave them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 
 def test_the_first_round_is_fedavg_to_the_bit_and_the_second_is_not(tmp_path: Path) -> None:
-    """Where all control variates are zero."""
+    """Compare with FedAvg in round 1, where all control variates are zero."""
     data = clients(SIZES)
     for rounds in (1, 2):
         mine = rostered(

@@ -43,7 +43,7 @@ def deal(
 
 
 def classes_of(dealt: Assignment, split: str, counts: tuple[list[int], list[int]]) -> NDArray[np.int64]:
-    """How many examples of each class each client got, ``[n, C]``."""
+    """Return the number of examples of each class that each client got, ``[n, C]``."""
     labels = np.concatenate([np.repeat(np.arange(len(part)), part) for part in counts])
     return np.stack([np.bincount(labels[hand], minlength=len(counts[0])) for hand in dealt.examples[split]])
 

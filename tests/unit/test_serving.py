@@ -172,7 +172,7 @@ def test_many_at_once_share_tiles_and_get_what_each_gets_alone(run: Path) -> Non
 
 
 def test_more_conversations_than_a_connection_carries_all_come_to_an_end(run: Path) -> None:
-    """What is refused for that alone is asked again, whichever of its frames finds out."""
+    """Repeat a call that was refused only for that, whichever of its frames was refused."""
     words = {kind.__name__: kind for kind in (DescriptorRequest, Descriptor, PersonalizedModel)}
 
     def speak(round: int, exchange: int, message: Any) -> Descriptor | None:

@@ -1,4 +1,4 @@
-"""How a run is asked to stop: signals, and nobody watching."""
+"""Requests to stop a run: signals, and a run that nobody watches any more."""
 
 from __future__ import annotations
 

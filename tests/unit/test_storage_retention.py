@@ -1,4 +1,4 @@
-"""Which runs of a store are let go of, and that their removal leaves nothing that looks whole."""
+"""Retention of runs in a store: which are removed, and that no removed run looks whole."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_the_same_content_is_the_same_bytes() -> None:
 
 
 def test_no_flipped_bit_is_read() -> None:
-    """Of values, names, shapes, metadata and the digest itself."""
+    """Flip each bit of values, names, shapes, metadata and the digest itself."""
     content = encode_tensors(TENSORS, {"round": 7})
     for bit in range(8 * len(content)):
         with pytest.raises(ValueError, match=r"digest|damaged"):

@@ -1,4 +1,4 @@
-"""Who is let in: tokens, the table of identities, files that are read again, and what is never shown."""
+"""Access: tokens, the identity file, reloaded files, and secrets that are never shown."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_how_many_clients_an_identity_announces_is_bounded_where_a_pattern_does_
 
 @pytest.mark.skipif(not yaml.__with_libyaml__, reason="libyaml makes it fast")
 def test_a_table_of_thousands_is_read_and_looked_up_fast(tmp_path: Path) -> None:
-    """As fast as the machine reads YAML with libyaml, or a few times slower: not ten times."""
+    """Read at most a few times slower than libyaml reads YAML on this machine."""
     path = tmp_path / "identities.yaml"
     entry = '  - {{name: m-{0}, certificate: "URI:urn:m-{0}", roles: [worker], clients: ["c{0}-*"]}}\n'
     path.write_text("version: 1\nidentities:\n" + "".join(map(entry.format, range(5_000))))

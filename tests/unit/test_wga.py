@@ -209,7 +209,7 @@ def test_helpers_that_point_the_other_way_get_no_weight(tmp_path: Path) -> None:
 
 
 def test_the_variance_of_a_gradient_is_estimated_without_bias() -> None:
-    """Of batches of 5 out of many: (1/5) tr Cov H(θ - x) = (1/5) Σ h² s²."""
+    """Check batches of 5 out of many: (1/5) tr Cov H(θ - x) = (1/5) Σ h² s²."""
     random = torch.Generator().manual_seed(3)
     x = torch.randn(5_000, 2, generator=random, dtype=torch.float64) * torch.tensor([1.0, 3.0])
     c = dataclasses.replace(clients((4,))[0], train=Split(x, None))

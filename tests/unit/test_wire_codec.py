@@ -324,7 +324,7 @@ def test_the_contract_names_the_quantities():
 
 
 GENERATOR = "6.31.1"
-"""Of protobuf, in grpcio-tools 1.75: the newest whose code runs beside kfp, which needs protobuf < 7."""
+"""Version of protobuf in grpcio-tools 1.75: the newest whose code runs beside kfp, which needs protobuf < 7."""
 
 
 @pytest.mark.parametrize("contract_of", ["federation", "control", "personalization"])
@@ -356,7 +356,7 @@ def test_generated_code_is_that_of_the_contract(tmp_path, contract_of):
 
 
 def as_parsed(frame):
-    """What protobuf alone makes of a frame, chunks as ``read`` gives them."""
+    """Parse a frame by protobuf alone, with chunks as ``read`` returns them."""
     found = []
     for part in parse_frame(wire.WorkerFrame, frame).parts:
         kind = part.WhichOneof("part")

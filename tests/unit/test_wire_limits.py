@@ -1,4 +1,4 @@
-"""What strangers may cost: budgets over time, lines of log, descriptors."""
+"""Limits on strangers: budgets over time, log lines, file descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes an answer unusable, said in one line."""
+"""Validation of replies, with reasons of one line."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What others say is written so that it says nothing to a terminal, and ends no line."""
+"""Untrusted text is printed without control characters and line ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which clients a worker serves: all, those named, or one of N equal blocks."""
+"""Clients that a worker serves: all, those named, or one of N equal blocks."""
 
 from __future__ import annotations
 
