@@ -321,7 +321,7 @@ def test_stopping_loses_nobody(tiny: Federation, trained: str, purpose: str) -> 
 
 
 @pytest.mark.parametrize("places", [1, 2, 3])
-def test_where_clients_are_served_changes_nothing(tiny: Federation, method: str, places: int) -> None:
+def test_placement_of_clients_changes_no_bits(tiny: Federation, method: str, places: int) -> None:
     tiny.run("whole")
     everyone = [entry.id for entry in tiny.dataset.manifest.clients]
     shared = [frozenset(everyone)] * places

@@ -200,7 +200,7 @@ def test_an_attempt_that_fails_after_the_confirmations_reveals_no_difference(tin
 
 
 @pytest.mark.parametrize("places", [1, 2, 3])
-def test_where_clients_are_served_changes_nothing(tiny: Federation, summed: str, places: int) -> None:
+def test_placement_of_clients_changes_no_bits(tiny: Federation, summed: str, places: int) -> None:
     secure = disturbed(tiny)
     secure.run("whole")
     everyone = [entry.id for entry in secure.dataset.manifest.clients]

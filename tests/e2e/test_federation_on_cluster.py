@@ -126,7 +126,7 @@ def test_a_launcher_adopts_what_a_killed_one_began(place: Place, case: Case, tmp
     ],
     ids=["image that cannot be pulled", "GPU that cannot be scheduled"],
 )
-def test_what_cannot_run_is_said_and_removed(
+def test_a_federation_that_cannot_run_is_reported_and_removed(
     place: Place, case: Case, run_id: str, settings: dict[str, Any], device: str, words: list[str]
 ) -> None:
     tree = yaml.safe_load(case.experiment)

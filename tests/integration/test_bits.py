@@ -49,7 +49,7 @@ def test_fedavg_too(fresh_root: Path, tmp_path: Path) -> None:
     assert scores(tmp_path / "2")["global"]["clients"] == 20
 
 
-def test_what_a_run_leaves(small_run: tuple[Path, Path]) -> None:
+def test_files_of_a_run(small_run: tuple[Path, Path]) -> None:
     _, run = small_run
     assert {entry.name for entry in run.iterdir()} >= {
         "experiment.yaml", "environment.json", "partition.json", "metrics.jsonl", "clients.csv", "journal.jsonl",

@@ -73,7 +73,7 @@ def program(folder: Path, *words: str, **environment: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize("how", [["--out", "run"], ["--out", "sweep", "--seeds", "1-2", "--parallel", "2"]])
-def test_what_lies_in_the_current_folder_is_not_imported(how: list[str], tmp_path: Path) -> None:
+def test_modules_in_the_current_folder_are_not_imported(how: list[str], tmp_path: Path) -> None:
     (tmp_path / "e.json").write_text(json.dumps(task(tmp_path)))
     (tmp_path / "random.py").write_text("open('ran', 'w').close()\nraise SystemExit('somebody else is random')\n")
     done = program(tmp_path, "run", "e.json", *how)

@@ -196,7 +196,7 @@ BEFORE = [
 
 
 @pytest.mark.parametrize(("overrides", "changes", "kind", "said"), BEFORE)
-def test_what_cannot_run_is_refused_before_anything_is_created(
+def test_impossible_federations_are_refused_before_anything_is_created(
     place: Place, overrides: list[str], changes: dict[str, Any], kind: type[FedloomError], said: str
 ) -> None:
     with pytest.raises(kind) as error:
@@ -240,7 +240,7 @@ def test_a_launcher_may_reach_the_store_elsewhere_than_pods_do(place: Place, s3_
         (None, "http://127.0.0.1:9", "set cluster.s3_endpoint", "set FEDLOOM_S3_ENDPOINT"),
     ],
 )
-def test_what_set_an_endpoint_that_is_wrong_is_named(
+def test_the_source_of_a_wrong_endpoint_is_named(
     place: Place, monkeypatch: pytest.MonkeyPatch, variable: str | None, setting: str | None, named: str, unnamed: str
 ) -> None:
     monkeypatch.delenv("FEDLOOM_S3_ENDPOINT")
@@ -405,7 +405,7 @@ def test_status_says_why_a_federation_does_not_start_or_has_failed(place: Place,
     assert "starting" in command("status", "no-image")
 
 
-def test_what_submit_refuses(place: Place, settings_file: Path) -> None:
+def test_submit_refuses(place: Place, settings_file: Path) -> None:
     submit = ["submit", place.file, "--cluster", settings_file, "--partition", place.partition]
     assert tells(command(*submit, code=2), "storage", "s3://")
     settings_file.write_text(json.dumps({**SETTINGS, "orphan_after_s": 60}))

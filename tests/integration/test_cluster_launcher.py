@@ -154,7 +154,7 @@ def test_from_nothing_to_the_end_and_nothing_left(world: World) -> None:
     launcher.remove(wait=True)  # again does nothing
 
 
-def test_what_an_earlier_launcher_left_is_adopted(world: World) -> None:
+def test_objects_of_an_earlier_launcher_are_adopted(world: World) -> None:
     world.program(aggregator=f"until test -e {world.folder}/go; do sleep 0.05; done")
     world.launcher().ensure()  # and it is killed
     before = {job["metadata"]["uid"] for job in world.cluster.objects("jobs")}
@@ -170,7 +170,7 @@ def test_what_an_earlier_launcher_left_is_adopted(world: World) -> None:
     assert world.said == [f"adopted Job {world.federation().name}-aggregator"]
 
 
-def test_what_a_launcher_had_not_come_to_is_created(world: World) -> None:
+def test_objects_that_an_earlier_launcher_lacked_are_created(world: World) -> None:
     federation = world.federation()
     Api().create(completed(aggregator_job(federation), federation.digest(), [], 1))
     world.launcher().ensure()
@@ -256,7 +256,7 @@ def test_too_many_failed_workers(world: World) -> None:
     assert world.nothing_left()
 
 
-def test_as_many_workers_may_fail_as_are_allowed_to(world: World) -> None:
+def test_workers_may_fail_up_to_the_limit(world: World) -> None:
     world.program(aggregator="sleep 2", worker="test $INDEX = 1 && exec sleep 60; exit 7")
     world.launcher(world.federation(max_failed_workers=1)).run()
 
@@ -279,7 +279,7 @@ def test_a_worker_that_would_fail_again_is_not_tried_again(world: World, code: i
         (1, WorkerLostError, 3),
     ],
 )
-def test_how_an_aggregator_may_end(world: World, code: int, kind: type[FedloomError], tries: int) -> None:
+def test_endings_of_an_aggregator(world: World, code: int, kind: type[FedloomError], tries: int) -> None:
     world.program(aggregator=f"echo INFO; {failing(kind, 'the reason', 'the remedy')}; exit {code}")
     with pytest.raises(FedloomError, match=f"ended with code {code} .*: the reason\n  the remedy") as error:
         world.launcher(world.federation(retries=2)).run()
@@ -519,7 +519,7 @@ def test_a_full_quota_does_not_keep_a_launcher_from_adopting(world: World, kind:
 
 
 @pytest.mark.parametrize("resource", ["jobs", "services"])
-def test_what_is_refused_because_another_launcher_was_quicker_is_adopted(world: World, resource: str) -> None:
+def test_objects_that_a_quicker_launcher_created_are_adopted(world: World, resource: str) -> None:
     """Both have looked, and found nothing; the other has then made it, and taken up the quota."""
     other = world.launcher()
     mine = world.launcher()
@@ -546,7 +546,7 @@ def test_what_is_refused_because_another_launcher_was_quicker_is_adopted(world: 
         ("get", 403, 'jobs.batch "x" is forbidden: User "u" cannot get resource "jobs" in API group "batch"'),
     ],
 )
-def test_what_a_launcher_has_neither_created_nor_adopted_it_does_not_remove(
+def test_a_launcher_removes_only_objects_that_it_created_or_adopted(
     world: World, verb: str, code: int, said: str
 ) -> None:
     world.launcher().ensure()

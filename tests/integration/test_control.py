@@ -147,7 +147,7 @@ def test_pause_resume_and_stop_over_the_wire(controlled: Controlled) -> None:
     assert controlled.stops == [False, True]
 
 
-def test_what_is_over_cannot_be_controlled_and_still_tells(controlled: Controlled) -> None:
+def test_a_finished_federation_has_a_status_and_refuses_control(controlled: Controlled) -> None:
     controlled.monitor.enter("finished")
     with dialled(controlled.address) as asked:
         assert asked.status().phase == "finished"

@@ -241,7 +241,7 @@ PINNED = [
 
 
 @pytest.mark.parametrize(("command", "file", "damage", "code"), PINNED)
-def test_what_a_command_answers(
+def test_commands_on_damaged_files(
     finished: Path, tmp_path: Path, command: str, file: str, damage: str, code: int
 ) -> None:
     assert answer(finished, tmp_path, command, file, {**SPECIAL, **CONTENT}[damage]) == code
@@ -266,7 +266,7 @@ def test_no_damage_breaks_a_command(finished: Path, tmp_path: Path, file: str) -
         ("more", "descriptors.json", {"excluded": []}, 3),
     ],
 )
-def test_what_chance_has_found(
+def test_damage_found_by_chance(
     finished: Path, tmp_path: Path, command: str, file: str, wrong: dict[str, Any], code: int
 ) -> None:
     def damage(path: Path) -> None:

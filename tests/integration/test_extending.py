@@ -150,7 +150,7 @@ def test_the_task_of_the_example_trains(environment: dict[str, str], tmp_path: P
         ({"algorithm": {"name": "pfedgp"}}, ["pfedgp", "task"]),
     ],
 )
-def test_what_does_not_fit_the_task_of_the_example_is_refused(
+def test_values_that_do_not_fit_the_task_of_the_example_are_refused(
     environment: dict[str, str], tmp_path: Path, changes: dict[str, Any], facts: list[str]
 ) -> None:
     waits(tmp_path, **changes)

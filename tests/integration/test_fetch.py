@@ -157,7 +157,7 @@ def test_a_download_and_its_progress(
     assert last.done == last.total == len(server.files["/train-images-idx3-ubyte.gz"])
 
 
-def test_what_is_there_is_not_fetched_again(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
+def test_present_files_are_not_fetched_again(tmp_path: Path, server: Server, tiny_source: MakeSource) -> None:
     source = tiny_source(at(server.base))
     datasets.fetch_dataset(source, tmp_path)
     assert len(server.asked) == 4

@@ -103,7 +103,7 @@ def test_a_taken_port_for_probes_is_said_before_anything_is_served() -> None:
         assert f"port {port}" in str(refused.value)
 
 
-def test_who_stays_waits_for_a_signal() -> None:
+def test_a_process_that_stays_waits_for_a_signal() -> None:
     stop, before = StopRequest(), signal.getsignal(signal.SIGTERM)
     threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,)).start()
     stop.wait()

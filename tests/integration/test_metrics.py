@@ -119,7 +119,7 @@ def test_headline_metric_of_another_task_is_exported() -> None:
     assert not any(name == "fedloom_accuracy" for name, _ in found)
 
 
-def test_what_is_not_known_is_no_metric() -> None:
+def test_unknown_values_are_no_metrics() -> None:
     found = {name for name, _ in samples(Activity("a", "fedavg", "waiting", 1.0, 1.0))}
     assert "fedloom_round" in found
     assert not found & {"fedloom_durable_round", "fedloom_accuracy", "fedloom_certificate_end_timestamp_seconds"}

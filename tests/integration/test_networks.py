@@ -31,14 +31,14 @@ CLIENTS = ("anna", "bo", "carla", "dai", "emil")
         ("1Gbit/s,256kB/s", 1.25e8, 2.56e5),
     ],
 )
-def test_what_a_rate_may_be(text: str, up: float, down: float) -> None:
+def test_valid_rates(text: str, up: float, down: float) -> None:
     assert parse_bandwidth(text) == Bandwidth(up, down)
 
 
 @pytest.mark.parametrize(
     "text", ["", "10", "10Mbit", "10 mbit/s", "255kbit/s", "1MB/s,", "1MB/s,1MB/s,1MB/s", "-1MB/s", "nanMB/s"]
 )
-def test_what_is_no_rate(text: str) -> None:
+def test_invalid_rates(text: str) -> None:
     with pytest.raises(ExperimentError) as error:
         parse_bandwidth(text)
     assert tells(str(error.value), "bandwidth", "256kbit/s", repr(text), "Mbit/s")

@@ -140,9 +140,7 @@ def test_rounds_in_quick_succession_are_told_at_once_and_no_evaluation_is_left_o
     assert watcher.ended() is None
 
 
-def test_who_comes_late_is_told_the_newest_evaluation_and_how_it_ended(
-    notices: ProgressPublisher, address: str
-) -> None:
+def test_a_late_watcher_gets_the_newest_evaluation_and_the_end(notices: ProgressPublisher, address: str) -> None:
     for round in (1, 2):
         notices.monitor.evaluated(line(round))
         notices.evaluated(line(round))
@@ -176,7 +174,7 @@ def test_nobody_there_is_abandoned() -> None:
         next(follow(address, connect_s=0.3))
 
 
-def test_what_cannot_be_watched_is_refused() -> None:
+def test_watching_is_refused() -> None:
     aggregator = make_aggregator()
     with pytest.raises(RefusedError, match="not a FedLoom aggregator"):
         next(follow(aggregator.start("127.0.0.1:0"), connect_s=10))
@@ -190,7 +188,7 @@ def test_text_of_the_aggregator_cannot_draw_on_the_terminal() -> None:
     assert told.message.count("\n") == 1
 
 
-def test_who_watches_and_for_how_long_nobody_has(notices: ProgressPublisher, address: str) -> None:
+def test_watchers_are_counted_and_the_time_without_them(notices: ProgressPublisher, address: str) -> None:
     until(lambda: notices.unwatched_s > 0.05)
     watcher = Watcher(address)
     watcher.until(phase="waiting")

@@ -222,7 +222,7 @@ def test_below_min_clients_it_waits_and_says_so_until_it_is_told_to_stop(federat
     kill(alone)
 
 
-def test_who_may_not_join_is_told_why_and_the_others_go_on(
+def test_a_rejected_member_gets_the_reason_and_the_others_continue(
     federation: Federation, tmp_path: Path, members: Path
 ) -> None:
     federation.aggregator()
@@ -318,7 +318,7 @@ def test_a_method_whose_clients_keep_states_and_descriptors(federation: Federati
         federation.experiment.write_text(EXPERIMENT)
 
 
-def test_what_was_told_to_an_aggregator_that_was_killed_counts(federation: Federation) -> None:
+def test_replies_to_a_killed_aggregator_count(federation: Federation) -> None:
     """Rounds after the last checkpoint are cut from the journal and run again: their descriptors were told."""
 
     def asked(lines: Iterable[Mapping[str, Any]]) -> Counter[str]:
@@ -376,7 +376,7 @@ def test_draws_of_private_clients_follow_the_roster_and_count_whatever_becomes_o
     assert float(load(final(federation.run))["federation/clip"]) != 0.05
 
 
-def test_what_cannot_change_as_it_goes_on_is_refused(federation: Federation) -> None:
+def test_changes_that_resume_does_not_allow_are_refused(federation: Federation) -> None:
     aggregator = federation.aggregator("--set", "federation.rounds=2")
     worker = federation.worker(0, 1, name="first")
     ended(aggregator, 0)

@@ -299,7 +299,7 @@ def test_a_given_normalization_is_the_one_that_is_used(packed: Path, experiment:
     assert manifest["normalization"] == {"mean": [0.5] * 9, "std": [0.5] * 9}
 
 
-def test_what_would_leave_is_shown_and_nothing_is_sent(packed: Path, experiment: Path, fedloom: Run) -> None:
+def test_dry_run_shows_messages_and_sends_nothing(packed: Path, experiment: Path, fedloom: Run) -> None:
     code, said, _ = fedloom("worker", "--data", packed / "s0", "--observe", packed / "s1", "--dry-run")
     assert code == 0
     assert tells(said, '"id": "speaker-0"', '"train": 44', '"labelled": true', '"observer": true', "InputMoments.sum")
@@ -317,7 +317,7 @@ def test_what_would_leave_is_shown_and_nothing_is_sent(packed: Path, experiment:
 
 
 @pytest.mark.parametrize(("name", "plain"), [("fedavg", []), ("comfedl", ["LossAtSharedModel.loss"])])
-def test_what_would_only_be_summed_is_shown(
+def test_dry_run_marks_values_that_are_only_summed(
     packed: Path, experiment: Path, fedloom: Run, name: str, plain: Sequence[str]
 ) -> None:
     text = experiment.read_text().replace("clients_per_round: 2", "clients_per_round: 3, min_clients: 3")
@@ -340,7 +340,7 @@ def test_what_would_only_be_summed_is_shown(
         ("privacy: {clip: 0.25, noise_multiplier: 1.0, delta: 1.0e-5}", ["clients", 0.25, "aggregator adds noise"]),
     ],
 )
-def test_what_has_noise_is_shown(
+def test_dry_run_marks_values_with_noise(
     packed: Path, experiment: Path, fedloom: Run, private: str, facts: Sequence[object]
 ) -> None:
     given = f"    normalization: {{mean: {[0.0] * 9}, std: {[1.0] * 9}}}\nmodel"
@@ -352,7 +352,7 @@ def test_what_has_noise_is_shown(
     assert "InputMoments" not in said
 
 
-def test_what_cannot_be_served_or_run_is_refused(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:
+def test_unusable_folders_are_refused(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:
     dealt = tmp_path / "dealt.yaml"
     dealt.write_text(
         "{name: d, data: {dataset: vowel, partition: {scheme: natural}}, model: {name: mlp, hidden: [4]}, "
@@ -430,7 +430,7 @@ def test_a_resolved_experiment_is_read_to_the_same_and_shared_with_workers(exper
         ("algorithm={name: pefll}", ("algorithm.descriptor.size", "null", "a number", "data.own")),
     ],
 )
-def test_what_the_experiment_may_not_say(override: str, facts: tuple[object, ...], experiment: Path) -> None:
+def test_keys_that_an_open_federation_refuses(override: str, facts: tuple[object, ...], experiment: Path) -> None:
     with pytest.raises(ExperimentError) as caught:
         load_experiment(experiment, [override])
     assert tells(str(caught.value), *facts), str(caught.value)

@@ -62,7 +62,7 @@ def test_contents_are_read_as_written_and_replaced(store: Store) -> None:
     assert (store.read("a/b.bin"), store.read("empty")) == (b"two", b"")
 
 
-def test_what_is_absent_is_said_by_name(store: Store, tmp_path: Path) -> None:
+def test_absent_objects_are_named(store: Store, tmp_path: Path) -> None:
     store.write("there", b"")
     for absent in (lambda: store.read("no/such"), lambda: store.download("no/such", tmp_path / "x" / "y")):
         with pytest.raises(Absent, match="no/such"):
@@ -82,7 +82,7 @@ def test_created_once(store: Store) -> None:
     store.create("x/round-1", b"third")
 
 
-def test_of_many_who_create_at_once_one_succeeds(store: Store) -> None:
+def test_one_of_many_concurrent_creates_succeeds(store: Store) -> None:
     def create(number: int) -> bool:
         try:
             store.create("only", str(number).encode())
@@ -379,7 +379,7 @@ def test_an_identity_that_may_only_read(s3_server: S3Server, tmp_path: Path) -> 
     assert reader.read("there") == b"1"
 
 
-def test_what_may_be_removed_is_removed_though_something_else_may_not(s3_server: S3Server) -> None:
+def test_removal_continues_past_objects_that_may_not_be_removed(s3_server: S3Server) -> None:
     store = open_store(f"s3://{s3_server.new_bucket()}", s3_server.environment)
     assert store.url.count("/") == 2  # a whole bucket
     store.write("a/b", b"1")
@@ -567,7 +567,7 @@ STATE, OTHER = "runs/r/states/c0/1-1-0-0-7.safetensors", "runs/sweep/point/state
 OF_OTHERS = ("runs/r/published/00000001.json", "runs/r/experiment.yaml", "runs/r/blobs/00000001-ff", "secret")
 
 
-def test_what_a_worker_may_is_what_it_needs(s3_server: S3Server) -> None:
+def test_a_worker_has_the_permissions_that_it_needs(s3_server: S3Server) -> None:
     """The identity that docs/storage.md gives it: it reads partitions, keeps states, and nothing besides."""
     url = f"s3://{s3_server.new_bucket()}/team"
     everything, worker = open_store(url, s3_server.environment), open_store(url, s3_server.worker_environment)

@@ -101,7 +101,7 @@ def test_each_clients_work_is_in_its_exchange_of_its_round(
         assert len(pairs) == len({*pairs}) == 3 * CLIENTS
 
 
-def test_what_is_off_is_not_imported_and_says_nothing() -> None:
+def test_tracing_that_is_off_is_not_imported_and_is_silent() -> None:
     """The parent of a span is nobody's business then: no context, no attribute, one shared object."""
     assert tracing.here() == ""
     assert tracing.span("round", round=1) is tracing.span("exchange") is tracing.within("00-1-2-01")

@@ -235,7 +235,7 @@ def test_connections_cut_every_few_kilobytes_lose_nobody(aggregator, worker, see
         (True, b"Sum", b"Sun"),
     ],
 )
-def test_what_arrives_damaged_is_sent_again(aggregator, worker, up, word, damaged_word):
+def test_damaged_frames_are_sent_again(aggregator, worker, up, word, damaged_word):
     """Damage that is well-formed: without a checksum it is another name, another learning rate, another client."""
     damaged = []
 
@@ -258,7 +258,7 @@ def test_what_arrives_damaged_is_sent_again(aggregator, worker, up, word, damage
     proxy.close()
 
 
-def test_what_a_worker_has_received_whole_is_not_sent_to_it_again(aggregator, worker, background):
+def test_complete_transfers_are_not_repeated(aggregator, worker, background):
     proxy = Proxy(aggregator.address)
     served = worker(address=proxy.address)
     aggregator.wait_for(set(CLIENTS), 30)
@@ -439,7 +439,7 @@ def test_a_new_aggregator_gets_a_new_session(worker, aggregator):
         successor.stop()
 
 
-def test_who_lets_a_deadline_pass_is_silent_until_it_says_anything(aggregator, worker):
+def test_a_worker_past_its_deadline_is_silent_until_it_speaks(aggregator, worker):
     """Also where nobody waits for its answer any more, and the conversation is closed."""
     served, release = worker(), threading.Event()
     served.before = lambda client, exchange: release.wait(20) and None
@@ -503,7 +503,7 @@ def test_an_exchange_waits_for_a_worker_to_come(aggregator, worker, background):
     check(answers.result(10), call)
 
 
-def test_who_is_without_a_worker_and_until_when_is_said_at_once(worker, aggregator, background):
+def test_clients_without_a_worker_are_reported_at_once_with_their_deadline(worker, aggregator, background):
     said: list[str] = []
     ours = make_aggregator(say=said.append)
     address = ours.start("127.0.0.1:0")
@@ -544,7 +544,7 @@ def test_an_aggregator_that_is_not_there_is_told_once_and_then_seldom(worker, ca
         assert not re.search("UNAVAILABLE|ipv4:|last error", text), text
 
 
-def test_what_is_no_aggregator_is_said_in_our_words(worker):
+def test_an_address_without_an_aggregator_is_reported_in_a_sentence(worker):
     class Web(http.server.BaseHTTPRequestHandler):
         """An HTTP server, which is not what the worker looks for."""
 
@@ -616,7 +616,7 @@ def test_another_version_is_refused(aggregator, worker, change, said):
     assert aggregator.refusals.counts == {Refusal.HELLO: 1}
 
 
-def test_who_is_connected_and_alive_keeps_its_name_and_the_other_waits(aggregator, worker):
+def test_a_live_worker_keeps_its_name_and_another_waits(aggregator, worker):
     first = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
     second = worker("w1", reconnect_s=30)
@@ -719,7 +719,7 @@ def test_the_end_of_a_run_lets_workers_leave(aggregator, worker):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_who_is_dialling_while_a_run_ends_is_told_that_it_is_over(worker, background, monkeypatch, resumed):
+def test_a_worker_that_connects_as_a_run_ends_learns_of_the_end(worker, background, monkeypatch, resumed):
     """A worker that lost its connection, to this aggregator or to the one before, hears the end."""
     monkeypatch.setattr("fedloom.transport.connected.LINGER_S", 3.0 if resumed else 60.0)
     monkeypatch.setattr("fedloom.transport.worker_connection.LAST_BACKOFF_S", 0.2)
@@ -775,7 +775,7 @@ def test_health_and_reflection(aggregator):
         assert "fedloom.v1.Federation" in {service.name for service in answer.list_services_response.service}
 
 
-def test_who_is_welcomed_while_the_aggregator_becomes_another_comes_again(aggregator) -> None:
+def test_a_worker_reconnects_after_the_aggregator_changes(aggregator) -> None:
     """Else it holds the session of the one before, and never answers."""
     peers = [Hostile(aggregator.address, f"w{i}", clients=("anna",)) for i in range(12)]
     last = ""

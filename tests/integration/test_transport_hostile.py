@@ -503,7 +503,7 @@ def test_a_row_may_only_be_given_up_by_its_worker(aggregator, honest, hostile, b
     assert answers[1] == Lost("x" * 300)
 
 
-def test_what_a_worker_says_of_itself_and_of_its_rows_prints(aggregator, honest, background):
+def test_names_and_reasons_of_workers_are_printable(aggregator, honest, background):
     said = "\x1b[2J\u202e\u2028" * 1000
     hostile = Hostile(aggregator.address, device=said)
     hostile.join()

@@ -366,7 +366,7 @@ def test_nobody_announces_the_clients_of_others(by_role, role: str, clients: tup
         (("x-token", "{worker}"),),
     ],
 )
-def test_what_looks_like_a_token_opens_nothing(by_role, metadata) -> None:
+def test_near_tokens_are_rejected(by_role, metadata) -> None:
     federation, _, tokens = by_role
     sent = tuple((key, value.format(**tokens)) for key, value in metadata)
     with dialled(federation) as channel, pytest.raises(grpc.RpcError) as refused:
@@ -510,7 +510,7 @@ def test_a_connection_is_not_used_for_ever(federation: Federation, monkeypatch: 
     proxy.close()
 
 
-def test_who_is_revoked_is_out_within_seconds_and_the_others_go_on(federation: Federation) -> None:
+def test_a_revoked_member_is_out_within_seconds_and_the_others_continue(federation: Federation) -> None:
     aggregator = federation.start()
     first = federation.worker(federation.member("north"), name="first")
     aggregator.wait_for(CLIENTS, 10)
@@ -627,7 +627,7 @@ def test_a_launcher_watches_again_when_its_token_is_known_again(
     assert len([line for line in said if id in line]) == 2, said  # when it was put out, and when it came again
 
 
-def test_who_is_revoked_is_put_out_though_somebody_else_was_refused_since(
+def test_a_revoked_member_is_put_out_though_another_was_refused_since(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that is refused reads the files; that they have changed must still be seen by who reviews streams."""
@@ -900,7 +900,7 @@ def test_a_token_goes_in_plaintext_to_this_machine_alone() -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
-def test_what_is_not_protected_listens_on_this_machine_alone(federation: Federation, listen: str) -> None:
+def test_an_unprotected_aggregator_listens_on_this_machine_alone(federation: Federation, listen: str) -> None:
     token = make_token()
     pair = (federation.folder / "server/tls.crt", federation.folder / "server/tls.key")
     for options, missing in (

@@ -114,7 +114,7 @@ def test_a_run_is_started_with_what_was_asked_for(
     assert version["pipeline_spec"]["pipelineInfo"]["name"] == "personalized-federation"
 
 
-def test_the_same_pipeline_is_uploaded_once(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_a_pipeline_is_uploaded_once(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     for _ in range(2):
         assert fedloom("--kubeflow", api.host).exit_code == 0
     assert api.counts() == (1, 1, 1, 2)
@@ -213,7 +213,7 @@ def test_a_token_that_changes_while_a_run_is_waited_for(api: KubeflowApi, tmp_pa
     kubeflow.check()
 
 
-def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_servers_that_are_not_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     assert "has no such page" in failed(fedloom("--kubeflow", f"{api.host}/pipelin"), ExperimentError)
     api.login_page = True
     assert "a page of type text/html" in failed(fedloom("--kubeflow", api.host), ExperimentError)
@@ -238,7 +238,7 @@ def test_what_is_no_kubeflow(api: KubeflowApi, fedloom: Callable[..., Result]) -
         (STORE, ("--set", "runtime.device=cuda"), None, ("cluster.gpu is not set",)),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_is_uploaded(
+def test_impossible_runs_are_refused_before_anything_is_uploaded(
     api: KubeflowApi,
     fedloom: Callable[..., Result],
     where: tuple[str, ...],
@@ -282,7 +282,7 @@ def test_an_answer_that_was_lost_is_asked_for_again(api: KubeflowApi, fedloom: C
         {"drop": "after"},
     ],
 )
-def test_what_fails_on_the_way_leaves_nothing(
+def test_a_failed_submission_leaves_nothing(
     api: KubeflowApi, fedloom: Callable[..., Result], request_: str, fault: dict[str, Any]
 ) -> None:
     api.faults = [Fault(request_, **fault)]
@@ -293,7 +293,7 @@ def test_what_fails_on_the_way_leaves_nothing(
     assert api.counts() == (1, 1, 1, 1)
 
 
-def test_what_was_there_before_stays(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
+def test_earlier_objects_stay(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
     assert fedloom("--kubeflow", api.host).exit_code == 0
     api.faults = [Fault("POST /runs", status=500)]
     failed(fedloom("--kubeflow", api.host), StorageError)

@@ -42,11 +42,11 @@ def documents(path: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", compiling.NAMES)
-def test_what_is_committed_is_what_compiles(compiled: Path, name: str) -> None:
+def test_committed_pipelines_are_current(compiled: Path, name: str) -> None:
     assert documents(PIPELINES / f"{name}.yaml") == documents(compiled / f"{name}.yaml"), FIX
 
 
-def test_the_same_pipeline_gives_the_same_bytes(compiled: Path, tmp_path: Path) -> None:
+def test_compilation_is_deterministic(compiled: Path, tmp_path: Path) -> None:
     """In another process, with another hash seed; kfp itself keeps names of earlier pipelines in one."""
     command = [sys.executable, "-m", "fedloom", "pipeline", "compile", "--out", str(tmp_path)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}, stdout=subprocess.DEVNULL)

@@ -174,7 +174,7 @@ def put(field: str, *where: int, value: float) -> Callable[[dict[str, Tensor]], 
         put("uncertainty", 2, value=-5),
     ],
 )
-def test_what_a_client_cannot_have_measured(change: Callable[[dict[str, Tensor]], None]) -> None:
+def test_impossible_measurements_are_refused(change: Callable[[dict[str, Tensor]], None]) -> None:
     assert implausible(measured(lambda tensors: None), PLAN, validation=3, test=2) is None
     assert implausible(PLAN.nothing(1, 1), PLAN, validation=3, test=2) is None
     assert implausible(measured(change), PLAN, validation=3, test=2)
@@ -209,7 +209,7 @@ def test_the_limits_themselves_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("error", [AttributeError, OverflowError, ValueError, RuntimeError, KeyError])
-def test_what_a_server_half_makes_of_answers_fails_the_attempt(
+def test_an_error_of_the_server_over_replies_fails_the_attempt(
     tmp_path: Path, error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     f = fedavg(tmp_path, instead, "nobody", rounds=2)
@@ -239,7 +239,7 @@ def test_what_a_server_half_makes_of_answers_fails_the_attempt(
     assert again.loop.round == 4
 
 
-def test_what_the_carrier_raises_is_a_bug_and_stays_one(tmp_path: Path) -> None:
+def test_errors_of_the_transport_stay_bugs(tmp_path: Path) -> None:
     f = fedavg(tmp_path, instead, "nobody", rounds=1)
     f.run()
     f = fedavg(tmp_path, instead, "nobody", rounds=2)

@@ -45,7 +45,7 @@ def test_nobody_is_told_to_dial_every_address(host: str) -> None:
         "::1:7733", "[::1]", "[::1", "[foo]:7733", "[]:7733", "a b:7733", "http://foo:7733", "foo:7733/", "foo:٣",
     ],
 )  # fmt: skip
-def test_what_is_no_address(text: str) -> None:
+def test_invalid_addresses(text: str) -> None:
     for lowest in (0, 1):
         with refusing(ExperimentError, "--listen", text, "HOST:PORT", lowest, 65535, "IPv6"):
             split_address(text, what="--listen", lowest=lowest)

@@ -145,7 +145,7 @@ def test_a_client_without_a_model_of_its_own_gets_the_shared_one(tmp_path: Path)
     )
 
 
-def test_what_is_held_out_reaches_no_model(tmp_path: Path) -> None:
+def test_held_out_examples_reach_no_model(tmp_path: Path) -> None:
     data = clients(SIZES)
     one, other = (
         run(tmp_path / name, made(), rounds=2, unseen=["c2"], data=those)
@@ -162,7 +162,7 @@ def test_a_share_is_between_0_and_1() -> None:
             made(alpha=alpha)
 
 
-def test_whose_own_model_diverges_is_lost() -> None:
+def test_a_client_whose_own_model_diverges_is_lost() -> None:
     """Lose the client although training of its shared model does not diverge."""
     split = Split(torch.zeros(4, 1).double(), None)
     state = {"v": torch.tensor([1e200]).double(), "alpha": torch.tensor([1.0]).double()}

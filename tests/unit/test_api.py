@@ -129,7 +129,7 @@ def test_figures_are_drawn_again_when_a_file_changes_and_keeps_its_size(run: fed
     assert copy.figure(copy.figures[0]) is not before
 
 
-def test_the_same_experiment_however_it_is_said(vowels: dict[str, Any], tmp_path: Path) -> None:
+def test_forms_of_an_experiment_are_equal(vowels: dict[str, Any], tmp_path: Path) -> None:
     import yaml
 
     (tmp_path / "e.yaml").write_text(yaml.safe_dump(vowels))
@@ -250,7 +250,7 @@ def test_one_is_several_of_one_and_other_kinds_are_named(vowels: dict[str, Any],
         fedloom.sweep(vowels, seeds=3, out=tmp_path / "sweep")  # type: ignore[arg-type]
 
 
-def test_what_has_been_fetched_is_found(vowels: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_fetched_data_sets_are_found(vowels: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     root = vowels["data"]["root"]
     assert fedloom.fetch("vowel", root) == Path(root) / "datasets" / "vowel"
     with refused(ExperimentError, "'vowels'", "vowel"):

@@ -120,7 +120,7 @@ def test_no_other_generator_draws_or_is_drawn_from() -> None:
     assert torch.equal(train(MODEL, group([c], CROP_AND_FLIP), start(1), S).theta, once)
 
 
-def test_what_is_only_measured_is_unchanged() -> None:
+def test_evaluated_examples_are_not_augmented() -> None:
     c = client("c0", 11)
     local = LocalTrainer(MODEL, group([c], [{"RandomHorizontalFlip": {"p": 1.0}}]))
     (piece,) = local.everything()
@@ -370,7 +370,7 @@ def test_images_that_differ_at_every_reading_are_refused(tmp_path: Path, then: l
         fedloom.Federated.from_torchvision(given, {"scheme": "iid", "clients": 2}, root=tmp_path)
 
 
-def test_the_same_images_with_their_transforms_apart_are_trained_on(tmp_path: Path) -> None:
+def test_images_with_separate_transforms_train_alike(tmp_path: Path) -> None:
     data = fedloom.Federated.from_torchvision(
         Pictures(v2.ToDtype(torch.float32, scale=True)),
         {"scheme": "iid", "clients": 2},

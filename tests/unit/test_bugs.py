@@ -127,7 +127,7 @@ def test_in_process_a_bug_of_a_client_half_is_raised_where_it_is_at_the_first_at
     assert again.loop.round == 4
 
 
-def test_what_is_a_clients_own_still_loses_the_client_alone(tmp_path: Path) -> None:
+def test_an_error_of_a_clients_data_loses_that_client_alone(tmp_path: Path) -> None:
     def own(group: ClientGroup) -> None:
         if group.clients[0].id == "c1":
             raise torch.linalg.LinAlgError("the kernel of Jane Doe is singular")

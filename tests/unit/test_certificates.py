@@ -70,7 +70,7 @@ def test_another_authority_is_not_believed(ca: Path, tmp_path: Path) -> None:
     assert handshake(ca, tmp_path / "server", "localhost", tmp_path / "thief") != ""
 
 
-def test_what_is_in_a_certificate(ca: Path, tmp_path: Path) -> None:
+def test_contents_of_a_certificate(ca: Path, tmp_path: Path) -> None:
     made = make_certificate("server", tmp_path, ca, hosts=["a.example", "10.0.0.1"], days=7)
     pair = read_key_pair(made.certificate, made.key)
     assert pair.certificate.names == {"URI:urn:fedloom:server", "DNS:a.example", "IP:10.0.0.1"}

@@ -304,7 +304,7 @@ def test_a_refused_experiment_does_not_keep_a_rollback_from_being_taken_up(scena
         assert item["spec"]["podManagementPolicy"] == "Parallel"
 
 
-def test_those_that_serve_listen_where_a_headless_service_says() -> None:
+def test_servers_listen_on_the_port_of_the_headless_service() -> None:
     """Nothing translates the port of a headless Service: clients dial the pods themselves."""
     text = helm.rendered("silos", "--set", "serve.port=8443")
     (serve,) = of_kind(text, "Deployment")
@@ -322,7 +322,7 @@ def test_those_that_serve_listen_where_a_headless_service_says() -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_what_is_mounted_from_secrets_and_settings_is_read_only_and_no_more_than_asked_for(scenario: str) -> None:
+def test_mounts_of_secrets_and_settings_are_read_only_and_only_those_requested(scenario: str) -> None:
     for name, pod in helm.pods(helm.rendered(scenario)):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         for container in [*pod["containers"], *pod.get("initContainers", [])]:
@@ -753,7 +753,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("wrong", sampled(REFUSED, {"two aggregators", "plaintext", "latest"}))
-def test_what_cannot_be_is_refused_with_key_found_and_allowed(wrong: str, tmp_path: Path) -> None:
+def test_impossible_values_are_refused_with_key_found_and_allowed(wrong: str, tmp_path: Path) -> None:
     given, said = REFUSED[wrong]
     base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
     base["metrics"] = {}

@@ -42,7 +42,7 @@ def test_sampling_does_not_count_toward_the_aggregator() -> None:
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
-def test_who_knows_more_is_promised_less(sampling: Literal["poisson", "fixed"]) -> None:
+def test_observers_that_know_more_are_promised_less(sampling: Literal["poisson", "fixed"]) -> None:
     """For the same neighbouring data sets."""
     found = made({"": {sampled(sampling, 12, 6, 5.0): 30}}, noise="distributed", sampling=sampling)
     assert found.to_readers.epsilon is not None

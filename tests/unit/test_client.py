@@ -422,7 +422,7 @@ def test_a_client_that_diverges_is_lost_and_the_others_of_its_group_are_not(at: 
         torch.testing.assert_close(together.loss[i : i + 1], one.loss, rtol=0, atol=1e-10)
 
 
-def test_who_starts_where_its_loss_is_not_finite_is_told_so() -> None:
+def test_a_start_with_an_infinite_loss_is_reported() -> None:
     """Blame the start and not the client's steps, for example after too large a step of the server."""
     s, theta = LocalSGD(steps=5, batch_size=3, lr=0.05), starts(SMALL, 2)
     theta[1] *= 1e200
@@ -433,7 +433,7 @@ def test_who_starts_where_its_loss_is_not_finite_is_told_so() -> None:
     assert mentions(members.lost[1], "smaller steps earlier", "not finite", "start")
 
 
-def test_what_a_client_keeps_is_a_row_of_its_group() -> None:
+def test_a_clients_state_is_a_row_of_its_group() -> None:
     data = clients((3, 4))
     members = ClientGroup(data, group(data)._generator, [None, {"x": torch.tensor([5.0, 6.0])}])
     assert members.load_state("x", torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist() == [[1, 2], [5, 6]]

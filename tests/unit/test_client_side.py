@@ -99,7 +99,7 @@ def test_a_conversation_from_beginning_to_end() -> None:
     assert tells(over[0].reason, "RuntimeError", "client_side.py", "line")
 
 
-def test_the_same_exchange_asked_again_is_not_computed_again() -> None:
+def test_a_repeated_exchange_is_not_computed_again() -> None:
     found = Clients()
     for exchange in range(3):
         first = found.ask(exchange, [0, 2])
@@ -238,7 +238,7 @@ def test_why_a_client_is_lost_tells_neither_paths_nor_values(failure: Exception,
 
 
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_of_a_group_the_one_with_whom_a_method_cannot_train_is_lost_alone(at_once: int) -> None:
+def test_a_group_loses_only_the_client_that_cannot_train(at_once: int) -> None:
     """By the method, and not by what is read: it is known in the round, as where labels are not told beforehand."""
     one = dataclasses.replace(DATA[1], train=Split(DATA[1].train.x, torch.zeros_like(DATA[1].train.y)))
     by_id = {c.id: c for c in (DATA[0], one, DATA[2])}

@@ -35,7 +35,7 @@ def test_a_job_may_have_no_status_yet() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Complete", "Failed"])
-def test_how_a_job_ended(kind: str) -> None:
+def test_endings_of_a_job(kind: str) -> None:
     condition = {"type": kind, "status": "True", "reason": "R", "message": "M"}
     assert end_of({"status": {"conditions": [condition]}}) == End(kind == "Complete", "R", "M")
 
@@ -56,7 +56,7 @@ def test_an_aggregators_code_is_its_failure_class(code: int, kind: type[FedloomE
     assert f"code {code} (" in str(error)
 
 
-def test_what_a_bug_said_last_is_told() -> None:
+def test_the_last_line_of_a_bug_is_reported() -> None:
     error = aggregator_failure(BACKOFF, [exited(1, "Traceback ...\nKeyError: 'x'\n\n")])
     assert "KeyError: 'x'" in str(error)
     assert "same run id" in str(error)  # it may be started again

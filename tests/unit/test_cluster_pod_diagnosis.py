@@ -51,11 +51,11 @@ class Watched:
 
 
 @pytest.mark.parametrize("phase", ["Running", "Succeeded", "Failed"])
-def test_what_runs_or_has_run_is_no_trouble(phase: str) -> None:
+def test_running_and_finished_pods_are_no_trouble(phase: str) -> None:
     assert diagnose(pod(phase=phase)) is None
 
 
-def test_what_is_being_removed_is_no_trouble() -> None:
+def test_pods_under_deletion_are_no_trouble() -> None:
     leaving = waiting("ImagePullBackOff")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert diagnose(leaving) is None

@@ -69,7 +69,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         ClusterSettings.from_json('{"workers": 0, "image": "x", "retries": -1}')
 
 
-def test_what_kubeflow_hands_over_has_whole_numbers_again() -> None:
+def test_integers_that_kubeflow_passes_as_floats_are_restored() -> None:
     # Numbers cross Kubeflow as floats; an API server refuses 3600.0 seconds.
     told = json.loads('{"tolerations": [{"key": "a", "tolerationSeconds": 3600.0}], "resources": {}, "env": null}')
     read = TaskConfig.read(told)

@@ -408,7 +408,7 @@ def test_a_group_is_trained_as_its_clients_one_by_one(name: str, model: FlatMode
         close(there[i : i + 1], loss_at_shared_model(model, theta[i : i + 1], group([c]), s), atol=1e-10)
 
 
-def test_who_left_the_finite_range_disturbs_nobody_of_its_group() -> None:
+def test_a_diverged_client_does_not_disturb_its_group() -> None:
     s, data = made(scale="literal", gamma=1e-3), clients((5, 5))
     theta = starts(SMALL, 2)
     theta[1] = 0  # loss log 3, exp(1098.6) is beyond float64
@@ -427,7 +427,7 @@ def test_who_left_the_finite_range_disturbs_nobody_of_its_group() -> None:
     assert all(tensor.isfinite().all() for tensor in together.tensors().values())
 
 
-def test_who_is_done_is_not_said_to_have_left_the_finite_range() -> None:
+def test_a_finished_client_is_not_reported_as_diverged() -> None:
     """A client that has made its steps is evaluated until the last of its group is done; its factor may overflow."""
     s = made(scale="literal", gamma=1.0, local={"steps": None, "epochs": 1, "batch_size": 3, "lr": 1000.0})
     data = clients((3, 6))

@@ -196,7 +196,7 @@ def test_an_equal_seed_is_not_merged(tmp_path: Path) -> None:
     assert [(pair.clients, pair.better, pair.worse, pair.p) for pair in found.pairs] == [(9, 0, 0, 1), (3, 0, 0, 1)]
 
 
-def test_the_same_folder_twice_is_one_run(tmp_path: Path) -> None:
+def test_a_folder_given_twice_is_one_run(tmp_path: Path) -> None:
     folder = run(tmp_path / "c", "pefll")
     (row,) = compare_runs([folder, tmp_path / "." / "c", tmp_path]).rows
     assert len(row.runs) == 1
@@ -233,7 +233,7 @@ def test_different_data_are_different_blocks(tmp_path: Path) -> None:
     assert any("never paired" in notice for notice in found.notices)
 
 
-def test_what_was_made_elsewhere_or_with_other_seeds_is_said(tmp_path: Path) -> None:
+def test_other_machines_and_seeds_are_reported(tmp_path: Path) -> None:
     folders = [run(tmp_path / "a", "pefll"), run(tmp_path / "b", "pefll", seed=2), run(tmp_path / "c", "local")]
     environment = json.loads((folders[0] / "environment.json").read_text())
     put(folders[0] / "environment.json", json.dumps(environment | {"torch": "1.0"}))
@@ -264,7 +264,7 @@ def test_a_folder_of_runs_stands_for_the_finished_ones_in_it(tmp_path: Path) -> 
         compare_runs([sweep])
 
 
-def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+def test_folders_that_are_no_runs_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty.*experiment\.yaml"):
         compare_runs([tmp_path / "empty"])
@@ -375,7 +375,7 @@ def test_the_reference_is_what_validation_prefers_or_is_named(tmp_path: Path) ->
         compare_runs(folders, "FedProx")
 
 
-def test_of_several_settings_of_a_named_method_validation_takes_one(tmp_path: Path) -> None:
+def test_validation_selects_one_of_several_settings_of_a_method(tmp_path: Path) -> None:
     for value, validation in {0.01: 0.5, 0.02: 0.7, 0.04: 0.6}.items():
         measured(run(tmp_path / f"lr={value}", "pefll", settings=lr(value)), WORSE, validation)
     measured(run(tmp_path / "other", "local"), BETTER, 0.9)
@@ -661,7 +661,7 @@ def test_colours_are_the_pages_and_the_same_in_every_figure(written: Path) -> No
         assert "var(" not in svg
 
 
-def test_the_same_runs_give_the_same_bytes_in_place_of_the_earlier_ones(many: Path, written: Path) -> None:
+def test_a_repeated_comparison_writes_equal_bytes(many: Path, written: Path) -> None:
     before = {path: path.read_bytes() for path in written.rglob("*") if path.is_file()}
     (written / "figures" / "left-over.svg").write_text("of an earlier version")
     write_comparison(compare_runs([many]), written)
@@ -685,7 +685,7 @@ def test_the_folder_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", "pefll")
     with pytest.raises(ExperimentError, match="folder"):
         write_comparison(compare_runs([folder]), folder)

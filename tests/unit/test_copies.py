@@ -133,7 +133,7 @@ def test_a_division_of_the_source_stays_and_its_common_inputs_are_noted() -> Non
 @pytest.mark.parametrize(
     "scheme", [IidScheme(clients=3), NaturalScheme(min_examples=3)], ids=lambda scheme: scheme.scheme
 )
-def test_what_is_kept_back_has_no_input_of_the_rest(scheme: Scheme) -> None:
+def test_reserved_examples_share_no_input_with_the_rest(scheme: Scheme) -> None:
     official = own([3] * 120, owners=6)
     sides = []
     for deal in (False, True):

@@ -151,7 +151,7 @@ def test_v_is_that_of_the_last_counted_round(tmp_path: Path) -> None:
     assert torch.equal(theta_of(f, 2, "c0"), load_file(path)["v"])
 
 
-def test_what_is_held_out_reaches_no_model(tmp_path: Path) -> None:
+def test_held_out_examples_reach_no_model(tmp_path: Path) -> None:
     data = clients(SIZES)
     one, other = (
         run(tmp_path / name, made(), rounds=2, unseen=["c2"], data=those)

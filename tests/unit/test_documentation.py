@@ -80,7 +80,7 @@ def test_the_pages_made_from_the_code_are_up_to_date(page: str, make: str) -> No
     assert (DOCS / page).read_text(encoding="utf-8") == made, "make docs"
 
 
-def test_what_the_python_of_the_pages_names_is_there() -> None:
+def test_names_in_the_python_of_the_pages_exist() -> None:
     """Each block is whole Python, what it imports from FedLoom exists, and so does each ``fedloom.name``."""
     missing, looked = [], 0
     for page in PAGES:

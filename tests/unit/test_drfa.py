@@ -191,7 +191,7 @@ def test_groups_answer_as_their_clients_do_alone() -> None:
         answers_as_alone(half, clients((9, 4, 12, 1)), opening)
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     with pytest.raises(ValidationError, match=r"local.epochs: .*local.steps"):
         drfa(local={"epochs": 2})
     with pytest.raises(ValidationError, match=r"replace: .*gamma 0.1"):

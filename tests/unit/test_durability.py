@@ -172,7 +172,7 @@ def test_history_stays_as_it_is_when_a_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("every", "evaluations", "read"), [(1, 2000, 2000), (1, 2001, 1001), (7, 5000, 1251)])
-def test_of_a_long_history_as_much_is_read_as_a_curve_shows(
+def test_a_long_history_is_read_as_far_as_a_curve_shows(
     tmp_path: Path, every: int, evaluations: int, read: int
 ) -> None:
     made(tmp_path).run()

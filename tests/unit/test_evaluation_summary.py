@@ -133,7 +133,7 @@ def test_groups_have_both_readings_and_the_global_predictor_apart() -> None:
             assert group[other] == group_statistics(e.of(predictor, "test", other)[rows])
 
 
-def test_what_makes_no_sense_is_null() -> None:
+def test_undefined_statistics_are_null() -> None:
     e = evaluation(predictors=("personal",))
     assert groups(e, label_mask=False)["global"] is None
     everyone_seen = altered(e, seen=torch.ones(6, dtype=torch.bool))

@@ -37,7 +37,7 @@ def test_every_method_is_here() -> None:
     assert ours() == {name.split()[0] for name in METHODS}
 
 
-def test_whose_server_works_on_each_clients_own_update() -> None:
+def test_methods_whose_server_needs_each_update() -> None:
     """All others need sums alone, as it is set by default; a loss of each client is no update."""
     each = {name for name in ours() if find_algorithm(name).needs_each_update(find_algorithm(name).settings())}
     assert each == {"heurfedamp", "pefll", "pfedhn", "pfnm", "wga"}

@@ -154,7 +154,7 @@ def test_clients_together_are_near_to_one_by_one(name: str, *, epochs: bool, tmp
         torch.testing.assert_close(found[1][key], value, rtol=1e-5, atol=1e-7)
 
 
-def test_what_stays_at_home_has_no_noise(tmp_path: Path) -> None:
+def test_values_that_stay_at_home_have_no_noise(tmp_path: Path) -> None:
     """Ditto's own model learns its client's data where the shared one is all noise."""
     data = [client("c0", 12, seed=3), client("c1", 12, seed=4)]
     f = federation(

@@ -173,7 +173,7 @@ def test_a_bound_on_gradients_bounds_no_update() -> None:
     assert dict(FEDALA.update_bounds(s, 12)) == {"steps": s.local.count(12) + 13 * 2}
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsuitable_settings_are_refused() -> None:
     for key, value in (("layers", 0), ("share", 0.0), ("share", 1.1), ("start_epochs", 0), ("threshold", -1.0)):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})

@@ -135,7 +135,7 @@ def test_a_personal_model_is_the_shared_one_fine_tuned(tmp_path: Path) -> None:
         assert torch.equal(found["global"], w)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsuitable_settings_are_refused() -> None:
     for alpha in (20.0, 30.0):
         with pytest.raises(ValidationError, match=rf"alpha: .*\b{alpha:g}\b.*\b0\.05\b"):
             made(alpha=alpha)

@@ -237,7 +237,7 @@ def test_a_manifest_survives_its_json(folder: Path) -> None:
     assert again.fingerprint == hashlib.sha256((folder / "partition.json").read_bytes()).hexdigest()
 
 
-def test_the_same_inputs_give_the_same_bytes_elsewhere(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
+def test_equal_inputs_give_equal_bytes_elsewhere(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "datasets").symlink_to(tiny_root / "datasets")
     other = make(tmp_path / "other")
@@ -385,7 +385,7 @@ def test_any_flipped_bit_of_a_manifest_is_found(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00\xff"])
-def test_what_is_no_manifest_is_refused(text: str) -> None:
+def test_invalid_manifests_are_refused(text: str) -> None:
     with pytest.raises(DataError, match=r"manifest.*damaged"):
         Manifest.from_json(text)
 

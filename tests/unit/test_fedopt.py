@@ -101,7 +101,7 @@ def test_adaptive_rounds_are_algorithm_2(tmp_path: Path, name: str, lost: dict[i
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_is_held_out_reaches_no_model(tmp_path: Path, name: str) -> None:
+def test_held_out_examples_reach_no_model(tmp_path: Path, name: str) -> None:
     data = clients(SIZES)
     one, other = (
         made(tmp_path / which, METHODS[name], those, personalize_steps=2, unseen=["c2"])

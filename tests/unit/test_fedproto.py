@@ -195,7 +195,7 @@ def test_a_lost_client_is_in_no_mean(tmp_path: Path) -> None:
         close(lost.state[name], f.state[name])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsuitable_settings_are_refused() -> None:
     for key, value in (("strength", -1.0), ("predict", "mean"), ("weighting", "sizes"), ("trim", 0.1)):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})

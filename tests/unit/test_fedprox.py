@@ -113,7 +113,7 @@ def test_stragglers_do_a_part_of_the_work_and_are_counted(tmp_path: Path) -> Non
     assert not any(conversation.lost for conversation in attempt.conversations)
 
 
-def test_how_many_are_late_and_how_late() -> None:
+def test_number_and_delay_of_stragglers() -> None:
     """With the probability asked for, and by every number of steps from 1 to all but one."""
     s, data = made(stragglers=0.3), [client(f"c{i}", 3) for i in range(400)]  # three steps
     counts = torch.tensor(work(group(data), s))

@@ -170,7 +170,7 @@ class OddModel(MLP):
 
 
 @pytest.mark.parametrize("derived", [TwoHeads, lambda m: Contrasting(m, MOONSettings())], ids=["fedrod", "moon"])
-def test_what_holds_of_a_model_holds_of_one_made_from_it(derived: Callable[[FlatModel], FlatModel]) -> None:
+def test_a_derived_model_has_the_properties_of_its_model(derived: Callable[[FlatModel], FlatModel]) -> None:
     model = OddModel(IMAGE, [5], CLASSES)
     for made_from in (derived(model), derived(model).in_training()):
         for name in FlatModel.__annotations__.keys() - {"layout"}:
@@ -197,7 +197,7 @@ def test_a_group_in_which_one_lacks_a_label_answers_as_its_clients_do_alone() ->
     answers_as_alone(FEDROD.client(made(), setup()), data, opening(theta), states=states)
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
+def test_untrainable_models_are_refused() -> None:
     with pytest.raises(ValidationError, match=r"local\.mask_absent"):
         made(local=LOCAL | {"mask_absent": True})
     with pytest.raises(ValidationError, match="balance"):

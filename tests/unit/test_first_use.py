@@ -131,7 +131,7 @@ finally:
 
 
 @pytest.mark.parametrize("arguments", [("compare", "run"), ("runs", ".")])
-def test_what_reads_finished_runs_needs_no_torch_and_writes_ascii(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_readers_of_finished_runs_need_no_torch_and_write_ascii(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     finished_run(tmp_path / "run")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"}
     done = subprocess.run(

@@ -31,7 +31,7 @@ Way = Callable[..., subprocess.CompletedProcess[Any]]
         ("import threading, time; threading.Timer(0.1, print, ['later']).start()", 0, "later"),
     ],
 )
-def test_how_it_ends(way: Way, code: str, ends: int, says: str) -> None:
+def test_endings(way: Way, code: str, ends: int, says: str) -> None:
     done = way([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == ends
     assert says in done.stdout + done.stderr
@@ -39,7 +39,7 @@ def test_how_it_ends(way: Way, code: str, ends: int, says: str) -> None:
 
 
 @WAYS
-def test_what_it_is_given(way: Way, tmp_path: Path) -> None:
+def test_arguments_environment_and_files(way: Way, tmp_path: Path) -> None:
     code = (
         "import os, sys, tempfile; print(sys.argv[1:], os.getcwd(), os.environ['ASKED'], 'HOME' in os.environ, "
         "sys.stdin.read(), os.getsid(0) == os.getpid(), tempfile.gettempdir(), sorted(os.listdir('/proc/self/fd'))[:3])"
@@ -68,7 +68,7 @@ def test_it_is_a_child_that_signals_reach(number: signal.Signals) -> None:
         assert process.wait(30) == -number
 
 
-def test_what_it_starts_is_its_child() -> None:
+def test_a_process_it_starts_is_its_child() -> None:
     code = (
         "import os, subprocess, sys\n"
         "inner = subprocess.Popen([sys.executable, '-c', 'import os; print(os.getppid(), flush=True); input()'],\n"

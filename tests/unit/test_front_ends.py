@@ -52,7 +52,7 @@ def test_an_error_arrives_whole_in_another_process(kind: type[FedloomError]) -> 
         assert str(from_json(made().as_json())).startswith("--class-counts needs --data")
 
 
-def test_what_a_child_tells_is_read_by_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_reads_the_report_of_its_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "told.jsonl"
     assert (ChildReport(file).failure, ChildReport(file).notices) == (None, [])
     monkeypatch.setenv(TELL_PARENT, str(file))

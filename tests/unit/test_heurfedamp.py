@@ -125,7 +125,7 @@ def test_with_every_model_weighted_alike_it_is_uniform_fedavg(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("each_task")
-def test_who_was_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) -> None:
+def test_a_client_never_counted_starts_from_the_mean_and_trains(tmp_path: Path) -> None:
     """An unseen client, one of the roster that was never drawn, and everybody where nobody was."""
     s, p, data = made(), problem(), clients(SIZES)
     run, other = (
@@ -162,7 +162,7 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
         close(value, torch.cat([one[name] for one in alone]))
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     with pytest.raises(ValidationError, match=r"proximity: .*\b20 with local.lr 0.05"):
         made(proximity=20.0)
     for key, value in (("self_weight", 1.1), ("sigma", -1.0), ("proximity", -1.0)):

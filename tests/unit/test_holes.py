@@ -60,7 +60,7 @@ def test_nothing_runs_what_it_is_given() -> None:
 @pytest.mark.parametrize(
     "code", ["eval('1')", "import os\nos.system(x)", "subprocess.run(x, shell=True)", "torch.jit.load(f)"]
 )
-def test_what_runs_code_is_found(code: str) -> None:
+def test_calls_that_run_code_are_found(code: str) -> None:
     assert len(list(running(code))) == 1
 
 

@@ -40,7 +40,7 @@ def test_an_empty_set_is_an_array_without_rows() -> None:
     ],
     ids=["empty", "short", "header", "cut", "long", "type", "dimensions", "png", "gzip"],
 )
-def test_what_is_wrong_is_named(content: bytes, words: list[str]) -> None:
+def test_errors_are_named(content: bytes, words: list[str]) -> None:
     with pytest.raises(DataError) as error:
         idx.parse_bytes(content, "train-images", 3)
     assert error.value.exit_code == ExitCode.DATA
@@ -76,7 +76,7 @@ def test_reads_big_endian_integers() -> None:
     ],
     ids=["cut", "header", "type"],
 )
-def test_what_are_no_integers_is_named(content: bytes, words: list[str]) -> None:
+def test_values_that_are_no_integers_are_named(content: bytes, words: list[str]) -> None:
     with pytest.raises(DataError) as error:
         idx.parse_int32(content, "labels", 2)
     for word in words:

@@ -222,7 +222,7 @@ def _arguments() -> list[str]:
     return [rest for stage in stages()[1].values() for word, rest in stage.steps if word == "ARG"]
 
 
-def test_what_continuous_integration_runs_is_pinned_by_hash() -> None:
+def test_continuous_integration_runs_programs_pinned_by_hash() -> None:
     """A tag may be moved; a commit's hash and a file's are what they were."""
     used = [
         line.partition("uses:")[2].strip()
@@ -255,7 +255,7 @@ def test_a_library_without_symbols_is_the_same_library(tmp_path: Path) -> None:
     assert said[0] == said[1] != b""
 
 
-def test_what_is_no_library_is_not_cut(tmp_path: Path) -> None:
+def test_only_libraries_are_stripped(tmp_path: Path) -> None:
     for content in (b"", b"\x7fELF", b"\x7fELF\x01\x01" + bytes(2**19), b"#!/bin/sh\n" * 2**16):
         path = tmp_path / "library.so"
         path.write_bytes(content)

@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_read_is_not_left_out(other_user: Path) -> None:
         assert tells(refusal(source), source / "cat", "permission")
 
 
-def test_what_systems_leave_behind_is_passed_over(tmp_path: Path) -> None:
+def test_files_of_operating_systems_are_skipped(tmp_path: Path) -> None:
     source = folder(tmp_path / "pictures", 4, 5)
     for place in ("__MACOSX/cat", ".ipynb_checkpoints", "cat/@eaDir", "$RECYCLE.BIN"):
         (source / place).mkdir(parents=True)

@@ -166,7 +166,7 @@ def test_names_are_labels(tmp_path: Path) -> None:
     [0.7, np.float32(0.5), float("nan"), float("inf"), torch.tensor([0, 1]), np.zeros(14), {"boxes": []}, {}, None, "",
      True, torch.tensor(True), 2**40, 2**70, b"cat", 1j, [[1], [1, 2]], (1, "a")],
 )  # fmt: skip
-def test_what_is_not_one_label_is_refused_and_named(label: Any) -> None:
+def test_targets_that_are_not_one_label_are_refused_and_named(label: Any) -> None:
     dataset = [(image(4, 5), 1), (image(4, 5), label)]
     assert tells(refusal(dataset), "dataset[1]", "label")
 
@@ -216,7 +216,7 @@ def test_a_bug_in_the_data_set_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("dataset", [3, None, "mnist", {"x": 1}, {1, 2}, object()])
-def test_what_is_no_data_set_is_refused(dataset: Any) -> None:
+def test_objects_that_are_no_data_sets_are_refused(dataset: Any) -> None:
     assert tells(refusal(dataset), "dataset", type(dataset).__name__)
 
 

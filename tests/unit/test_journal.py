@@ -115,7 +115,7 @@ def test_a_replay_finds_each_round_and_keeps_to_the_file_it_began_with(
         replay.attempt(lines[-1].round + 1)
 
 
-def test_what_is_kept_in_memory_does_not_grow_with_rounds(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_rounds(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.make()
     journal = Journal(folder)

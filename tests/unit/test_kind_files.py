@@ -63,7 +63,7 @@ def test_script_tests_and_page_name_the_same_variables() -> None:
     assert read == page
 
 
-def test_what_is_not_installed_is_named(tmp_path: Path) -> None:
+def test_missing_programs_are_named(tmp_path: Path) -> None:
     def said(*arguments: str) -> tuple[int, str]:
         shell = shutil.which("sh")
         assert shell is not None

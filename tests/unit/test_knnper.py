@@ -185,7 +185,7 @@ def test_one_example_leaves_nothing_behind() -> None:
     assert torch.equal(predictors["personal"].log_probabilities(c.test.x), expected)
 
 
-def test_what_is_saved_is_enough_to_predict_again() -> None:
+def test_saved_state_is_enough_to_predict_again() -> None:
     c = client("c0", 9)
     tensors = KNNPER.personalize(MODEL, group([c]), THETA[None], made(mixing=[0.4]))[0]["personal"].tensors()
     again = stored(c, tensors["scale"].item(), int(tensors["k"]), tensors["mixing"].item())
@@ -195,7 +195,7 @@ def test_what_is_saved_is_enough_to_predict_again() -> None:
     assert torch.equal(again.log_probabilities(c.test.x), personal.log_probabilities(c.test.x))
 
 
-def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
+def test_held_out_examples_change_nothing(tmp_path: Path) -> None:
     found, other = (
         made_by(run(tmp_path / str(i), made(), data))
         for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))
@@ -224,7 +224,7 @@ def test_a_client_without_labels_has_no_datastore() -> None:
     [{"neighbours": []}, {"neighbours": [0]}, {"mixing": []}, {"mixing": [1.1]}, {"mixing": [-0.1]}, {"scale": 0.0}],
     ids=str,
 )
-def test_what_cannot_be_a_choice_is_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_choices_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         made(**wrong)
 

@@ -213,7 +213,7 @@ def test_columns_need_no_names_and_whole_numbers_are_integers(tmp_path: Path) ->
     assert again.section == told.section
 
 
-def test_what_is_wrong_with_a_frame_or_table_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_frame_or_table_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = frame()
     with refused(DataError, "'sort'", "label", "height", "kind"):
         fedloom.Federated.from_frame(good, client="hospital", label="sort", root=tmp_path)
@@ -344,7 +344,7 @@ def test_a_data_set_of_torchvision_is_dealt_out(tmp_path: Path) -> None:
         of(TASK, data=fedloom.Federated.from_torchvision(Pictures(), {"scheme": "odd"}, root=tmp_path))
 
 
-def test_what_is_wrong_with_the_section_is_named_when_it_is_opened(tmp_path: Path) -> None:
+def test_errors_of_the_section_are_named_when_it_is_opened(tmp_path: Path) -> None:
     with refused(ExperimentError, "held_out_fracton", "held_out_fraction?"):
         fedloom.Federated.from_arrays(people(), root=tmp_path, held_out_fracton=0.2).open()
     with refused(ExperimentError, "partition.scheme", "dirichlet?", '"dirichlt"'):

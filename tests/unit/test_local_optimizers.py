@@ -295,7 +295,7 @@ def test_control_variates_are_mean_gradients_at_the_rate_of_the_round(tmp_path: 
         ("{name: local, local: {steps: 1, schedule: {name: constant}}}", "local.schedule", ("rounds",)),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, algorithm: str, key: str, found: tuple[object, ...]) -> None:
+def test_unsuitable_settings_are_refused(tmp_path: Path, algorithm: str, key: str, found: tuple[object, ...]) -> None:
     assert tells(refusal(tmp_path, algorithm, key), *found)
 
 

@@ -14,7 +14,7 @@ from fedloom.runner.log_file import log_kept
 log = logging.getLogger("fedloom.transport")
 
 
-def test_what_is_said_before_the_file_is_known_is_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_before_the_file_is_known_are_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "aggregator.jsonl"
     logger = logging.getLogger("fedloom")
     handlers = [*logger.handlers]

@@ -126,7 +126,7 @@ def test_a_weighted_mean_is_that_of_the_present_alone(found: list[tuple[bool, in
         assert not r.weights.any()
 
 
-def test_what_an_absent_row_holds_is_never_looked_at() -> None:
+def test_values_of_absent_rows_are_never_read() -> None:
     r = replies([True, False], [1, 1])
     x = torch.tensor([[1.0], [torch.nan]])
     assert r.mean(x).tolist() == [1.0]

@@ -422,7 +422,7 @@ def test_compiled_modules_are_unwrapped_and_criteria_give_a_loss_of_each_example
     assert torch.equal(*(m.loss(m.layout.leaves(theta), x, y) for m in (model, plain)))
 
 
-def test_what_changes_no_output_is_taken() -> None:
+def test_changes_that_keep_the_output_are_accepted() -> None:
     model_of(Caches)
     model_of(lambda: nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1)))  # a softmax of it is the same
 
@@ -606,7 +606,7 @@ class Computed(Small):
         (on_meta, ("'0'", "Linear", "weight", "meta", "CPU")),
     ],
 )
-def test_what_cannot_be_copied_or_has_no_values_is_refused(make: Any, facts: tuple[str, ...]) -> None:
+def test_modules_without_values_or_copies_are_refused(make: Any, facts: tuple[str, ...]) -> None:
     for take in (model_of, lambda make: remember(make())):
         with refused("model.factory", *facts):
             take(make)

@@ -92,7 +92,7 @@ def test_several_clients_at_once_are_each_alone() -> None:
     torch.testing.assert_close(together, torch.cat(apart), rtol=1e-4, atol=1e-6)
 
 
-def test_where_training_starts() -> None:
+def test_start_of_training() -> None:
     module = lenet("module")
     first, again, other = (module.init(torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
@@ -205,7 +205,7 @@ def frozen() -> nn.Module:
         (NoLoss, ("NoLoss.loss", "TypeError")),
     ],
 )
-def test_what_cannot_be_flattened_is_named(make: Any, said: tuple[str, ...]) -> None:
+def test_modules_that_cannot_be_flattened_are_named(make: Any, said: tuple[str, ...]) -> None:
     with refused("model.factory", *said):
         ModuleModel(make, (3,), 2, "features")
 

@@ -318,7 +318,7 @@ class Adapted(nn.Module):
         return self.head(self.again(self.base(x)) + self.adapter(x))
 
 
-def test_what_is_frozen_is_no_part_of_theta_and_keeps_its_values(tmp_path: Path) -> None:
+def test_frozen_parameters_are_not_in_theta_and_keep_their_values(tmp_path: Path) -> None:
     torch.manual_seed(4)
     net = Adapted()
     kept = copy.deepcopy(net.state_dict())

@@ -166,7 +166,7 @@ def test_absent_labels_are_masked_in_the_loss_and_not_in_the_features(tmp_path: 
     assert not torch.equal(start["fc2.weight"][0], end["fc2.weight"][0])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsuitable_settings_are_refused() -> None:
     for key, value in (("mu", -1.0), ("temperature", 0.0)):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})

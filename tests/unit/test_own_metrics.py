@@ -82,7 +82,7 @@ def test_named_functions_run_in_workers_too(tmp_path: Path, module: str, monkeyp
     assert there.summary["seen"]["metrics"] == here.summary["seen"]["metrics"]
 
 
-def test_what_no_run_could_measure_is_refused_before_it_starts(tmp_path: Path, module: str) -> None:
+def test_metrics_that_no_run_could_compute_are_refused_before_it_starts(tmp_path: Path, module: str) -> None:
     with refusing(ExperimentError, "runtime.workers", "0"):
         run(tmp_path, [likelihood], runtime__workers=1)
     with refusing(ExperimentError, "evaluation.metrics", "rmse", "accuracy"):

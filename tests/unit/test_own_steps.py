@@ -45,7 +45,7 @@ def test_steps_after_training_are_those_that_a_run_would_make(tmp_path: Path, me
     assert found[0].mean != found[3].mean
 
 
-def test_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = on_vowels(tmp_path / "run", {"name": "local", "local": {"steps": 2}}, rounds=0)
     run.run()
     out = tmp_path / "out"

@@ -103,7 +103,7 @@ WRITERS: dict[str, Callable[..., Path]] = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_the_same_examples_from_every_format_give_the_same_shard(name: str, tmp_path: Path) -> None:
+def test_every_format_of_equal_examples_gives_an_equal_shard(name: str, tmp_path: Path) -> None:
     x, y = rows_of()
     packed = pack(WRITERS[name](tmp_path / name, x, y), tmp_path / "out", settings(TABLE))
     reference = pack(write_csv(tmp_path / "again.csv", x, y), tmp_path / "reference", settings(TABLE))
@@ -118,7 +118,7 @@ def test_the_same_examples_from_every_format_give_the_same_shard(name: str, tmp_
     assert packed.card.features == (("u", "v", "w") if name in ("t.csv", "t.parquet") else None)
 
 
-def test_the_same_source_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+def test_packing_is_deterministic_and_depends_on_the_seed(tmp_path: Path) -> None:
     source = write_csv(tmp_path / "t.csv", *rows_of())
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         pack(source, tmp_path / name, settings(TABLE, seed=seed))
@@ -135,7 +135,7 @@ def test_only_the_owner_reads_a_packed_folder(tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
-def test_what_is_packed_is_read_normalized(tmp_path: Path) -> None:
+def test_packed_examples_are_read_normalized(tmp_path: Path) -> None:
     x, y = rows_of()
     pack(write_csv(tmp_path / "t.csv", x, y), tmp_path / "out", settings(TABLE))
     clients = OwnClients.open([tmp_path / "out"])

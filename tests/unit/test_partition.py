@@ -176,7 +176,7 @@ def test_all_splits_of_a_client_have_its_mix_to_within_one_example(
 
 @given(problems())
 @settings(max_examples=60)
-def test_the_same_inputs_deal_the_same(problem: tuple[list[int], list[int], PartitionSettings]) -> None:
+def test_equal_inputs_give_equal_partitions(problem: tuple[list[int], list[int], PartitionSettings]) -> None:
     train, test, how = problem
 
     def outcome() -> list[list[int]] | str:
@@ -426,7 +426,7 @@ GOLDEN = {
     ],
     ids=lambda scheme: scheme.scheme,
 )
-def test_what_a_seed_deals_never_changes(scheme: Scheme) -> None:
+def test_the_partition_of_a_seed_never_changes(scheme: Scheme) -> None:
     """If this fails on purpose, raise ``partition.ASSIGNMENT``: cached partitions are no longer what would be dealt."""
     whole = official(labels([120, 90, 100, 110]), labels([40, 30, 35, 45]))
     deal = assign_examples(whole, 4, settings_of(scheme, seed=7))

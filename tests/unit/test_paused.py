@@ -163,7 +163,7 @@ def test_a_paused_run_that_is_stopped_goes_on_paused_and_then_to_the_same_number
         assert torch.equal(tensor, resumed.state[name])
 
 
-def test_what_is_published_says_that_it_is_paused_and_that_it_goes_on(tmp_path: Path) -> None:
+def test_a_published_run_shows_pause_and_resumption(tmp_path: Path) -> None:
     told: list[tuple[int, bool]] = []
     kept = control()
     kept.keep(RunFolder(tmp_path))

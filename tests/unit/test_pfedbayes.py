@@ -354,7 +354,7 @@ class RoundOf:
         return generator(SEED, purpose, round=self.number)
 
 
-def test_who_is_averaged_is_drawn_anew_from_those_who_answered() -> None:
+def test_averaged_clients_are_drawn_anew_among_the_replies() -> None:
     server = PFedBayesServer(made(averaged=2), setup(), generator(SEED, "init"))
     present = torch.tensor([True, True, False, True, True])
     answered: Replies[Any] = Replies(None, present, torch.full((5,), 9))
@@ -470,7 +470,7 @@ def test_a_group_is_its_clients_one_by_one(options: dict[str, Any], atol: float)
             close(named[name].probabilities(data[i].test.x), alone[name].probabilities(data[i].test.x), atol=10 * atol)
 
 
-def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
+def test_a_repeated_run_gives_equal_bits(tmp_path: Path) -> None:
     one, other = (
         federation(tmp_path / name, PFEDBAYES, made(), setup(), clients(SIZES), rounds=2) for name in ("one", "other")
     )

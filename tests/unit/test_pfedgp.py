@@ -295,7 +295,7 @@ def test_a_seen_client_of_one_class_is_refused_before_training(tmp_path: Path) -
     check_clients(experiment, manifest(data, unseen=["c1"]).clients)
 
 
-def test_what_is_saved_is_enough_to_predict_again() -> None:
+def test_saved_state_is_enough_to_predict_again() -> None:
     c = client("c0", 9)
     personal = PFEDGP.personalize(MODEL, group([c]), BODY[None], made())[0]["personal"]
     assert isinstance(personal, GPTree)
@@ -304,7 +304,7 @@ def test_what_is_saved_is_enough_to_predict_again() -> None:
     assert torch.equal(other.predict(saved, c.test.x), personal.log_probabilities(c.test.x))
 
 
-def test_what_is_held_out_changes_nothing_and_runs_repeat(tmp_path: Path) -> None:
+def test_held_out_examples_change_nothing_and_runs_repeat(tmp_path: Path) -> None:
     def run(folder: str, data: list[ClientData]) -> dict[str, Tensor]:
         f = federation(tmp_path / folder, PFEDGP, made(), setup(), data, rounds=2, unseen=["c2"])
         f.run()
@@ -325,7 +325,7 @@ def test_what_is_held_out_changes_nothing_and_runs_repeat(tmp_path: Path) -> Non
     [{"held_out": 1.0}, {"chains": 0}, {"gibbs_steps": 0}, {"jitter": 0.0}, {"lengthscale": 0.0}, {"steps": 0}],
     ids=str,
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+def test_impossible_values_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         made(**wrong)
 

@@ -151,14 +151,14 @@ def test_an_unseen_client_is_embedded_by_descent_the_hypernetwork_frozen(tmp_pat
     assert half.personalization_steps("personal", 6) == EXCHANGES * s.local.count(6) == 12
 
 
-def test_who_is_known_does_not_change_by_being_evaluated_beside_who_is_not(tmp_path: Path) -> None:
+def test_a_known_client_does_not_change_beside_an_unknown_one(tmp_path: Path) -> None:
     found = [run(tmp_path / str(size), made(), evaluation_cohort=size) for size in (1, 3)]
     for c in ("c0", "c1", "c2"):
         one, other = (f.predictors[2, c]["personal"].tensors()["theta"] for f in found)
         assert torch.equal(one, other)
 
 
-def test_of_clients_that_do_not_count_the_embedding_stays_to_the_bit(tmp_path: Path) -> None:
+def test_embeddings_of_uncounted_clients_stay_to_the_bit(tmp_path: Path) -> None:
     """Keep the embedding of a client that was not drawn or was lost: momentum does not move it either."""
     begun = run(tmp_path / "begun", made(), rounds=2)
     lost = run(tmp_path / "lost", made(), rounds=1, lost={0: 1})
@@ -182,7 +182,7 @@ def test_without_exchanges_everybody_gets_the_model_of_an_embedding(tmp_path: Pa
     assert PFEDHN.client(made(personalize_exchanges=0), problem()).personalization_steps("personal", 6) == 0
 
 
-def test_of_another_partition_nobody_is_known(tmp_path: Path) -> None:
+def test_clients_of_another_partition_are_unknown(tmp_path: Path) -> None:
     f = run(tmp_path / "other", made(personalize_exchanges=0), rounds=0, problem=problem(same=False))
     thetas = [f.predictors[0, c]["personal"].tensors()["theta"] for c in ("c0", "c1", "c2")]
     assert all(torch.equal(a, b) for a, b in pairwise(thetas))
@@ -198,7 +198,7 @@ def test_models_alone_travel(tmp_path: Path) -> None:
     assert size == (3, 1 + 3 // 4)
 
 
-def test_what_is_held_out_changes_nothing(tmp_path: Path) -> None:
+def test_held_out_examples_change_nothing(tmp_path: Path) -> None:
     found, other = (
         made_by(run(tmp_path / str(i), made(), data=data))
         for i, data in enumerate((clients(SIZES), held_out_elsewhere(clients(SIZES))))

@@ -174,7 +174,7 @@ def test_a_group_answers_as_its_clients_do_alone() -> None:
     answers_as_alone(half, clients((9, 4, 12, 1)), opening(theta), ask(theta), atol=1e-10)
 
 
-def test_who_diverges_is_lost_alone() -> None:
+def test_only_the_client_that_diverges_is_lost() -> None:
     # Examples so far away that the losses overflow, and a curvature at which steps of 0.05 explode.
     wild = at(torch.tensor([1e200, 0.0]))
     members = group([at(torch.tensor([1.0, 1.0]), id="c1"), wild])

@@ -215,7 +215,7 @@ def test_no_network_has_a_better_match_given_the_others(networks: int, length: i
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_of_several_orders_the_best_is_the_best_of_all_joint_assignments(seed: int) -> None:
+def test_the_best_of_several_orders_is_the_best_joint_assignment(seed: int) -> None:
     """Sweeps climb, one network at a time: in one order they may end below it, in the best of ten they do not."""
     v, p = drawn(3, 2, 10 + seed)
     every = [posterior(v, p, atoms, 0.7, 1.3) for atoms in every_joint_assignment(3, 2, 700)]
@@ -342,7 +342,7 @@ def test_held_out_examples_change_nothing_and_unseen_clients_get_the_global_netw
         assert not torch.equal(named["personal"].tensors()["theta"], shared)
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     for model in (LeNet(IMAGE, CLASSES), MLP(IMAGE, [], CLASSES), MLP(IMAGE, [4, 4], CLASSES)):
         with pytest.raises(ExperimentError, match=r"model.name"):
             PFNM.check_model(made(), model)

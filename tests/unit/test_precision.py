@@ -67,7 +67,7 @@ def test_losses_and_gradients_are_those_of_float32_up_to_roundings(name: str) ->
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_comes_out_is_float32(name: str) -> None:
+def test_results_are_float32(name: str) -> None:
     model, (x, _) = bfloat16(MODELS[name]), data(name)
     leaves = model.layout.leaves(start(model))
     assert model.forward(leaves, x).dtype == model.features(leaves, x).dtype == torch.float32

@@ -96,7 +96,7 @@ def test_releases_of_several_multipliers_tell_what_an_accountant_says(
 
 
 @given(st.floats(1e-3, 200), st.floats(1e-12, 0.4), st.integers(1, 10_000))
-def test_what_is_promised_is_never_too_little_noise(epsilon: float, delta: float, releases: int) -> None:
+def test_noise_is_never_below_the_promise(epsilon: float, delta: float, releases: int) -> None:
     z = noise_multiplier(epsilon, delta, releases)
     assert gaussian_delta(epsilon, z / math.sqrt(releases)) <= delta
     assert gaussian_delta(epsilon, 0.999 * z / math.sqrt(releases)) > delta
@@ -180,7 +180,7 @@ def test_noise_of_a_simulation_is_the_seeds_and_of_a_secret_nobody_elses() -> No
     assert not torch.equal(hidden, described(s, data))
 
 
-def test_the_same_secret_never_hides_two_things_with_the_same_noise() -> None:
+def test_a_secret_never_gives_two_values_equal_noise() -> None:
     """Else their difference would be told."""
     data, quiet, secret = client("c0", 8), settings({**Z, "noise_multiplier": 0.0}), b"a" * 32
     x = data.train.x.clone()
@@ -252,7 +252,7 @@ def test_a_batch_of_the_data_is_refused(which: str) -> None:
     ("key", "value"),
     [("clip", 0), ("clip", math.inf), ("noise_multiplier", -1), ("delta", 0), ("delta", 0.011), ("delta", 1)],
 )
-def test_what_is_no_privacy_is_refused(key: str, value: float) -> None:
+def test_invalid_privacy_is_refused(key: str, value: float) -> None:
     with pytest.raises(ValidationError, match=key):
         settings({**Z, key: value})
 

@@ -93,7 +93,7 @@ def test_everyone_in_every_round_has_no_sampling() -> None:
     assert found.by_rounds[-1].to_readers == pytest.approx(gaussian_epsilon(2.0, 1e-5, 400), rel=1e-6)
 
 
-def test_what_is_missing_is_asked_for() -> None:
+def test_missing_values_are_requested() -> None:
     public = {**TREE, "federation": {"rounds": 4}}
     with pytest.raises(ExperimentError) as refused:
         fedloom.privacy_cost(public)

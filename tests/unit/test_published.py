@@ -40,7 +40,7 @@ def records(store: Store) -> list[dict[str, Any]]:
     return [json.loads(store.read(entry.name)) for entry in store.entries("published/")]
 
 
-def test_what_is_published_is_taken_up_elsewhere(store: Store, tmp_path: Path) -> None:
+def test_a_published_run_is_resumed_elsewhere(store: Store, tmp_path: Path) -> None:
     assert not aggregator(tmp_path / "b", store, "b").restore()
     assert not (tmp_path / "b").exists()
     a = aggregator(tmp_path / "a", store, "a")
@@ -56,7 +56,7 @@ def test_what_is_published_is_taken_up_elsewhere(store: Store, tmp_path: Path) -
     ]
 
 
-def test_who_serves_a_run_waits_for_its_first_publication(
+def test_a_server_of_a_run_waits_for_its_first_publication(
     s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in s3_server.environment.items():
@@ -196,7 +196,7 @@ def test_taking_up_replaces_what_the_folder_holds(store: Store, tmp_path: Path) 
     assert contents(tmp_path / "b") == {**contents(tmp_path / "a"), "notes.txt": "mine"}
 
 
-def test_what_is_not_to_be_gone_on_with_is_looked_at_before_anything_is_touched(store: Store, tmp_path: Path) -> None:
+def test_runs_that_cannot_be_resumed_are_refused_before_anything_is_touched(store: Store, tmp_path: Path) -> None:
     run_folder(tmp_path / "a", 4)
     aggregator(tmp_path / "a", store, "a").publish(4)
     run_folder(tmp_path / "b", 7)
@@ -241,7 +241,7 @@ def test_taking_up_that_is_killed_half_way_is_done_again(tmp_path: Path, monkeyp
         assert contents(folder) == contents(tmp_path / "a")
 
 
-def test_of_two_aggregators_only_one_goes_on(store: Store, tmp_path: Path) -> None:
+def test_only_one_of_two_aggregators_continues(store: Store, tmp_path: Path) -> None:
     run_folder(tmp_path / "a", 4)
     first = aggregator(tmp_path / "a", store, "first")
     first.publish(4)
@@ -335,7 +335,7 @@ def test_taking_up_what_is_being_replaced_takes_the_newer(tmp_path: Path) -> Non
         (lambda store: rewrite(store, files={"/etc/x": [store_blob(store)[6:]]}), "not a record of a published run"),
     ],
 )
-def test_what_is_damaged_is_not_taken_up(tmp_path: Path, damage: Any, says: str) -> None:
+def test_damaged_publications_are_not_resumed(tmp_path: Path, damage: Any, says: str) -> None:
     store = open_store(tmp_path / "store")
     run_folder(tmp_path / "a", 4)
     aggregator(tmp_path / "a", store, "a").publish(4)

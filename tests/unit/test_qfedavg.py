@@ -142,7 +142,7 @@ def test_a_power_beyond_what_numbers_can_be_is_said() -> None:
         Q_FEDAVG.aggregate(theta, Replies(answer.select([0]), torch.tensor([True]), torch.tensor([4])), s)
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     for key, value in (("q", -0.1), ("epsilon", 0.0), ("local", {"lr": 0.0})):
         with pytest.raises(ValidationError, match=key):
             made(**{key: value})

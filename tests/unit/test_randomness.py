@@ -26,7 +26,7 @@ def test_golden_values() -> None:
         assert torch.randperm(8, generator=found).tolist() == expected[1]
 
 
-def test_the_same_key_gives_the_same_numbers_and_leaves_the_global_generator_alone() -> None:
+def test_equal_keys_give_equal_numbers_and_leave_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     first, second = (torch.rand(50, generator=generator(3, "train", "c1", 2)) for _ in range(2))
     assert torch.equal(first, second)

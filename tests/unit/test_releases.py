@@ -106,7 +106,7 @@ def test_nobody_is_asked_when_it_cannot_be_counted(tmp_path: Path, monkeypatch: 
     assert asked == []
 
 
-def test_what_a_simulation_repeats_is_told_once(tmp_path: Path) -> None:
+def test_a_release_that_a_simulation_repeats_counts_once(tmp_path: Path) -> None:
     made(tmp_path / "whole", checkpoint_every_s=0.0).run()
     f = made(tmp_path / "run")
     f.loop._checkpoint()
@@ -147,7 +147,7 @@ def test_lines_that_are_gone_are_missed(tmp_path: Path) -> None:
         made(tmp_path).loop.resume()
 
 
-def test_of_a_line_that_was_cut_short_nothing_was_told(tmp_path: Path) -> None:
+def test_a_truncated_line_released_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     Releases(folder, PROMISED).tell(KEY, 0, ["a", "b", "a"])
     whole = (tmp_path / RELEASES).read_bytes()

@@ -118,7 +118,7 @@ def test_nothing_is_written_twice_and_the_manifest_is_last(folder: Path, tmp_pat
     assert store.written[7:] == ["partition.json"]  # as new
 
 
-def test_what_was_interrupted_goes_on_and_is_no_partition_before(folder: Path, tmp_path: Path) -> None:
+def test_an_interrupted_download_continues_and_is_no_partition_before(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="the network is down"):
         publish(folder, Counting(tmp_path / "store", may_write=4))
     with pytest.raises(DataError, match=r"partition\.json"):
@@ -168,7 +168,7 @@ def test_a_manifest_missing_or_damaged_in_the_store_is_named(published: Store) -
         FederatedDataset.open(published.url)
 
 
-def test_what_cannot_be_opened_at_all(environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_cannot_be_opened(environment: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ExperimentError, match=r"gs://bucket/x.*s3://BUCKET/PREFIX") as refused:
         FederatedDataset.open("gs://bucket/x")
     assert refused.value.found == "gs://bucket/x"

@@ -278,7 +278,7 @@ def test_training_loss_is_that_of_every_round(small: Path) -> None:
 
 
 @UNRENDERED
-def test_what_the_method_adds_is_shown_whatever_it_is_called(tmp_path: Path) -> None:
+def test_values_of_a_method_are_shown_under_any_name(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", algorithm="own-method", n=6, unseen=2, rounds=(0, 1))
     summary = json.loads((run / "summary.json").read_text())
     summary["own-method"] = {"clusters": 3, "purity": {"mean": 0.123456789}}
@@ -289,7 +289,7 @@ def test_what_the_method_adds_is_shown_whatever_it_is_called(tmp_path: Path) -> 
     assert "<dt>purity.mean</dt><dd>0.123457</dd>" in page
 
 
-def test_what_is_too_wide_scrolls(pefll: Path) -> None:
+def test_wide_content_scrolls(pefll: Path) -> None:
     page = (pefll / "report.html").read_text()
     assert page.count("<table>") == len(re.findall(r'<div class="wide" tabindex="0"><table>', page)) > 0
 
@@ -384,7 +384,7 @@ def test_figures_take_the_colours_of_the_page_and_stand_alone(pefll: Path) -> No
         assert all(f"#{name}" in svg for name in defined)
 
 
-def test_the_same_files_give_the_same_bytes(pefll: Path) -> None:
+def test_equal_files_give_equal_bytes(pefll: Path) -> None:
     written = [*sorted((pefll / "figures").iterdir()), pefll / "report.html"]
     first = [path.read_bytes() for path in written]
     write_report(pefll)

@@ -52,9 +52,7 @@ def positions(of: Assignment) -> set[int]:
 
 @pytest.mark.parametrize("size", [{"share": 0.5}, {"count": 20}])
 @pytest.mark.parametrize("keys", SCHEMES)
-def test_what_is_kept_back_is_dealt_to_nobody_whatever_the_seed_and_the_scheme(
-    keys: dict[str, Any], size: dict[str, Any]
-) -> None:
+def test_reserved_examples_go_to_no_client_for_any_seed_and_scheme(keys: dict[str, Any], size: dict[str, Any]) -> None:
     trained = [dealt({**keys, "reserve": size}, seed) for seed in (1, 2)]
     new = [dealt({**other, "reserve": {**size, "deal": True}}, seed) for other in SCHEMES for seed in (1, 7)]
     for one, other in product(trained, new):

@@ -16,7 +16,7 @@ from fedloom.federation.revealed_sums import RECORD, RevealedSums, Subject
 SUBJECT = Subject(4, "train", "Update")
 
 
-def test_the_same_sum_may_be_revealed_again() -> None:
+def test_an_equal_sum_may_be_revealed_again() -> None:
     sums = RevealedSums()
     for _ in range(3):
         sums.check("a", SUBJECT, ["a", "b", "c", "d"])

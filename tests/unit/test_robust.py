@@ -190,7 +190,7 @@ def test_the_server_needs_each_update_then(method: str) -> None:
         ("afl", {"max_norm": 1.0}, ("max_norm",)),
     ],
 )
-def test_what_is_refused(method: str, keys: dict[str, Any], facts: tuple[str, ...]) -> None:
+def test_refusals(method: str, keys: dict[str, Any], facts: tuple[str, ...]) -> None:
     with pytest.raises(ValidationError) as error:
         find_algorithm(method).settings.model_validate(keys)
     assert tells(str(error.value), *facts)

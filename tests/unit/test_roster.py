@@ -38,7 +38,7 @@ def ids(roster: OpenRoster | ReplayedRoster) -> list[str]:
     return [entry.id for entry in roster.manifest.clients]
 
 
-def test_who_comes_is_in_the_roster_in_the_order_of_ids_and_who_is_away_for_long_leaves() -> None:
+def test_clients_join_the_roster_in_order_of_ids_and_leave_after_a_long_absence() -> None:
     presence = AvailableClients()
     roster = opened(presence)
     presence.change([member("b"), member("a", observer=True)], [])
@@ -65,7 +65,7 @@ def test_a_client_that_never_came_back_is_away_since_the_aggregator_began() -> N
         assert roster.settle(1, evaluating=False).left == left
 
 
-def test_who_is_away_leaves_in_time_though_nobody_else_comes_or_goes() -> None:
+def test_an_absent_client_leaves_in_time_though_no_other_comes_or_goes() -> None:
     presence = AvailableClients()
     roster = opened(presence, heartbeat_timeout_s=0.05)
     presence.change([member("a"), member("b")], [])
@@ -166,7 +166,7 @@ def test_nobody_comes_or_goes_where_all_are_known() -> None:
     assert roster.here() == ("b", "a")
 
 
-def test_what_a_manifest_says_of_a_member() -> None:
+def test_a_members_entry_in_the_manifest() -> None:
     told = member("a", 10, class_counts=(4, 6, 0)).entry(3)
     assert (told.train, told.validation, told.test, told.seen) == (10, 3, 4, True)
     assert told.class_counts["train"] == (4, 6, 0)

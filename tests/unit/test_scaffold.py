@@ -107,7 +107,7 @@ def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_ste
     assert (other.state["theta"] - centres.mean(0)).abs().max() > 0.1
 
 
-def test_what_is_held_out_reaches_no_model(tmp_path: Path) -> None:
+def test_held_out_examples_reach_no_model(tmp_path: Path) -> None:
     data, s = clients(SIZES), made(personalize_steps=2)
     one, other = (
         rostered(tmp_path / name, SCAFFOLD, s, those, rounds=2, unseen=["c2"])
@@ -121,7 +121,7 @@ def test_what_is_held_out_reaches_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("momentum", 0.9), ("clip", 1.0)])
-def test_what_makes_of_steps_more_than_gradients_is_refused(key: str, value: float) -> None:
+def test_optimizers_other_than_plain_sgd_are_refused(key: str, value: float) -> None:
     with pytest.raises(ValidationError, match=key):
         made(local={key: value})
     with pytest.raises(ValidationError, match="weighting"):

@@ -111,7 +111,7 @@ def test_every_client_has_examples_of_its_owner_alone(
 
 @given(problems())
 @settings(max_examples=60)
-def test_the_same_inputs_deal_the_same(problem: tuple[RawDataset, NaturalScheme, PartitionSettings]) -> None:
+def test_equal_inputs_give_equal_partitions(problem: tuple[RawDataset, NaturalScheme, PartitionSettings]) -> None:
     whole, _, how = problem
 
     def outcome() -> list[Any] | str:
@@ -225,7 +225,7 @@ def test_a_cap_on_exchangeable_examples_keeps_the_mix() -> None:
     assert np.all(abs(of[0] - of[1] * 40 / len(free)) < 1)
 
 
-def test_what_a_client_holds_does_not_depend_on_the_others() -> None:
+def test_examples_of_a_client_do_not_depend_on_the_others() -> None:
     whole = official(mixed([30] * 12), mixed([10] * 12), 12, divided=True)
     every, some = deal(whole, NaturalScheme()), deal(whole, NaturalScheme(clients=5))
     assert len(set(every.owners)) == 12
@@ -291,7 +291,7 @@ def test_other_schemes_ignore_the_owners() -> None:
 
 
 @pytest.mark.parametrize(("overlap", "golden"), [(0, "24699140f2ebaa7a"), (3, "6d056e2dfcec0eb6")])
-def test_what_a_seed_deals_never_changes(overlap: int, golden: str) -> None:
+def test_the_partition_of_a_seed_never_changes(overlap: int, golden: str) -> None:
     """If this fails on purpose, raise ``partition.ASSIGNMENT``: cached partitions are no longer what would be dealt."""
     owners = np.arange(300) * 7 % 300 % 9
     labels = np.arange(300) * 11 % 300 % CLASSES

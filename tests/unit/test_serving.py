@@ -219,7 +219,7 @@ def test_a_broadcast_is_sent_once(run: Path) -> None:
     assert warm.down == again.down
 
 
-def test_what_is_remembered_of_one_run_is_not_told_to_another(run: Path, tmp_path: Path) -> None:
+def test_memory_of_one_run_is_not_passed_to_another(run: Path, tmp_path: Path) -> None:
     on_vowels(tmp_path, METHODS["fedavg"]).run()
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
@@ -641,7 +641,7 @@ def promised(model: Any) -> tuple[float, float, float, int]:
     return promise.epsilon, promise.delta, promise.clip, promise.examples
 
 
-def test_what_the_server_learns_is_private_if_the_client_says_so(run: Path, tmp_path: Path) -> None:
+def test_the_server_learns_a_private_descriptor_if_the_client_asks_for_it(run: Path, tmp_path: Path) -> None:
     x, y = examples(1)
     how: dict[str, Any] = {"client": "eve", "epsilon": 1.0, "clip": 0.5}
     with served(run) as at:
@@ -740,7 +740,7 @@ def handed_out(address: str) -> int:
     return asyncio.run(ask())
 
 
-def test_what_is_counted_is_on_the_disk_before_it_is_told_and_once(run: Path, tmp_path: Path) -> None:
+def test_charges_are_on_the_disk_once_before_the_descriptor_is_sent(run: Path, tmp_path: Path) -> None:
     request = PersonalizationRequest("here", *examples(1), epsilon=1.0, clip=0.5, ledger=tmp_path / "ledger")
     client = RequestingClient.described(request, DurableRounds(RunFolder(run)).about)
     accountant = client.accountant
@@ -768,7 +768,7 @@ def test_what_is_counted_is_on_the_disk_before_it_is_told_and_once(run: Path, tm
         ({"ledger": "older"}, DataError, "older, line 1: .*version 1"),
     ],
 )
-def test_what_is_no_ledger_or_budget_is_refused(
+def test_invalid_ledgers_and_budgets_are_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -831,7 +831,7 @@ def test_a_run_that_was_trained_with_privacy_keeps_its_promise_to_newcomers(tmp_
         ({"clip": 1.0}, "clip needs epsilon"),
     ],
 )
-def test_what_is_no_privacy_is_refused(run: Path, how: dict[str, float], said: str) -> None:
+def test_invalid_privacy_is_refused(run: Path, how: dict[str, float], said: str) -> None:
     with pytest.raises(ExperimentError, match=said):
         fedloom.personalize(str(run), *examples(1), **how)
 
@@ -904,7 +904,7 @@ def test_an_aggregator_hands_out_models_of_its_last_durable_round(tmp_path: Path
     assert same(model, fedloom.personalize(str(tmp_path / "run"), x, y))
 
 
-def test_what_serving_has_come_to_is_told_to_prometheus(run: Path) -> None:
+def test_serving_reports_to_prometheus(run: Path) -> None:
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]

@@ -124,7 +124,7 @@ def test_the_bootstrap_draws_seeds_and_then_their_clients() -> None:
     ("seeds", "of_seeds", "of_clients", "by_bootstrap"),
     [(3, 1.0, 0.5, 0.75), (3, 0.2, 8.0, 0.98), (10, 1.0, 0.5, 0.90)],
 )
-def test_what_the_intervals_cover(seeds: int, of_seeds: float, of_clients: float, by_bootstrap: float) -> None:
+def test_coverage_of_the_intervals(seeds: int, of_seeds: float, of_clients: float, by_bootstrap: float) -> None:
     """Trainings and clients drawn from a population whose mean is 0: as docs/evaluation.md says."""
     random, times, clients = np.random.default_rng(3), 250, 20
     student = bootstrap = pooled = 0
@@ -142,7 +142,7 @@ def test_what_the_intervals_cover(seeds: int, of_seeds: float, of_clients: float
         assert pooled / times < 0.4  # a test over clients x seeds rejects most of what is nothing
 
 
-def test_what_a_reference_that_validation_chose_says_and_what_not() -> None:
+def test_claims_about_a_reference_that_validation_chose() -> None:
     """Eight methods as good as each other, three seeds, whose luck validation shares: docs/evaluation.md."""
     random, times, k, seeds = np.random.default_rng(4), 800, 8, 3
     named = chosen = excluded = 0

@@ -48,7 +48,7 @@ def test_all_clients_of_a_worker_that_answers_nothing_come_last(silence: Silence
     assert drawn(silence, 4) == set(EVERYONE)  # others do not suffice
 
 
-def test_who_answers_for_others_loses_the_silent_ones_alone(silence: Silence) -> None:
+def test_a_worker_that_answers_for_others_loses_only_its_silent_clients(silence: Silence) -> None:
     silence.end(GHOSTS[:1], GHOSTS[1:3], 5.0)
     assert silence.silent == set(GHOSTS[1:3])
     assert drawn(silence, 3) == set(EVERYONE) - set(GHOSTS[1:3])
@@ -90,7 +90,7 @@ def drawn_after(silence: Silence, least: int, lost: Sequence[str]) -> list[set[s
     return [set(group) for group in silence.groups(EVERYONE, least, lost) if group]
 
 
-def test_who_joins_again_is_new(silence: Silence) -> None:
+def test_a_client_that_joins_again_is_new(silence: Silence) -> None:
     silence.end((), GHOSTS, 5.0)
     silence.leave(GHOSTS)
     assert silence.silent == frozenset()
@@ -106,7 +106,7 @@ class Clock:
         return self.now
 
 
-def test_who_refuses_a_round_is_drawn_only_where_others_are_too_few_whatever_it_answers_elsewhere() -> None:
+def test_a_client_that_refuses_a_round_is_drawn_only_if_others_are_too_few() -> None:
     clock = Clock()
     silence = Silence(clock)
     for client in HONEST:
@@ -129,7 +129,7 @@ def test_who_refuses_a_round_is_drawn_only_where_others_are_too_few_whatever_it_
     assert silence.refusing == frozenset()
 
 
-def test_who_refuses_while_others_of_its_owner_take_part_rests_alone(silence: Silence) -> None:
+def test_a_refusing_client_rests_while_others_of_its_owner_take_part(silence: Silence) -> None:
     silence.refuse(GHOSTS[:2], GHOSTS[2:3])
     assert silence.refusing == set(GHOSTS[:2])
     silence.end((), HONEST[:1], 5.0)

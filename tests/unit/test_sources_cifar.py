@@ -60,7 +60,7 @@ def test_cifar100_takes_the_fine_label() -> None:
     ],
     ids=["empty", "cut", "cifar100", "label"],
 )
-def test_what_is_wrong_is_named(content: bytes, words: list[str]) -> None:
+def test_errors_are_named(content: bytes, words: list[str]) -> None:
     with pytest.raises(DataError) as error:
         pool_of_files({"test_batch.bin": content}, ["test_batch.bin"], 1, 10)
     assert error.value.exit_code == ExitCode.DATA

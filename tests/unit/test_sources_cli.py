@@ -47,7 +47,7 @@ def fetch(data: Run) -> Run:
     return functools.partial(data, "fetch")
 
 
-def test_what_was_fetched_is_said(fetch: Run, tmp_path: Path) -> None:
+def test_fetched_data_sets_are_reported(fetch: Run, tmp_path: Path) -> None:
     code, out, _ = fetch("vowel", "--from", FIXTURES)
     assert code == 0
     where, what, licence = out.splitlines()
@@ -88,7 +88,7 @@ def test_leafs_files_with_an_empty_user_leave_nothing(fetch: Run, tmp_path: Path
         (["shakespeare", "--from", "."], "(or LEAF's train/*.json and test/*.json, or its all_data/*.json)"),
     ],
 )
-def test_what_cannot_be_had_is_answered_with_what_to_do(
+def test_an_unavailable_data_set_is_answered_with_advice(
     arguments: list[str], words: str, fetch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "empty").mkdir()

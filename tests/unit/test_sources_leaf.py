@@ -99,7 +99,7 @@ def renamed(document: dict[str, Any]) -> None:
         (TEST_0, lambda d: [d[k].clear() for k in d], []),
     ],
 )
-def test_what_is_wrong_is_named_with_file_and_user(name: str, change: Change, words: list[str]) -> None:
+def test_errors_are_named_with_file_and_user(name: str, change: Change, words: list[str]) -> None:
     contents = changed(name, change)
     if not words:  # a file without users is nothing wrong, as long as another of its part has some
         assert len(FEMNIST.read(contents).test) == 2
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_named_with_file_and_user(name: str, change: Change, wo
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"\xff\xfe", b"[1, 2]", b"null"], ids=["empty", "cut", "bytes", "list", "null"]
 )
-def test_what_is_no_json_of_leafs(content: bytes) -> None:
+def test_files_that_are_not_leafs_json(content: bytes) -> None:
     with pytest.raises(DataError, match=rf"{TRAIN_0}.*(JSON|LEAF)"):
         FEMNIST.read(leaf_folders.femnist() | {TRAIN_0: content})
 
@@ -179,6 +179,6 @@ def test_windows_of_leafs_shakespeare() -> None:
         ("a" * 79 + "\ud800", "b", r"'\\ud800'"),
     ],
 )
-def test_what_is_no_window(x: object, y: str, words: str) -> None:
+def test_examples_that_are_no_windows(x: object, y: str, words: str) -> None:
     with pytest.raises(DataError, match=words):
         SHAKESPEARE.read(leaf_folders.files(train=[{"A": ([x], [y])}], test=[{"A": windows("a" * 81)}]))

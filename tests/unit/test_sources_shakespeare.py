@@ -94,7 +94,7 @@ Nobody speaks.
 """
 
 
-def test_what_makes_a_speech() -> None:
+def test_lines_that_make_a_speech() -> None:
     assert roles(PLAY) == {
         "ANNE": "First, she says. Second words. II A verse with a number. Amen. So be it.",
         "BEN": "A line without a blank one before. What I say again ACT II. THE COURT. No one's words.",

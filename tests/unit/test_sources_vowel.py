@@ -51,7 +51,7 @@ def test_class_names_are_those_of_the_file() -> None:
     assert vowel.levels == datasets.find_dataset("vowel").class_names
 
 
-def test_what_is_no_data_is_refused() -> None:
+def test_invalid_data_are_refused() -> None:
     """A closure in place of the first number: nothing of it is read."""
     whole = bytearray(lzma.decompress(VOWEL))
     at = whole.index(struct.pack(">ii", 14, 990))  # the first column of numbers: R's type 14, 990 of them

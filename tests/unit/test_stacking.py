@@ -42,7 +42,7 @@ class Squared(MLP):
 @pytest.mark.parametrize(
     "model", [SMALL, LeNet(IMAGE, CLASSES), Squared(IMAGE, [6], CLASSES)], ids=["mlp", "lenet", "own"]
 )
-def test_those_who_are_done_first_change_nothing_for_the_others(model: Any, name: str) -> None:
+def test_clients_that_finish_first_change_nothing_for_the_others(model: Any, name: str) -> None:
     """One client is alone for its last steps, the epochs being of 21, 13, 6, 3 and 1 examples."""
     s = LocalSGD.model_validate({"epochs": 2, "batch_size": 4, "lr": 0.05, **OPTIONS[name]})
     data, theta = clients(UNEVEN), starts(model, len(UNEVEN))

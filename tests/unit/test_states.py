@@ -257,7 +257,7 @@ def test_an_aggregator_that_is_thought_dead_does_no_harm_to_its_successor(tmp_pa
         (Version(1, 1, 0, 0, 8), False),  # a later life's
     ],
 )
-def test_what_is_superseded(version: Version, gone: bool) -> None:
+def test_superseded_states(version: Version, gone: bool) -> None:
     versions = Versions(Version(5, 1, 0, 0, 7), frozenset({Version(2, 1, 0, 0, 6)}), 7)
     assert versions.superseded(version) is gone
     assert not dataclasses.replace(versions, start=None).superseded(version)
@@ -320,7 +320,7 @@ class Failing(FolderStore):
         super().write(name, content, durably=durably)
 
 
-def test_what_a_killed_worker_left_half_written_goes(tmp_path: Path) -> None:
+def test_half_written_files_of_a_killed_worker_are_removed(tmp_path: Path) -> None:
     """Also where no run's folder is: workers that were started by hand share one for states."""
     states, version = StoredStates(FolderStore(tmp_path)), Version(1, 1, 0, 0)
     states.save("a", version, {"x": torch.zeros(1)})

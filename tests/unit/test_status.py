@@ -124,7 +124,7 @@ def test_the_newest_run_is_the_one_worked_on_last(tmp_path: Path) -> None:
         newest_run(tmp_path / "nowhere")
 
 
-def test_what_a_store_has_of_a_run(tmp_path: Path) -> None:
+def test_status_of_a_run_in_a_store(tmp_path: Path) -> None:
     folder, store = run(tmp_path / "run", rounds=5), open_store(tmp_path / "store")
     copy = RunFolder(tmp_path / "look")
     copy.published = PublishedRun(store, copy.path, checkpoints=False)
@@ -172,7 +172,7 @@ def test_a_run_without_end_is_listed(tmp_path: Path) -> None:
         (["status", "h:1", "--credentials", "{t}/absent"], 2, ("absent",)),
     ],
 )
-def test_what_cannot_be_asked_is_said_in_one_sentence(
+def test_unanswerable_requests_get_one_sentence(
     tmp_path: Path, arguments: list[str], code: int, facts: tuple[str, ...]
 ) -> None:
     ended = CliRunner().invoke(app, [word.format(t=tmp_path) for word in arguments])
@@ -243,7 +243,7 @@ def test_a_low_terminal_says_how_much_it_leaves_out() -> None:
     assert tells(low[-1], "more lines", "--once")
 
 
-def test_who_is_late_is_named() -> None:
+def test_late_clients_are_named() -> None:
     text = "\n".join(lines(activity(), 200))
     assert tells(text, "round 4", "late", "speaker-3", "second", "10 s", "20 s")
 

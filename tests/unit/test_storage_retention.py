@@ -96,7 +96,7 @@ def test_times() -> None:
     assert [seconds("30d"), seconds("12h"), seconds("1.5m"), seconds(None)] == [30 * DAY, 12 * 3600, 90, None]
 
 
-def test_what_makes_a_run_whole_goes_first(folder: Path) -> None:
+def test_the_files_that_complete_a_run_are_removed_first(folder: Path) -> None:
     class Recording:
         def __init__(self) -> None:
             self.removed: list[list[str]] = []

@@ -77,7 +77,7 @@ def test_a_name_is_never_too_long_and_does_not_depend_on_the_rest_of_the_grid() 
         ("1,2", ["federation.clients_per_round=5,50"], ["at federation.clients_per_round=50, seed=1: "]),
     ],
 )
-def test_what_is_refused(seeds: str | None, grid: list[str], said: list[str], tmp_path: Path) -> None:
+def test_refusals(seeds: str | None, grid: list[str], said: list[str], tmp_path: Path) -> None:
     text = FILE.read_text().replace("{scheme: natural}", "{scheme: natural, clients: 15}")
     (tmp_path / "e.yaml").write_text(text)
     with pytest.raises(ExperimentError) as refused:

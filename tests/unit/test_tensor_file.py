@@ -24,7 +24,7 @@ def flipped(content: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_tensors_are_read() -> None:
     tensors, about = decode_tensors(encode_tensors(TENSORS, {"b": [1, None], "a": "é\n\"'"}))
     assert about == {"b": [1, None], "a": "é\n\"'"}
     assert {name: (t.dtype, t.tolist()) for name, t in tensors.items()} == {
@@ -33,7 +33,7 @@ def test_what_is_written_is_read() -> None:
     assert decode_tensors(encode_tensors({}, {}))[0] == {}
 
 
-def test_the_same_content_is_the_same_bytes() -> None:
+def test_equal_contents_are_equal_bytes() -> None:
     assert encode_tensors(TENSORS, {"a": 1, "b": 2}) == encode_tensors(
         dict(reversed(TENSORS.items())), {"b": 2, "a": 1}
     )

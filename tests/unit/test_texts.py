@@ -81,7 +81,7 @@ def test_texts_are_padded_and_cut_on_the_side_that_is_asked_for(folder: str) -> 
     assert (found.specs["input_ids"].high, found.specs["attention_mask"].high) == (len(WORDS), 2)
 
 
-def test_what_is_no_text_or_no_tokenizer_is_refused(folder: str, tmp_path: Path) -> None:
+def test_invalid_texts_and_tokenizers_are_refused(folder: str, tmp_path: Path) -> None:
     with refusing(DataError, "row 1", "row 2", "row 3", "7"):
         ids_of(["good", None, " ", 7], column(folder))  # type: ignore[list-item]
     with refusing(DataError, "none"):

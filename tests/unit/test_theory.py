@@ -127,9 +127,7 @@ def test_the_best_weights_of_the_other_two_minimize_theirs() -> None:
         (20, 0.0, 0.05, 0.05),
     ],
 )
-def test_what_the_bounds_promise_is_near_what_a_quadratic_has(
-    helpers: int, bias: float, eta: float, beta: float | None
-) -> None:
+def test_bounds_are_near_the_values_of_a_quadratic(helpers: int, bias: float, eta: float, beta: float | None) -> None:
     """The table of docs/theory.md: the best α of the bound is nearly best, the speedup is at most twice the gain."""
     p = CollaborationConstants(helpers, bias, 10.0)
     if beta is None:
@@ -237,7 +235,7 @@ def test_noise_that_grows_takes_from_the_descent_and_too_much_is_refused() -> No
         bc_bound(p, 0.5, 1.0, 0.1, 10, 1.0, 1.0)
 
 
-def test_what_is_no_problem_is_refused() -> None:
+def test_invalid_problems_are_refused() -> None:
     with pytest.raises(ValueError, match=r"pl .*smoothness, 1\.0.*2\.0"):
         CollaborationConstants(3, 0.0, 1.0, pl=2.0)
     with pytest.raises(ValueError, match=r"noise .*-1"):

@@ -87,7 +87,7 @@ def test_a_client_gets_one_inner_step_on_its_train_split(tmp_path: Path) -> None
     assert TR_MAML.client(s, problem()).personalization_steps("personal", 9) == 1
 
 
-def test_what_is_refused() -> None:
+def test_refusals() -> None:
     for key, value in (("weights_lr", -1), ("weighting", "examples"), ("inner_lr", -0.1)):
         with pytest.raises(ValidationError, match=key):
             TRMAMLSettings.model_validate({key: value})

@@ -132,7 +132,7 @@ def test_one_that_is_not_there_is_named_before_anything_runs(task: dict[str, Any
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_what_to_install_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_to_install_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
     monkeypatch.delitem(sys.modules, f"fedloom.trackers.{name}", raising=False)
     with pytest.raises(ExperimentError) as refused:

@@ -85,7 +85,7 @@ def test_a_token_has_256_random_bits() -> None:
 
 
 @given(st.text(max_size=80))
-def test_what_is_no_token_is_nobodys(text: str) -> None:
+def test_invalid_tokens_belong_to_nobody(text: str) -> None:
     entry = keep_token("a", make_token())
     known = Tokens((entry,))
     assert known.find(SecretStr(text)) is None
@@ -159,7 +159,7 @@ def test_a_damaged_file_of_tokens_shows_nothing_of_itself(tokens: Path) -> None:
     assert error.value.__cause__ is None
 
 
-def test_what_is_no_token_is_refused_unseen(tmp_path: Path) -> None:
+def test_invalid_tokens_are_refused_without_being_shown(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("hunter2 and more\n")
     with pytest.raises(RefusedError) as refused:
@@ -230,7 +230,7 @@ def test_a_pattern_with_many_stars_takes_linear_time() -> None:
     assert time.perf_counter() - started < 5
 
 
-def test_how_many_clients_an_identity_announces_is_bounded_where_a_pattern_does_not(tmp_path: Path) -> None:
+def test_the_number_of_an_identitys_clients_is_bounded_beyond_its_pattern(tmp_path: Path) -> None:
     path = tmp_path / "identities.yaml"
     entries = ('clients: ["a-1", "a-2"]', 'clients: ["a-*"]', 'clients: ["a-*"], max_clients: 5')
     path.write_text(
@@ -265,7 +265,7 @@ def test_a_table_of_thousands_is_read_and_looked_up_fast(tmp_path: Path) -> None
     assert time.process_time() - started < usual_s
 
 
-def test_who_has_no_clients_speaks_for_none() -> None:
+def test_an_identity_without_clients_speaks_for_none() -> None:
     assert not Identity("n", frozenset({Role.WATCH})).speaks_for("")
 
 
@@ -442,7 +442,7 @@ def test_a_token_and_a_certificate_that_end_while_they_are_used(tokens: Path) ->
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"version": 1}', "fedloom_" + "0" * 12 + "_" + "A" * 43])
-def test_what_is_damaged_later_changes_nothing(
+def test_later_damage_changes_nothing(
     table: Path, tokens: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     south, kept = add_token(tokens, "south")
@@ -507,7 +507,7 @@ def test_files_that_are_being_replaced_are_read_when_they_have_been(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "absent", "bytes"])
-def test_what_is_no_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+def test_paths_that_are_no_files_are_refused_at_once(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"
     match kind:
         case "pipe":

@@ -544,7 +544,7 @@ FOUR = np.arange(8.0).reshape(4, 2)
         (FOUR, [[0], [0, 1], [0], [1]], ("y", "one length")),
     ],
 )
-def test_what_is_no_array_is_refused_in_training_and_by_newcomers(
+def test_values_that_are_no_arrays_are_refused_in_training_and_by_newcomers(
     x: Any, y: Any, facts: tuple[str, ...], tmp_path: Path
 ) -> None:
     uses: tuple[Callable[[], object], ...] = (

@@ -320,12 +320,12 @@ def test_optimal_weights_are_those_of_theory() -> None:
         ({"beta": "optimal", "known": {"bias": 1.0, "noise": 1.0}}, r"beta: optimal .*known\.horizon"),
     ],
 )
-def test_what_cannot_be_is_refused(keys: dict[str, Any], found: str) -> None:
+def test_impossible_values_are_refused(keys: dict[str, Any], found: str) -> None:
     with pytest.raises(ValidationError, match=found):
         made(**keys)
 
 
-def test_who_is_no_user_gets_the_mean_and_makes_steps_from_there(tmp_path: Path) -> None:
+def test_a_client_that_is_no_user_starts_its_steps_from_the_mean(tmp_path: Path) -> None:
     s, data = made(users="all", personalize_steps=2, batch_size=3), clients(SIZES)
     p = problem()
     fed = federation(tmp_path, WGA, s, dataclasses.replace(p, roster=("c0", "c1")), data, unseen=["c2"], rounds=2)

@@ -279,7 +279,7 @@ def test_outbox_keeps_order_within_a_lane_and_takes_turns_between_lanes():
     assert len(frames) < len(order)
 
 
-def test_what_is_put_while_the_last_frame_is_written_is_written_too() -> None:
+def test_frames_put_while_the_last_one_is_written_are_written_too() -> None:
     goodbye = serialize(wire.AggregatorPart(goodbye=wire.Goodbye()))
 
     async def written():
@@ -417,7 +417,7 @@ def test_frames_that_we_do_not_write_are_read_as_protobuf_reads_them(frame):
         field(1, bytes([PART << 3 | 2, 60]) + CHUNK),  # a chunk that goes beyond its part
     ],
 )
-def test_what_is_no_frame_is_refused(frame):
+def test_invalid_frames_are_refused(frame):
     with pytest.raises(WireError) as refused:
         list(read_parts(wire.WorkerFrame, seal_frame([frame])))
     assert refused.value.refusal is Refusal.GARBAGE

@@ -28,7 +28,7 @@ def check(message, dtype=torch.float32):
     return fault(message, SHAPES, dtype)
 
 
-def test_what_is_right_has_no_fault():
+def test_valid_replies_have_no_fault():
     assert check(Update(torch.zeros(1, 3), torch.zeros(1, dtype=torch.float64))) is None
     assert check(Update(torch.zeros(1, 3), torch.zeros(1))) is None
     assert check(Shared(torch.zeros(2, 2))) is None

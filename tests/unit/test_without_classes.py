@@ -167,7 +167,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path: Path, keys: dict[str, Any], found: list[str]) -> None:
+def test_unsuitable_settings_are_refused(tmp_path: Path, keys: dict[str, Any], found: list[str]) -> None:
     with pytest.raises(ExperimentError) as refused:
         load(tmp_path, **keys)
     assert tells(str(refused.value), *found)

@@ -20,14 +20,14 @@ NASTY = "a\u2028b\u2029c\x85d\x1b[2Je\u202ef\x9bg\x00h\ri\nj\x0bk\ud800"
 
 
 @given(st.text(), st.integers(0, 20))
-def test_what_is_printable_is_short_and_prints(text: str, limit: int) -> None:
+def test_printable_text_is_short_and_prints(text: str, limit: int) -> None:
     assert printable(text, limit).isprintable()
     assert len(printable(text, limit)) <= limit
     assert len(printable(text).splitlines()) <= 1
 
 
 @given(st.text().filter(str.isprintable))
-def test_what_prints_stays_as_it_is(text: str) -> None:
+def test_printing_characters_are_kept(text: str) -> None:
     assert printable(text) == text
 
 

@@ -29,7 +29,7 @@ def test_everyone_and_those_named() -> None:
 
 
 @pytest.mark.parametrize("part", ["2/2", "0/4", "0/0", "-1/2", "1/2/3", "a/b", "/", "1 /2", "٣/٤", "a,0/2"])
-def test_what_is_no_part(part: str) -> None:
+def test_invalid_parts(part: str) -> None:
     with pytest.raises(ExperimentError) as refused:
         select_clients(["a", "b", "c"], part)
     assert tells(str(refused.value), "clients", "I/N", part)
