@@ -110,6 +110,7 @@ class Counts(SweepObserver):
         return RunObserver()
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path) -> None:
     changes = (f"data.root={root}", "federation.rounds=1", "algorithm.personalize_steps=1")
     points = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -273,11 +272,11 @@ def test_draws_are_noted_in_training_and_refused_in_evaluation(draw: Any, librar
     assert model_of(Small).draws == ()
 
 
+@pytest.mark.usefixtures("unfrozen")  # frozen objects are not looked through
 @pytest.mark.parametrize(
     "draw", [lambda: torch.rand((), generator=GENERATOR), lambda: NUMBERS.random()], ids=["own", "numpy's own"]
 )
 def test_a_draw_that_a_run_cannot_seed_is_refused_however_seldom_it_matters(draw: Any) -> None:
-    gc.unfreeze()  # conftest.py freezes what imports made, and frozen objects are not looked through
     with refused("model.factory", "'drop'", "Draws", "generator", "global"):
         model_of(lambda: Inner(draw))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -480,7 +479,7 @@ def _sweep_watch(*, choosing: bool) -> SweepObserver:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Restore the settings of torch and the garbage collector that a run changes."""
+    """Restore the settings of torch that a run changes."""
     import torch
 
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
@@ -489,4 +488,3 @@ def restored() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
-        gc.unfreeze()

@@ -7,7 +7,6 @@ A kind of run is one function over this engine (:mod:`~fedloom.runner.closed_run
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 import uuid
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedloom.core.garbage import imports_frozen
 from fedloom.core.logs import lines_about
 from fedloom.errors import DataError, ExperimentError
 from fedloom.evaluation.summary import EvaluationResult
@@ -291,12 +291,9 @@ class Engine:
 
     def train(self, loop: Loop) -> EvaluationResult:
         """Run the rounds to their end and return the last evaluation."""
-        gc.freeze()  # imported objects are never garbage; scanning them would slow every collection
-        log.info("ready to train after %.2f s", time.perf_counter() - self.started_at)
-        try:
+        with imports_frozen():
+            log.info("ready to train after %.2f s", time.perf_counter() - self.started_at)
             return loop.run()
-        finally:
-            gc.unfreeze()  # the process may run more experiments and must free this one's objects
 
     def conclude(self, parts: RunContext, loop: Loop, final: EvaluationResult) -> RunResult:
         """Write and publish the results of a run whose rounds have ended."""
