@@ -7,6 +7,7 @@ import gc
 import gzip
 import logging
 import os
+import subprocess
 import sys
 import zlib
 from collections import Counter
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import forked
 import hypothesis
 import pytest
 import tiny_data
@@ -44,6 +46,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Try a quarter of the examples of a property where what is exhaustive is left out."""
     hypothesis.settings.load_profile("first tier" if "not exhaustive" in config.option.markexpr else "exhaustive")
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes that a run of this test starts, for tests of what workers do and not of how they start."""
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", forked._execute_child)
 
 
 @pytest.fixture

@@ -14,8 +14,10 @@ A process that has been forked starts its own ``python -m ...`` in the same way,
 ``children`` and ``cmdline`` leave those out.
 
 There is a server for each set of what environment variables say that are read at a start (``STARTS``). Started as usual
-are other programs, commands with another ``PYTHON...`` than ours, with ``preexec_fn`` or ``pass_fds``, and all of them
-where there is no Linux. Tests of the start itself, of imports, and of signals that arrive meanwhile use ``subprocess``.
+are other programs, commands with another ``PYTHON...`` than ours, with packages on ``PYTHONPATH``, with ``preexec_fn`` or
+``pass_fds``, and all where there is no Linux. Tests of the start itself, of imports, and of signals that arrive
+meanwhile use ``subprocess``. Processes that FedLoom itself starts in a test's process are forks where the test uses the
+fixture ``forks``.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ STARTS = (
     "CUDA", "FORCE_COLOR", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "MPL", "OMP_", "OPENBLAS_",
     "PYTHON", "TERMINAL_WIDTH", "TORCH", "TYPER_",
 )  # fmt: skip
-"""Beginnings of environment variables that are read once, when a process or a library starts."""
+"""Beginnings of environment variables that are read once, when a process or a library starts.
+
+``PYTHONPATH`` is one that a fork can take over: see ``_take_search_path``.
+"""
 
 SERVER = "forked-server"  # what a server calls itself, in its command line
 TITLE_BYTES = 4096
@@ -111,7 +116,9 @@ _starting = threading.Lock()
 
 
 def _read_at_start(environment: Mapping[str, str], names: tuple[str, ...] = STARTS) -> frozenset[tuple[str, str]]:
-    return frozenset((name, value) for name, value in environment.items() if name.startswith(names))
+    return frozenset(
+        (name, value) for name, value in environment.items() if name.startswith(names) and name != "PYTHONPATH"
+    )
 
 
 def _server(environment: Mapping[str, str]) -> Server:
@@ -165,7 +172,8 @@ def _execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:
     python = None
     if sys.platform == "linux" and not any(given[name] for name in ("shell", "preexec_fn", "pass_fds", "executable")):
         python = _as_python(words)
-    if python is None or _read_at_start(environment, ("PYTHON",)) != _read_at_start(os.environ, ("PYTHON",)):
+    other = _read_at_start(environment, ("PYTHON",)) != _read_at_start(os.environ, ("PYTHON",))
+    if python is None or other or _has_packages(environment):
         if dies_with_parent and shutil.which("setpriv"):
             given["args"] = ["setpriv", "--pdeathsig", "KILL", "--", *words]
         _real_execute_child(*given.values())
@@ -184,6 +192,12 @@ def _execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:
     self._child_created = True  # type: ignore[attr-defined]
     pipes = [given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
     self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def _has_packages(environment: Mapping[str, str]) -> bool:
+    """Return True if packages lie on the search path, whose plugins FedLoom looks for when it is imported."""
+    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
+    return any(True for folder in folders if folder for _ in Path(folder).glob("*.dist-info"))
 
 
 class Popen(subprocess.Popen[Any]):
@@ -278,6 +292,7 @@ def _become(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(request["folder"])
+    _take_search_path(request["environment"].get("PYTHONPATH", ""))
     for name in set(os.environ) - set(request["environment"]):
         del os.environ[name]
     os.environ.update(request["environment"])
@@ -294,6 +309,16 @@ def _become(request: dict[str, Any]) -> None:
         _before.append(before)  # closing it would close the file
         setattr(sys, name, file)
         setattr(sys, f"__{name}__", file)
+
+
+def _take_search_path(theirs: str) -> None:
+    """Import from these folders in place of those of this process's own ``PYTHONPATH``."""
+    ours, its = (
+        [str(Path(folder).absolute()) for folder in path.split(os.pathsep) if folder]
+        for path in (os.environ.get("PYTHONPATH", ""), theirs)
+    )
+    others = [folder for folder in sys.path[1:] if folder not in {*ours, *its}]
+    sys.path[1:] = [*dict.fromkeys(its), *others]  # the first is that of the script
 
 
 def _retitle(words: Sequence[str]) -> None:

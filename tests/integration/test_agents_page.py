@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -58,7 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(place: Path, *command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(place), "FEDLOOM_DATA": str(place / "data"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=240)
+    done = forked.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
@@ -102,7 +103,7 @@ def test_the_focal_loss_and_the_median_are_those_of_their_papers(place: Path, mo
     assert FEDMEDIAN.aggregate(torch.zeros(2), Updates(), settings).tolist() == [1.0, 2.0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_method_passes_the_conformance_kit_as_the_page_runs_it(place: Path) -> None:
     found = re.search(r"`pytest (tests/conformance [^`]*)`", (ROOT / "AGENTS.md").read_text(encoding="utf-8"))
     assert found is not None

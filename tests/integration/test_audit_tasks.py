@@ -16,6 +16,7 @@ DISCRETE = ("next token", "named inputs")
 """Cases whose inputs no gradient reconstructs."""
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_every_task_can_be_audited(case: str, tmp_path: Path) -> None:
     x, y, model = CASES[case]
@@ -35,6 +36,7 @@ def test_every_task_can_be_audited(case: str, tmp_path: Path) -> None:
         assert alone["psnr_best"] > alone["psnr_of_mean_input"] + 20
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("x", "y", "model"), [(ROWS, PRICES, MLP), (ROWS, LABELS, MLP), (TOKENS, TOKENS, Tokens()), (CODES, PRICES, MLP)]
 )

@@ -72,7 +72,11 @@ def program(folder: Path, *words: str, **environment: str) -> subprocess.Complet
     )
 
 
-@pytest.mark.parametrize("how", [["--out", "run"], ["--out", "sweep", "--seeds", "1-2", "--parallel", "2"]])
+ALONE = ["--out", "run"]
+BESIDE = ["--out", "sweep", "--seeds", "1-2", "--parallel", "2", "--set", "runtime.workers=0"]
+
+
+@pytest.mark.parametrize("how", [ALONE, BESIDE], ids=["alone", "beside others"])
 def test_modules_in_the_current_folder_are_not_imported(how: list[str], tmp_path: Path) -> None:
     (tmp_path / "e.json").write_text(json.dumps(task(tmp_path)))
     (tmp_path / "random.py").write_text("open('ran', 'w').close()\nraise SystemExit('somebody else is random')\n")
@@ -99,6 +103,7 @@ def test_workers_of_the_run_are_waited_for_while_they_live(tmp_path: Path) -> No
     assert carry_out(of(task(tmp_path)), options, progress=False).finished
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_exit_code_of_somebody_elses_is_not_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['worker']", "sys.exit(4)")
     with pytest.raises(WorkerLostError) as error:
@@ -117,6 +122,7 @@ def test_a_workers_own_failure_arrives_whole(tmp_path: Path, monkeypatch: pytest
     assert log.count("ended with code 2") == 1  # a restart would only repeat it
 
 
+@pytest.mark.usefixtures("forks")
 def test_runs_side_by_side_tell_their_whole_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     action = "raise ValueError('first line\\nerror: second line')"
     factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['run']", action)
@@ -128,6 +134,7 @@ def test_runs_side_by_side_tell_their_whole_errors(tmp_path: Path, monkeypatch: 
         assert tells(str(failure), "childrens_models:small", "ValueError", "first line", "second line")
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_bug_of_a_run_side_by_side_is_told_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

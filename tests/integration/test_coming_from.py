@@ -103,6 +103,7 @@ def test_each_framework_has_a_block() -> None:
     assert titles == [framework for framework, *_ in EXAMPLES.values()]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_first_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a block as it stands, on a few random images and for at most three rounds."""

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from facts import tells
+from forked import run
 
 from fedloom.data.datasets.vowel import read_vowel
 
@@ -65,7 +66,7 @@ def people(tmp_path: Path) -> Path:
 
 def fedloom(environment: dict[str, str], *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fedloom", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def test_the_examples_train_in_worker_processes(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_the_examples_train_in_worker_processes(environment: dict[str, str], peo
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert summary["global"]["accuracy_mean"] > lines[0]["global"]["accuracy_mean"] + 0.1  # of eleven classes
     assert summary["unseen"]["clients"] == 3
-    secure = ("--set", "federation.secure_aggregation={}", "--out", tmp_path / "secure")
+    secure = ("--set", "federation.secure_aggregation={}", "--set", "runtime.workers=0", "--out", tmp_path / "secure")
     done = fedloom(environment, "run", tmp_path / "mine.yaml", "--no-report", *secure)
     assert done.returncode == 0, done.stderr
     summed = json.loads((tmp_path / "secure" / "summary.json").read_text())
@@ -89,6 +90,7 @@ def test_the_examples_train_in_worker_processes(environment: dict[str, str], peo
     assert summed["global"]["accuracy_worst"] is None
 
 
+@pytest.mark.exhaustive
 def test_the_example_passes_the_conformance_kit_as_the_page_runs_it(environment: dict[str, str]) -> None:
     page = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
     found = re.search(r"`pytest (tests/conformance [^`]*)`", page)
@@ -142,6 +144,7 @@ def test_the_task_of_the_example_trains(environment: dict[str, str], tmp_path: P
     assert (tmp_path / "run-1" / "report.html").exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "facts"),
     [
@@ -201,6 +204,7 @@ def test_a_package_that_cannot_be_loaded_is_named(environment: dict[str, str], t
     ), said
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("value", "facts"),
     [

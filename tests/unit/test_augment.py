@@ -174,6 +174,7 @@ def final(root: Path, out: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forks")
 def test_a_run_has_the_same_bits_for_any_number_of_workers_when_resumed_and_when_replayed(tmp_path: Path) -> None:
     """Combine random changes, an optimizer with a state, a schedule and averaged mini-batches."""
     keys = {"augment": [v2.RandomCrop(12, padding=2), v2.RandomHorizontalFlip(), v2.RandomErasing()]}

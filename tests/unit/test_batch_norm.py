@@ -142,6 +142,7 @@ def test_a_step_moves_the_statistics_a_tenth_of_the_way_and_the_server_averages_
     assert SMALL.layout.split(state["theta"])["conv1.mean"].abs().min() > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - REFUSED))
 def test_every_method_carries_the_statistics(tmp_path: Path, name: str) -> None:
     made = made_by(run(tmp_path, name, SMALL))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import torch
 import yaml
 from facts import mentions, tells
 from federations import Federation, clients, federation, setup, variant
+from forked import run
 from test_local_data import TASK, people
 from torch import Tensor, nn
 
@@ -250,7 +250,7 @@ def test_a_command_ends_with_a_traceback_or_with_the_line_and_the_traceback_in_t
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(tree))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "FEDLOOM_DATA": str(tmp_path / "data")}
     command = [sys.executable, "-m", "fedloom", "run", "experiment.yaml", "--out", "run", "--no-report"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    ended = run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     line = MODULE.splitlines().index("            return self.lats(x)") + 1
     if workers:
         assert ended.returncode == 5, ended.stderr

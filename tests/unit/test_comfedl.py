@@ -141,6 +141,7 @@ def shift_of(scale: str) -> Tensor:
     return ZERO if scale == "literal" else ZERO + 0.9
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
 @pytest.mark.parametrize("scale", ["literal", "largest", "normalized"])
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -74,6 +74,7 @@ def test_nothing_held_out_reaches_a_model(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(tensor, other[key]) for key, tensor in found.items())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(set(METHODS) - {"pfnm", "fedbn"}))  # MLPs alone; normalization layers
 def test_tokens_that_come_as_bytes_train_as_the_same_numbers_do(tmp_path: Path, name: str) -> None:
     """Nothing that is computed has the type of what an LSTM reads."""

@@ -90,6 +90,7 @@ def test_the_others_say_why_not(name: str) -> None:
         check_example_privacy(method, settings_of(name))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROTECTING)
 def test_all_that_is_sent_follows_from_clipped_gradients(name: str, tmp_path: Path) -> None:
     """With a clipping norm of nearly nothing, the server learns the same from other examples, in three rounds."""
@@ -111,6 +112,7 @@ def test_all_that_is_sent_follows_from_clipped_gradients(name: str, tmp_path: Pa
         assert "loss" not in first
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PROTECTING)
 def test_noisy_sums_are_those_that_are_counted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In two rounds of all clients, and in evaluations of a client that is only evaluated."""
@@ -135,6 +137,7 @@ def test_noisy_sums_are_those_that_are_counted(name: str, tmp_path: Path, monkey
     assert released == expected
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("epochs", [False, True])
 @pytest.mark.parametrize("name", PROTECTING)
 def test_clients_together_are_near_to_one_by_one(name: str, *, epochs: bool, tmp_path: Path) -> None:
@@ -397,6 +400,7 @@ def people(n: int = 3) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return found
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_run_protects_examples_in_any_number_of_processes(tmp_path: Path) -> None:
     experiment = {
         "name": "noisy",

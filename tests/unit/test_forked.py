@@ -55,6 +55,23 @@ def test_arguments_environment_and_files(way: Way, tmp_path: Path) -> None:
     assert done.stdout == f"['a b', ''] {tmp_path} so False  True {tmp_path} ['0', '1', '2']\n"
 
 
+@WAYS
+@pytest.mark.parametrize("also", ["", "PYTHONPATH"])
+def test_search_path(way: Way, also: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of_a_test.py").write_text(f"print({name!r})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "c"))
+    given = {"PYTHONPATH": os.pathsep.join(["a", str(tmp_path / "b"), "a"])}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | (given if also else {})
+    command = [sys.executable, "-c", "import sys; print(sys.path[:3]); import of_a_test"]
+    done = way(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if also:
+        assert done.stdout == f"{['', str(tmp_path / 'a'), str(tmp_path / 'b')]}\na\n"
+    else:
+        assert "ModuleNotFoundError" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_it_is_a_child_that_signals_reach(number: signal.Signals) -> None:
     command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]

@@ -330,6 +330,7 @@ WITH_LOCAL = [name for name, s in METHODS.items() if "local" in s and name != "l
 """Methods whose rounds train by the settings ``local``."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WITH_LOCAL)
 def test_a_round_of_every_method_uses_the_rate_of_the_round_alone(tmp_path: Path, name: str) -> None:
     """Half of the rate by a schedule makes the server that half of the rate makes, to the bit."""
@@ -343,6 +344,7 @@ def test_a_round_of_every_method_uses_the_rate_of_the_round_alone(tmp_path: Path
         assert torch.equal(found[tensor], expected[tensor]), tensor
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [name for name in WITH_LOCAL if table()[name.split()[0]].startswith(("all", "the optimizer"))]
 )

@@ -157,6 +157,7 @@ def loss_on_train(f: Any, data: list[ClientData], round: int) -> float:
     return float(torch.stack(found).mean())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("task", DENSE)
 @pytest.mark.parametrize("name", DENSE_METHODS)
 def test_pixels_and_tokens_train_with_the_loss_of_pytorch(tmp_path: Path, name: str, task: str) -> None:
@@ -193,6 +194,7 @@ LONGER: dict[str, dict[str, Any]] = {
 """Settings for methods whose first rounds are short."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
 @pytest.mark.parametrize("name", METHODS)
 def test_losses_of_numbers_and_labels_fall(

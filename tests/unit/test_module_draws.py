@@ -146,6 +146,7 @@ def test_a_run_with_draws_has_the_same_bits_again_and_resumed(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.usefixtures("forks")
 def test_draws_are_the_same_for_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "drops.py").write_text(DROPS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -175,6 +176,7 @@ def dropping() -> ModuleModel:
     return ModuleModel(make, IMAGE, CLASSES, "pixels")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"pfnm", "fedbn"}))
 def test_every_method_trains_a_module_that_draws_to_the_same_bits(name: str, tmp_path: Path) -> None:
     model, found = dropping(), []

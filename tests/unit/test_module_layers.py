@@ -165,6 +165,7 @@ def torchs(module: nn.Module, client: ClientData) -> nn.Module:
     return module
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*(vmap|performance drop|nested).*")
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_layer_trains_as_in_torch_alone_and_together(kind: str) -> None:

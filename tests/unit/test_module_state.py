@@ -173,6 +173,7 @@ def small() -> ModuleModel:
 SMALL = small()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - REFUSED))
 def test_every_method_moves_statistics_and_keeps_variances_positive(tmp_path: Path, name: str) -> None:
     method = find_algorithm(name.split()[0])

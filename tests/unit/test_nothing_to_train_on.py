@@ -65,6 +65,7 @@ def test_the_methods_are_found() -> None:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", ["examples", "labels"])
 @pytest.mark.parametrize("name", with_a_shared_model())
 def test_it_is_measured_under_global(tmp_path: Path, name: str, what: str) -> None:

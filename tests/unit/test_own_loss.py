@@ -55,6 +55,7 @@ MODELS: dict[str, tuple[FlatModel, FlatModel]] = {"fedbn": (SmoothedNormalized(I
 """Models of methods that need normalization layers, with the own loss and with the cross-entropy."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"pfedgp"}))
 def test_every_method_trains_with_the_models_own_loss(tmp_path: Path, name: str) -> None:
     """Both the state and each client's own model differ from those that the cross-entropy leads to."""

@@ -75,6 +75,7 @@ def test_names_and_functions_give_metrics_of_a_run(tmp_path: Path) -> None:
     assert made.summary["metrics"]["Right"] == {"name": "Right", "higher_is_better": True, "percent": True}
 
 
+@pytest.mark.usefixtures("forks")
 def test_named_functions_run_in_workers_too(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
     here = run(tmp_path / "a", [f"{module}:likelihood"], runtime__workers=0)

@@ -154,6 +154,7 @@ def test_steps_that_the_experiment_does_not_name_are_refused(tmp_path: Path) -> 
             assert "evaluation.own_steps" in answer.reason
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", available())
 def test_every_method_has_steps_or_says_who_does(name: str) -> None:
     algorithm = find_algorithm(name)

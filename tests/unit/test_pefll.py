@@ -141,6 +141,7 @@ def gradient_step(
     return eta_v - BETA * d_v, moved
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "model", "sizes"),
     [

@@ -223,6 +223,7 @@ def visit(
 GD = {"optimizer": "gd", "lr_personal": 1e-3, "lr_global": 2e-3, "zeta": 1.5}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [

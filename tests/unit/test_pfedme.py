@@ -108,6 +108,7 @@ def visit(s: PFedMeSettings, problem: Setup, w: Tensor, c: ClientData, round: in
     return w, losses
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("beta", [1.0, 2.0, 0.3])
 @pytest.mark.usefixtures("each_task")

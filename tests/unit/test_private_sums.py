@@ -100,6 +100,7 @@ def trained(*args: Any, **keys: Any) -> Mapping[str, Tensor]:
     return run.loop.server.state
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", METHODS)
 def test_without_noise_and_clipping_private_sums_are_plain_means(name: str, tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", name, None)
@@ -111,6 +112,7 @@ def test_without_noise_and_clipping_private_sums_are_plain_means(name: str, tmp_
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("secure", [None, SecureAggregation(bits=64)])
 def test_every_method_trains_with_noise(name: str, secure: SecureAggregation | None, tmp_path: Path) -> None:
@@ -457,6 +459,7 @@ def state(root: Path, out: str) -> dict[str, Tensor]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("noise", ["central", "distributed"])
+@pytest.mark.usefixtures("forks")
 def test_workers_resumption_and_replay_give_the_same_bits_in_a_simulation(noise: str, tmp_path: Path) -> None:
     keys: dict[str, Any] = {}
     if noise == "distributed":

@@ -66,6 +66,7 @@ def test_stacked_logits_of_a_network_are_those_of_each_client() -> None:
         torch.testing.assert_close(found[i], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [name for name in METHODS if name.split()[0] in ours()])
 def test_every_method_is_near_to_one_by_one_and_repeats_its_bits(name: str, tmp_path: Path) -> None:
     one, together, again = (
