@@ -14,10 +14,10 @@ A process that has been forked starts its own ``python -m ...`` in the same way,
 ``children`` and ``cmdline`` leave those out.
 
 There is a server for each set of what environment variables say that are read at a start (``STARTS``). Started as usual
-are other programs, commands with another ``PYTHON...`` than ours, with packages on ``PYTHONPATH``, with ``preexec_fn`` or
-``pass_fds``, and all where there is no Linux. Tests of the start itself, of imports, and of signals that arrive
-meanwhile use ``subprocess``. Processes that FedLoom itself starts in a test's process are forks where the test uses the
-fixture ``forks``.
+are other programs, commands with another ``PYTHON...`` than ours, with packages on ``PYTHONPATH``, with ``preexec_fn``
+or ``pass_fds``, and all where there is no Linux. Tests of the start itself, of imports, and of signals that arrive
+meanwhile use ``subprocess``. Processes that FedLoom itself starts in a test's process are forks where the test uses
+the fixture ``forks``.
 """
 
 from __future__ import annotations
