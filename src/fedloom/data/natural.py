@@ -131,16 +131,14 @@ def _qualified(
             key=f"data.partition.{key}",
             found=found,
         )
-    why = []
-    for which, reason in (
-        (few, f"fewer than {scheme.min_examples} examples (min_examples)"),
-        (empty, "an empty split"),
-    ):
-        if which:
-            who = ", ".join(names[owner] for owner in which[:NAMED]) + (", ..." if len(which) > NAMED else "")
-            why.append(f"{who} ({len(which)} with {reason})")
+    reasons = ((few, f"fewer than {scheme.min_examples} examples (min_examples)"), (empty, "an empty split"))
+    why = [f"{_named(which, names)} ({len(which)} with {reason})" for which, reason in reasons if which]
     note = f"{len(unfit)} of {pluralize(len(names), 'owner')} cannot become clients: {'; '.join(why)}"
     return qualified, (note,) if why else ()
+
+
+def _named(owners: Sequence[int], names: Sequence[str]) -> str:
+    return ", ".join(names[owner] for owner in owners[:NAMED]) + (", ..." if len(owners) > NAMED else "")
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,6 +36,7 @@ from fedloom.data.pack.targets import inferred_task, read_targets, tokens_to_pre
 from fedloom.data.targets import SHAPES
 from fedloom.data.values import are_numbers, as_numbers, found_classes, label_text
 from fedloom.errors import DataError, argument
+from fedloom.tasks.names import TaskName
 
 VALUES = 2**22
 """Numbers processed at once, unless one example has more."""
@@ -133,16 +134,7 @@ def _prefixes(arrays: Iterable[str]) -> dict[str, int | None]:
 def _parts_in_memory(owner: str | None, arrays: Mapping[str, RawInputs]) -> Iterator[_Part]:
     whose = "" if owner is None else f"client {owner}: "
     prefixes = _prefixes(arrays)
-    known = [f"{prefix}{name}" for prefix in prefixes for name in "xy"]
-    names = "x and y, or train_x, train_y, test_x and test_y, and possibly validation_x and validation_y"
-    if missing := [name for name in known if name not in arrays]:
-        raise DataError(
-            f"{whose}{', '.join(missing)} is missing from {', '.join(arrays) or 'the arrays'}; give {names}"
-        )
-    if foreign := [name for name in arrays if name not in known]:
-        raise DataError(
-            f"{whose}{', '.join(foreign)} would not be used besides {', '.join(known)}; use the names {names}"
-        )
+    _check_names(arrays, [f"{prefix}{name}" for prefix in prefixes for name in "xy"], whose)
     inputs = {prefix: named_arrays(arrays[f"{prefix}x"]) for prefix in prefixes}
     if any(not named for named in inputs.values()):
         raise DataError(f"{whose}x has no arrays; give an array, or arrays by name")
@@ -154,6 +146,19 @@ def _parts_in_memory(owner: str | None, arrays: Mapping[str, RawInputs]) -> Iter
             raise DataError(f"{whose}{prefix}y must be one array (got arrays by name)")
         x = {name: with_channels(each) for name, each in sorted(inputs[prefix].items())}
         yield _Part(f"{whose}{prefix}x", f"{whose}{prefix}y", x, y, split, owner)
+
+
+def _check_names(arrays: Iterable[str], known: Sequence[str], whose: str) -> None:
+    """Reject arrays that lack a name, or have one that would not be used."""
+    names = "x and y, or train_x, train_y, test_x and test_y, and possibly validation_x and validation_y"
+    if missing := [name for name in known if name not in arrays]:
+        raise DataError(
+            f"{whose}{', '.join(missing)} is missing from {', '.join(arrays) or 'the arrays'}; give {names}"
+        )
+    if foreign := [name for name in arrays if name not in known]:
+        raise DataError(
+            f"{whose}{', '.join(foreign)} would not be used besides {', '.join(known)}; use the names {names}"
+        )
 
 
 def _kind(parts: Sequence[_Part], name: str, errors: ValidationErrors) -> TensorKind:
@@ -216,12 +221,10 @@ def _joined(
     ys = [part.y for part in parts if part.y is not None]
     if not ys:
         return replace(known, classes=given or (), notes=notes)
-    task = request.wanted_task or inferred_task(ys, specs)
-    if request.wanted_task is None and task == "regression" and names and len(names) != math.prod(ys[0].shape[1:]):
-        task = "classification"  # the names are those of classes
+    task = _task(ys, request, specs, names)
     if task != "classification":
-        named = names or (() if request.own is None or request.own.targets is None else request.own.targets.names)
-        outputs = request.outputs if request.own is None or request.own.targets is None else request.own.targets.outputs
+        own = None if request.own is None else request.own.targets
+        named, outputs = (names or (), request.outputs) if own is None else (names or own.names, own.outputs)
         y, targets, told = read_targets(ys, task, specs, where, errors, names=named, outputs=outputs)
         if task == "next_token":
             y, told = tokens_to_predict(x, y)
@@ -230,6 +233,17 @@ def _joined(
     labels, classes = numbered(ys, given, known.kind, where, errors, in_order=in_order)
     notes += notes_of_classes(classes) if given is None else ()
     return replace(known, y=labels, classes=classes, notes=notes)
+
+
+def _task(
+    ys: Sequence[NDArray[Any]], request: Request, specs: Mapping[str, InputSpec], names: Sequence[str] | None
+) -> TaskName:
+    """Return the task of the request, or else that which the targets and the number of names suggest."""
+    if request.wanted_task is not None:
+        return request.wanted_task
+    task = inferred_task(ys, specs)
+    of_classes = task == "regression" and names and len(names) != math.prod(ys[0].shape[1:])
+    return "classification" if of_classes else task
 
 
 def _sizes(parts: Sequence[_Part], errors: ValidationErrors) -> list[int]:

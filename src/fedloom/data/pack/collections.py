@@ -142,12 +142,9 @@ def _of_lists(
     tokens = TokenizedTexts({}, {})
     for frame, split in zip(frames, splits, strict=True):
         prefix = "" if split is None else f"{SPLITS[split]}_"
-        inputs = {name: _stacked(frame, name, errors.source) for name in lists if name != request.label}
         if request.text is not None:
             tokens = _tokens(frame, request.text, errors)
-            inputs |= {name or IDS: each for name, each in tokens.x.items()}
-        if wrong := [name for name in inputs if not INPUT_NAME.fullmatch(name)]:
-            raise DataError(f"{errors.source}: column {wrong[0]!r} cannot name an input; use letters and digits")
+        inputs = _inputs(frame, [name for name in lists if name != request.label], tokens, errors.source)
         labels = _stacked(frame, request.label, errors.source) if request.label in lists else frame[request.label]
         given[f"{prefix}x"] = next(iter(inputs.values())) if len(inputs) == 1 else inputs
         given[f"{prefix}y"] = np.asarray(labels)
@@ -157,6 +154,15 @@ def _of_lists(
     of_text = {(name or IDS if "" not in examples.specs else name): spec for name, spec in tokens.specs.items()}
     examples = replace(examples, specs={**examples.specs, **of_text})
     return examples if request.client is None else replace(examples, owners=tuple(owners))
+
+
+def _inputs(frame: DataFrame, lists: Sequence[str], tokens: TokenizedTexts, source: str) -> dict[str, NDArray[Any]]:
+    """Return columns of lists, and the tokens of a text, as inputs by name."""
+    inputs = {name: _stacked(frame, name, source) for name in lists}
+    inputs |= {name or IDS: each for name, each in tokens.x.items()}
+    if wrong := [name for name in inputs if not INPUT_NAME.fullmatch(name)]:
+        raise DataError(f"{source}: column {wrong[0]!r} cannot name an input; use letters and digits")
+    return inputs
 
 
 def _tokens(frame: DataFrame, text: TextColumn, errors: ValidationErrors) -> TokenizedTexts:

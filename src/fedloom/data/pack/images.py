@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from fedloom.data.pack.masks import has_masks, read_masked
 from fedloom.data.pack.pixels import ImageStack, UnfitImage, endings, read_picture
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError
-
-if TYPE_CHECKING:
-    pass
 
 
 def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
@@ -32,8 +29,6 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: 
     """
     _check_request(folder, request)
     own = request.own
-    known = endings()
-    files = list(files_below(folder))
     given = _are_splits(folder, () if own is None else own.classes)
     depth = int(given) + int(request.client is not None)
     if request.labelled and request.wanted_task in (None, "segmentation") and has_masks(folder, depth):
@@ -43,20 +38,8 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: 
             f"{folder}: task {request.wanted_task} cannot be read from images in folders; segmentation needs folders "
             "images and masks, and other targets a table or arrays"
         )
-    taken, found = ImageStack(None if own is None else own.input_shape, request.resize), list[_Picture]()
-    for done, path in enumerate(files):
-        tell("reading images", done, len(files))
-        try:
-            picture = _picture(path, folder, depth, request, known, given)
-            taken.add(*read_picture(path))
-        except UnfitImage as unfit:
-            name = path.relative_to(folder)  # as shown in errors, which start with the folder
-            errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))
-            continue
-        found.append(picture)
-    errors.refuse()
-    if not found:
-        raise DataError(f"{folder} has no images; put images below it as CLASS/NAME.png")
+    taken = ImageStack(None if own is None else own.input_shape, request.resize)
+    found = _pictures(folder, depth, request, taken, errors, tell, given=given)
     kept, labels = [each.path for each in found], [each.label for each in found]
     empty = [] if not request.labelled else [str(path.relative_to(folder)) for path in _empty(folder, depth, kept)]
     classes = own.classes if own is not None else found_classes(labels) if request.labelled else ()
@@ -72,6 +55,37 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: 
         notes=(*taken.notes(), *([f"folders without an image, left out: {listed(empty)}"] if empty else [])),
         owners=None if request.client is None else tuple(each.owner for each in found),
     )
+
+
+def _pictures(
+    folder: Path,
+    depth: int,
+    request: Request,
+    taken: ImageStack,
+    errors: ValidationErrors,
+    tell: Tell,
+    *,
+    given: bool,
+) -> list[_Picture]:
+    """Add every image below a folder to a stack; return their places.
+
+    Raise DataError if there is no image, or some are invalid.
+    """
+    known, files, found = endings(), list(files_below(folder)), list[_Picture]()
+    for done, path in enumerate(files):
+        tell("reading images", done, len(files))
+        try:
+            picture = _picture(path, folder, depth, request, known, given)
+            taken.add(*read_picture(path))
+        except UnfitImage as unfit:
+            name = path.relative_to(folder)  # as shown in errors, which start with the folder
+            errors.add(unfit.fault, f"{name}: {unfit.detail}" if unfit.detail else str(name))
+        else:
+            found.append(picture)
+    errors.refuse()
+    if not found:
+        raise DataError(f"{folder} has no images; put images below it as CLASS/NAME.png")
+    return found
 
 
 class _Picture(NamedTuple):

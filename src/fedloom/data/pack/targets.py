@@ -39,16 +39,15 @@ def inferred_task(ys: Sequence[NDArray[Any]], specs: Mapping[str, InputSpec]) ->
     if not kinds <= set("iufb") or len(shapes) > 1:
         return "classification"
     shape = shapes.pop()
-    if kinds & {"f"} and any(_has_fraction(y) for y in ys):
+    if any(_has_fraction(y) for y in ys):
         return "regression"
     binary = all(bool(((y == 0) | (y == 1)).all()) for y in ys)
     if len(shape) == 1 and shape[0] > 1 and binary:
         return "multilabel"
-    if (kinds <= set("iub") or binary) and len(shape) > 1 and any(_plane(spec) == shape for spec in specs.values()):
+    if (kinds <= set("iub") or binary) and shape in map(_plane, specs.values()):
         return "segmentation"
-    if kinds <= set("iu") and any(spec.kind == "integers" and spec.shape == shape for spec in specs.values()):
-        return "next_token" if len(shape) == 1 else "classification"
-    return "classification"
+    sequences = [spec.shape for spec in specs.values() if spec.kind == "integers" and len(spec.shape) == 1]
+    return "next_token" if kinds <= set("iu") and shape in sequences else "classification"
 
 
 def without_ones(y: NDArray[Any], task: TaskName | None, specs: Mapping[str, InputSpec]) -> NDArray[Any]:
