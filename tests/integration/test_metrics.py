@@ -209,7 +209,7 @@ def test_idle_connections_take_neither_descriptors_nor_the_place_of_a_scrape(tmp
         assert process.stdout.readline() == "full\n"
         for _ in range(40):
             idle.append(socket.create_connection(("127.0.0.1", port), timeout=10))
-        said, _ = process.communicate("\n", timeout=30)
+        said, _ = process.communicate("\n", timeout=120)
     finally:
         process.kill()
         process.wait()

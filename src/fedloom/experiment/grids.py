@@ -96,17 +96,7 @@ def points(
     ExperimentError
         If the grid is malformed, or an experiment in it is invalid; before anything runs.
     """
-    axes = [grid_values(text) for text in grid]
-    keys = [key for key, _ in axes]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ExperimentError(f"{argument('grid')} names {key} twice; give all its values at once.", key="grid")
-    if seeds is not None:
-        if "seed" in keys:
-            raise ExperimentError(
-                f"{argument('grid')} of seed cannot be combined with {argument('seeds')}.", key="grid"
-            )
-        axes.append(("seed", [str(seed) for seed in seeds_of(seeds)]))
+    axes = _axes(grid, seeds)
     labels = _labels([key for key, _ in axes])
     found: list[Point] = []
     for values in itertools.product(*(values for _, values in axes)):
@@ -118,6 +108,20 @@ def points(
         name = _folder_name([f"{label}={_short(value)}" for label, value in zip(labels, values, strict=True)], settings)
         found.append(Point(name, (*overrides, *settings), made))
     return found
+
+
+def _axes(grid: Sequence[str], seeds: str | None) -> list[tuple[str, list[str]]]:
+    """Return the keys of a sweep with their values, seeds last."""
+    axes = [grid_values(text) for text in grid]
+    keys = [key for key, _ in axes]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ExperimentError(f"{argument('grid')} names {key} twice; give all its values at once.", key="grid")
+    if seeds is None:
+        return axes
+    if "seed" in keys:
+        raise ExperimentError(f"{argument('grid')} of seed cannot be combined with {argument('seeds')}.", key="grid")
+    return [*axes, ("seed", [str(seed) for seed in seeds_of(seeds)])]
 
 
 def begun_in(folder: Path | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,9 +54,16 @@ def head_of(
     _move(module)  # a factor that starts at 1 would not show
     layers = dict(module.named_modules())
     linear = [name for name, layer in layers.items() if name and isinstance(layer, nn.Linear)]
-    if asked is None:
-        heads = (_ending(module, call, name, x) for name in linear[::-1])
-        return next((head for head in heads if head is not None), None)
+    if asked is not None:
+        return _named_head(module, call, x, others, asked, linear)
+    heads = (_ending(module, call, name, x) for name in linear[::-1])
+    return next((head for head in heads if head is not None), None)
+
+
+def _named_head(
+    module: nn.Module, call: ModuleCall, x: ModuleInputs, others: ModuleInputs, asked: str, linear: Sequence[str]
+) -> Head:
+    """Return the head that ``model.head`` names, one of the linear layers."""
     if asked not in linear:
         raise ExperimentError(
             f"model.head: {asked!r} is not a linear layer; linear layers: {', '.join(linear) or 'none'}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -34,14 +36,23 @@ def _limits(module: nn.Module, call: ModuleCall, x: ModuleInputs, name: str) -> 
     high = int(column.max())
     limits = torch.zeros(column.shape[1], dtype=torch.int64)
     for j in range(column.shape[1]):
-        low, most = 0, high
-        while low < most:  # the largest value that does not fail
-            middle = high if most == high and low == 0 else (low + most + 1) // 2
+
+        def is_beyond(value: int, j: int = j) -> bool:
             given = mapped(x, lambda t: torch.zeros_like(t) if t.dtype == torch.int64 else t)
-            (given if isinstance(given, Tensor) else given[name])[:, j] = middle
-            low, most = (low, middle - 1) if _is_beyond(module, call, given) else (middle, most)
-        limits[j] = low
+            (given if isinstance(given, Tensor) else given[name])[:, j] = value
+            return _is_beyond(module, call, given)
+
+        limits[j] = _largest(high, is_beyond)
     return limits if int(limits.max()) == high else None
+
+
+def _largest(high: int, is_beyond: Callable[[int], bool]) -> int:
+    """Return the largest value from 0 to ``high`` that is not beyond; ``high`` is tried first."""
+    low, most = 0, high
+    while low < most:
+        middle = high if most == high and low == 0 else (low + most + 1) // 2
+        low, most = (low, middle - 1) if is_beyond(middle) else (middle, most)
+    return low
 
 
 def _limited(x: ModuleInputs, limits: dict[str, Tensor]) -> ModuleInputs:

@@ -154,11 +154,8 @@ def _about_partition(manifest: Manifest) -> tuple[tuple[str, str], ...]:
     classes_of = [sum(1 for count in client.class_counts["train"] if count) for client in manifest.clients]
     sizes = {split: sum(c.size(split) for c in manifest.clients) for split in ("train", "validation", "test")}
     inputs_of = "×".join(map(str, manifest.input_shape))
-    targets = manifest.targets
-    predicted = f", {pluralize(manifest.classes, 'class', 'classes')}" if manifest.classes else ""
-    predicted = predicted if targets is None else f", {targets.task}, {pluralize(targets.outputs, 'output')}"
     return (
-        ("data set", f"{manifest.dataset}{predicted}, inputs {inputs_of}"),
+        ("data set", f"{manifest.dataset}{_predicted(manifest)}, inputs {inputs_of}"),
         ("clients", f"{len(manifest.roster)} seen, {len(manifest.unseen)} unseen"),
         ("scheme", ", ".join(f"{key} {_value(value)}" for key, value in ordered)),
         ("training examples per client", number_range([client.train for client in manifest.clients])),
@@ -166,6 +163,12 @@ def _about_partition(manifest: Manifest) -> tuple[tuple[str, str], ...]:
         ("examples", ", ".join(f"{size:,} {split}" for split, size in sizes.items())),
         ("fingerprint", manifest.fingerprint),
     )
+
+
+def _predicted(manifest: Manifest) -> str:
+    if manifest.targets is not None:
+        return f", {manifest.targets.task}, {pluralize(manifest.targets.outputs, 'output')}"
+    return f", {pluralize(manifest.classes, 'class', 'classes')}" if manifest.classes else ""
 
 
 def _pairs(value: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

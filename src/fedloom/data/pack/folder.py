@@ -99,20 +99,7 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         Progress callback.
     """
     name = settings.id if settings.id is not None else source.resolve().name.removesuffix(source.suffix)
-    if not CLIENT_ID.fullmatch(name):
-        raise ExperimentError(
-            f"{argument('id')} must be up to 128 letters, digits, '.', '_' and '-' (got {name!r}).",
-            key="id",
-            found=name,
-        )
-    for option in ("test_fraction", "validation_fraction"):
-        if not 0 < getattr(settings, option) < 1:
-            found = getattr(settings, option)
-            raise ExperimentError(
-                f"{argument(option)} must be between 0 and 1 (got {found:g}).", key=option, found=found
-            )
-    if out.exists():
-        raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
+    _check_arguments(name, out, settings)
     form, reader = _reader(source)
     errors = ValidationErrors(str(source))
     try:
@@ -159,6 +146,24 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
             (staging / file).chmod(0o600)
         sync(staging)
     return Packed(card, (*examples.notes, *notes))
+
+
+def _check_arguments(name: str, out: Path, settings: PackSettings) -> None:
+    """Reject a client id, fractions or a folder that packing cannot use."""
+    if not CLIENT_ID.fullmatch(name):
+        raise ExperimentError(
+            f"{argument('id')} must be up to 128 letters, digits, '.', '_' and '-' (got {name!r}).",
+            key="id",
+            found=name,
+        )
+    for option in ("test_fraction", "validation_fraction"):
+        if not 0 < getattr(settings, option) < 1:
+            found = getattr(settings, option)
+            raise ExperimentError(
+                f"{argument(option)} must be between 0 and 1 (got {found:g}).", key=option, found=found
+            )
+    if out.exists():
+        raise ExperimentError(f"{argument('out')} must be a new folder, and {out} exists.", key="out", found=out)
 
 
 def _check_targets(examples: Examples, request: Request, source: str) -> None:

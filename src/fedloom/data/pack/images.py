@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedloom.core.words import composed
 from fedloom.data.listing import files_below, folders_in
@@ -40,16 +41,14 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: 
         )
     taken = ImageStack(None if own is None else own.input_shape, request.resize)
     found = _pictures(folder, depth, request, taken, errors, tell, given=given)
-    kept, labels = [each.path for each in found], [each.label for each in found]
+    kept, x = [each.path for each in found], taken.joined()
     empty = [] if not request.labelled else [str(path.relative_to(folder)) for path in _empty(folder, depth, kept)]
-    classes = own.classes if own is not None else found_classes(labels) if request.labelled else ()
-    place = {composed(name): i for i, name in enumerate(classes)}
-    x = taken.joined()
+    classes, y = _labels(found, request)
     return Examples(
         specs={"": spec_of("pixels", x)},
         classes=classes,
         x=x,
-        y=np.array([place[label] for label in labels], dtype=np.int64) if request.labelled else None,
+        y=y,
         split=np.array([each.split for each in found], dtype=np.int64) if given else None,
         where=lambda i: str(kept[i]),
         notes=(*taken.notes(), *([f"folders without an image, left out: {listed(empty)}"] if empty else [])),
@@ -86,6 +85,17 @@ def _pictures(
     if not found:
         raise DataError(f"{folder} has no images; put images below it as CLASS/NAME.png")
     return found
+
+
+def _labels(found: Sequence[_Picture], request: Request) -> tuple[tuple[str, ...], NDArray[np.int64] | None]:
+    """Return the classes, and each image's position in them if they are labelled."""
+    labels = [each.label for each in found]
+    given = None if request.own is None else request.own.classes
+    if not request.labelled:
+        return given or (), None
+    classes = found_classes(labels) if given is None else given
+    place = {composed(name): i for i, name in enumerate(classes)}
+    return classes, np.array([place[label] for label in labels], dtype=np.int64)
 
 
 class _Picture(NamedTuple):
