@@ -26,6 +26,8 @@ from fedloom.runner.options import RunOptions
 from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.folder import RunFolder
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 CLASS_NAMES = find_dataset("vowel").class_names
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -25,6 +25,8 @@ from fedloom.runner.client_models import save_models
 from fedloom.runs.folder import RunFolder
 from fedloom.runs.journal import Journal
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 VOWEL = Path(__file__).parents[1] / "fixtures" / "Vowel.rda"
 PRIVACY: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 3.0, "delta": 1e-3}
 DRAWN = sampled("poisson", 12, 3, 3.0)  # 12 of 15 speakers train, 3 a round

@@ -23,7 +23,7 @@ from fedloom.runs.published import FOLDER, Record
 from fedloom.runs.publisher import Publisher
 from fedloom.storage import open_store
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.usefixtures("forks")]
 
 command = partial(run, report=False)  # a report takes longer than these runs: the tests of reports write them
 METHODS = {

@@ -26,6 +26,8 @@ from fedloom.runner.options import RunOptions
 from fedloom.runner.parallel import core_shares
 from fedloom.runner.sweep import SweepObserver, run_points
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 REPOSITORY = Path(__file__).parents[2]
 
 

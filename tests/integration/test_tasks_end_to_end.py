@@ -20,6 +20,8 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.kubeflow import steps
 from fedloom.runner.serve import serve_run
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 N = 40
 RNG = np.random.default_rng(7)
 torch.manual_seed(11)  # the modules below start from the same parameters in every run
