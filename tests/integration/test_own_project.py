@@ -16,6 +16,7 @@ BLOCK = re.compile(r'^```(python|sh)(?: title="([\w.]+)")?\n(.*?)^```$', re.DOTA
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # half a minute; the other tutorials are in the first tier
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("PYTHONPATH", "")  # set by a cell
