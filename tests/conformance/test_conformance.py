@@ -111,6 +111,7 @@ def test_one_survivor_of_each_exchange(tiny: Federation, trained: str) -> None:
             assert_finite(loop)
 
 
+@pytest.mark.sampled(3)
 def test_one_survivor_of_an_exchange_that_is_drawn(tiny: Federation, sampled: str) -> None:
     draw = random.Random(sampled)
     exchange = draw.choice(tiny.exchanges())
@@ -256,6 +257,7 @@ def test_killed_at_every_exchange_and_resumed(tiny: Federation, thorough: str, c
         killed_and_resumed(tiny, i, calls)
 
 
+@pytest.mark.sampled(3)
 def test_killed_at_one_exchange_of_each_kind_and_resumed(tiny: Federation, sampled: str) -> None:
     """At a call drawn at random, the same in every run; checkpoints after every round, and only at the end, in turn."""
     calls = undisturbed(tiny)
@@ -337,6 +339,7 @@ def test_placement_of_clients_changes_no_bits(tiny: Federation, method: str, pla
 # --- personalization --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 def test_evaluation_changes_nothing_and_repeats_itself(tiny: Federation, method: str) -> None:
     loop = tiny.loop("run")
     loop.run()

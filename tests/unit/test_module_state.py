@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -162,6 +163,7 @@ def test_a_group_is_each_client_alone(norm: str, batch_size: int) -> None:
 REFUSED = {"apfl", "pefll", "pfedbayes", "pfedhn", "pfnm", "wga"}
 
 
+@functools.cache
 def small() -> ModuleModel:
     def make() -> nn.Module:
         convolved = (nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
@@ -170,38 +172,35 @@ def small() -> ModuleModel:
     return ModuleModel(make, IMAGE, CLASSES, "pixels")
 
 
-SMALL = small()
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - REFUSED))
 def test_every_method_moves_statistics_and_keeps_variances_positive(tmp_path: Path, name: str) -> None:
     method = find_algorithm(name.split()[0])
-    method.check_model(method.settings.model_validate(METHODS[name]), SMALL)
-    made = made_by(run(tmp_path, name, SMALL))
+    method.check_model(method.settings.model_validate(METHODS[name]), small())
+    made = made_by(run(tmp_path, name, small()))
     assert all(value.isfinite().all() for value in made.values())
-    size = SMALL.layout.size
+    size = small().layout.size
     models = [value.flatten() for key, value in made.items() if key.endswith("theta") and value.numel() == size]
     assert len(models) >= len(SIZES) or name == "pfedgp"
     for theta in models:
-        named = SMALL.layout.split(theta)
+        named = small().layout.split(theta)
         assert (named["1.running_var"] > 0).all()
-    assert any(SMALL.layout.split(theta)["1.running_mean"].abs().min() > 0 for theta in models) or name == "pfedgp"
+    assert any(small().layout.split(theta)["1.running_mean"].abs().min() > 0 for theta in models) or name == "pfedgp"
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_method_that_cannot_move_statistics_says_so(name: str) -> None:
     method = find_algorithm(name)
     with pytest.raises(ExperimentError) as error:
-        method.check_model(method.settings.model_validate(METHODS[name]), SMALL)
+        method.check_model(method.settings.model_validate(METHODS[name]), small())
     assert tells(str(error.value), "model.", name)
 
 
 def test_the_server_averages_statistics_whatever_its_optimizer(tmp_path: Path) -> None:
     """FedAdam's second moment would divide by them, and a rate above 1 could make a variance negative."""
-    moved = SMALL.layout.mask(SMALL.layout.buffers)
+    moved = small().layout.mask(small().layout.buffers)
     runs = {
-        name: run(tmp_path / name, method, SMALL, **keys).state["theta"]
+        name: run(tmp_path / name, method, small(), **keys).state["theta"]
         for name, method, keys in (
             ("fedavg", "fedavg", {}),
             ("fast", "fedavg", {"server_lr": 3.0}),
