@@ -109,7 +109,7 @@ os.environ["FEDLOOM_REPORT"] = "0"  # it takes longer than such a run: tests tha
 
 @pytest.fixture
 def unrendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made and not rendered: for tests of a page's words, of whose time matplotlib takes four fifths."""
+    """Make figures without rendering them, for tests of a page's words: matplotlib takes four fifths of their time."""
     from matplotlib.figure import Figure
 
     monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg/>"))

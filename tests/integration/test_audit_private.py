@@ -73,6 +73,7 @@ def test_bound_exceeds_a_claim_whose_noise_was_left_out(tmp_path: Path) -> None:
     assert mentions(audit_verdict(found["canaries"], claim), "exceeds")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "settings"), [("scaffold", PLAIN), ("fedrep", UNIFORM), ("fedadam", UNIFORM)])
 def test_other_methods_keep_their_claims(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
     found = audited(tmp_path, 1, CLIENTS, algorithm={"name": method, "local": LOCAL, **settings})

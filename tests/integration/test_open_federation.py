@@ -430,7 +430,10 @@ def test_a_member_whose_clients_stay_silent_ends_no_run_and_stops_it_for_no_long
     equal_to_the_replay(federation, tmp_path / "replay")
 
 
-@pytest.mark.parametrize("refuses", [False, True], ids=["silent", "refusing"])
+@pytest.mark.parametrize(
+    "refuses",
+    [pytest.param(False, id="silent"), pytest.param(True, id="refusing", marks=pytest.mark.exhaustive)],  # 200 rounds
+)
 def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_no_run(
     federation: Federation, *, refuses: bool
 ) -> None:

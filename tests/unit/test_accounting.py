@@ -54,6 +54,7 @@ def test_epsilon_of_poisson_samples_is_the_package_s_own(n: int, m: int, rounds:
         assert found < by_renyi * 1.05  # figures with three digits, by a looser accountant
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "m", "rounds", "at_8", "at_2"), SETTINGS)
 def test_noise_for_an_epsilon_spends_it_and_no_more(n: int, m: int, rounds: int, at_8: float, at_2: float) -> None:
     delta = n**-1.1

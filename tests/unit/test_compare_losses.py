@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from facts import tells
+from matplotlib.figure import Figure
 from run_folders import put, write_run
 from scipy import stats
 from typer.testing import CliRunner
@@ -67,8 +68,10 @@ def run(root: Path, out: Path, *options: str, **algorithm: Any) -> str:
 def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sweeps: ``one`` (user 0 alone, two rules, two seeds) and ``all`` (everybody user 0, three step sizes)."""
     root = tmp_path_factory.mktemp("losses")
-    run(root, root / "one", "--seeds", "1-2", "--grid", "algorithm.rule=alone,bc")
-    said = run(root, root / "all", "--grid", "algorithm.lr=0.001,0.05,0.2", rule="wga", users="all", block=12)
+    with pytest.MonkeyPatch.context() as unrendered:  # figures are made, and drawn where a test looks at them
+        unrendered.setattr(Figure, "savefig", lambda figure, file, **options: file.write("<svg/>"))
+        run(root, root / "one", "--seeds", "1-2", "--grid", "algorithm.rule=alone,bc")
+        said = run(root, root / "all", "--grid", "algorithm.lr=0.001,0.05,0.2", rule="wga", users="all", block=12)
     assert "Validation loss" in said
     assert said.count("<- chosen") == 1
     return root
