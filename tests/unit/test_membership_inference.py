@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import roc_auc_score, roc_curve
+from lazy import Lazy
 
 from fedloom.attacks.membership import (
     MemberScores,
@@ -23,6 +23,7 @@ from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.models.mlp import MLP
 from fedloom.models.predictors import ModelPredictor
 
+sk = Lazy("sklearn.metrics")
 SCORES = st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=60)
 
 
@@ -31,11 +32,11 @@ SCORES = st.lists(st.integers(-4, 4).map(float), min_size=1, max_size=60)
 def test_curve_and_area_are_those_of_scikit_learn(members: list[float], others: list[float]) -> None:
     found = RocCurve.of(np.array(members), np.array(others))
     labels, scores = [1] * len(members) + [0] * len(others), members + others
-    fpr, tpr, thresholds = roc_curve(labels, scores, drop_intermediate=False)
+    fpr, tpr, thresholds = sk.roc_curve(labels, scores, drop_intermediate=False)
     np.testing.assert_allclose(found.fpr, fpr)
     np.testing.assert_allclose(found.tpr, tpr)
     np.testing.assert_allclose(found.thresholds[1:], thresholds[1:])
-    assert found.auc == pytest.approx(roc_auc_score(labels, scores))
+    assert found.auc == pytest.approx(sk.roc_auc_score(labels, scores))
     assert found.tpr_at(0.01) == max(t for f, t in zip(fpr, tpr, strict=True) if f <= 0.01)
 
 

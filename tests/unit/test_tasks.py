@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import torchmetrics.functional as tm
 from facts import mentions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn import metrics as sk
+from lazy import Lazy
 from torch import Tensor
 
 from fedloom.data.targets import Targets
@@ -27,6 +26,8 @@ from fedloom.tasks.registry import TASKS, task_of
 from fedloom.tasks.regression import Regression
 from fedloom.tasks.segmentation import Segmentation
 from fedloom.tasks.tokens import next_tokens
+
+sk, tm = Lazy("sklearn.metrics"), Lazy("torchmetrics.functional")
 
 K = 4
 SHAPES: dict[str, tuple[int, ...]] = {
