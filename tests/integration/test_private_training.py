@@ -74,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_folder_is_made_where_the_accountant_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an image without the extra."""
+    """Refuse to account for privacy in an image without the extra."""
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ExperimentError) as refused:
         trained(tmp_path)

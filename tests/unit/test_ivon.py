@@ -130,7 +130,7 @@ def test_steps_are_those_of_the_authors_package(draws: int) -> None:
 
 
 def test_the_variance_goes_to_the_inverse_hessian() -> None:
-    """Of a quadratic loss, at whose minimum 1/σ² is n/ζ times its curvature, and that of the prior beside it."""
+    """Check a quadratic loss: at its minimum 1/σ² is n/ζ times its curvature, plus that of the prior."""
     n, zeta, prior = 50, 2.0, some(seed=5)
     a, target = torch.linspace(0.5, 3, 6).double(), some(seed=6)[0]
     q, w, random = MeanField(prior), MeanField(prior), torch.Generator().manual_seed(1)
@@ -169,6 +169,6 @@ def test_without_a_gradient_at_the_prior_nothing_moves() -> None:
         ({"betas": [0.9, 1.0]}, "betas"),
     ],
 )
-def test_what_ivon_cannot_use_is_refused(keys: dict[str, Any], told: str) -> None:
+def test_settings_that_ivon_cannot_use_are_refused(keys: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         made(**{**IVON, **keys})
