@@ -217,7 +217,7 @@ def test_a_ledger_counts_the_training_that_its_owner_took_part_in(
     assert cost.with_ledger.epsilon > found["epsilon"]
 
 
-def test_dry_run_completes_a_claim_and_refuses_settings_that_protect_nobody(
+def test_ledger_completes_a_claim_and_refuses_trainings_that_protect_nobody(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
 ) -> None:
     keys = (OF_EXAMPLES, GIVEN, "algorithm.weighting=uniform", "federation.clients_per_round=5")
