@@ -549,6 +549,7 @@ WRONG: list[tuple[str, tuple[str | int, ...], object]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("file", "keys", "value"), WRONG)
 @UNRENDERED
 def test_a_value_of_another_form_is_never_taken_for_a_bug(
