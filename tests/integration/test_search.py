@@ -152,7 +152,7 @@ def test_a_killed_search_continues_with_the_same_trials(root: Path, tmp_path: Pa
 
 
 class Events(SweepObserver):
-    """What an observer of a search is told."""
+    """Record of the events of a search."""
 
     def __init__(self) -> None:
         self.stopped_after: dict[int, int] = {}

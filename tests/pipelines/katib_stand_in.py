@@ -1,4 +1,4 @@
-"""What Katib does with an Experiment, as its sources of June 2026 (33c8ff4) have it.
+"""Stand-in for Katib, which treats an Experiment as its sources of June 2026 (33c8ff4) do.
 
 Its custom resource has no schema: a webhook checks it (``pkg/webhook/v1beta1/experiment/validator``), another one
 wraps a trial's command in a shell (``pkg/webhook/v1beta1/pod``), a suggestion service draws values
@@ -19,7 +19,7 @@ import optuna
 Object = dict[str, Any]
 
 DEFAULT_FILTER = re.compile(r"([\w|-]+)\s*=\s*([+-]?\d*(\.\d+)?([Ee][+-]?\d+)?)")
-"""Of the collector: a metric's name and its value."""
+"""Default filter of the collector: a metric's name and its value."""
 
 FIELDS = {
     "objective": {"type", "goal", "objectiveMetricName", "additionalMetricNames", "metricStrategies"},

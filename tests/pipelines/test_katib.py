@@ -151,7 +151,7 @@ def test_names() -> None:
 def test_the_trials_are_those_of_a_search_without_a_cluster(
     sampler: str, parameters: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Where values do not depend on results; of the same Optuna they even come in the same order."""
+    """Compare samplers whose values do not depend on results; with the same Optuna they even come in the same order."""
     search = planned(parameters, sampler=sampler, seed=11)
     spec = made(search)[1]["spec"]
     trials = Trials(search.plan, RunFiles(tmp_path), "e", Schedule(150, 10))
@@ -164,7 +164,7 @@ def test_the_trials_are_those_of_a_search_without_a_cluster(
         assert {texts["algorithm.local.lr"] for texts in ours} == {"0.1", "0.2", "0.30000000000000004", "0.4", "0.5"}
 
 
-def test_what_katib_cannot_do_is_refused() -> None:
+def test_searches_that_katib_cannot_do_are_refused() -> None:
     with refusing(ExperimentError, "algorithm.local.lr", "median"):
         search_objects(planned({"algorithm.local.lr": SPACE["algorithm.local.lr"]}, early_stopping="hyperband"))
     momentum = {"algorithm.local.momentum": {"min": 0, "max": 0.9}}

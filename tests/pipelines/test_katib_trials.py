@@ -88,11 +88,11 @@ class Container:
 
     @property
     def marks(self) -> list[str]:
-        """What the shell, or the collector, has noted about the end."""
+        """Notes of the shell, or of the collector, about the end."""
         return [path.read_text().strip() for path in self.metrics.parent.glob("*.pid")]
 
     def read(self) -> list[Metric]:
-        """What the collector reads."""
+        """Return the metrics that the collector reads."""
         written = self.metrics.read_text() if self.metrics.exists() else ""
         return collected(written, ["validation_accuracy", "epsilon"])
 

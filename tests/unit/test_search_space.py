@@ -153,7 +153,7 @@ def test_lines_of_a_file_are_named(tmp_path: Path) -> None:
         ({"algorithm..lr": {"min": 1, "max": 3}}, {}, ["algorithm..lr"]),
     ],
 )
-def test_what_does_not_fit_the_experiment_is_refused(
+def test_spaces_that_do_not_fit_the_experiment_are_refused(
     parameters: dict[str, Any], settings: dict[str, Any], said: list[str]
 ) -> None:
     with refusing(ExperimentError, *said):
