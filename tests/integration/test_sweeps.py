@@ -130,6 +130,25 @@ def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path)
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("unfrozen")
+def test_a_run_leaves_no_data_to_the_process(root: Path, tmp_path: Path) -> None:
+    gc.collect()  # what other tests left
+    gc.disable()  # a collection by chance would hide what the run leaves
+    try:
+        before = sum(type(there) is FederatedDataset for there in gc.get_objects())
+        fedloom.run(
+            REPOSITORY / "experiments" / "vowel.yaml",
+            out=tmp_path / "run",
+            data__root=str(root),
+            federation__rounds=1,
+            report=False,
+            progress=False,
+        )
+        assert sum(type(there) is FederatedDataset for there in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
 class KillsTheFirst(SweepObserver):
     """Kills the process of the first run that begins beside others, and notes how each ends."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -113,8 +114,11 @@ def carry_out(experiment: Experiment, options: RunOptions, progress: bool | RunO
 
     observer = progress if isinstance(progress, RunObserver) else Watch() if progress else None
     with restored():
-        found = run_experiment(experiment, options, observer)
-    return Run(found.folder)
+        try:
+            folder = run_experiment(experiment, options, observer).folder
+        finally:
+            gc.collect()  # a run's objects form cycles; uncollected, they grow by hundreds of megabytes a run
+    return Run(folder)
 
 
 def sweep(
