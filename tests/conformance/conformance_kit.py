@@ -38,6 +38,11 @@ TINY: dict[str, dict[str, Any]] = {
         "descriptor": {"standardize": "first"},
         "server": {"rule": "adam", "lr": 0.01},
     },
+    "pefll:subspace": {
+        "embedding": {"network": "linear"},
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "hypernetwork": {"subspace": {"size": 11}},
+    },
     "apfl": {"local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "ditto": {
         "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
@@ -105,6 +110,14 @@ TINY: dict[str, dict[str, Any]] = {
     "q-fedavg": {"q": 1.0, "local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "drfa": {"gamma": 0.05, "local": {"steps": 3, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "tr-maml": {"local": {"steps": None, "epochs": 1, "batch_size": 4, "lr": 0.05}, "weights_lr": 0.2},
+    "flowdup": {
+        "local": {"epochs": 1, "batch_size": 4, "lr": 0.05},
+        "embedding": {"network": "mlp", "width": 6, "labels": False},
+        "subspace": {"size": 11},
+        "lambda_centre": 0.1,
+        "unlabelled": 0.4,
+        "personalize_steps": 2,
+    },
     "heurfedamp": {"proximity": 0.5, "local": {"epochs": 1, "batch_size": 4, "lr": 0.05}},
     "pfnm": {"sweeps": 2, "local": {"epochs": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},
     "afl": {"weights_lr": 0.2, "local": {"steps": 1, "batch_size": 4, "lr": 0.05}, "personalize_steps": 2},

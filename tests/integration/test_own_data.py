@@ -112,6 +112,29 @@ def test_own_data_give_the_same_numbers_in_process_and_with_workers_and_on_repla
     assert final(tmp_path / "c") == final(tmp_path / "a")
 
 
+def test_a_member_without_labels_trains_by_a_method_that_can_and_by_no_other(
+    packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
+) -> None:
+    """Its data alter the run; it is not measured, because it has no labels."""
+    bare = packed / "s2" / "bare.csv"
+    rows = [line.split(",", 1)[1] for line in (tmp_path / "speaker-2.csv").read_text().splitlines()]
+    bare.write_text("\n".join(rows))
+    out = packed / "s5"
+    assert fedloom("data", "pack", bare, "--out", out, "--experiment", experiment, "--unlabelled")[0] == 0
+    flowdup = "algorithm={name: flowdup, local: {steps: 3, lr: 0.1}, embedding: {network: mlp, labels: false}}"
+    trains, labelled = (0, 1, 5), (0, 1)
+    for workers in (0, 1):
+        e = of(experiment, flowdup, f"runtime.workers={workers}")
+        found = run_experiment(e, options(packed, tmp_path / f"with-{workers}", trains))
+    assert final(tmp_path / "with-0") == final(tmp_path / "with-1")
+    assert (found.summary["seen"]["clients"], found.summary["unseen"]["clients"]) == (2, 1)
+    run_experiment(of(experiment, flowdup), options(packed, tmp_path / "without", labelled))
+    assert final(tmp_path / "without") != final(tmp_path / "with-0")
+    with pytest.raises(DataError) as refused:
+        run_experiment(of(experiment), options(packed, tmp_path / "fedavg", trains))
+    assert mentions(str(refused.value), "s5", "observe")
+
+
 def test_noise_of_clients_with_workers_is_secret_and_a_replay_says_that_it_cannot_repeat_it(
     packed: Path, experiment: Path, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "q-fedavg": {"local": LOCAL, "personalize_steps": 2},
     "drfa": {"local": LOCAL},
     "tr-maml": {"local": LOCAL},
+    "flowdup": {"local": LOCAL, "embedding": {"network": "linear", "labels": True}, "subspace": {"size": 9}},
     "heurfedamp": {"local": LOCAL},
     "pfnm": {"local": LOCAL},
     "afl": {"local": LOCAL | {"steps": 1}},

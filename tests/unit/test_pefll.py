@@ -85,6 +85,16 @@ def hyper(s: PeFLLSettings, p: dict[str, Tensor], v: Tensor) -> Tensor:
     return p[f"fc{layers}.weight"] @ v + p[f"fc{layers}.bias"]
 
 
+def in_space(s: PeFLLSettings, problem: Setup, v: Tensor) -> Tensor:
+    """θ of what the hypernetwork made: itself, or θ₀ + P v with a dense P."""
+    if s.hypernetwork.subspace is None:
+        return v
+    subspace = s.hypernetwork.subspace.of(problem.model, problem.seed, torch.float64)
+    p = torch.zeros(problem.model.layout.size, len(v), dtype=torch.float64)
+    p[torch.arange(len(p)), subspace.groups] = subspace.entries
+    return subspace.origin + p @ v
+
+
 def parameters(state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """η_v and η_h of a state, as leaves."""
     eta_v = state["eta_v"].clone().requires_grad_()
@@ -110,7 +120,7 @@ def objective(
         x, y = c.train.x, c.train.y
         assert y is not None
         v = embed(s, layout.split(eta_v), x, y).mean(0)
-        theta = hyper(s, eta_h, (v - shift) / scale)
+        theta = in_space(s, problem, hyper(s, eta_h, (v - shift) / scale))
         p = problem.model.layout.split(theta)
         logits = lenet(p, x) if isinstance(problem.model, LeNet) else problem.model.forward(p, x)
         total = total + mean_loss(logits, y) + s.local.lambda_theta * theta.square().sum()
@@ -156,6 +166,7 @@ def gradient_step(
         ({"hypernetwork": {"size": "S", "output_relu": False}}, MLP(IMAGE, [5], CLASSES), SIZES),
         ({"hypernetwork": {"size": "L"}, "lambda_h": 0.0}, MLP(IMAGE, [5], CLASSES), SIZES),
         ({}, MLP(IMAGE, [5], CLASSES), tuple(range(3, 13))),  # two tiles of the hypernetwork
+        ({"hypernetwork": {"subspace": {"size": 17}}}, MLP(IMAGE, [5], CLASSES), SIZES),
     ],
     ids=[
         "paper",
@@ -169,6 +180,7 @@ def gradient_step(
         "S",
         "L",
         "ten clients",
+        "subspace",
     ],
 )
 @pytest.mark.usefixtures("each_task")
@@ -444,13 +456,19 @@ def test_the_batch_of_a_descriptor_is_drawn_anew_each_round_and_only_then() -> N
     assert not torch.equal(v(PeFLLTrainRequest, 1), v(DescriptorRequest, 1))
 
 
+@pytest.mark.parametrize("subspace", [None, {"size": 17}])
 @pytest.mark.usefixtures("each_task")
-def test_a_group_answers_as_its_clients_do_alone() -> None:
-    s = literal(local={"steps": 4, "batch_size": 3, "momentum": 0.9}, descriptor={"batch_size": 5})
+def test_a_group_answers_as_its_clients_do_alone(subspace: dict[str, int] | None) -> None:
+    s = literal(
+        local={"steps": 4, "batch_size": 3, "momentum": 0.9},
+        descriptor={"batch_size": 5},
+        hypernetwork={"subspace": subspace},
+    )
     data, half = clients(SIZES), PeFLLClient(s, setup())
     eta_v = half.embedding.init(torch.Generator().manual_seed(5), torch.float64)
     random = torch.Generator().manual_seed(6)
-    theta = torch.randn(3, half.setup.model.layout.size, generator=random, dtype=torch.float64) / 10
+    made = half.setup.model.layout.size if subspace is None else subspace["size"]
+    theta = torch.randn(3, made, generator=random, dtype=torch.float64) / 10
     d_v = torch.randn(3, LENGTH, generator=random, dtype=torch.float64)
 
     def talk(rows: list[int]) -> list[dict[str, Tensor]]:
@@ -563,6 +581,28 @@ def test_an_embedding_network_takes_its_kinds_of_input(kind: Any, shape: tuple[i
         assert back.d_eta_v.abs().max() > 0  # type: ignore[attr-defined]
 
 
+def test_in_a_subspace_a_client_is_handed_coordinates(tmp_path: Path) -> None:
+    """Its model is θ₀ + P v'; the server keeps no row per parameter."""
+    s = literal(hypernetwork={"subspace": {"size": 17}}, descriptor={"evaluate": "all"})
+    problem, data = replace(setup(), seed=3), clients(SIZES)
+    f = federation(tmp_path, PEFLL, s, problem, data, unseen=["c2"])
+    f.run()
+    eta_v, eta_h = parameters(f.state)
+    layout = PeFLLClient(s, problem).embedding.layout
+    assert (
+        sum(value.numel() for value in f.state.values())
+        < 100_000
+        < sum(value.numel() for value in PeFLLServer(literal(), problem, torch.Generator()).state.values())
+    )
+    for c in data:
+        assert c.train.y is not None
+        v = hyper(s, eta_h, embed(s, layout.split(eta_v), c.train.x, c.train.y).mean(0))
+        found = f.predictors[1, c.id]["personal"].tensors()["theta"]
+        torch.testing.assert_close(found, in_space(s, problem, v).detach(), rtol=0, atol=1e-12)
+    with pytest.raises(ExperimentError, match=r"^algorithm\.hypernetwork\.subspace\.size: "):
+        PEFLL.check_model(literal(hypernetwork={"subspace": {"size": 10**6}}), problem.model)
+
+
 def test_a_width_that_says_nothing_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"lenet.*width=7"):
         literal(embedding={"width": 7})
@@ -585,12 +625,17 @@ def test_defaults_are_the_papers() -> None:
     assert (s.hypernetwork.size, s.hypernetwork.output_relu, s.embedding.network) == ("M", True, "lenet")
 
 
-def test_a_clients_traffic_is_that_of_the_paper(tmp_path: Path) -> None:
-    """2 (|θ| + |η_v| + |v|) numbers per client and round (A.3), and two more up: steps and loss."""
-    s, problem, data = literal(), setup(), clients(SIZES)
+@pytest.mark.parametrize("subspace", [None, {"size": 17}])
+def test_a_clients_traffic_is_that_of_the_paper(tmp_path: Path, subspace: dict[str, int] | None) -> None:
+    """2 (|θ| + |η_v| + |v|) numbers per client and round (A.3), and two more up: steps and loss.
+
+    In a subspace of k dimensions |θ| is k, both ways.
+    """
+    s, problem, data = literal(hypernetwork={"subspace": subspace}), setup(), clients(SIZES)
     run: Federation = federation(tmp_path, PEFLL, s, problem, data)
     run.run()
-    size = problem.model.layout.size + run.state["eta_v"].numel() + LENGTH
+    made = problem.model.layout.size if subspace is None else subspace["size"]
+    size = made + run.state["eta_v"].numel() + LENGTH
     (attempt,) = run.loop.journal.counted()
     assert attempt.payload_down == 8 * 3 * size
     assert attempt.payload_up == 8 * 3 * (size + 2)

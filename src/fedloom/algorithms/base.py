@@ -47,6 +47,7 @@ class Setup:
     same_clients: bool = True  # False for another partition, whose clients reuse ids of the roster
     targets: Targets | None = None  # of tasks other than classification
     protects_examples: bool = False  # by noisy steps (``federation.privacy.of: examples``)
+    seed: int = 0  # of the experiment, for what every process draws alike instead of sending it
 
     @property
     def outputs(self) -> int:
@@ -313,6 +314,10 @@ class Algorithm(ABC):
     def labelled(self, settings: Any) -> bool:
         """Return True if a client needs labels to personalize; without labels there is no label mask."""
         return True
+
+    def trains_unlabelled(self, settings: Any) -> bool:
+        """Return True if clients without labels can take part in training although the model's loss needs labels."""
+        return False
 
     def needs_each_update(self, settings: Any) -> bool:
         """Return True if the server needs each client's own update, so that sums over clients do not suffice.

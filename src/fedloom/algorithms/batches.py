@@ -57,6 +57,23 @@ def train_examples(client: ClientData, *, labelled: bool = False) -> Split:
     return client.train
 
 
+def visible_examples(client: ClientData, *, labels: bool) -> tuple[Inputs, Tensor | None]:
+    """Return the inputs of a client's train split, and the labels if an embedding network takes them.
+
+    Raises
+    ------
+    DataError
+        If the split is empty, or lacks the labels.
+    """
+    train = train_examples(client)
+    if labels and train.y is None:
+        raise DataError(
+            f"client {client.id}: its train split has no labels, which the embedding network takes",
+            hint="train with algorithm.embedding.labels: false to describe unlabelled clients",
+        )
+    return train.x, train.y if labels else None
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Examples of g clients; all tensors have a first axis g if g > 1.

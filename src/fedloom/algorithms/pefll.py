@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedloom.algorithms import base
 from fedloom.algorithms.base import Cohort, Conversation, Round, Setup, conversation
-from fedloom.algorithms.batches import batches, train_examples
+from fedloom.algorithms.batches import batches, visible_examples
 from fedloom.algorithms.client import train
 from fedloom.algorithms.client_group import ClientGroup
 from fedloom.algorithms.fedavg import Update
@@ -27,12 +27,13 @@ from fedloom.algorithms.local_sgd import LocalSGD
 from fedloom.algorithms.optimizers import AdamAscent, ShrinkAndAdd
 from fedloom.core.settings import Settings
 from fedloom.data.inputs import Inputs, count, take
-from fedloom.errors import DataError, ExperimentError, argument
+from fedloom.errors import ExperimentError, argument
 from fedloom.messages import Message, Quantity, Replies, broadcast, rows
 from fedloom.models.embedding import EmbeddingNetwork, EmbeddingSettings
 from fedloom.models.flat import FlatModel, vjp
-from fedloom.models.hypernetwork import Hypernetwork
+from fedloom.models.hypernetwork import HypernetworkShape
 from fedloom.models.predictors import predictors_of
+from fedloom.models.subspace import SubspaceSettings
 from fedloom.privacy.gaussian_mechanism import MAX_DELTA, on_grid
 
 # --- the server -------------------------------------------------------------------------------------------------------
@@ -49,13 +50,14 @@ class PeFLLServer(base.ServerAlgorithm):
 
     def __init__(self, settings: PeFLLSettings, setup: Setup, generator: torch.Generator) -> None:
         super().__init__(settings, setup)
-        size, d, h = settings.descriptor_size(setup.clients), setup.model.layout.size, settings.hypernetwork
+        size, h = settings.descriptor_size(setup.clients), settings.hypernetwork
+        made = setup.model.layout.size if h.subspace is None else h.subspace.dimension(setup.model)
         self.embedding = settings.embedding_network(setup)
-        self.hypernetwork = Hypernetwork(size, d, h.size, output_relu=h.output_relu)
+        self.hypernetwork = h.network(size, made)
         eta_v = self.embedding.init(generator, setup.dtype)
         eta_h = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
         optimizer_v, optimizer_h = settings.optimizers()
-        self.sizes |= {"l": size, "s": d, "eta_v": len(eta_v)}
+        self.sizes |= {"l": size, "s": made, "eta_v": len(eta_v)}
         self.state = {
             "eta_v": eta_v,
             **prefixed("eta_h", eta_h),
@@ -158,15 +160,19 @@ class PeFLLClient(base.ClientAlgorithm):
     def __init__(self, settings: PeFLLSettings, setup: Setup) -> None:
         super().__init__(settings, setup)
         self.embedding = settings.embedding_network(setup)
+        subspace = settings.hypernetwork.subspace
+        self.subspace = None if subspace is None else subspace.of(setup.model, setup.seed, setup.dtype)
 
     @conversation
     def train(self, clients: ClientGroup, opening: PeFLLTrainRequest) -> Conversation:
         """Perform Algorithm 2, lines 5-15."""
         v, pullback = self._describe(clients, opening.eta_v, self.settings.descriptor.train, "descriptor")  # lines 5-6
         model: PersonalizedModel = yield Descriptor(v)  # lines 7-9
-        trained = train(self.setup.model, clients, model.theta, self.settings.local)  # line 10
-        update = Update(trained.theta - model.theta, trained.steps, trained.loss)
-        feedback: DescriptorUpdate = yield update  # lines 11-13
+        theta = self._expanded(model.theta)
+        trained = train(self.setup.model, clients, theta, self.settings.local)  # line 10
+        change = trained.theta - theta
+        change = change if self.subspace is None else self.subspace.project(change)
+        feedback: DescriptorUpdate = yield Update(change, trained.steps, trained.loss)  # lines 11-13
         yield EmbeddingUpdate(pullback(feedback.d_v))  # lines 14-15
         return None
 
@@ -176,7 +182,7 @@ class PeFLLClient(base.ClientAlgorithm):
         how = self.settings.descriptor.evaluate
         v, _ = self._describe(clients, opening.eta_v, how, "evaluation-descriptor", graph=False)
         model: PersonalizedModel = yield Descriptor(v)
-        theta, steps = model.theta, self.settings.personalize_steps
+        theta, steps = self._expanded(model.theta), self.settings.personalize_steps
         if steps:  # not in the paper: further local steps
             sgd = self.settings.local.with_steps(steps=steps)
             theta = train(self.setup.model, clients, theta, sgd, purpose="fine-tune").theta
@@ -185,6 +191,10 @@ class PeFLLClient(base.ClientAlgorithm):
     def personalization_steps(self, predictor: str, examples: int) -> int:
         """Return ``personalize_steps``."""
         return self.settings.personalize_steps
+
+    def _expanded(self, made: Tensor) -> Tensor:
+        """Return θ ``[g, d]`` of what the hypernetwork made: θ itself, or its coordinates ``[g, k]`` in a subspace."""
+        return made if self.subspace is None else self.subspace.expand(made)
 
     def _describe(
         self, clients: ClientGroup, eta_v: Tensor, how: str, purpose: str, *, graph: bool = True
@@ -231,17 +241,11 @@ class PeFLLClient(base.ClientAlgorithm):
 
     def _visible(self, clients: ClientGroup, i: int, how: str, purpose: str) -> tuple[Inputs, Tensor | None]:
         """Return the data that φ sees of a client: its inputs, and its labels unless the variant is unlabelled."""
-        client = clients.clients[i]
-        train, labels = train_examples(client), self.settings.embedding.labels
-        if labels and train.y is None:
-            raise DataError(
-                f"client {client.id}: its train split has no labels, which the embedding network takes",
-                hint="train with algorithm.embedding.labels: false to describe unlabelled clients",
-            )
-        index: Tensor | slice = slice(None)
-        if how == "batch":
-            index = next(batches(len(train), self.settings.descriptor.batch_size, 1, clients.generator(i, purpose)))
-        return take(train.x, index), train.y[index] if labels and train.y is not None else None
+        x, y = visible_examples(clients.clients[i], labels=self.settings.embedding.labels)
+        if how == "all":
+            return x, y
+        index = next(batches(count(x), self.settings.descriptor.batch_size, 1, clients.generator(i, purpose)))
+        return take(x, index), None if y is None else y[index]
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
@@ -281,11 +285,14 @@ class DescriptorSettings(Settings):
         return self
 
 
-class HypernetworkSettings(Settings):
+class HypernetworkSettings(HypernetworkShape):
     """Settings of the hypernetwork."""
 
-    size: Literal["S", "M", "L"] = Field(default="M", description="papers/001, A.5; M is Table 5")
-    output_relu: bool = Field(default=True, description="ReLU before the output layer (the official code has none)")
+    subspace: SubspaceSettings | None = Field(
+        default=None,
+        description="the output is v' of θ = θ₀ + P v', in a random subspace that clients draw from the run's seed; "
+        "null: the output is θ",
+    )
 
 
 class ServerUpdate(Settings):
@@ -375,9 +382,9 @@ class Descriptor(Message):
 
 
 class PersonalizedModel(Message):
-    """Model θ_i of a client (Algorithm 2, line 9; Algorithm 1, line 6)."""
+    """Model θ_i of a client, or its coordinates in a subspace (Algorithm 2, line 9; Algorithm 1, line 6)."""
 
-    theta: Tensor = rows(Quantity.MODEL)  # [c, d]
+    theta: Tensor = rows(Quantity.MODEL)  # [c, d] or [c, k]
 
 
 class DescriptorUpdate(Message):
@@ -424,15 +431,11 @@ class PeFLL(base.Algorithm):
         return {"personal": "PeFLL + fine-tuning" if settings.personalize_steps else "PeFLL"}
 
     def check_model(self, settings: Any, model: FlatModel) -> None:
-        """Reject an embedding network on labels where there are none."""
+        """Reject an embedding network on labels where there are none, and a subspace larger than the model."""
         super().check_model(settings, model)
-        if not model.needs_labels and settings.embedding.labels:
-            raise ExperimentError(
-                "algorithm.embedding.labels: the loss of this model uses no labels, so that the data may have none; "
-                "set it to false (got true)",
-                key="algorithm.embedding.labels",
-                found=True,
-            )
+        settings.embedding.check(model)
+        if settings.hypernetwork.subspace is not None:
+            settings.hypernetwork.subspace.check(model, "algorithm.hypernetwork.subspace")
 
     def needs_each_update(self, settings: Any) -> bool:
         """Return True: the hypernetwork learns from each client's own (line 12)."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedloom.core.settings import Settings
 from fedloom.errors import ExperimentError
-from fedloom.models.flat import FlatNetwork, Layout
+from fedloom.models.flat import FlatModel, FlatNetwork, Layout
 from fedloom.models.lenet import lenet_features, lenet_layout
 from fedloom.models.lstm import LSTM
 from fedloom.tasks.base import PredictionTask
@@ -232,6 +232,16 @@ class EmbeddingSettings(Settings):
         if self.width is not None and self.network not in ("mlp", "lstm"):
             raise ValueError(f"network {self.network} has a fixed width; set it to null (got width={self.width})")
         return self
+
+    def check(self, model: FlatModel) -> None:
+        """Raise ExperimentError if φ takes labels and the loss of the clients' model uses none."""
+        if self.labels and not model.needs_labels:
+            raise ExperimentError(
+                "algorithm.embedding.labels: the loss of this model uses no labels, so that the data may have none; "
+                "set it to false (got true)",
+                key="algorithm.embedding.labels",
+                found=True,
+            )
 
     def network_for(
         self,

@@ -10,8 +10,10 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
+from fedloom.core.settings import Settings
 from fedloom.models.flat import FlatNetwork, Layout, vjp
 from fedloom.models.recycled import RecycledMemory
 
@@ -88,6 +90,10 @@ class Hypernetwork(FlatNetwork):
                 h = F.relu(h)
         return h
 
+    def forward(self, parameters: Mapping[str, Tensor], v: Tensor) -> Tensor:
+        """Return h(v; η_h), ``[..., l] -> [..., D]``, differentiably and without tiles, as clients train it."""
+        return F.linear(self._trunk(parameters, v), parameters[f"{self.last}.weight"], parameters[f"{self.last}.bias"])
+
     def __call__(self, parameters: Mapping[str, Tensor], v: Tensor) -> Tensor:
         """Return θ = h(v; η_h), ``[c, l] -> [c, D]``, without a graph."""
         with torch.no_grad():
@@ -148,6 +154,17 @@ class Hypernetwork(FlatNetwork):
             return Pullback(torch.cat(d_v)[: len(v)], d_eta_h)
 
         return theta, pullback
+
+
+class HypernetworkShape(Settings):
+    """Settings of a hypernetwork's layers."""
+
+    size: Literal["S", "M", "L"] = Field(default="M", description="papers/001, A.5; M is Table 5")
+    output_relu: bool = Field(default=True, description="ReLU before the output layer (the official code has none)")
+
+    def network(self, descriptor_size: int, model_size: int) -> Hypernetwork:
+        """Return the network R^l -> R^D."""
+        return Hypernetwork(descriptor_size, model_size, self.size, output_relu=self.output_relu)
 
 
 @functools.cache

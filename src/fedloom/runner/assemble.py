@@ -133,6 +133,7 @@ def make_parts(experiment: Experiment, manifest: Manifest, trained_on: Manifest 
         roster=() if brought else trained_on.roster,
         same_clients=brought or trained_on.fingerprint == manifest.fingerprint,
         protects_examples=experiment.protects_examples,
+        seed=experiment.seed,
     )
     parts = RunContext(experiment, manifest, find_algorithm(experiment.algorithm.name), setup, plan, found.standardizes)
     parts.algorithm.check_inputs(kind)
@@ -272,7 +273,8 @@ def check_own(experiment: Experiment, own: Own, clients: OwnClients) -> None:
     """
     clients.check(own)
     manifest = own_manifest(own, (), experiment.seed, Normalization((0.0,) * own.numbers, (1.0,) * own.numbers))
-    if make_parts(experiment, manifest).setup.model.needs_labels:
+    parts = make_parts(experiment, manifest)
+    if parts.setup.model.needs_labels and not parts.algorithm.trains_unlabelled(parts.settings):
         clients.check_labels()
     check_clients(experiment, clients.entries)
 

@@ -231,6 +231,7 @@ def _setup(e: Experiment, clients: int) -> Setup:
         kind="features" if found.standardizes and kind == "integers" else kind,
         roster=tuple(str(i) for i in range(clients)),
         targets=targets,
+        seed=e.seed,
     )
 
 

@@ -1,0 +1,259 @@
+"""FLowDUP: unlabelled data make a client's model in a random subspace; clients train the networks that make it.
+
+H. Zakerinia, J. Scott, C. H. Lampert, Federated learning with unlabeled clients: personalization can happen in low
+dimensions, arXiv 2505.15579. A client's model is θ = θ₀ + P v, v = h₂(mean over its inputs x of h₁(x)), with θ₀ and P
+fixed (:mod:`fedloom.models.subspace`). The shared vector ψ = (h₁, h₂, c) has a learnable centre c. Clients train ψ on
+
+    [labelled] mean over a batch of the loss at θ + λ ‖v - c‖²
+
+and the server averages, as in FedAvg, so that it needs sums alone. Unlabelled clients have the second term only. A new
+client makes its model itself, by one forward pass of its inputs. The paper's experiments were not at hand; open are
+the form of the regularizer (here the squared distance, as in the divergence of two Gaussians of one variance), its
+factor, the sizes, the distribution of P, and the inputs of v in training (here the step's mini-batch): all are keys or
+listed in docs/algorithms/flowdup.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms import base
+from fedloom.algorithms.base import Setup
+from fedloom.algorithms.batches import visible_examples
+from fedloom.algorithms.client import Trained, train
+from fedloom.algorithms.client_group import ClientGroup
+from fedloom.algorithms.fedavg import FedAvg, FedAvgSettings
+from fedloom.algorithms.pefll import under
+from fedloom.core.keyed import make_rng, shuffled
+from fedloom.data.federated import ClientData
+from fedloom.data.inputs import count
+from fedloom.models.embedding import EmbeddingNetwork, EmbeddingSettings
+from fedloom.models.flat import DerivedModel, FlatModel, Layout
+from fedloom.models.hypernetwork import Hypernetwork, HypernetworkShape
+from fedloom.models.predictors import Predictors, predictors_of
+from fedloom.models.subspace import Subspace, SubspaceSettings
+
+
+class SubspaceGenerator(DerivedModel):
+    """Model of ψ = (h₁, h₂, c): a batch makes the model θ = θ₀ + P h₂(mean h₁(x)) that it is then put through.
+
+    Parameters
+    ----------
+    model
+        Model of θ.
+    h1, h2
+        Networks whose parameters are parts of ψ.
+    subspace
+        θ₀ and P.
+    strength
+        λ of the regularizer.
+    hidden
+        Ids of clients whose labels are hidden from them.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        h1: EmbeddingNetwork,
+        h2: Hypernetwork,
+        subspace: Subspace,
+        *,
+        strength: float,
+        hidden: frozenset[str],
+    ) -> None:
+        parts = (("h1", h1.layout.entries), ("h2", h2.layout.entries))
+        entries = [(f"{part}.{name}", shape) for part, of_part in parts for name, shape in of_part]
+        super().__init__(model, Layout((*entries, ("centre", (subspace.size,))), headless=True))
+        self.needs_whole_batches = True  # v is a mean over the batch
+        self.h1, self.h2, self.subspace, self.strength, self.hidden = h1, h2, subspace, strength, hidden
+        self.labelled, self.stacked = True, False
+
+    def in_training(self) -> FlatModel:
+        """Return the generator of the model in training mode."""
+        return self._changed(model=self.model.in_training())
+
+    def for_training(self, *, labelled: bool, stacked: bool) -> FlatModel:
+        """Return the generator for clients with labels, or for clients whose loss is the regularizer alone.
+
+        ``stacked`` generators train under :func:`torch.func.vmap`, which knows no channels-last kernels.
+        """
+        return self._changed(labelled=labelled, stacked=stacked, needs_labels=labelled and self.needs_labels)
+
+    def _changed(self, **attributes: Any) -> FlatModel:
+        view = copy.copy(self)
+        vars(view).update(attributes)
+        return view
+
+    def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Draw ψ: both networks as they are drawn alone, and c = 0."""
+        networks = [network.init(generator, dtype) for network in (self.h1, self.h2)]
+        return torch.cat([*networks, torch.zeros(self.subspace.size, dtype=dtype)])
+
+    def coordinates(self, parameters: Mapping[str, Tensor], x: Any, y: Tensor | None) -> Tensor:
+        """Return v = h₂(mean h₁(x)), ``[b, *input_shape] -> [k]``."""
+        described = self.h1.describe(under("h1", parameters), x, y if self.h1.labels else None)
+        return self.h2.forward(under("h2", parameters), described)
+
+    def parameters(self, v: Tensor) -> dict[str, Tensor]:
+        """Return the parameters of the model θ₀ + P v, laid out as the model runs fastest."""
+        layout = self.model.layout
+        found = layout.split(self.subspace.expand(v))
+        if self.stacked or not layout.channels_last:
+            return found
+        return {n: p.clone(memory_format=torch.channels_last) if p.dim() == 4 else p for n, p in found.items()}
+
+    def features(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the features of the model that the batch makes."""
+        return self.model.features(self.parameters(self.coordinates(parameters, x, None)), x)
+
+    def forward(self, parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """Return the outputs of the model that the batch makes."""
+        return self.model.forward(self.parameters(self.coordinates(parameters, x, None)), x)
+
+    def loss(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
+        """Return each example's loss at θ plus λ‖v - c‖², ``[b, *input_shape], [b, ...] -> [b]``."""
+        v = self.coordinates(parameters, x, y)
+        penalty = self.strength * (v - parameters["centre"]).square().sum()
+        if not self.labelled:
+            return penalty.expand(count(x))
+        return self.model.loss(self.parameters(v), x, y) + penalty
+
+    def made(self, psi: Tensor, client: ClientData) -> Tensor:
+        """Return the model θ ``[d]`` that ψ makes of all train inputs of a client."""
+        x, y = visible_examples(client, labels=self.h1.labels)
+        return self.subspace.expand(self.coordinates(self.layout.split(psi), x, y))
+
+    def uses_labels(self, client: ClientData) -> bool:
+        """Return True if a client contributes the loss: it has labels, or the loss needs none."""
+        return client.id not in self.hidden and not (self.needs_labels and client.train.y is None)
+
+
+class FLowDUPSettings(FedAvgSettings):
+    """Keys of ``algorithm`` for FLowDUP."""
+
+    subspace: SubspaceSettings = Field(default=SubspaceSettings(), description="the models θ₀ + P v that can be made")
+    embedding: EmbeddingSettings = Field(default=EmbeddingSettings(labels=False), description="the network h₁")
+    embedding_size: int = Field(default=32, ge=1, description="length of the outputs of h₁, and of their mean")
+    hypernetwork: HypernetworkShape = Field(default=HypernetworkShape(size="S"), description="the network h₂")
+    lambda_centre: float = Field(default=1e-3, ge=0, description="λ of the regularizer λ‖v - c‖²")
+    unlabelled: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="fraction of the seen clients, rounded down, whose labels a simulation hides from them",
+    )
+    personalize_steps: int = Field(
+        default=0, ge=0, description="local SGD steps of clients with labels on the models that they make"
+    )
+
+    @model_validator(mode="after")
+    def _labels_where_they_are(self) -> Self:
+        if self.local.mask_absent:
+            raise ValueError("local.mask_absent: set it to false, because clients without labels are to make models")
+        if self.unlabelled and self.embedding.labels:
+            raise ValueError(
+                "unlabelled: clients without labels need embedding.labels: false; set unlabelled to 0, or that key to "
+                f"false (got {self.unlabelled:g})"
+            )
+        return self
+
+
+class FLowDUP(FedAvg):
+    """Networks that make models from unlabelled inputs, trained by clients and averaged."""
+
+    name = "flowdup"
+    settings = FLowDUPSettings
+    needs = ("any vector", "no buffers")
+    keeps_buffers = False
+    predictors = {"personal": "FLowDUP"}
+
+    def generating(self, s: FLowDUPSettings, setup: Setup) -> Setup:
+        """Return the facts about a problem with the generator, whose vector is ψ, in place of the model."""
+        shape = () if setup.targets is None else setup.targets.shape
+        target = setup.outputs, s.embedding_size, setup.model.task, shape
+        order = shuffled(make_rng(setup.seed, "flowdup", "unlabelled"), len(setup.roster))
+        hidden = order[: math.floor(s.unlabelled * len(order) + 1e-9)] if setup.same_clients else ()
+        generator = SubspaceGenerator(
+            setup.model,
+            s.embedding.network_for(setup.kind, setup.input_shape, *target),
+            s.hypernetwork.network(s.embedding_size, s.subspace.dimension(setup.model)),
+            s.subspace.of(setup.model, setup.seed, setup.dtype),
+            strength=s.lambda_centre,
+            hidden=frozenset(setup.roster[i] for i in hidden),
+        )
+        return replace(setup, model=generator)
+
+    def server(self, settings: Any, setup: Setup, generator: torch.Generator) -> base.ServerAlgorithm:
+        """Return the server of FedAvg, for ψ."""
+        return super().server(settings, self.generating(settings, setup), generator)
+
+    def client(self, settings: Any, setup: Setup) -> base.ClientAlgorithm:
+        """Return the client of FedAvg, for ψ."""
+        return super().client(settings, self.generating(settings, setup))
+
+    def train(self, model: Any, group: ClientGroup, shared: Tensor, s: FLowDUPSettings) -> Trained:
+        """Train ψ on both terms, or on the regularizer; clients of the same terms and batch sizes go together."""
+        kinds = [(model.uses_labels(c), min(s.local.batch_size, len(c.train))) for c in group.clients]
+        together = [[i for i, found in enumerate(kinds) if found == kind] for kind in sorted(set(kinds))]
+        parts = []
+        for members in together:
+            generator = model.for_training(labelled=kinds[members[0]][0], stacked=len(members) > 1)
+            parts.append(train(generator, group, shared[members], s.local, members=members))
+        back = torch.tensor([i for members in together for i in members]).argsort()
+        theta, steps, loss = (
+            torch.cat([getattr(part, name) for part in parts])[back.to(getattr(parts[0], name).device)]
+            for name in ("theta", "steps", "loss")
+        )
+        return Trained(theta, steps, loss)
+
+    def personalize(self, model: Any, group: ClientGroup, shared: Tensor, s: FLowDUPSettings) -> Predictors:
+        """Let each client make its model from all of its train inputs, and train it further if it has labels."""
+        with torch.no_grad():
+            theta = torch.stack([model.made(psi, c) for c, psi in zip(group.clients, shared, strict=True)])
+        able = [i for i, client in enumerate(group.clients) if s.personalize_steps and model.uses_labels(client)]
+        if able:
+            sgd = s.local.with_steps(steps=s.personalize_steps)
+            theta[able] = train(model.model, group, theta[able], sgd, members=able, purpose="fine-tune").theta
+        return predictors_of(model.model, personal=theta)
+
+    def titles(self, settings: Any) -> Mapping[str, str]:
+        """Return the name of the predictor in tables."""
+        return {"personal": "FLowDUP + fine-tuning" if settings.personalize_steps else "FLowDUP"}
+
+    def labelled(self, settings: Any) -> bool:
+        """Return True if h₁ takes labels."""
+        return bool(settings.embedding.labels)
+
+    def trains_unlabelled(self, settings: Any) -> bool:
+        """Return True unless h₁ takes labels."""
+        return not settings.embedding.labels
+
+    def check_model(self, settings: Any, model: FlatModel) -> None:
+        """Reject a network h₁ on labels where there are none, and a subspace larger than the model."""
+        super().check_model(settings, model)
+        settings.embedding.check(model)
+        settings.subspace.check(model, "algorithm.subspace")
+
+    def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
+        """Return the reason if labels are to be hidden from a fraction of the clients."""
+        if not settings.unlabelled:
+            return None
+        return (
+            "unlabelled",
+            "a fraction is drawn of a fixed roster; set it to 0: clients packed without targets have none",
+        )
+
+    def example_privacy(self, settings: Any) -> str | None:
+        """Return the reason: a batch makes the model together."""
+        return "A model is made from a batch together, so that no example's part of a gradient can be clipped."
+
+
+FLOWDUP = FLowDUP()

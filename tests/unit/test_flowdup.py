@@ -1,0 +1,253 @@
+"""FLowDUP against plain PyTorch with a dense P (Zakerinia, Scott, Lampert, arXiv 2505.15579)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from facts import refusing
+from federations import (
+    CLASSES,
+    IMAGE,
+    Federation,
+    answers_as_alone,
+    client,
+    clients,
+    federation,
+    group,
+    made_by,
+    mean_loss,
+    problem_of,
+)
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from fedloom.algorithms.base import Setup
+from fedloom.algorithms.batches import batches
+from fedloom.algorithms.flowdup import FLOWDUP, FLowDUPSettings
+from fedloom.data.federated import ClientData, Split
+from fedloom.errors import DataError, ExperimentError
+from fedloom.federation.randomness import generator
+from fedloom.models.convnet import BatchNormConvNet
+from fedloom.models.flat import FlatModel
+from fedloom.models.lenet import LeNet
+from fedloom.models.mlp import MLP
+
+SIZES = (4, 9, 6, 5)
+SEED = 7  # of the federations
+E, K = 4, 13
+SMALL = MLP(IMAGE, [5], CLASSES)
+
+
+def made(**changes: Any) -> FLowDUPSettings:
+    keys: dict[str, Any] = {
+        "local": {"epochs": 2, "batch_size": 3, "lr": 0.05},
+        "embedding": {"network": "mlp", "width": 6, "labels": False},
+        "embedding_size": E,
+        "subspace": {"size": K},
+        "lambda_centre": 0.3,
+    }
+    return FLowDUPSettings.model_validate(keys | changes)
+
+
+def problem(data: list[ClientData], model: FlatModel = SMALL, **keys: Any) -> Setup:
+    """The last client is unseen."""
+    return problem_of(model, data, roster=tuple(c.id for c in data[:-1]), **keys)
+
+
+def run(folder: Path, s: FLowDUPSettings, data: list[ClientData], **keys: Any) -> Federation:
+    p = problem(data, keys.pop("model", SMALL), seed=keys.pop("seed", 0))
+    f = federation(folder, FLOWDUP, s, p, data, rounds=keys.pop("rounds", 2), unseen=[data[-1].id], **keys)
+    f.run()
+    return f
+
+
+def bare(c: ClientData) -> ClientData:
+    """The client without labels to train on."""
+    return replace(c, train=Split(c.train.x, None))
+
+
+class Written(nn.Module):
+    """ψ and the model that it makes, written out with torch.nn and a dense P."""
+
+    def __init__(self, psi: Tensor, s: FLowDUPSettings, p: Setup) -> None:
+        super().__init__()
+        pixels = 16 * 16 + (CLASSES if s.embedding.labels else 0)
+        self.h1 = nn.Sequential(nn.Linear(pixels, 6), nn.ReLU(), nn.Linear(6, E)).double()
+        self.h2 = nn.Sequential(nn.Linear(E, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, K))
+        self.h2, self.centre = self.h2.double(), nn.Parameter(torch.zeros(K, dtype=torch.float64))
+        nn.utils.vector_to_parameters(psi.clone(), [*self.h1.parameters(), *self.h2.parameters(), self.centre])
+        subspace = s.subspace.of(SMALL, p.seed, torch.float64)
+        self.origin = subspace.origin
+        self.p = torch.zeros(SMALL.layout.size, K, dtype=torch.float64)
+        self.p[torch.arange(len(self.p)), subspace.groups] = subspace.entries
+
+    @property
+    def psi(self) -> Tensor:
+        flat = nn.utils.parameters_to_vector([*self.h1.parameters(), *self.h2.parameters(), self.centre])
+        return flat.detach()
+
+    def v(self, x: Tensor, y: Tensor | None) -> Tensor:
+        x = x.flatten(1)
+        if y is not None:
+            x = torch.cat([x, F.one_hot(y, CLASSES)], 1)
+        found: Tensor = self.h2(self.h1(x).mean(0))
+        return found
+
+    def theta(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.origin + self.p @ self.v(x, y)
+
+
+def visit(psi: Tensor, c: ClientData, s: FLowDUPSettings, p: Setup, round: int, *, labelled: bool) -> Tensor:
+    """A client's steps on ψ by torch.optim.SGD."""
+    w = Written(psi, s, p)
+    optimizer = torch.optim.SGD(w.parameters(), lr=s.local.lr, momentum=0.9)
+    random = generator(SEED, "train/train", c.id, round)
+    for index in batches(len(c.train), s.local.batch_size, s.local.count(len(c.train)), random):
+        x, y = c.train.x[index], None if c.train.y is None else c.train.y[index]
+        seen = y if s.embedding.labels else None
+        loss = s.lambda_centre * (w.v(x, seen) - w.centre).square().sum()
+        if labelled:
+            assert y is not None
+            loss = loss + mean_loss(SMALL.logits(w.theta(x, seen), x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return w.psi
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"unlabelled": 0.5},
+        {"weighting": "uniform", "server_lr": 0.5},
+        {"embedding": {"network": "mlp", "width": 6, "labels": True}},
+    ],
+    ids=["labelled", "some hidden", "uniform", "PeFLL on sums"],
+)
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_rounds_are_gradient_steps_written_out(tmp_path: Path, changes: dict[str, Any], at_once: int) -> None:
+    """With clients that have no labels, and clients whose labels are hidden; unseen ones make their models alone."""
+    s, data = made(**changes), clients(SIZES)
+    if not s.embedding.labels:
+        data[1] = bare(data[1])
+    p = problem(data, seed=5)
+    model: Any = FLOWDUP.client(s, p).setup.model
+    labelled = {c.id: model.uses_labels(c) for c in data}
+    assert sum(labelled.values()) == len(data) - len({*model.hidden, *(["c1"] * (not s.embedding.labels))})
+    assert len(model.hidden) == (1 if s.unlabelled else 0)
+    psi = federation(tmp_path / "start", FLOWDUP, s, p, data).state["theta"]
+    weights = torch.tensor([len(c.train) for c in data[:-1]], dtype=torch.float64)
+    weights = torch.ones_like(weights) if s.weighting == "uniform" else weights
+    for t in (1, 2):
+        ends = torch.stack([visit(psi, c, s, p, t, labelled=labelled[c.id]) for c in data[:-1]])
+        psi = psi + s.server_lr * (weights[:, None] * (ends - psi)).sum(0) / weights.sum()
+    f = run(tmp_path / "run", s, data, at_once=at_once, seed=5)
+    close(f.state["theta"], psi)
+    w = Written(psi, s, p)
+    for c in data:
+        predictor = f.predictors[2, c.id]["personal"]
+        close(predictor.tensors()["theta"], w.theta(c.train.x, c.train.y if s.embedding.labels else None))
+        close(
+            predictor.log_probabilities(c.test.x), SMALL.logits(predictor.tensors()["theta"], c.test.x).log_softmax(1)
+        )
+
+
+def test_the_centre_alone_learns_the_mean_of_vs(tmp_path: Path) -> None:
+    """Of clients without labels, one step of rate 1/(2λ) moves c to the weighted mean of their v."""
+    data = [bare(c) for c in clients(SIZES)]
+    s = made(lambda_centre=0.5, local={"steps": 1, "batch_size": 99, "lr": 1.0, "momentum": 0.0})
+    p = problem(data)
+    start = Written(federation(tmp_path / "start", FLOWDUP, s, p, data).state["theta"], s, p)
+    expected = sum(len(c.train) * start.v(c.train.x, None) for c in data[:-1]) / sum(SIZES[:-1])
+    close(run(tmp_path / "run", s, data, rounds=1).state["theta"][-K:], expected)
+
+
+def test_labels_that_are_hidden_reach_nothing(tmp_path: Path) -> None:
+    """The run is, to the bit, that of the same clients without labels."""
+    s, data = made(unlabelled=0.7, personalize_steps=2), clients(SIZES)
+    hidden = FLOWDUP.client(s, problem(data)).setup.model.hidden  # type: ignore[attr-defined]
+    assert len(hidden) == 2
+    found = made_by(run(tmp_path / "hidden", s, data))
+    without = made_by(run(tmp_path / "bare", s, [bare(c) if c.id in hidden else c for c in data]))
+    assert found.keys() == without.keys()
+    assert all(torch.equal(value, without[key]) for key, value in found.items())
+
+
+def test_which_labels_are_hidden_follows_the_seed() -> None:
+    data = clients([3] * 21)
+    sets = [FLOWDUP.client(made(unlabelled=0.29), problem(data, seed=i)).setup.model.hidden for i in range(20)]  # type: ignore[attr-defined]
+    assert {len(hidden) for hidden in sets} == {5}  # of 20
+    assert len(set(sets)) == len(sets)
+    assert set().union(*sets) == {c.id for c in data[:-1]}
+    other = problem(data, same_clients=False)
+    assert FLOWDUP.client(made(unlabelled=0.5), other).setup.model.hidden == frozenset()  # type: ignore[attr-defined]
+
+
+def test_clients_with_labels_may_train_their_models(tmp_path: Path) -> None:
+    data = clients(SIZES)
+    data[0] = bare(data[0])
+    f, plain = (run(tmp_path / str(k), made(personalize_steps=k), data) for k in (3, 0))
+    assert torch.equal(f.state["theta"], plain.state["theta"])
+    for c in data:
+        theta, start = (g.predictors[2, c.id]["personal"].tensors()["theta"] for g in (f, plain))
+        if c.train.y is None:
+            assert torch.equal(theta, start)
+            continue
+        w = start.clone().requires_grad_()
+        optimizer = torch.optim.SGD([w], lr=0.05, momentum=0.9)
+        random = generator(SEED, "evaluate/fine-tune", c.id, 2)
+        for index in batches(len(c.train), 3, 3, random):
+            optimizer.zero_grad()
+            F.cross_entropy(SMALL.logits(w, c.train.x[index]), c.train.y[index]).backward()
+            optimizer.step()
+        close(theta, w)
+    half = FLOWDUP.client(made(personalize_steps=3), problem(data))
+    assert half.personalization_steps("personal", 9) == 3
+    assert FLOWDUP.titles(made()) != FLOWDUP.titles(made(personalize_steps=1))
+
+
+@pytest.mark.parametrize("network", ["mlp", "lenet"])
+@pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
+def test_a_group_answers_as_its_clients_do_alone(model: FlatModel, network: str) -> None:
+    """Of several sizes of batches, with and without labels."""
+    data = clients((4, 9, 2, 6, 9, 5))
+    data[1], data[2] = bare(data[1]), bare(data[2])
+    s, p = made(embedding={"network": network, "labels": False}), problem(data, model)
+    opening, _, ask = FLOWDUP.messages
+    psi = FLOWDUP.server(s, p, torch.Generator().manual_seed(1)).state["theta"]
+    answers_as_alone(FLOWDUP.client(s, p), data, opening(psi), ask(psi))
+
+
+def test_models_with_buffers_that_move_and_other_contradictions_are_refused() -> None:
+    with refusing(ExperimentError, "model.norm", "flowdup"):
+        FLOWDUP.check_model(made(), BatchNormConvNet(IMAGE, [3], [], CLASSES))
+    with refusing(ExperimentError, "algorithm.subspace.size: ", 100_000):
+        FLOWDUP.check_model(made(subspace={"size": 100_000}), SMALL)
+    with pytest.raises(ValidationError, match="unlabelled"):
+        made(unlabelled=0.5, embedding={"network": "linear", "labels": True})
+    with pytest.raises(ValidationError, match=r"local\.mask_absent"):
+        made(local={"steps": 2, "mask_absent": True})
+    assert FLOWDUP.requires_fixed_population(made()) is None
+    fixed = FLOWDUP.requires_fixed_population(made(unlabelled=0.5))
+    assert fixed is not None
+    assert fixed[0] == "unlabelled"
+    assert FLOWDUP.labelled(made(embedding={"network": "linear", "labels": True})) is True
+    assert FLOWDUP.labelled(made()) is False
+
+
+def test_a_client_without_inputs_has_no_model() -> None:
+    c = client("c0", 3)
+    empty = replace(c, train=Split(c.train.x[:0], None))
+    half, (_, _, ask) = FLOWDUP.client(made(), problem([c, c])), FLOWDUP.messages
+    with refusing(DataError, "c0"):
+        next(half.open(group([empty]), ask(torch.zeros(half.setup.model.layout.size).double())))
