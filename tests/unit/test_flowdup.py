@@ -36,6 +36,7 @@ from fedloom.models.convnet import BatchNormConvNet
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.mlp import MLP
+from fedloom.models.module import ModuleModel
 
 SIZES = (4, 9, 6, 5)
 SEED = 7  # of the federations
@@ -226,6 +227,51 @@ def test_a_group_answers_as_its_clients_do_alone(model: FlatModel, network: str)
     opening, _, ask = FLOWDUP.messages
     psi = FLOWDUP.server(s, p, torch.Generator().manual_seed(1)).state["theta"]
     answers_as_alone(FLOWDUP.client(s, p), data, opening(psi), ask(psi))
+
+
+class Net(nn.Module):
+    """A frozen layer, a convolution, a normalization layer and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Conv2d(1, 2, 5, stride=3).requires_grad_(False)
+        self.conv, self.norm, self.head = nn.Conv2d(2, 3, 2), nn.LayerNorm(27), nn.Linear(27, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(torch.relu(self.conv(self.frozen(x))).flatten(1))
+        found: Tensor = self.head(nn.functional.dropout(h, 0.1, self.training))
+        return found
+
+
+def test_modules_are_made_around_their_own_values() -> None:
+    """Of pretrained modules θ₀ is the pretrained value; clients together train as alone, but for what is drawn."""
+    torch.manual_seed(0)
+    pretrained = Net()
+    model = ModuleModel(lambda: pretrained, IMAGE, CLASSES, "pixels", initial="module")
+    data = [
+        replace(c, **{name: Split(part.x.float(), part.y) for name, part in (("train", c.train), ("test", c.test))})
+        for c in clients(SIZES)
+    ]
+    data[1] = bare(data[1])
+    s, p = made(subspace={"size": 40}), replace(problem(data, model), dtype=torch.float32)
+    FLOWDUP.check_model(s, model)
+    half = FLOWDUP.client(s, p)
+    own = nn.utils.parameters_to_vector(q for q in pretrained.parameters() if q.requires_grad)
+    assert torch.equal(half.setup.model.subspace.origin, own)  # type: ignore[attr-defined]
+    opening, _, ask = FLOWDUP.messages
+    psi = FLOWDUP.server(s, p, torch.Generator().manual_seed(1)).state["theta"]
+    answer = next(half.open(group(data), opening(psi)))
+    assert answer.delta_theta.isfinite().all()
+    assert (answer.delta_theta.norm(dim=1) > 0).all()
+    with pytest.raises(StopIteration) as end:
+        next(half.open(group(data), ask(psi)))
+    (predictor,) = end.value.value[0].values()
+    theta = half.setup.model.made(psi, data[0])  # type: ignore[attr-defined]
+    assert torch.equal(predictor.tensors()["theta"], theta)
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(theta, (q for q in pretrained.parameters() if q.requires_grad))
+        expected = pretrained.eval()(data[0].test.x).log_softmax(1)
+    torch.testing.assert_close(predictor.log_probabilities(data[0].test.x), expected)
 
 
 def test_models_with_buffers_that_move_and_other_contradictions_are_refused() -> None:
