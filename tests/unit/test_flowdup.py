@@ -288,6 +288,7 @@ def test_models_with_buffers_that_move_and_other_contradictions_are_refused() ->
     assert fixed is not None
     assert fixed[0] == "unlabelled"
     assert FLOWDUP.labelled(made(embedding={"network": "linear", "labels": True})) is True
+    assert FLOWDUP.labelled(made(personalize_steps=1)) is True
     assert FLOWDUP.labelled(made()) is False
 
 

@@ -67,10 +67,14 @@ from fedloom.transport.newcomer import Memory, Models
 from fedloom.transport.wire import personalization_pb2 as wire
 
 PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}
+FLOWDUP = {"name": "flowdup", "local": {"steps": 1}, "embedding": {"network": "mlp", "labels": False}}
 METHODS: dict[str, dict[str, Any]] = {
     "pefll": PEFLL,
     "pefll without labels": {**PEFLL, "embedding": {"network": "mlp", "labels": False}},
+    "pefll in a subspace": {**PEFLL, "hypernetwork": {"subspace": {"size": 20}}},
     "fedavg": {"name": "fedavg", "local": {"steps": 1}, "personalize_steps": 3},
+    "flowdup without labels": FLOWDUP,
+    "flowdup": {**FLOWDUP, "personalize_steps": 2},
     "pfedbayes": {"name": "pfedbayes", "steps": 1, "samples": 1, "draws": 2, "personalize_steps": 2},
     "knn-per": {"name": "knn-per", "local": {"steps": 1}},
     "pfedgp": {"name": "pfedgp", "chains": 2, "chains_predict": 3},
@@ -81,7 +85,7 @@ METHODS: dict[str, dict[str, Any]] = {
 for _other in available():  # the rest share their parts with these, and are for the second tier
     METHODS.setdefault(_other, {"name": _other, **({} if _other == "pfedme" else {"local": {"steps": 1}})})
 METHODS["fedsa-lora"]["local_parameters"] = ["*bias"]
-FIRST_TIER = 7
+FIRST_TIER = 10
 
 
 def examples(seed: int, n: int = 20) -> tuple[Tensor, Tensor]:

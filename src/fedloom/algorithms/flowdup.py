@@ -229,8 +229,8 @@ class FLowDUP(FedAvg):
         return {"personal": "FLowDUP + fine-tuning" if settings.personalize_steps else "FLowDUP"}
 
     def labelled(self, settings: Any) -> bool:
-        """Return True if h₁ takes labels."""
-        return bool(settings.embedding.labels)
+        """Return True if h₁ takes labels, or local steps use them."""
+        return bool(settings.embedding.labels or settings.personalize_steps)
 
     def trains_unlabelled(self, settings: Any) -> bool:
         """Return True unless h₁ takes labels."""
