@@ -56,6 +56,9 @@ class PeFLLServer(base.ServerAlgorithm):
         self.hypernetwork = h.network(size, made)
         eta_v = self.embedding.init(generator, setup.dtype)
         eta_h = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
+        if h.start == "model":
+            first = setup.model.init(generator, setup.dtype) if h.subspace is None else torch.zeros(made)
+            eta_h = self.hypernetwork.started_at(first, eta_h)
         optimizer_v, optimizer_h = settings.optimizers()
         self.sizes |= {"l": size, "s": made, "eta_v": len(eta_v)}
         self.state = {
@@ -205,8 +208,7 @@ class PeFLLClient(base.ClientAlgorithm):
         private = self.settings.descriptor.privacy
         clip = None if private is None else private.clip
         visible = [self._visible(clients, i, how, purpose) for i in range(len(clients))]
-        # Of named inputs only the network that does not read them is allowed.
-        v = [self.embedding.describe(w, x, y, clip) for w, (x, y) in zip(weights, visible, strict=True)]  # type: ignore[arg-type]
+        v = [self.embedding.describe(w, x, y, clip) for w, (x, y) in zip(weights, visible, strict=True)]
 
         def pullback(d_v: Tensor) -> Tensor:
             gradients = [vjp(v_i, list(w.values()), d) for w, v_i, d in zip(weights, v, d_v, strict=True)]
@@ -293,6 +295,11 @@ class HypernetworkSettings(HypernetworkShape):
         description="the output is v' of θ = θ₀ + P v', in a random subspace that clients draw from the run's seed; "
         "null: the output is θ",
     )
+    start: Literal["drawn", "model"] = Field(
+        default="drawn",
+        description="model: the output layer starts with weights 0 and biases θ₀, the model's own initialization (0 in a "
+        "subspace), so that every client's first model is that one, as adapters of a pretrained model need",
+    )
 
 
 class ServerUpdate(Settings):
@@ -347,7 +354,7 @@ class PeFLLSettings(Settings):
         """Return φ for the inputs of a problem."""
         size = self.descriptor_size(setup.clients)
         shape = () if setup.targets is None else setup.targets.shape
-        target = setup.outputs, size, setup.model.task, shape
+        target = setup.outputs, size, setup.model.task, shape, setup.model
         return self.embedding.network_for(setup.kind, setup.input_shape, *target)
 
     def optimizers(self, round: int | None = None) -> tuple[ServerOptimizer, ServerOptimizer]:

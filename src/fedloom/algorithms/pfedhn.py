@@ -42,6 +42,8 @@ class PFedHNServer(base.ServerAlgorithm):
         size = settings.embedding_size or 1 + setup.clients // 4
         self.hypernetwork = Hypernetwork(size, self.sizes["d"], settings.hypernetwork, output_relu=False)
         weights = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
+        if settings.start == "model":
+            weights = self.hypernetwork.started_at(setup.model.init(generator, setup.dtype), weights)
         self.row = {client: i for i, client in enumerate(setup.roster)}
         table = torch.randn(len(self.row) + 1, size, generator=generator, dtype=torch.float64).to(setup.dtype)
         self.optimizer = settings.optimizer(settings.server_lr)
@@ -145,6 +147,11 @@ class PFedHNSettings(Settings):
     )
     embedding_size: int | None = Field(default=None, ge=1, description="l; null is 1 + n // 4 for n clients")
     hypernetwork: Literal["S", "M", "L"] = Field(default="M", description="1, 3 or 5 hidden layers of 100")
+    start: Literal["drawn", "model"] = Field(
+        default="drawn",
+        description="model: the output layer starts with weights 0 and biases θ₀, the model's own initialization, so "
+        "that every client's first model is that one, as adapters of a pretrained model need",
+    )
     server_lr: float = Field(default=1e-2, gt=0, description="rate of the hypernetwork")
     embedding_lr: float | None = Field(default=None, gt=0, description="rate of the embeddings; null is server_lr")
     server_momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of both, per row of the embeddings")

@@ -89,8 +89,9 @@ def personalize_command(
     out: Annotated[
         Path,
         typer.Option(
-            help="A file (.safetensors, .pt2, .onnx): one model, for a packed client that took no part in the run. "
-            "A new folder: ID.safetensors and ID.md of each client of the run.",
+            help="A file (.safetensors, .pt2, .onnx) or the folder of an adapter (.peft): one model, for a packed "
+            "client that took no part in the run. Any other new folder: the models of the run's clients, "
+            "ID.safetensors with ID.md.",
             metavar="FILE|DIR",
         ),
     ],
@@ -107,6 +108,14 @@ def personalize_command(
     ] = None,
     clients: Annotated[str | None, typer.Option(help="Ids, separated by commas; by default all.")] = None,
     predictor: Annotated[str, typer.Option(help="Predictor to save: personal or global.")] = "personal",
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="Of the models of the run's clients: safetensors, pt2, onnx or peft; by default safetensors.",
+            metavar="FORMAT",
+        ),
+    ] = None,
     precision: Annotated[
         str, typer.Option(help="Format in which a server sends numbers: float32, or bfloat16, which is half as large.")
     ] = "float32",
@@ -152,7 +161,12 @@ def personalize_command(
     """Create and save models for clients, which need not have taken part in training."""
     from fedloom.errors import ExperimentError
 
-    if out.suffix not in (".safetensors", ".pt2", ".onnx"):  # runner.personal_model.FORMATS, which imports torch
+    formats = ("safetensors", "pt2", "onnx", "peft")  # runner.personal_model.FORMATS, which imports torch
+    if form is not None and form not in formats:
+        raise ExperimentError(
+            f"--format must be one of {', '.join(formats)} (got {form}).", key="format", found=form, allowed=formats
+        )
+    if out.suffix[1:] not in formats:
         of_one = {
             "--precision": precision != "float32",
             "--epsilon": epsilon is not None,
@@ -163,13 +177,13 @@ def personalize_command(
         }
         if given := [option for option, is_given in of_one.items() if is_given]:
             raise ExperimentError(f"{given[0]} is for one model; give a file as --out (got {out}).", key=given[0][2:])
-        _save_models(where, out, checkpoint, partition, clients, data or (), predictor)
+        _save_models(where, out, checkpoint, partition, clients, data or (), predictor, form or formats[0])
         return
-    if partition is not None or clients is not None:
-        option = "--partition" if partition is not None else "--clients"
+    of_all = {"--partition": partition, "--clients": clients, "--format": form}
+    if given := [option for option, value in of_all.items() if value is not None]:
         raise ExperimentError(
-            f"{option} is for a folder of models, and --out is one file, {out}; give --data DIR, one packed client.",
-            key=option[2:],
+            f"{given[0]} is for a folder of models, and --out is one model, {out}; give --data DIR, one packed client.",
+            key=given[0][2:],
         )
     if data is None or len(data) != 1:
         raise ExperimentError(f"--out is one file, {out}: give one packed client with --data.", key="data", found=data)
@@ -218,6 +232,7 @@ def _save_models(
     clients: str | None,
     data: Sequence[Path],
     predictor: str,
+    form: str,
 ) -> None:
     """Save the models of a run's clients, or of another partition's."""
     from fedloom.errors import QuorumError
@@ -226,7 +241,7 @@ def _save_models(
     RunFolder.open(run)  # fail early, before torch is imported
     from fedloom.runner.client_models import save_models
 
-    made = save_models(Path(run), out, checkpoint, partition, clients, data, predictor)
+    made = save_models(Path(run), out, checkpoint, partition, clients, data, predictor, f".{form}")
     typer.echo(f"{pluralize(len(made.saved), 'model')} in {out}")
     for client, reason in made.lost.items():
         typer.echo(f"{client} got no model: {reason}", err=True)

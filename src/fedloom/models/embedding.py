@@ -20,6 +20,7 @@ from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel, FlatNetwork, Layout
 from fedloom.models.lenet import lenet_features, lenet_layout
 from fedloom.models.lstm import LSTM
+from fedloom.models.module_inputs import ModuleInputs
 from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 
@@ -50,11 +51,11 @@ class EmbeddingNetwork(FlatNetwork):
         return self.task.label_input(y, self.outputs).to(like.dtype)
 
     @abstractmethod
-    def forward(self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None) -> Tensor:
-        """Embed a batch; ``y`` is None for the unlabelled variant."""
+    def forward(self, parameters: Mapping[str, Tensor], x: Any, y: Tensor | None) -> Tensor:
+        """Embed a batch, one tensor or named ones; ``y`` is None for the unlabelled variant."""
 
     def describe(
-        self, parameters: Mapping[str, Tensor], x: Tensor, y: Tensor | None, clip: float | None = None
+        self, parameters: Mapping[str, Tensor], x: ModuleInputs, y: Tensor | None, clip: float | None = None
     ) -> Tensor:
         """Return the descriptor v(B; η_v) = 1/|B| Σ φ(x, y), [l]; with ``clip``, of :func:`clipped` rows (float64)."""
         embedded = self.forward(parameters, x, y)
@@ -189,6 +190,72 @@ class LSTMEmbedding(EmbeddingNetwork):
         return self.network.forward(parameters, x)
 
 
+class PretrainedEmbedding(EmbeddingNetwork):
+    """One hidden layer with ReLU on features of the clients' model at its first parameters, and the label input.
+
+    The features are the inputs of the model's head, which for adapters on a pretrained module are those of the module:
+    a fixed function of x. Each example's features are standardized (``F.layer_norm`` without parameters), so that the
+    rates of η_v do not depend on their scale.
+
+    Parameters
+    ----------
+    model
+        Model of the clients, in evaluation mode.
+    size, width
+        Length l of a descriptor, and width of the hidden layer.
+
+    Raises
+    ------
+    ValueError
+        If the model has no features of single examples.
+    """
+
+    def __init__(
+        self,
+        model: FlatModel,
+        outputs: int,
+        size: int,
+        *,
+        width: int,
+        labels: bool,
+        task: PredictionTask = CLASSIFICATION,
+        target_shape: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(outputs, task, target_shape, labels=labels)
+        widths = [shape[1] for name, shape in model.layout.entries if name in model.layout.head and len(shape) == 2]
+        if not model.has_features or model.predicts_by_batch or not widths:
+            raise ValueError("the model has no trained linear head that takes one row of features of each example")
+        self._model = model
+        self._start: dict[torch.device, Mapping[str, Tensor]] = {}
+        self.features_size = max(widths)
+        """Number f of features."""
+        self.layout = Layout(
+            (
+                ("fc1.weight", (width, self.features_size + self.label_size)),
+                ("fc1.bias", (width,)),
+                ("fc2.weight", (size, width)),
+                ("fc2.bias", (size,)),
+            )
+        )
+
+    def forward(self, parameters: Mapping[str, Tensor], x: ModuleInputs, y: Tensor | None) -> Tensor:
+        """Embed ``[b, ...], [b, *target_shape] -> [b, l]``."""
+        p = parameters
+        h = F.layer_norm(self._features(x, p["fc1.weight"]), (self.features_size,))
+        if self.labels:
+            h = torch.cat([h, self.label_input(y, h)], 1)
+        h = F.relu(F.linear(h, p["fc1.weight"], p["fc1.bias"]))
+        return F.linear(h, p["fc2.weight"], p["fc2.bias"])
+
+    @torch.no_grad()
+    def _features(self, x: ModuleInputs, like: Tensor) -> Tensor:
+        """Return the model's features at its first parameters, ``[b, f]``."""
+        if like.device not in self._start:
+            theta = self._model.init(torch.Generator().manual_seed(0), like.dtype)
+            self._start[like.device] = self._model.layout.leaves(theta.to(like.device))
+        return self._model.features(self._start[like.device], x)  # type: ignore[arg-type]
+
+
 EMBEDDINGS: dict[str, tuple[str, ...]] = {
     "pixels": ("lenet", "linear", "mlp"),
     "features": ("mlp", "linear"),
@@ -196,11 +263,13 @@ EMBEDDINGS: dict[str, tuple[str, ...]] = {
     "integers": ("linear",),
     "named": ("linear",),
 }
-"""Kind of input -> embedding networks that accept it, the recommended one first."""
+"""Kind of input -> embedding networks that read it by themselves, the recommended one first."""
 
 
 def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:
     """Return the names of the embedding networks for inputs of a kind in a task, the recommended one first.
+
+    ``pretrained``, which depends on the model instead, is not among them.
 
     Sequences whose targets are their next tokens have the vocabulary that ``lstm`` needs. Other integers and named
     tensors have no network of their own: ``linear`` describes a client by its targets alone.
@@ -215,13 +284,16 @@ def networks_for(kind: str, task: PredictionTask) -> tuple[str, ...]:
 class EmbeddingSettings(Settings):
     """Choice of embedding network: keys of ``algorithm.embedding``."""
 
-    network: Literal["lenet", "linear", "mlp", "lstm"] = Field(
+    network: Literal["lenet", "linear", "mlp", "lstm", "pretrained"] = Field(
         default="lenet",
         description="lenet (images; papers/001, Table 4), linear on the targets alone (any inputs), mlp (images, and "
-        "features of any rank, flattened; papers/001, Table 9), lstm (tokens; papers/001, A.3)",
+        "features of any rank, flattened; papers/001, Table 9), lstm (tokens; papers/001, A.3), pretrained (any "
+        "inputs: mlp on the features of the clients' model as it is made)",
     )
     width: int | None = Field(
-        default=None, ge=1, description="width of the hidden layers of mlp and lstm; null: 100 for mlp and 256 for lstm"
+        default=None,
+        ge=1,
+        description="width of the hidden layers of mlp, lstm and pretrained; null: 256 for lstm, else 100",
     )
     labels: bool = Field(default=True, description="false: φ uses only x, so that unlabelled clients can be described")
 
@@ -229,7 +301,7 @@ class EmbeddingSettings(Settings):
     def _sees_something(self) -> Self:
         if self.network == "linear" and not self.labels:
             raise ValueError("network linear uses only labels; set labels to true (got labels=False)")
-        if self.width is not None and self.network not in ("mlp", "lstm"):
+        if self.width is not None and self.network not in ("mlp", "lstm", "pretrained"):
             raise ValueError(f"network {self.network} has a fixed width; set it to null (got width={self.width})")
         return self
 
@@ -251,25 +323,31 @@ class EmbeddingSettings(Settings):
         size: int,
         task: PredictionTask = CLASSIFICATION,
         target_shape: tuple[int, ...] = (),
+        model: FlatModel | None = None,
     ) -> EmbeddingNetwork:
         """Return the network for inputs of a kind, targets of a task, and descriptors of length ``size``.
+
+        Parameters
+        ----------
+        model
+            Model of the clients, which ``pretrained`` needs.
 
         Raises
         ------
         ExperimentError
-            If it does not accept such inputs.
+            If it does not accept such inputs, or the model has no features.
         """
         allowed = networks_for(kind, task)
-        if self.network not in allowed:
-            raise ExperimentError(
-                f"algorithm.embedding.network: {self.network!r} does not accept {kind} in {task.name}; choose from "
-                f"{', '.join(allowed)}",
-                hint=f"set algorithm.embedding.network: {allowed[0]}",
-                key="algorithm.embedding.network",
-                found=self.network,
-                allowed=allowed,
-            )
         target: dict[str, Any] = {"task": task, "target_shape": target_shape}
+        if self.network == "pretrained":
+            assert model is not None
+            try:
+                return PretrainedEmbedding(model, outputs, size, width=self.width or 100, labels=self.labels, **target)
+            except ValueError as error:
+                raise self._refused(f"'pretrained': {error}; choose {' or '.join(allowed)}", allowed) from error
+        if self.network not in allowed:
+            why = f"{self.network!r} does not accept {kind} in {task.name}; choose from {', '.join(allowed)}"
+            raise self._refused(why, allowed)
         match self.network:
             case "linear":
                 return LinearEmbedding(outputs, size, **target)
@@ -287,3 +365,12 @@ class EmbeddingSettings(Settings):
                         key="algorithm.embedding.network",
                         found=self.network,
                     ) from error
+
+    def _refused(self, why: str, allowed: tuple[str, ...]) -> ExperimentError:
+        return ExperimentError(
+            f"algorithm.embedding.network: {why}",
+            hint=f"set algorithm.embedding.network: {allowed[0]}",
+            key="algorithm.embedding.network",
+            found=self.network,
+            allowed=allowed,
+        )

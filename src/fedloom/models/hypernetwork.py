@@ -82,6 +82,14 @@ class Hypernetwork(FlatNetwork):
         self.last = f"fc{len(widths) - 1}"
         self._memory = RecycledMemory()
 
+    def started_at(self, theta: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return parameters η_h whose output is θ ``[D]`` for every v: the last layer's weights are 0.
+
+        Its first update depends on the hidden layers, so that models of different clients then differ.
+        """
+        weight, bias = f"{self.last}.weight", f"{self.last}.bias"
+        return {**parameters, weight: torch.zeros_like(parameters[weight]), bias: theta.clone()}
+
     def _trunk(self, parameters: Mapping[str, Tensor], v: Tensor) -> Tensor:
         h = v
         for i in range(1, self.hidden_layers + 2):

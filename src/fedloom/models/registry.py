@@ -20,6 +20,7 @@ from fedloom.models.convnet import BatchNormConvNet, ConvNet
 from fedloom.models.flat import FlatModel
 from fedloom.models.lenet import LeNet
 from fedloom.models.library import TokenTransformer, resnet18, unet, vit
+from fedloom.models.lora import LoRA, adapted
 from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel, factory_of
@@ -292,6 +293,10 @@ class ModuleSettings(ModelChoice):
         description="buffers that move in training, such as BatchNorm's running statistics. shared: averaged like "
         "parameters, and sent; local: each client keeps its own, which are never sent",
     )
+    lora: LoRA | None = Field(
+        default=None,
+        description="adapters by `peft` on the module, whose own parameters are then frozen (docs/adapters.md)",
+    )
     takes = ("pixels", "features", "tokens", "integers", "named")
 
     def build(
@@ -323,6 +328,7 @@ class ModuleSettings(ModelChoice):
         if not classes:
             raise ExperimentError(f"model.name: {self.name} needs classes, and the data have none; use quadratic")
         make = factory_of(self.factory, shape_of(input_shape), classes)
+        make = make if self.lora is None else adapted(make, self.lora)
         check_codes(make, input_shape, kind)
         keys = (self.head, self.initial, self.buffers, self.output)
         model: FlatModel = ModuleModel(make, input_shape, classes, kind, *keys, task, target_shape)

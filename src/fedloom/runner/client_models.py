@@ -80,8 +80,9 @@ def save_models(
     clients: str | None = None,
     data: Sequence[Path] = (),
     predictor: str = "personal",
+    suffix: str = ".safetensors",
 ) -> SavedModels:
-    """Personalize models for seen or new clients and save each as ``ID.safetensors`` and ``ID.md``.
+    """Personalize models for seen or new clients and save each as ``ID`` and a format's suffix.
 
     Parameters
     ----------
@@ -93,11 +94,14 @@ def save_models(
         As in :func:`fedloom.runner.trained.evaluate`.
     predictor
         One of the predictors that the method gives a client.
+    suffix
+        Format, as in :meth:`fedloom.runner.personal_model.PersonalModel.save`; ``.safetensors`` also writes ``ID.md``.
 
     Raises
     ------
     ExperimentError
-        If ``out`` exists, ``checkpoint`` is not ``last``, ``best`` or a number, or the method has no such predictor.
+        If ``out`` exists, ``checkpoint`` is not ``last``, ``best`` or a number, the method has no such predictor, or
+        the models cannot be saved in this format.
     DataError
         As in :func:`fedloom.runner.trained.restore`, or if the partition has no such client.
     """
@@ -110,7 +114,7 @@ def save_models(
 
     def save(client: str, model: PersonalModel) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        model.save(out / f"{client}.safetensors")
+        model.save(out / f"{client}{suffix}")
         saved.append(client)
 
     _, lost = _give(run, checkpoint, partition, data, predictor, chosen, save)

@@ -28,11 +28,15 @@ from fedloom.data.input_spec import (
 from fedloom.data.problem import Problem, TrainedPrivately
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError
-from fedloom.models.predictors import Predictor
-from fedloom.storage.folder import write_atomically
+from fedloom.models.adapters import BESIDE, adapter_files
+from fedloom.models.predictors import ModelPredictor, Predictor
+from fedloom.storage.folder import storing, write_atomically
 
-FORMATS = (".safetensors", ".pt2", ".onnx")
-"""Suffixes of the supported file formats."""
+FORMATS = (".safetensors", ".pt2", ".onnx", ".peft")
+"""Suffixes of the supported formats: files, and the folder of an adapter."""
+
+CARD = "fedloom.json"
+"""File of the model's card in the folder of an adapter."""
 
 ONNX = "fedloom[onnx]"
 
@@ -157,6 +161,7 @@ class PersonalModel(nn.Module):
         super().__init__()
         self.card = card
         self._predict = predictor.predict
+        self._network = predictor.model if type(predictor) is ModelPredictor else None
         for name, tensor in predictor.named().items():
             _put(self, name.split("."), tensor)
         for name, spec in card.specs.items():
@@ -237,17 +242,25 @@ class PersonalModel(nn.Module):
         ----------
         path
             ``NAME.safetensors``: the weights by name, with instructions for their use in ``NAME.md``. ``NAME.pt2``: a
-            ``torch.export`` program, for any batch size. ``NAME.onnx``: for other runtimes. None of them needs FedLoom.
+            ``torch.export`` program, for any batch size. ``NAME.onnx``: for other runtimes. ``NAME.peft``: a folder
+            that ``PeftModel.from_pretrained`` opens, of a model with adapters. None of them needs FedLoom.
 
         Raises
         ------
         ExperimentError
-            If the suffix is not one of these, or the model cannot be exported.
+            If the suffix is not one of these, or the model cannot be exported, or has no adapters of ``peft``.
         StorageError
             If the file cannot be written.
         """
         path = Path(path)
         check_format(path)
+        if path.suffix == ".peft":
+            files = self.adapter()
+            with storing(path):
+                path.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                write_atomically(path / name, content)
+            return [path / name for name in files]
         if path.suffix == ".safetensors":
             write_atomically(path, self.weights())
             write_atomically(path.with_suffix(".md"), self._readme(path.name).encode())
@@ -260,6 +273,18 @@ class PersonalModel(nn.Module):
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         about = json.dumps({"version": 1, **self.card.as_json()}, sort_keys=True)
         return safetensors.torch.save(tensors, metadata={"fedloom": about})
+
+    def adapter(self) -> dict[str, bytes]:
+        """Return the files of a folder that ``PeftModel.from_pretrained(base, folder)`` opens, by name.
+
+        Raises
+        ------
+        ExperimentError
+            If the model has no adapters of ``peft``.
+        """
+        files = adapter_files(self._network, self.state_dict(keep_vars=True))
+        card = json.dumps({"version": 1, **self.card.as_json()}, sort_keys=True, indent=1)
+        return {**files, CARD: f"{card}\n".encode(), "README.md": self._adapter_readme(BESIDE in files).encode()}
 
     def exported(self) -> bytes:
         """Return the model as a program of ``torch.export``."""
@@ -301,6 +326,42 @@ class PersonalModel(nn.Module):
     def _readme(self, name: str) -> str:
         """Return a short text on how to use the weights."""
         c = self.card
+        return "\n".join(
+            (
+                f"Weights of a `{c.model}` for client {c.client}: {self._origin()}.",
+                f'Read them: `weights = safetensors.torch.load_file("{name}")`, a `state_dict` of '
+                f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
+                *self._usage(),
+                "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model includes "
+                "its network.",
+                "",
+            )
+        )
+
+    def _adapter_readme(self, beside: bool) -> str:
+        """Return a short text on how to use the adapter."""
+        other = (
+            f"`{BESIDE}` holds what was trained beside the adapter, by the names of the whole module: "
+            f'`module.load_state_dict(safetensors.torch.load_file("FOLDER/{BESIDE}"), strict=False)`.'
+        )
+        return "\n".join(
+            (
+                f"Adapter for client {self.card.client}: {self._origin()}.",
+                "Open it with the base that the run's factory makes: `PeftModel.from_pretrained(base, FOLDER).eval()`.",
+                *([other] if beside else []),
+                *self._usage(),
+                f"`{CARD}` has all this as JSON.",
+                "",
+            )
+        )
+
+    def _origin(self) -> str:
+        c = self.card
+        return f"run {c.run}, round {c.round} ({c.digest[:12]}), {c.algorithm}, {c.precision}"
+
+    def _usage(self) -> list[str]:
+        """Return sentences on inputs, outputs and the privacy of training."""
+        c = self.card
         goes_in = {
             "pixels": "pixels 0 ... 255: x = (pixels / 255 - mean) / std, of each channel",
             "features": "features: x = (features - mean) / std",
@@ -312,20 +373,8 @@ class PersonalModel(nn.Module):
             f"mean {list(spec.normalization.mean)}, std {list(spec.normalization.std)}."
             for name, spec in c.specs.items()
         ]
-        return "\n".join(
-            (
-                f"Weights of a `{c.model}` for client {c.client}: run {c.run}, round {c.round} ({c.digest[:12]}), "
-                f"{c.algorithm}, {c.precision}.",
-                f'Read them: `weights = safetensors.torch.load_file("{name}")`, a `state_dict` of '
-                f"{len(self.state_dict())} tensors, such as `{next(iter(self.state_dict()))}`.",
-                *inputs,
-                _output(c),
-                *([] if c.training_privacy is None else [f"Trained {c.training_privacy}."]),
-                "The file's metadata has all this as JSON, under `fedloom`. Saved as .pt2 or .onnx, a model includes "
-                "its network.",
-                "",
-            )
-        )
+        private = [] if c.training_privacy is None else [f"Trained {c.training_privacy}."]
+        return [*inputs, _output(c), *private]
 
 
 def _output(card: ModelCard) -> str:

