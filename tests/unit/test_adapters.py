@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fedloom.models.mlp import MLP
 from fedloom.models.module_inputs import SingleInput
 from fedloom.models.registry import ModuleSettings
 from fedloom.runner import assemble
+from fedloom.runner.serve import serve_run
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.registry import task_of
 
@@ -319,6 +321,39 @@ def test_a_newcomer_saves_its_adapter(tmp_path: Path) -> None:
     personal.save(tmp_path / "new.peft")
     found = logits_of("bert", opened("bert", tmp_path / "new.peft"), personal).softmax(1)
     torch.testing.assert_close(found, personal(torch.from_numpy(TOKENS[:7])), rtol=0, atol=1e-6)
+
+
+def test_a_server_gives_the_adapter_that_the_folder_gives(tmp_path: Path) -> None:
+    run = ran("bert", PEFLL, tmp_path)
+    here = fedloom.personalize(run.folder, TOKENS[:20], LABELS[:20], client="new")
+    stop, ready, at = threading.Event(), threading.Event(), list[str]()
+
+    def started(address: str) -> None:
+        at.append(address)
+        ready.set()
+
+    thread = threading.Thread(target=lambda: serve_run(str(run.folder), "127.0.0.1:0", stop=stop, started=started))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        there = fedloom.personalize(at[0], TOKENS[:20], LABELS[:20], client="new")
+    finally:
+        stop.set()
+        thread.join(60)
+    for model, name in ((here, "here.peft"), (there, "there.peft")):
+        model.save(tmp_path / name)
+    weights = "adapter_model.safetensors"
+    assert (tmp_path / "here.peft" / weights).read_bytes() == (tmp_path / "there.peft" / weights).read_bytes()
+
+
+def test_a_resumed_run_has_the_same_adapters(tmp_path: Path) -> None:
+    whole, resumed = ran("bert", PEFLL, tmp_path / "whole", rounds=3), ran("bert", PEFLL, tmp_path / "part", rounds=1)
+    again = fedloom.run(
+        resumed.experiment, out=resumed.folder, resume=True, federation__rounds=3, report=False, progress=False
+    )
+    for (_, a), (_, b) in zip(whole.models().items(), again.models().items(), strict=True):
+        for name, tensor in a.state_dict().items():
+            assert torch.equal(tensor, b.state_dict()[name]), name
 
 
 def test_models_without_one_adapter_are_refused(tmp_path: Path) -> None:

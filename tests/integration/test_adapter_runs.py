@@ -1,0 +1,95 @@
+"""Runs whose θ is an adapter: the same bits with workers, and after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from forked import run as run_process
+from run_processes import ENVIRONMENT, WAIT_S, final, scores
+
+import fedloom
+from fedloom.models.factories import FACTORIES
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+import adapter_models  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]
+
+TESTS = Path(__file__).parents[1]
+N, CLASSES, FACTORY = 24, 3, "adapter_models:bert"
+RNG = np.random.default_rng(4)
+PATHS = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+FACTORIES_HERE = {FACTORIES: FACTORY, "PYTHONPATH": PATHS}
+PEFLL = {
+    "name": "pefll",
+    "local": {"steps": 2, "batch_size": 8, "lr": 0.1},
+    "descriptor": {"size": 3},
+    "embedding": {"network": "pretrained"},
+    "hypernetwork": {"start": "model"},
+    "server": {"rule": "adam", "lr": 0.01},
+}
+
+
+def people(count: int) -> dict[str, tuple[Any, Any]]:
+    """Return sentences of random words, and labels."""
+    tokens = RNG.integers(0, adapter_models.WORDS, (count, N, adapter_models.LENGTH))
+    return {f"p{i}": (x, x[:, 0] % CLASSES) for i, x in enumerate(tokens)}
+
+
+def experiment(folder: Path, rounds: int) -> Path:
+    """Write an experiment on four clients."""
+    data = fedloom.Federated.from_arrays(people(4), root=folder / "data")
+    tree = {
+        "name": "adapters",
+        "seed": 1,
+        "data": json.loads(json.dumps(data.section, default=str)),
+        "model": {
+            "name": "module",
+            "factory": FACTORY,
+            "lora": {"rank": 2, "targets": ["query"], "train": ["classifier"]},
+        },
+        "algorithm": PEFLL,
+        "federation": {"rounds": rounds, "clients_per_round": 2, "checkpoint_every_s": 0, "deadline_s": 200},
+        "evaluation": {"every": rounds},
+        "runtime": {"workers": 0},
+    }
+    path = folder / "e.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def at(k: int, out: Path, *arguments: object) -> tuple[int, str]:
+    """Return exit code and words of a command that is killed before its k-th change of a folder."""
+    script = TESTS / "integration" / "killed_at.py"
+    command = [sys.executable, str(script), str(k), str(out), *map(str, arguments), "--out", str(out)]
+    environment = {**ENVIRONMENT, **FACTORIES_HERE}
+    done = run_process(command, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_workers_and_a_kill_change_no_bit(tmp_path: Path) -> None:
+    path, whole = experiment(tmp_path, rounds=3), tmp_path / "whole"
+    code, said = at(0, whole, "run", path, "--no-report")
+    assert code == 0, said
+    counted = re.search(r"changes: (\d+)", said)
+    assert counted is not None
+    code, said = at(0, tmp_path / "two", "run", path, "--no-report", "--workers", 2)
+    assert code == 0, said
+    killed = tmp_path / "killed"
+    code, said = at(int(counted[1]) // 2, killed, "run", path, "--no-report")
+    assert code == -signal.SIGKILL, said
+    code, said = at(0, killed, "run", path, "--no-report", "--resume")
+    assert code == 0, said
+    for out in (tmp_path / "two", killed):
+        assert final(out) == final(whole)
+        assert scores(out) == scores(whole)
