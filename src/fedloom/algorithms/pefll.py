@@ -57,7 +57,7 @@ class PeFLLServer(base.ServerAlgorithm):
         eta_v = self.embedding.init(generator, setup.dtype)
         eta_h = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
         if h.start == "model":
-            first = setup.model.init(generator, setup.dtype) if h.subspace is None else torch.zeros(made)
+            first = setup.model.init(generator, setup.dtype) if h.subspace is None else torch.zeros(made, dtype=setup.dtype)
             eta_h = self.hypernetwork.started_at(first, eta_h)
         optimizer_v, optimizer_h = settings.optimizers()
         self.sizes |= {"l": size, "s": made, "eta_v": len(eta_v)}
