@@ -90,8 +90,9 @@ def sentence_classifier(classes: int) -> nn.Module:
     """Return the pretrained encoder with a new head; the factory of ``experiments/adapters.yaml``."""
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    words: Any = transformers.logging
+    words.set_verbosity_error()
+    words.disable_progress_bar()
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     encoder = transformers.AutoModel.from_pretrained(str(encoder_folder()), add_pooling_layer=False, **rates)
     return SentenceClassifier(encoder, classes)
