@@ -161,25 +161,31 @@ SEARCH, TESTS = 1, (2, 3, 4)
 ROUNDS = 40
 LOCAL = {"steps": 4, "batch_size": 16, "optimizer": "adam", "lr": 0.001}
 RATES = (0.001, 0.003)
+FASTER = {**LOCAL, "lr": 0.003}
 GENERATED = {
     "descriptor": {"train": "all", "evaluate": "all", "size": 16},
     "hypernetwork": {"start": "model"},
-    "server": {"rule": "adam", "clip": 50.0},
+    "server": {"rule": "paper", "lr": 0.01},
 }
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "fedavg": {"name": "fedavg", "local": LOCAL, "personalize_steps": 10},
     "local": {"name": "local", "local": {**LOCAL, "steps": 40}},
-    "pefll": {"name": "pefll", "local": LOCAL, **GENERATED, "embedding": {"network": "pretrained"}},
+    "pefll": {"name": "pefll", "local": FASTER, **GENERATED, "embedding": {"network": "pretrained"}},
     "pefll-unlabelled": {
         "name": "pefll",
-        "local": LOCAL,
+        "local": FASTER,
         **GENERATED,
         "embedding": {"network": "pretrained", "labels": False},
     },
 }
-GRIDS: Mapping[str, Mapping[str, Sequence[float]]] = {method: {"local.lr": RATES} for method in METHODS}
+GRIDS: Mapping[str, Mapping[str, Sequence[float | str]]] = {
+    "fedavg": {"local.lr": RATES},
+    "local": {"local.lr": RATES},
+    "pefll": {"server.rule": ("paper", "adam")},
+    "pefll-unlabelled": {"server.rule": ("paper", "adam")},
+}
 
-Setting = Mapping[str, float]
+Setting = Mapping[str, float | str]
 """Values by key below ``algorithm``."""
 
 
@@ -202,7 +208,7 @@ def experiment(method: str, setting: Setting, seed: int) -> dict[str, Any]:
 
 def last_line(method: str, setting: Setting, seed: int, out: Path) -> dict[str, Any] | None:
     """Run an experiment, unless an earlier program did, and return its last evaluation; None if it diverged."""
-    point = ",".join(f"{key}={value:g}" for key, value in setting.items())
+    point = ",".join(f"{key}={value}" for key, value in setting.items())
     folder = out / method / f"{point},seed={seed}"
     if not (folder / "summary.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
