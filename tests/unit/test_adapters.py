@@ -211,6 +211,20 @@ def test_the_pretrained_embedding_is_an_mlp_on_standardized_features(labels: boo
     assert p["fc1.weight"].shape == (7, 16 + CLASSES * labels)
 
 
+def test_the_pretrained_embedding_takes_named_inputs() -> None:
+    shape = {
+        name: SingleInput("integers", (LENGTH,), high) for name, high in (("input_ids", WORDS), ("attention_mask", 2))
+    }
+    model = ModuleSettings.model_validate(MODELS["bert"]).build(shape, CLASSES, "named")
+    network = EmbeddingSettings(network="pretrained", labels=False).network_for("named", (), CLASSES, 4, model=model)
+    p = network.layout.split(network.init(torch.Generator().manual_seed(2)))
+    x = {"input_ids": torch.from_numpy(TOKENS[:5]), "attention_mask": torch.ones(5, LENGTH).long()}
+    x["attention_mask"][:, 3:] = 0
+    rows = F.layer_norm(adapter_models.bert(CLASSES).eval().bert(**x).pooler_output, (16,))
+    expected = F.linear(F.relu(F.linear(rows, p["fc1.weight"], p["fc1.bias"])), p["fc2.weight"], p["fc2.bias"])
+    torch.testing.assert_close(network.forward(p, x, None), expected)
+
+
 def test_a_built_in_model_has_a_pretrained_embedding_of_its_first_parameters() -> None:
     model = MLP((4,), [6], CLASSES)
     network = EmbeddingSettings(network="pretrained", labels=False).network_for(
