@@ -30,6 +30,7 @@ BENCHMARKS = Path(__file__).parents[2] / "research" / "benchmarks"
             marks=pytest.mark.exhaustive,
         ),
         pytest.param("serving.py", ("--seconds", "0.5", "--no-training"), "serve", marks=pytest.mark.exhaustive),
+        pytest.param("serving_adapters.py", ("--seconds", "0.5"), "one layer", marks=pytest.mark.exhaustive),
     ],
 )
 def test_it_runs_in_its_smallest_size_and_finds_something(
