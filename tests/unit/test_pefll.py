@@ -639,3 +639,12 @@ def test_a_clients_traffic_is_that_of_the_paper(tmp_path: Path, subspace: dict[s
     (attempt,) = run.loop.journal.counted()
     assert attempt.payload_down == 8 * 3 * size
     assert attempt.payload_up == 8 * 3 * (size + 2)
+
+
+def test_a_start_at_the_model_in_a_subspace_is_its_origin() -> None:
+    s, model = literal(hypernetwork={"start": "model", "subspace": {"size": 17}}), MLP((1, 16, 16), [], CLASSES)
+    server = PeFLLServer(s, Setup(model, CLASSES, (1, 16, 16), 3, seed=5), torch.Generator().manual_seed(1))
+    assert s.hypernetwork.subspace is not None
+    subspace = s.hypernetwork.subspace.of(model, 5, torch.float32)
+    made = subspace.expand(server.hypernetwork(server.eta_h, torch.randn(4, LENGTH)))
+    assert torch.equal(made, subspace.origin.expand(4, -1))

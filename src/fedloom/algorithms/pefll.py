@@ -57,7 +57,8 @@ class PeFLLServer(base.ServerAlgorithm):
         eta_v = self.embedding.init(generator, setup.dtype)
         eta_h = self.hypernetwork.layout.split(self.hypernetwork.init(generator, setup.dtype))
         if h.start == "model":
-            first = setup.model.init(generator, setup.dtype) if h.subspace is None else torch.zeros(made, dtype=setup.dtype)
+            in_subspace = torch.zeros(made, dtype=setup.dtype)
+            first = in_subspace if h.subspace else setup.model.init(generator, setup.dtype)
             eta_h = self.hypernetwork.started_at(first, eta_h)
         optimizer_v, optimizer_h = settings.optimizers()
         self.sizes |= {"l": size, "s": made, "eta_v": len(eta_v)}
@@ -297,8 +298,8 @@ class HypernetworkSettings(HypernetworkShape):
     )
     start: Literal["drawn", "model"] = Field(
         default="drawn",
-        description="model: the output layer starts with weights 0 and biases θ₀, the model's own initialization (0 in a "
-        "subspace), so that every client's first model is that one, as adapters of a pretrained model need",
+        description="model: the output layer starts with weights 0 and biases θ₀, the model's own initialization (in "
+        "a subspace 0), so that every client's first model is that one, as adapters of a pretrained model need",
     )
 
 
