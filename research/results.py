@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pages_baselines
 import pages_comfedl
+import pages_flowdup
 import pages_natural
 import pages_open_federation
 import pages_own_steps
@@ -61,6 +62,7 @@ class Page:
 PAGES = {
     "baselines": Page(pages_baselines.tables, columns=pages_baselines.COLUMNS, searches=pages_baselines.SEARCHES),
     "comfedl": Page(pages_comfedl.tables, pages_comfedl.FIGURES, pages_comfedl.COLUMNS, pages_comfedl.WHOLE),
+    "flowdup": Page(pages_flowdup.tables, columns=pages_flowdup.COLUMNS, folded=pages_flowdup.folded),
     "natural": Page(
         pages_natural.tables,
         pages_natural.FIGURES,
