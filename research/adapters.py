@@ -178,12 +178,19 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         **GENERATED,
         "embedding": {"network": "pretrained", "labels": False},
     },
+    "flowdup": {
+        "name": "flowdup",
+        "local": LOCAL,
+        "embedding": {"network": "pretrained", "labels": False},
+        "hypernetwork": {"size": "S", "start": "model"},
+    },
 }
 GRIDS: Mapping[str, Mapping[str, Sequence[float | str]]] = {
     "fedavg": {"local.lr": RATES},
     "local": {"local.lr": RATES},
     "pefll": {"server.rule": ("paper", "adam")},
     "pefll-unlabelled": {"server.rule": ("paper", "adam")},
+    "flowdup": {"local.lr": RATES},
 }
 
 Setting = Mapping[str, float | str]

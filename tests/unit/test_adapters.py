@@ -402,3 +402,34 @@ def test_an_adapter_that_changes_its_base_is_refused(tmp_path: Path) -> None:
     )
     with refusing(ExperimentError, ".peft", "olora"):
         run.models("a").save(tmp_path / "a.peft")
+
+
+# --- FLowDUP ----------------------------------------------------------------------------------------------------------
+
+FLOWDUP = {
+    "name": "flowdup",
+    "local": LOCAL,
+    "subspace": {"size": 20},
+    "embedding": {"network": "pretrained", "labels": False},
+    "embedding_size": 4,
+    "hypernetwork": {"size": "S", "start": "model"},
+}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [FLOWDUP, {**PEFLL, "hypernetwork": {"start": "model", "subspace": {"size": 20}}}],
+    ids=["flowdup", "pefll"],
+)
+def test_adapters_in_a_subspace_start_at_the_pretrained_model(algorithm: dict[str, Any], tmp_path: Path) -> None:
+    x = torch.from_numpy(TOKENS[:5])
+    expected = adapter_models.bert(CLASSES).eval()(input_ids=x).logits.softmax(1)
+    start = ran("bert", algorithm, tmp_path / "start", rounds=0)
+    for model in start.models().values():
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
+    a, b = ran("bert", algorithm, tmp_path / "trained", rounds=3).models().values()
+    assert not torch.allclose(a(x), expected, atol=1e-4)
+    assert not torch.equal(a(x), b(x))
+    a.save(tmp_path / "a.peft")
+    found = logits_of("bert", opened("bert", tmp_path / "a.peft"), a).softmax(1)
+    torch.testing.assert_close(found, a(torch.from_numpy(TOKENS[:7])), rtol=0, atol=1e-6)

@@ -57,6 +57,8 @@ class SubspaceGenerator(DerivedModel):
         λ of the regularizer.
     hidden
         Ids of clients whose labels are hidden from them.
+    at_origin
+        True if ψ starts with v = 0 for every client, so that the first models are θ₀.
     """
 
     def __init__(
@@ -68,12 +70,14 @@ class SubspaceGenerator(DerivedModel):
         *,
         strength: float,
         hidden: frozenset[str],
+        at_origin: bool = False,
     ) -> None:
         parts = (("h1", h1.layout.entries), ("h2", h2.layout.entries))
         entries = [(f"{part}.{name}", shape) for part, of_part in parts for name, shape in of_part]
         super().__init__(model, Layout((*entries, ("centre", (subspace.size,))), headless=True))
         self.needs_whole_batches = True  # v is a mean over the batch
         self.h1, self.h2, self.subspace, self.strength, self.hidden = h1, h2, subspace, strength, hidden
+        self.at_origin = at_origin
         self.labelled, self.stacked = True, False
 
     def in_training(self) -> FlatModel:
@@ -93,9 +97,12 @@ class SubspaceGenerator(DerivedModel):
         return view
 
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Draw ψ: both networks as they are drawn alone, and c = 0."""
-        networks = [network.init(generator, dtype) for network in (self.h1, self.h2)]
-        return torch.cat([*networks, torch.zeros(self.subspace.size, dtype=dtype)])
+        """Draw ψ: both networks as they are drawn alone, or h₂ with v = 0 for all; and c = 0."""
+        h1, h2 = (network.init(generator, dtype) for network in (self.h1, self.h2))
+        centre = torch.zeros(self.subspace.size, dtype=dtype)
+        if self.at_origin:
+            h2 = self.h2.layout.join(self.h2.started_at(centre, self.h2.layout.split(h2)))
+        return torch.cat([h1, h2, centre])
 
     def coordinates(self, parameters: Mapping[str, Tensor], x: Any, y: Tensor | None) -> Tensor:
         """Return v = h₂(mean h₁(x)), ``[b, *input_shape] -> [k]``."""
@@ -183,11 +190,12 @@ class FLowDUP(FedAvg):
         hidden = order[: math.floor(s.unlabelled * len(order) + 1e-9)] if setup.same_clients else ()
         generator = SubspaceGenerator(
             setup.model,
-            s.embedding.network_for(setup.kind, setup.input_shape, *target),
+            s.embedding.network_for(setup.kind, setup.input_shape, *target, setup.model),
             s.hypernetwork.network(s.embedding_size, s.subspace.dimension(setup.model)),
             s.subspace.of(setup.model, setup.seed, setup.dtype),
             strength=s.lambda_centre,
             hidden=frozenset(setup.roster[i] for i in hidden),
+            at_origin=s.hypernetwork.start == "model",
         )
         return replace(setup, model=generator)
 

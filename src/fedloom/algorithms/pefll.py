@@ -296,11 +296,6 @@ class HypernetworkSettings(HypernetworkShape):
         description="the output is v' of θ = θ₀ + P v', in a random subspace that clients draw from the run's seed; "
         "null: the output is θ",
     )
-    start: Literal["drawn", "model"] = Field(
-        default="drawn",
-        description="model: the output layer starts with weights 0 and biases θ₀, the model's own initialization (in "
-        "a subspace 0), so that every client's first model is that one, as adapters of a pretrained model need",
-    )
 
 
 class ServerUpdate(Settings):

@@ -169,6 +169,11 @@ class HypernetworkShape(Settings):
 
     size: Literal["S", "M", "L"] = Field(default="M", description="papers/001, A.5; M is Table 5")
     output_relu: bool = Field(default=True, description="ReLU before the output layer (the official code has none)")
+    start: Literal["drawn", "model"] = Field(
+        default="drawn",
+        description="model: the output layer starts with weights 0 and biases θ₀, the model's own initialization (in "
+        "a subspace 0), so that every client's first model is that one, as adapters of a pretrained model need",
+    )
 
     def network(self, descriptor_size: int, model_size: int) -> Hypernetwork:
         """Return the network R^l -> R^D."""
