@@ -36,7 +36,7 @@ TITLES = {
     "fashion-mnist": "Fashion-MNIST, 3 classes a client",
     "qmnist": "QMNIST writers",
     "cifar10": "CIFAR-10, 2 classes a client",
-    "mnist": "MNIST, turned by 0, 90, 180 or 270 degrees",
+    "mnist": "MNIST, rotated by 0, 90, 180 or 270 degrees",
 }
 MODELS = {"mlp": "MLP, d = 25,450", "lenet": "LeNet, d = 85,822"}
 SENT = ("round_down", "round_up", "new_down", "new_up")
@@ -98,7 +98,7 @@ def of_tests(runs: Runs, problem: str) -> str:
             for key in ("seen_mean", "unseen_mean")
         ]
         rows.append((NAMES[method], needs, *cells, *less))
-    gains = [f"{group}, less {NAMES[BESIDE]}" for group in ("seen", "new")]
+    gains = [f"{group}, minus {NAMES[BESIDE]}" for group in ("seen", "new")]
     header = ("", "a new client needs", "seen clients, %", "new clients, %", "worst tenth", *gains)
     return table(header, rows, left=2)
 
@@ -114,8 +114,8 @@ def of_costs(runs: Runs, problem: str) -> str:
         rows.append(
             (NAMES[method], needs, *sent, *("" if run is None else f"{run[0]['server_ms']:.2f}" for run in took))
         )
-    sends = ("kB of a round, down", "up", "of a new client, down", "up")
-    header = ("", "a new client needs", *sends, *(f"server, ms a round: {name}" for name in MODELS.values()))
+    sends = ("kB per round, down", "up", "kB of a new client, down", "up")
+    header = ("", "a new client needs", *sends, *(f"server, ms per round: {name}" for name in MODELS.values()))
     return table(header, rows, left=2)
 
 
