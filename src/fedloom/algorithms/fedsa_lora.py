@@ -2,7 +2,7 @@
 
 P. Guo, S. Zeng, Y. Wang, H. Fan, F. Wang, L. Qu, Selective aggregation for low-rank adaptation in federated learning,
 ICLR 2025, arXiv 2410.01463. A client trains both matrices of each update BA; B is its state between rounds, and is
-never sent. Patterns of names choose the kept parameters, so that a client can keep any others. Line numbers refer to
+never sent. Patterns of names choose the parameters that a client keeps, so these can be others. Line numbers refer to
 docs/algorithms/fedsa-lora.md.
 """
 
@@ -32,12 +32,12 @@ class FedSALoRASettings(Averaging):
     )
     local: LocalSGD = Field(default=LocalSGD(steps=50), description="training in a round, of all parameters together")
     personalize_epochs: int = Field(
-        default=5, ge=0, description="epochs that train the kept parameters for a client without its own"
+        default=5, ge=0, description="epochs that train these parameters for a client that has none of its own yet"
     )
 
 
 class FedSALoRA(FedBN):
-    """FedAvg of everything but the parameters that the settings name."""
+    """FedAvg of all parameters except those that the settings name."""
 
     name = "fedsa-lora"
     settings = FedSALoRASettings

@@ -3,8 +3,8 @@
 Z. Guo, T. Yang, Communication-efficient federated group distributionally robust optimization, NeurIPS 2024,
 arXiv 2410.06369. max over p of Σ p_i f_i(w) - λ KL(p ‖ 1/N) is F(w) = λ log((1/N) Σ exp(f_i(w)/λ)). Its gradient is a
 composition of three levels, which clients estimate by moving averages in local steps: u_i of f_i, v of the mean of
-exp(u_i/λ), and m of the gradient. The server averages w, v and m, and q, the second moment of Adam-type steps. The
-details that the sources at hand leave open, and line numbers: docs/algorithms/fgdro-kl.md.
+exp(u_i/λ), and m of the gradient. The server averages w, v and m, and q, the second moment of Adam-type steps. For
+line numbers, and details that the available sources leave open, see docs/algorithms/fgdro-kl.md.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class RobustUpdate(Message):
 
 
 class FGDROKL(base.Algorithm):
-    """Averaging in which large losses weigh more, by moving averages on the clients."""
+    """Averaging that gives large losses more weight, by moving averages on the clients."""
 
     name = "fgdro-kl"
     settings = FGDROSettings

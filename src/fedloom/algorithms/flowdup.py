@@ -1,4 +1,4 @@
-"""FLowDUP: unlabelled data make a client's model in a random subspace; clients train the networks that make it.
+"""FLowDUP: networks that make a client's model, in a random subspace, from its unlabelled inputs.
 
 H. Zakerinia, J. Scott, C. H. Lampert, Federated learning with unlabeled clients: personalization can happen in low
 dimensions, arXiv 2505.15579. A client's model is θ = θ₀ + P v, v = h₂(mean over its inputs x of h₁(x)), with θ₀ and P
@@ -6,11 +6,11 @@ fixed (:mod:`fedloom.models.subspace`). The shared vector ψ = (h₁, h₂, c) h
 
     [labelled] mean over a batch of the loss at θ + λ ‖v - c‖²
 
-and the server averages, as in FedAvg, so that it needs sums alone. Unlabelled clients have the second term only. A new
-client makes its model itself, by one forward pass of its inputs. The paper's experiments were not at hand; open are
-the form of the regularizer (here the squared distance, as in the divergence of two Gaussians of one variance), its
-factor, the sizes, the distribution of P, and the inputs of v in training (here the step's mini-batch): all are keys or
-listed in docs/algorithms/flowdup.md.
+and the server averages, as in FedAvg, so it needs only sums. Unlabelled clients have only the second term. A new client
+makes its model itself, by one forward pass of its inputs. The paper's experiments were not available. It leaves open
+the form of the regularizer (here the squared distance, as in the divergence of two Gaussians of equal variance), its
+factor, the sizes, the distribution of P, and the inputs of v in training (here the step's mini-batch); each is a key,
+or listed in docs/algorithms/flowdup.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fedloom.models.subspace import Subspace, SubspaceSettings
 
 
 class SubspaceGenerator(DerivedModel):
-    """Model of ψ = (h₁, h₂, c): a batch makes the model θ = θ₀ + P h₂(mean h₁(x)) that it is then put through.
+    """Model with parameters ψ = (h₁, h₂, c): a batch makes θ = θ₀ + P h₂(mean h₁(x)), and the model at θ predicts it.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class SubspaceGenerator(DerivedModel):
     def for_training(self, *, labelled: bool, stacked: bool) -> FlatModel:
         """Return the generator for clients with labels, or for clients whose loss is the regularizer alone.
 
-        ``stacked`` generators train under :func:`torch.func.vmap`, which knows no channels-last kernels.
+        ``stacked`` generators train under :func:`torch.func.vmap`, which has no channels-last kernels.
         """
         return self._changed(labelled=labelled, stacked=stacked, needs_labels=labelled and self.needs_labels)
 
@@ -110,7 +110,7 @@ class SubspaceGenerator(DerivedModel):
         return self.h2.forward(under("h2", parameters), described)
 
     def parameters(self, v: Tensor) -> dict[str, Tensor]:
-        """Return the parameters of the model θ₀ + P v, laid out as the model runs fastest."""
+        """Return the parameters of the model θ₀ + P v, in the memory layout in which the model runs fastest."""
         layout = self.model.layout
         found = layout.split(self.subspace.expand(v))
         if self.stacked or not layout.channels_last:
@@ -164,7 +164,7 @@ class FLowDUPSettings(FedAvgSettings):
     @model_validator(mode="after")
     def _labels_where_they_are(self) -> Self:
         if self.local.mask_absent:
-            raise ValueError("local.mask_absent: set it to false, because clients without labels are to make models")
+            raise ValueError("local.mask_absent: set it to false, because clients may have no labels to mask by")
         if self.unlabelled and self.embedding.labels:
             raise ValueError(
                 "unlabelled: clients without labels need embedding.labels: false; set unlabelled to 0, or that key to "
@@ -183,7 +183,7 @@ class FLowDUP(FedAvg):
     predictors = {"personal": "FLowDUP"}
 
     def generating(self, s: FLowDUPSettings, setup: Setup) -> Setup:
-        """Return the facts about a problem with the generator, whose vector is ψ, in place of the model."""
+        """Return the setup with the generator, whose vector is ψ, in place of the model."""
         shape = () if setup.targets is None else setup.targets.shape
         target = setup.outputs, s.embedding_size, setup.model.task, shape
         order = shuffled(make_rng(setup.seed, "flowdup", "unlabelled"), len(setup.roster))
@@ -208,7 +208,7 @@ class FLowDUP(FedAvg):
         return super().client(settings, self.generating(settings, setup))
 
     def train(self, model: Any, group: ClientGroup, shared: Tensor, s: FLowDUPSettings) -> Trained:
-        """Train ψ on both terms, or on the regularizer; clients of the same terms and batch sizes go together."""
+        """Train ψ on both terms, or on the regularizer; clients with the same terms and batch size train together."""
         kinds = [(model.uses_labels(c), min(s.local.batch_size, len(c.train))) for c in group.clients]
         together = [[i for i, found in enumerate(kinds) if found == kind] for kind in sorted(set(kinds))]
         parts = []
@@ -256,12 +256,12 @@ class FLowDUP(FedAvg):
             return None
         return (
             "unlabelled",
-            "a fraction is drawn of a fixed roster; set it to 0: clients packed without targets have none",
+            "the fraction is drawn from a fixed roster; set it to 0, and pack unlabelled clients without targets",
         )
 
     def example_privacy(self, settings: Any) -> str | None:
         """Return the reason: a batch makes the model together."""
-        return "A model is made from a batch together, so that no example's part of a gradient can be clipped."
+        return "All examples of a batch make one model together, so no example's part of a gradient can be clipped."
 
 
 FLOWDUP = FLowDUP()

@@ -1,10 +1,10 @@
-"""IVON: steps of a mean-field Gaussian by an online estimate of the Hessian's diagonal.
+"""IVON: optimizer of a mean-field Gaussian, with an online estimate of the Hessian's diagonal.
 
 Y. Shen, N. Daheim, B. Cong, P. Nickl, G. M. Marconi, C. Bazan, R. Yokota, I. Gurevych, D. Cremers, M. E. Khan,
 T. Möllenhoff, Variational learning is effective for large deep networks, ICML 2024, arXiv 2402.17641, Algorithm 1. IVON
 minimizes λ E_q[ℓ(θ)] + KL(q ‖ N(0, 1/(λδ))) for a mean loss ℓ, effective sample size λ and prior precision λδ. Its q
-has mean m and variance 1/(λ(h + δ)), h being the estimate. With λ = n/ζ, and a prior N(μ_w, σ_w²) of its own for each
-coordinate, so that δ = ζ/(n σ_w²), that is Ω/ζ of pFedBayes (papers/003, eq. 27).
+has mean m and variance 1/(λ(h + δ)), where h is the estimate. With λ = n/ζ, and a separate prior N(μ_w, σ_w²) of each
+coordinate, so that δ = ζ/(n σ_w²), this objective is Ω/ζ of pFedBayes (papers/003, eq. 27).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BETAS = (0.9, 0.99999)
 def by_ivon(
     q: MeanField, w: MeanField, lr: float, zeta: float, betas: tuple[float, float]
 ) -> Callable[[Tensor, Tensor], None]:
-    """Return ``(∂/∂μ, ∂/∂σ) -> None``, a step of q in place under the prior w, whose momentum begins afresh.
+    """Return a function ``(∂/∂μ, ∂/∂σ) -> None`` that steps q in place, under the prior w, with fresh momentum.
 
     The derivatives are those of the likelihood's part of Ω, sums over the n examples. In terms of σ, with
     G = ∂Ω/∂σ and τ = h + δ = ζ/(n σ²), the new estimate h' = β₂h + (1 - β₂)ĥ + ½(1 - β₂)²(h - ĥ)²/τ is

@@ -150,7 +150,7 @@ class PFedHNSettings(Settings):
     start: Literal["drawn", "model"] = Field(
         default="drawn",
         description="model: the output layer starts with weights 0 and biases θ₀, the model's own initialization, so "
-        "that every client's first model is that one, as adapters of a pretrained model need",
+        "every client starts from θ₀, as adapters of a pretrained model need; drawn: at random",
     )
     server_lr: float = Field(default=1e-2, gt=0, description="rate of the hypernetwork")
     embedding_lr: float | None = Field(default=None, gt=0, description="rate of the embeddings; null is server_lr")

@@ -28,7 +28,7 @@ class Search(Sequence[Run]):
     folder
         Folder with a run's folder for each trial, ``search.json`` and ``search.html``.
     summary
-        Content of ``search.json``: every trial, stopped and failed ones too, and the chosen one with its test results.
+        Content of ``search.json``: all trials, also stopped and failed ones, and the chosen one with its test results.
     """
 
     def __init__(self, found: SearchResult) -> None:
@@ -95,7 +95,7 @@ def search(
     progress: bool = True,
     **overrides: Any,
 ) -> Search:
-    """Search the values of an experiment's keys that are best on validation data (docs/search.md).
+    """Find the values of an experiment's keys that are best on validation data (docs/search.md).
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ def ledger_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show a ledger's total ε, for one training example, over all trainings and requests that it has."""
+    """Show the total ε that a ledger's trainings and requests have spent on one training example."""
     import json
 
     from fedloom.errors import ExperimentError
@@ -110,7 +110,7 @@ def _sentences(found: LedgerContent, *, is_basic: bool) -> list[str]:
             "states its ε."
         )
     if any(line["unit"] == "clients" for line in found.trainings):
-        said.append("A training that protects a whole client protects each of its examples; it counts as that.")
+        said.append("A training that protects a whole client also protects each of its examples, and is counted so.")
     if found.trainings:
         said.append("The aggregator of a training may learn more than readers do: see the run's claim.")
     if is_basic:

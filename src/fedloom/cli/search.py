@@ -1,4 +1,4 @@
-"""``fedloom search``: hyperparameters that are best on validation data."""
+"""``fedloom search``: search for the hyperparameters that are best on validation data."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def search_command(
     report: Report = True,
     track: Track = None,
 ) -> None:
-    """Search the values of keys that are best on validation data. Only the chosen trial's test results are shown."""
+    """Find the values of keys that are best on validation data. Test results are shown for the chosen trial only."""
     from fedloom import experiment as experiments
     from fedloom.experiment.search_space import plan_search, read_space
     from fedloom.runner.options import RunOptions

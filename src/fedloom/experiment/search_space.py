@@ -1,4 +1,4 @@
-"""Space of a hyperparameter search: its file, and the parameters that it makes of an experiment's keys.
+"""Space of a hyperparameter search: its file, and its parameters, which are keys of an experiment.
 
 ``fedloom search`` and ``fedloom pipeline search`` read the same file.
 """
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from fedloom.experiment.sections import Experiment
 
 MOST_CORNERS = 64
-"""Combinations of extreme values that are checked; of a larger space, each parameter's alone."""
+"""Maximum combinations of extreme values that are checked; in a larger space, one parameter varies at a time."""
 
 LARGEST_GRID = 10_000
 """Maximum combinations of a grid."""
 
 INCOMPARABLE = ("name", "seed", "data", "evaluation", "runtime", "storage", "tracking")
-"""Sections and keys that are not searched: with other data or another seed, validation values cannot be compared, and
-the others change no model."""
+"""Sections and keys that cannot be searched: validation values on other data or with another seed are not comparable,
+and the other keys change no model."""
 
 SEARCHABLE = "data.augment"
-"""Key of an incomparable section that may be searched: it changes training examples alone."""
+"""Key of an incomparable section that may be searched, because it changes only training examples."""
 
 Make = Callable[[Sequence[str]], "Experiment"]
 """Function of ``key=value`` overrides that returns the experiment with them; raises ExperimentError."""
@@ -49,9 +49,9 @@ class Range(Settings):
     min: int | float = Field(description="Lowest value.")
     max: int | float = Field(description="Highest value.")
     step: int | float | None = Field(
-        default=None, description="Distance of the values that are tried; null: any, of a key for integers 1."
+        default=None, description="Distance between the values; null: any value, or 1 if the key takes only integers."
     )
-    log: bool = Field(default=False, description="Draw the logarithm uniformly, as for learning rates.")
+    log: bool = Field(default=False, description="Draw the logarithm uniformly, as is usual for learning rates.")
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -97,23 +97,23 @@ class SearchSpace(Settings):
     )
     sampler: Literal["tpe", "random", "grid"] = Field(
         default="tpe",
-        description="Choice of a trial's values: by those before it (tree-structured Parzen estimator), at random, or "
-        "all combinations.",
+        description="How values are drawn: guided by earlier trials (tpe: tree-structured Parzen estimator), at "
+        "random, or all combinations.",
     )
     trials: int | None = Field(
-        default=None, ge=1, description="Number of trials; null: 20, and with grid all combinations."
+        default=None, ge=1, description="Number of trials; null: 20, or with grid all combinations."
     )
     seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the sampler.")
     early_stopping: Literal["median", "hyperband"] | None = Field(
         default=None,
-        description="Stop trials whose validation value falls behind, after an evaluation: below the median of earlier "
-        "trials, or outside of the best third (Hyperband). Null: none.",
+        description="Stop a trial after an evaluation if its validation value is worse than the median of completed "
+        "trials, or outside the best third (hyperband). Null: stop none.",
     )
     epsilon: float | None = Field(
         default=None,
         gt=0,
-        description="Largest ε of a trial's training, as its federation.privacy.budget: a trial ends before the round "
-        "that would exceed it. Null: as the experiment says.",
+        description="Largest ε of a trial's training, set as its federation.privacy.budget: a trial ends before the "
+        "round that would exceed it. Null: the experiment's own budget.",
     )
 
 
@@ -185,7 +185,7 @@ class SearchPlan:
     space
         The file's settings; ``trials`` and ``seed`` as asked for.
     parameters
-        In the order of the file.
+        Searched keys with their values, in the order of the file.
     trials
         Number of trials.
     fixed
@@ -247,15 +247,15 @@ def plan_search(space: SearchSpace, make: Make) -> SearchPlan:
     Raises
     ------
     ExperimentError
-        If a key is unknown or not to be searched, the experiment refuses a value, or the number of trials does not fit.
+        If a key is unknown or cannot be searched, the experiment refuses a value, or the number of trials is wrong.
     """
     for key in space.parameters:
         _check_key(key)
     base, fixed = make([]), _fixed(space)
     if fixed and base.federation.privacy is None:
         raise ExperimentError(
-            "epsilon bounds the privacy of training, which the experiment does not have; set federation.privacy in it, "
-            "or leave epsilon out.",
+            "epsilon limits the ε of private training, and the experiment's training is not private; set "
+            "federation.privacy in it, or leave epsilon out.",
             key="epsilon",
         )
     _check_early_stopping(space, base)
@@ -277,7 +277,7 @@ def _check_key(key: str) -> None:
     if key.partition(".")[0] in INCOMPARABLE and not inside:
         raise ExperimentError(
             f"parameters.{key} cannot be searched: all trials are compared on the same validation data with the same "
-            "seed, and other such keys change no model. Change it in the experiment, or compare several by a sweep.",
+            "seed, and keys such as name change no model. Change it in the experiment, or compare values in a sweep.",
             key=f"parameters.{key}",
         )
 
@@ -319,7 +319,7 @@ def _parameter(key: str, values: Range | Choices, make: Make) -> Parameter:
 
 
 def _takes_fractions(key: str, values: Range, make: Make) -> bool:
-    """Return whether a key, whose range has whole ends, takes a number between whole ones."""
+    """Return whether a key, whose range has whole ends, accepts a number that is not whole."""
     inside = math.floor((values.min + values.max) / 2)
     try:
         make([f"{key}={inside + 0.5}"])

@@ -2,7 +2,7 @@
 
 The conversation involves no method: the aggregator asks the connected training clients, and computes the normalization
 for all rounds from their answers, in exact arithmetic. Under secure aggregation it learns only the exact sums over all
-of them, which give the same normalization, to the bit.
+clients, which give a bit-identical normalization.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MeasureInputs(Message):
 class InputMoments(Message):
     """Count, sums and sums of squares over the training examples, of each channel, feature and number of targets.
 
-    The count is that of the values of one channel or feature; of several tensors, the sum of theirs.
+    The count is the number of values of one channel or feature; for several tensors, the sum of their counts.
     """
 
     count: Tensor = rows(Quantity.OTHER, 1)  # [c, 1] float64
@@ -72,7 +72,7 @@ class InputMoments(Message):
 
 
 class MomentDigits(Message):
-    """Sums and sums of squares as in :class:`InputMoments`, in digits, of which only sums over clients are known."""
+    """Sums and sums of squares as in :class:`InputMoments`, as digits, of which the aggregator learns only sums."""
 
     values: Tensor = rows(Quantity.OTHER, "numbers", SUM_DIGITS)  # [c, numbers, 36] float64
     squares: Tensor = rows(Quantity.OTHER, "numbers", SQUARE_DIGITS)  # [c, numbers, 54] float64
@@ -133,7 +133,7 @@ def securely_measured_normalization(
     stop: threading.Event,
     attempt: int,
 ) -> Normalization:
-    """Return the normalization over the clients that stay to the end of a secure sum of their moments.
+    """Return the normalization over the clients whose moments are in a secure sum.
 
     Parameters
     ----------
@@ -145,9 +145,9 @@ def securely_measured_normalization(
     Raises
     ------
     QuorumError
-        If too few clients stay, or no examples can have these sums.
+        If too few clients remain, or no examples can have these sums.
     InterruptedRun
-        If ``stop`` is set meanwhile, and clients are missing.
+        If ``stop`` is set while clients are missing.
     """
     numbers = own.numbers
     config = RoundConfig(
@@ -183,13 +183,13 @@ def securely_measured_normalization(
 
 
 def summed_moments(secure: SecureAggregation) -> Summation:
-    """Return the settings of secure sums of moments; a client's are the same in every run."""
+    """Return the settings of secure sums of moments; a client's moments are the same in every run."""
     return Summation(sums_of(MomentDigits), secure, None, torch.float64, secure.signature_bytes, is_lasting=True)
 
 
 def _not_measured(clients: int, why: str) -> QuorumError:
     return QuorumError(
-        f"data.own.normalization is measured, and the sums of {clients} clients are not known: {why}",
+        f"data.own.normalization is measured, but the sums over {clients} clients could not be computed: {why}",
         hint=f"continue with {argument('resume')}, or give mean and std",
         key="data.own.normalization",
     )
@@ -244,7 +244,7 @@ class _MeasuredClients(ClientAlgorithm):
                 torch.tensor([moments.sum], dtype=torch.float64),
                 torch.tensor([moments.squares], dtype=torch.float64),
             )
-        raise DataError(f"client {client.id} has been measured")
+        raise DataError(f"client {client.id} has already been measured")
 
 
 def measuring_side(

@@ -1,8 +1,8 @@
 """Exact secure sums of floating-point numbers, as digits.
 
-A number is a whole multiple of a small power of two. It is written in base 256 and each digit is summed apart, so a sum
-is exact, whatever its order. Sums of digits would say more than the sum: how many numbers are negative, for example. So
-each client moves a random multiple of 256 from every digit to the next one, which leaves its number as it is.
+A number is a whole multiple of a small power of two. It is written in base 256, and each digit is summed separately, so
+a sum is exact in any order. Sums of digits would reveal more than the sum, for example how many numbers are negative.
+Therefore each client moves a random multiple of 256 from every digit to the next, which does not change its number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def to_digits(numbers: Iterable[int | float | Fraction], scale: int, digits: int
     Raises
     ------
     DataError
-        If a number is no whole multiple of the unit, or too large. The message does not show it.
+        If a number is not a whole multiple of the unit, or too large. The message does not show it.
     """
     rows = []
     for number in numbers:
@@ -46,7 +46,7 @@ def to_digits(numbers: Iterable[int | float | Fraction], scale: int, digits: int
         except OverflowError:
             raise DataError("a sum of the inputs is too large for a secure sum") from None
         if units.denominator != 1:
-            raise DataError("a sum of the inputs has more digits than sums of float32 numbers have")
+            raise DataError("a sum of the inputs is finer than any sum of float32 numbers")
     found = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), digits).astype(np.int64)
     found[:, -1] -= (found[:, -1] >> 7) << 8  # two's complement: the last digit has the sign
     random = np.frombuffer(os.urandom(4 * len(rows) * (digits - 1)), "<u4").reshape(len(rows), digits - 1)

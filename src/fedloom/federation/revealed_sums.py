@@ -1,8 +1,8 @@
-"""Guard of a member against sums of the same answer over sets of clients that differ by a few.
+"""Limit on the sums of the same answers that a member helps to reveal over different sets of clients.
 
-A round that is repeated, because an attempt failed or the aggregator was restarted, has the same answers again. Of two
-sums over sets that differ by one client, the difference is that client's answer. A member cannot know whether a failure
-is real, so it bounds what repeated rounds can reveal. A record on disk makes the guard outlive the process.
+When a round is repeated, because an attempt failed or the aggregator was restarted, clients give the same answers. If
+two sums are over sets that differ by one client, their difference is that client's answer. A member cannot know whether
+a failure is real, so it limits what repeated rounds can reveal. A record on disk preserves the limit across restarts.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ VERSION = 1
 
 
 class Subject(NamedTuple):
-    """Answers that are the same if they are asked for again.
+    """Identity of answers that are the same whenever they are asked for.
 
     Attributes
     ----------
     round, purpose, answer
         Round, purpose, and answer that a sum is of. For answers that are the same in every round, 0 and no purpose.
     run
-        Digest of what cannot change in a run (:func:`fedloom.runner.open_federation.run_digest`).
+        Digest of the settings that cannot change in a run (:func:`fedloom.runner.open_federation.run_digest`).
     """
 
     round: int
@@ -59,7 +59,7 @@ class Subject(NamedTuple):
 
 @dataclass
 class _Revealed:
-    """Sets of clients over which the sums of one subject were revealed, and for each client the places of its sets."""
+    """Sets of clients over which sums of one subject were revealed, and the indices of each client's sets."""
 
     sets: list[frozenset[str]] = field(default_factory=list)
     places: dict[str, list[int]] = field(default_factory=dict)
@@ -95,8 +95,8 @@ class RevealedSums:
     def check(self, client: str, subject: Subject, survivors: Sequence[str]) -> None:
         """Check that a client may help to reveal the sum over these clients, and remember it.
 
-        The same set is allowed again, and one other set that differs by three clients or more. What is remembered is on
-        disk when the call returns, if there is a record.
+        The same set is allowed again, and one other set that differs by three clients or more. If there is a record,
+        the set is on disk when the call returns.
 
         Raises
         ------
@@ -128,7 +128,7 @@ class RevealedSums:
         self._remember(client, subject, asked)
 
     def _line(self, client: str, subject: Subject, asked: frozenset[str]) -> dict[str, Any]:
-        """Return the line of a record: a set that is known has its place, and another one its clients."""
+        """Return the line of a record: a known set is given by its index, a new one by its clients."""
         revealed = self._revealed.get(subject, _Revealed())
         known = asked in revealed.sets
         return _line(client, subject, revealed.sets.index(asked) if known else sorted(asked))
@@ -147,16 +147,16 @@ class RevealedSums:
 
     @contextmanager
     def _synchronized(self) -> Iterator[None]:
-        """Read what other processes have written, and keep them from writing meanwhile."""
+        """Read what other processes have written, and keep them from writing within the block."""
         if self._record is None:
             yield
             return
         with self._record.locked():
-            if not self._record.goes_on():
+            if not self._record.is_continued():
                 self._revealed.clear()
                 self._ids = 0
             for line in self._record.lines():
-                self._record.understood(line, self._read)
+                self._record.read_line(line, self._read)
             yield
             if self._record.ids > 4 * MOST_IDS:
                 self._record.rewrite(self._lines())
@@ -181,7 +181,10 @@ def _line(client: str, subject: Subject, clients: list[str] | int) -> dict[str, 
 
 
 class _Record:
-    """File of a line for each set that a client has helped to reveal, in digests' chain; a cut last line is removed."""
+    """File with one line per set that a client has helped to reveal, in a chain of digests.
+
+    A truncated last line is removed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / RECORD
@@ -207,19 +210,19 @@ class _Record:
         finally:
             os.close(lock)
 
-    def goes_on(self) -> bool:
-        """Return whether all that was read is still in the file; otherwise it is to be read from the start."""
+    def is_continued(self) -> bool:
+        """Return whether the file still begins with all that was read; otherwise prepare to read it from the start."""
         if self._file.has_line(self._end, self._digest):
             return True
         self._start()
         return False
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines that were not read yet; remove a last one that was cut short."""
+        """Yield the lines that were not read yet; remove a truncated last line."""
         try:
             for placed in self._file.forwards(start=self._end):
                 if placed.object is None:
-                    _log.warning("%s: removing the last line, which a crash has cut short", self._path)
+                    _log.warning("%s: removing the last line, which was truncated by a crash", self._path)
                     self._file.cut(placed.start)
                     return
                 self._end, self._digest = placed.end, placed.digest
@@ -227,7 +230,7 @@ class _Record:
         except DataError as error:
             raise self._damaged(str(error)) from error
 
-    def understood(self, line: dict[str, Any], read: Callable[[Mapping[str, Any]], None]) -> None:
+    def read_line(self, line: dict[str, Any], read: Callable[[Mapping[str, Any]], None]) -> None:
         """Read a line.
 
         Raise DataError if it cannot be understood.
@@ -238,7 +241,7 @@ class _Record:
             read(line)
             self._count(line)
         except (KeyError, IndexError, TypeError) as error:
-            raise self._damaged(f"{self._path} has a line that is no revealed sum") from error
+            raise self._damaged(f"{self._path} has a line that is not a revealed sum") from error
 
     def append(self, line: dict[str, Any]) -> None:
         """Write a line to the disk."""
@@ -259,6 +262,6 @@ class _Record:
     def _damaged(self, why: str) -> DataError:
         return DataError(
             why,
-            hint="restore the file from a copy; or, if no aggregator can repeat the rounds and the measurement that it "
-            "is about, remove it: the worker then forgets what it has revealed",
+            hint="restore the file from a copy; or, if no aggregator can repeat the rounds and the measurement in it, "
+            "remove it: the worker then forgets what it has revealed",
         )

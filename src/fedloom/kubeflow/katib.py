@@ -1,7 +1,7 @@
 """Katib Experiment of a hyperparameter search: the same space as ``fedloom search``, with a Job for each trial.
 
-What Katib and its collectors expect is stated in its sources: ``pkg/apis/controller/experiments/v1beta1`` (fields),
-``pkg/webhook/v1beta1`` (what is refused, and how a trial's command is wrapped in a shell), and
+The sources of Katib define what it expects: ``pkg/apis/controller/experiments/v1beta1`` (fields),
+``pkg/webhook/v1beta1`` (checks, and how a trial's command is wrapped in a shell), and
 ``pkg/metricscollector/v1beta1`` (lines that the file collector reads), of github.com/kubeflow/katib.
 """
 
@@ -108,7 +108,7 @@ class KatibSearch:
     def title(self) -> str:
         """Name of the Experiment and of its ConfigMap.
 
-        Raise ExperimentError if it cannot be one.
+        Raise ExperimentError if the given name is not valid.
         """
         if self.place.name is not None:
             if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", self.place.name):
@@ -180,7 +180,7 @@ def search_objects(search: KatibSearch) -> list[Manifest]:
     Raises
     ------
     ExperimentError
-        If Katib cannot search this space in this way, or the direction of the objective is not known.
+        If Katib cannot search this space as asked, or the direction of the objective is not known.
     """
     metadata: Manifest = {"name": search.title, "labels": search.labels}
     if search.cluster.namespace is not None:
@@ -203,15 +203,15 @@ def submit_search(api: Api, objects: Sequence[Manifest]) -> None:
     name = experiment["metadata"]["name"]
     if api.create(file) is None:
         raise ExperimentError(
-            f"Kubernetes, namespace {api.namespace}: there is a search {name} already.",
-            hint=f"kubectl get experiments.kubeflow.org {name}; for another one, give {argument('name')}",
+            f"Kubernetes, namespace {api.namespace}: a search {name} exists already.",
+            hint=f"kubectl get experiments.kubeflow.org {name} shows it; for another search, give {argument('name')}",
             key="name",
         )
     try:
         if api.create(experiment) is None:
             raise ExperimentError(
-                f"Kubernetes, namespace {api.namespace}: there is an Experiment {name} already.",
-                hint=f"give {argument('name')}",
+                f"Kubernetes, namespace {api.namespace}: an Experiment {name} exists already.",
+                hint=f"give another {argument('name')}",
                 key="name",
             )
     except BaseException as error:
@@ -222,7 +222,7 @@ def submit_search(api: Api, objects: Sequence[Manifest]) -> None:
 
 
 def known_headline(e: Experiment) -> Headline:
-    """Return the headline metric of an experiment, as far as it is known without its data.
+    """Return the headline metric of an experiment, determined without its data.
 
     Raises
     ------
@@ -307,14 +307,14 @@ def _parameters(search: KatibSearch) -> list[Manifest]:
 
 
 def _parameter(parameter: Parameter, *, listed: bool) -> Manifest:
-    """Return a parameter in Katib's form: its values as a list where they are few, so that they are the same texts."""
+    """Return a parameter in Katib's form: finitely many values as a list, so that Katib passes the same texts."""
     if listed or parameter.choices is not None or parameter.step is not None:
         texts = [parameter.text(value) for value in parameter.grid]
         for text in texts:
             if re.search(r'["\\\n]|\$\(|\$\{', text):
                 raise ExperimentError(
-                    f"parameters.{parameter.key}: {shortened(text)} cannot stand in Katib's template, because of a "
-                    "quotation mark, a backslash, a line break or a $.",
+                    f"parameters.{parameter.key}: {shortened(text)} cannot be used in Katib's template, because it has "
+                    "a quotation mark, a backslash, a line break or a $.",
                     key=f"parameters.{parameter.key}",
                 )
         return {"name": parameter.key, "parameterType": "categorical", "feasibleSpace": {"list": texts}}
@@ -340,7 +340,7 @@ def _template(search: KatibSearch) -> Manifest:
 
 
 def _job(search: KatibSearch, named: Mapping[str, str]) -> Manifest:
-    """Return the Job of a trial, whose values come from the environment: a shell reads them there as they are."""
+    """Return the Job of a trial, which gets its values as environment variables, so that no shell interprets them."""
     s = search.cluster
     gpu = {} if s.gpu is None else {s.gpu.resource: s.gpu.count}
     image, needs = s.worker_image or s.image, resources(s.worker, gpu)

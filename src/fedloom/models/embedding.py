@@ -224,7 +224,7 @@ class PretrainedEmbedding(EmbeddingNetwork):
         super().__init__(outputs, task, target_shape, labels=labels)
         widths = [shape[1] for name, shape in model.layout.entries if name in model.layout.head and len(shape) == 2]
         if not model.has_features or model.predicts_by_batch or not widths:
-            raise ValueError("the model has no trained linear head that takes one row of features of each example")
+            raise ValueError("the model has no trained linear head that takes one row of features for each example")
         self._model = model
         self._start: dict[torch.device, Mapping[str, Tensor]] = {}
         self.features_size = max(widths)

@@ -172,7 +172,7 @@ class HypernetworkShape(Settings):
     start: Literal["drawn", "model"] = Field(
         default="drawn",
         description="model: the output layer starts with weights 0 and biases θ₀, the model's own initialization (in "
-        "a subspace 0), so that every client's first model is that one, as adapters of a pretrained model need",
+        "a subspace 0), so every client starts from θ₀, as adapters of a pretrained model need; drawn: at random",
     )
 
     def network(self, descriptor_size: int, model_size: int) -> Hypernetwork:

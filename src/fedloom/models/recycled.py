@@ -1,4 +1,4 @@
-"""Memory of large results, used again: obtaining it from the system takes a third of the time that filling it does."""
+"""Reuse of the memory of large results: obtaining new memory takes a third of the time that filling it does."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 KEPT_BYTES = 64 << 20
-"""Maximum size of the memory that is kept while nobody uses it."""
+"""Maximum size of the memory that is kept while unused."""
 
 
 class RecycledMemory:
-    """Memory of one float32 result at a time, used again once no tensor refers to it."""
+    """Memory of one float32 result at a time, reused once no tensor refers to it."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []  # at most one

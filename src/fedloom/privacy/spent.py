@@ -1,7 +1,7 @@
-"""Total privacy cost of one example: of private trainings that its client took part in, and of released descriptors.
+"""Total privacy cost for one example, over a client's private trainings and released descriptors.
 
 The total is for replacing one training example of a client by another, the relation of descriptors. A training that
-protects whole clients counts as one whose client is replaced: that covers every change of its examples. Sums and
+protects whole clients counts as one whose client is replaced, which covers every change of its examples. Sums and
 descriptors compose by their mechanisms (:mod:`fedloom.privacy.accounting`); adding up ε would count far too much.
 """
 
@@ -21,7 +21,7 @@ from fedloom.privacy.settings import TrainingPrivacy
 
 
 class CountedRelease(BaseModel):
-    """Noisy sums of one kind: a :class:`~fedloom.privacy.accounting.Release`, and how many there were."""
+    """Noisy sums of one kind: a :class:`~fedloom.privacy.accounting.Release`, and the number of times it was made."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -52,7 +52,7 @@ class TrainingCost(BaseModel):
 
     @classmethod
     def planned(cls, privacy: TrainingPrivacy, counts: Mapping[Release, int]) -> Self:
-        """Return the cost of releases that are to come; its ε and δ are not used."""
+        """Return the cost of planned releases; its ε and δ are not used."""
         relation: Literal["add-or-remove-one", "replace-one"]
         relation = "replace-one" if privacy.sampling == "fixed" else "add-or-remove-one"
         found = [CountedRelease.model_validate(each) for each in released(counts)]
@@ -89,7 +89,7 @@ def released(counts: Mapping[Release, int]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Total:
-    """(ε, δ) of all that was counted, for replacing one training example.
+    """Total (ε, δ) of all counted releases, for replacing one training example.
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ class Spent:
     trainings: tuple[TrainingCost, ...] = ()
 
     def total(self, delta: float) -> Total:
-        """Return the total at δ; trainings of which only (ε, δ) is known add theirs to both numbers.
+        """Return the total at δ; a training of which only (ε, δ) is known adds its ε and δ to the total.
 
         Raise ExperimentError if samples must be accounted for and ``dp-accounting`` is not installed.
         """

@@ -1,4 +1,4 @@
-"""File of a client's privacy budget: the trainings that it took part in, its requests, and their total (ε, δ)."""
+"""Ledger of a client's privacy budget: the trainings that it took part in, its requests, and their total (ε, δ)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LedgerContent:
     delta
         The ledger's δ; None if it is empty.
     spent
-        What its lines have released.
+        Releases of its lines.
     lines
         Its lines about trainings and requests, in order.
     last
@@ -68,7 +68,7 @@ class LedgerContent:
 
 
 class PrivacyAccountant:
-    """File with one JSON object per training or request that has released something about the client's data.
+    """Ledger with one JSON object per training or request that has released something about the client's data.
 
     The first line states the δ at which the total ε is computed: that of the first training or request. A later request
     with a larger δ, and less noise, therefore counts for more. The ledger counts every request that names it, whatever
@@ -87,7 +87,7 @@ class PrivacyAccountant:
         self._budget = budget
 
     def content(self) -> LedgerContent:
-        """Return what the file has; raise DataError if there is none, or as :meth:`charge`."""
+        """Return the content of the file; raise DataError if there is none, or as :meth:`charge`."""
         try:
             with self._path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH)

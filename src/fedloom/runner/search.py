@@ -1,4 +1,4 @@
-"""Hyperparameter search on this machine: trials are ordinary runs, and validation data alone choose among them."""
+"""Hyperparameter search on this machine: trials are ordinary runs, and only validation data choose among them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SearchResult:
     chosen
         Trial that is best on validation data.
     headline
-        Metric by which it is.
+        Metric that ranks the trials.
     summary
         Content of ``search.json``.
     """
@@ -70,7 +70,7 @@ def run_search(
 ) -> SearchResult:
     """Run the trials of a search that are not finished yet, and choose one on validation data.
 
-    Test data have no part in it: only the chosen trial's test results are in ``search.json``.
+    Test data play no part in the choice: ``search.json`` has test results of the chosen trial only.
 
     Parameters
     ----------
@@ -82,9 +82,9 @@ def run_search(
         Folder of the search.
     options
         Options of each run; the search sets ``out``, ``name``, ``resume`` and ``watcher``, and publishes below
-        ``publish``. With ``resume``, a search in the folder continues, of which the number of trials may grow.
+        ``publish``. With ``resume``, the search in the folder continues; its number of trials may grow.
     parallel
-        Number of concurrent trials. If 1, the same seed gives the same trials; if more, they depend on which ends
+        Number of concurrent trials. If 1, the same seed gives the same trials; if more, they depend on which trial ends
         first, unless the sampler is random or grid.
 
     Raises
@@ -128,10 +128,10 @@ class _Search:
         self._trials = Trials(plan, files, digest, schedule)
         self._headline: Headline | None = None
         self._parallel = 1
-        self._failures: dict[str, FedloomError] = {}  # of trials to be repeated
+        self._failures: dict[str, FedloomError] = {}  # by trial, of those to be repeated
 
     def run(self, parallel: int) -> None:
-        """Run what is left of the trials."""
+        """Run the remaining trials."""
         self._parallel = parallel
         for trial in self._trials.all:
             if (last := RunFolder(self._files.path / trial.name).last_evaluation()) is not None:
@@ -144,7 +144,7 @@ class _Search:
             self._in_parallel()
 
     def result(self) -> SearchResult:
-        """Choose a trial and write ``search.json``; raise if there is none, or a trial has to be repeated."""
+        """Choose a trial and write ``search.json``; raise if there is none to choose, or a trial must be repeated."""
         chosen = self._trials.best()
         self._write(chosen)
         if self._failures:
@@ -161,7 +161,7 @@ class _Search:
         return SearchResult(self._files.path, trials, chosen, self._headline, self._files.json(SEARCH))
 
     def _left(self) -> Iterator[tuple[Trial, Experiment]]:
-        """Yield the trials to run, with their experiments: those begun before, then new ones, each when it is asked."""
+        """Yield the trials to run, with their experiments: first those begun before, then new ones, drawn on demand."""
         for trial in self._trials.unfinished:
             if (e := self._experiment(trial)) is None:
                 continue
@@ -175,7 +175,7 @@ class _Search:
                 yield trial, e
 
     def _experiment(self, trial: Trial) -> Experiment | None:
-        """Return the experiment of a trial; None, and note its failure, if its values do not go together."""
+        """Return the experiment of a trial; if its values cannot be combined, record its failure and return None."""
         try:
             return self._make(self._plan.overrides(trial.texts))
         except ExperimentError as error:
@@ -244,15 +244,15 @@ class _Search:
         run_parallel(jobs(), self._plan.trials, self._parallel, events, signals=self._options.signals)
 
     def _is_of_values(self, error: FedloomError) -> bool:
-        """Return whether a failure is a result of the search, caused by a trial's values, as when training diverges.
+        """Return whether a trial's values caused its failure, as when training diverges: a result of the search.
 
-        A setting that cannot run is one if other trials could.
+        An invalid setting counts as such a cause only if other trials could run.
         """
         others = any(trial.state in ("done", "stopped") for trial in self._trials.all)
         return isinstance(error, QuorumError) or (isinstance(error, ExperimentError) and others)
 
     def _shown(self, trial: Trial, e: Experiment) -> tuple[int, int, Point]:
-        """Return a trial's number, the number of all, and the trial, as an observer is told of them."""
+        """Return a trial's number, the number of all trials, and the trial, in the form that observers take."""
         return trial.number, self._plan.trials, Point(trial.label, (), e)
 
     def _options_of(self, trial: Trial, e: Experiment) -> RunOptions:
@@ -260,11 +260,11 @@ class _Search:
         options = options_of(self._options, folder, Point(trial.name, (), e))
         begun = (folder / trial.name / EXPERIMENT).exists()
         if begun and RunFiles(folder / trial.name).is_held():
-            raise ExperimentError(f"{folder / trial.name} is in use: a process of the killed search works on it still.")
+            raise ExperimentError(f"{folder / trial.name} is in use: a process of the killed search is still running.")
         return replace(options, resume=begun)
 
     def _measured(self, trial: Trial, line: Mapping[str, Any], rounds: int | None) -> bool:
-        """Note an evaluation; return whether the trial should be stopped."""
+        """Record an evaluation; return whether the trial should be stopped."""
         self._headline = headline_of(line)
         value = validation_value(line)
         if value is None and not line["left_out"]["absent"]:
@@ -279,7 +279,7 @@ class _Search:
         return trial.behind and line["round"] != rounds
 
     def _catch_up(self, trial: Trial, e: Experiment) -> bool:
-        """Note the evaluations in a trial's folder; return whether it should be stopped by the last of them."""
+        """Record the evaluations in a trial's folder; return whether the last one should stop the trial."""
         lines = RunFolder(self._files.path / trial.name).evaluations()
         return any([self._measured(trial, line, e.federation.rounds) for line in lines][-1:])
 
@@ -343,7 +343,7 @@ class _Search:
 
 
 class _Measuring(RunObserver):
-    """Observer that hands evaluations of a trial to its search, and stops the trial when it falls behind."""
+    """Observer that passes evaluations of a trial to its search, and stops the trial when it falls behind."""
 
     def __init__(
         self, measured: Callable[[Trial, Mapping[str, Any], int | None], bool], trial: Trial, e: Experiment
@@ -351,7 +351,7 @@ class _Measuring(RunObserver):
         self._measured, self._trial, self._rounds = measured, trial, e.federation.rounds
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Note the evaluation; raise TrialStopped if the trial has fallen behind."""
+        """Record the evaluation; raise TrialStopped if the trial has fallen behind."""
         if self._measured(self._trial, line, self._rounds):
             raise TrialStopped(f"{self._trial.name} was stopped after round {line['round']}: it has fallen behind")
 

@@ -50,7 +50,7 @@ def training_claimed(where: str, client: str | None = None) -> ClaimedTraining:
     Parameters
     ----------
     where
-        Folder or URL of the run; or its ``summary.json``, which tells the mechanism only if it is the same for every
+        Folder or URL of the run; or its ``summary.json``, which has the mechanism only if it is the same for every
         client.
     client
         The client's id in the run: from a folder or URL, its own noisy steps are counted.

@@ -1,7 +1,7 @@
 """Trials of a hyperparameter search: Optuna's ask and tell, and the log from which a killed search continues.
 
-The log holds every trial that was asked for, every value that it measured, and its end. To continue, all of it is told
-to a new study with the same seed: asked in the same order, the sampler draws the trials that it would have drawn.
+The log has every trial that was asked for, every value that it measured, and its end. To continue a search, the log is
+replayed to a new study with the same seed: asked in the same order, the sampler draws the same trials.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 LOG = "search.jsonl"
 
 STARTUP = 5
-"""Number of trials that run to their end before others are stopped by the median."""
+"""Number of trials that must run to their end before the median stops others."""
 
 REDUCTION = 3
-"""Hyperband's factor η: one of so many trials goes on at each step."""
+"""Hyperband's reduction factor η: at each step, one of η trials continues."""
 
 State = Literal["running", "done", "stopped", "failed"]
 
@@ -66,7 +66,7 @@ class Trial:
     epsilon
         ε of its training, if that is private and the trial is done.
     error
-        Reason of a failure.
+        Reason for a failure.
     """
 
     number: int
@@ -106,7 +106,7 @@ class Trials:
     Raises
     ------
     ExperimentError
-        If Optuna is not installed, or the folder's search is another one.
+        If Optuna is not installed, or the folder has a different search.
     DataError
         If the log is damaged.
 
@@ -195,7 +195,7 @@ class Trials:
         self._study.tell(self._asked[trial.number], score if state == "done" else None, state=states[state])
 
     def _repeat(self, about: dict[str, Any]) -> None:
-        """Tell the study all that the log holds; begin a log if there is none."""
+        """Replay the log to the study; begin a log if there is none."""
         log, last = self._files.line_file(LOG), 0
         lines = list(log.forwards())
         for line in lines:
@@ -228,7 +228,7 @@ class Trials:
 
 
 def distribution(parameter: Parameter) -> BaseDistribution:
-    """Return the values of a parameter as Optuna describes them; Katib describes them alike."""
+    """Return Optuna's distribution of a parameter's values; Katib's is the same."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     p = parameter
@@ -278,16 +278,16 @@ def _pruner(plan: SearchPlan, schedule: Schedule) -> BasePruner:
 
 
 def _check_same(begun: Mapping[str, Any], now: Mapping[str, Any], files: RunFiles) -> None:
-    """Raise ExperimentError unless a search was begun as this one."""
+    """Raise ExperimentError unless a search was begun with this space, experiment and version of Optuna."""
     hints: Mapping[str, Callable[[], str]] = {
-        "space": lambda: "its space was another",
-        "experiment": lambda: "its experiment had other settings",
-        "optuna": lambda: f"it was begun with Optuna {begun.get('optuna')}, and this is {now['optuna']}",
+        "space": lambda: "its search space is different",
+        "experiment": lambda: "its experiment has other settings",
+        "optuna": lambda: f"it was begun with Optuna {begun.get('optuna')}, and {now['optuna']} is installed",
     }
     for key, said in hints.items():
         if begun.get(key) != now[key]:
             raise ExperimentError(
                 f"{argument('resume')}: {files.path} holds another search: {said()}.",
-                hint=f"continue as it was begun, or start a new search in another folder ({argument('out')})",
+                hint=f"continue it as it was begun, or start a new search in another folder ({argument('out')})",
                 key="resume",
             )

@@ -37,7 +37,7 @@ class Katib(RunObserver):
         self._trains = experiment.federation.rounds != 0
 
     def resumed(self, round: int) -> None:
-        """Write the evaluations that an earlier process has made."""
+        """Write the evaluations that an earlier process made."""
         for line in RunFolder(self._folder).evaluations():
             if line["round"] <= round:
                 self.evaluated(line)
