@@ -211,7 +211,7 @@ def test_a_trial_that_diverges_is_a_result(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_parallel_trials_of_a_grid_are_those_of_one_after_the_other(root: Path, tmp_path: Path) -> None:
+def test_parallel_trials_of_a_grid_equal_sequential_ones(root: Path, tmp_path: Path) -> None:
     space = {"parameters": {"algorithm.local.lr": {"choices": [0.01, 0.1, 0.3]}}, "sampler": "grid"}
     one, two = (in_process(root, tmp_path / f"{n}", space, parallel=n) for n in (1, 2))
     assert {**two.summary, "digest": "", "parallel": 1} == {**one.summary, "digest": ""}
@@ -230,7 +230,7 @@ def test_the_budget_of_epsilon_ends_trials(root: Path, tmp_path: Path) -> None:
     assert (summary["ended_by"], summary["training_privacy"]["epsilon"]) == ("budget", by_noise["1.0"].epsilon)
 
 
-def test_in_python(root: Path, tmp_path: Path) -> None:
+def test_a_search_in_python(root: Path, tmp_path: Path) -> None:
     space = {"parameters": {"algorithm.local.lr": {"choices": [0.01, 0.3]}}, "sampler": "grid"}
     keys = {"data__root": str(root), "federation__rounds": 2, "evaluation__every": 2, "runtime__workers": 0}
     found = fedloom.search(FILE, space, out=tmp_path / "s", report=False, progress=False, **keys)
@@ -247,7 +247,7 @@ def test_in_python(root: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
-def test_nothing_runs_if_the_search_is_not_allowed(root: Path, tmp_path: Path) -> None:
+def test_an_invalid_search_runs_nothing(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "s"
     wrong = {"parameters": {"algorithm.local.lr": {"min": -1.0, "max": 0.1}}}
     refused = search(root, out, wrong)

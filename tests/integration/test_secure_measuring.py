@@ -118,7 +118,7 @@ def losing(inner: Transport, when: type[Message], *clients: str) -> Disturbed:
 Packed = tuple[Own, dict[str, ClientCard]]
 
 
-def test_the_sum_gives_the_bits_of_plain_measuring(packed: Packed) -> None:
+def test_a_secure_sum_gives_the_bits_of_plain_measuring(packed: Packed) -> None:
     own, cards = packed
     found = measure(in_process(cards), own, cards)
     assert found == plain(own, cards)
@@ -141,7 +141,7 @@ def test_a_client_that_drops_out_later_is_in_them(packed: Packed, when: type[Mes
     assert measure(losing(in_process(cards), when, "c1"), own, cards) == plain(own, cards)
 
 
-def test_too_few_clients_end_the_sum_and_it_may_be_repeated(packed: Packed) -> None:
+def test_a_sum_with_too_few_clients_fails_and_may_be_repeated(packed: Packed) -> None:
     own, cards = packed
     transport = in_process(cards, RevealedSums())
     with pytest.raises(QuorumError) as error:
@@ -199,9 +199,7 @@ def test_sums_that_overflow_are_left_out(packed: Packed, moments: dict[str, tupl
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_member_with_garbage_digits_spoils_the_sum_and_no_normalization_comes_of_it(
-    packed: Packed, seed: int
-) -> None:
+def test_garbage_digits_of_a_member_give_no_normalization(packed: Packed, seed: int) -> None:
     own, cards = packed
     random = torch.Generator().manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""A search as an Experiment of Katib: as its webhook wants it, with the same values as ``fedloom search``."""
+"""Search as a Katib Experiment: accepted by its webhook, with the same values as ``fedloom search``."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_objective_and_early_stopping_follow_the_experiment() -> None:
     assert known_headline(planned().base) == METRICS["accuracy"]
 
 
-def test_names() -> None:
+def test_names_of_searches() -> None:
     first, second = planned().title, planned(seed=1).title
     assert first != second
     assert first == planned().title

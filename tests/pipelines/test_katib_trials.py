@@ -1,4 +1,4 @@
-"""Trials as Katib runs them, with real runs: its shell around their command, its collector, its early stopping."""
+"""Real runs as Katib's trials: the shell around their command, its collector, and its early stopping."""
 
 from __future__ import annotations
 

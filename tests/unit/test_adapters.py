@@ -108,7 +108,7 @@ def permitted(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- θ ----------------------------------------------------------------------------------------------------------------
 
 
-def test_adapters_and_the_named_layers_are_all_of_theta() -> None:
+def test_theta_is_the_adapters_and_the_named_layers() -> None:
     model = made()
     two_factors, head = 2 * 16 * 2, 16 * CLASSES + CLASSES
     assert model.layout.size == 2 * 2 * two_factors + head  # two layers, two matrices each
@@ -302,7 +302,7 @@ def run_size(run: fedloom.Run) -> int:
     return int(assemble.make_parts(run.experiment, RunFolder(run.folder).manifest()).setup.model.layout.size)
 
 
-def test_what_is_trained_beside_the_adapter_is_saved_with_it(tmp_path: Path) -> None:
+def test_layers_trained_beside_the_adapter_are_saved_with_it(tmp_path: Path) -> None:
     personal = ran("sentences", FEDAVG, tmp_path).models("a")
     personal.save(tmp_path / "a.peft")
     whole = adapter_models.Sentences(CLASSES)

@@ -79,8 +79,8 @@ def test_rounds_are_the_three_moving_averages(tmp_path: Path, optimizer: Any) ->
     assert len(kept) == 3  # every client was drawn, some again
 
 
-def test_with_a_large_lambda_and_no_memory_it_is_fedavg(tmp_path: Path) -> None:
-    """All weights are 1 then, and the value is the mean loss."""
+def test_a_large_lambda_without_momentum_gives_fedavg(tmp_path: Path) -> None:
+    """All weights are then 1, and the objective is the mean loss."""
     s = fgdro(optimizer="momentum", lambda_kl=1e9, beta_m=1.0)
     average = FEDAVG.settings.model_validate({"local": LOCAL | {"momentum": 0.0}, "weighting": "uniform"})
     mine, avg = (
@@ -93,7 +93,7 @@ def test_with_a_large_lambda_and_no_memory_it_is_fedavg(tmp_path: Path) -> None:
 
 
 def test_a_smaller_lambda_brings_the_losses_together(tmp_path: Path) -> None:
-    """Every round is a step along the gradient of F but for the lag of v: the largest loss falls before the others."""
+    """Every round is a step along the gradient of F, apart from the lag of v, so the largest loss falls first."""
     data, p, spread = clients(SIZES), setup(), []
     for lambda_kl in (0.05, 0.2, 1e6):
         local = {"steps": 1, "batch_size": 9, "lr": 0.02}

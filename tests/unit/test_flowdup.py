@@ -137,7 +137,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 )
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_rounds_are_gradient_steps_written_out(tmp_path: Path, changes: dict[str, Any], at_once: int) -> None:
-    """With clients that have no labels, and clients whose labels are hidden; unseen ones make their models alone."""
+    """Some clients have no labels, others' labels are hidden; unseen clients make their models themselves."""
     s, data = made(**changes), clients(SIZES)
     if not s.embedding.labels:
         data[1] = bare(data[1])
@@ -164,7 +164,7 @@ def test_rounds_are_gradient_steps_written_out(tmp_path: Path, changes: dict[str
 
 
 def test_the_centre_alone_learns_the_mean_of_vs(tmp_path: Path) -> None:
-    """Of clients without labels, one step of rate 1/(2λ) moves c to the weighted mean of their v."""
+    """Clients without labels move c, in one step of rate 1/(2λ), to the weighted mean of their v."""
     data = [bare(c) for c in clients(SIZES)]
     s = made(lambda_centre=0.5, local={"steps": 1, "batch_size": 99, "lr": 1.0, "momentum": 0.0})
     p = problem(data)
@@ -173,8 +173,8 @@ def test_the_centre_alone_learns_the_mean_of_vs(tmp_path: Path) -> None:
     close(run(tmp_path / "run", s, data, rounds=1).state["theta"][-K:], expected)
 
 
-def test_labels_that_are_hidden_reach_nothing(tmp_path: Path) -> None:
-    """The run is, to the bit, that of the same clients without labels."""
+def test_hidden_labels_have_no_effect(tmp_path: Path) -> None:
+    """Runs with hidden labels are bit-identical to runs of the same clients without labels."""
     s, data = made(unlabelled=0.7, personalize_steps=2), clients(SIZES)
     hidden = FLOWDUP.client(s, problem(data)).setup.model.hidden  # type: ignore[attr-defined]
     assert len(hidden) == 2
@@ -184,7 +184,7 @@ def test_labels_that_are_hidden_reach_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(value, without[key]) for key, value in found.items())
 
 
-def test_which_labels_are_hidden_follows_the_seed() -> None:
+def test_the_seed_draws_the_clients_whose_labels_are_hidden() -> None:
     data = clients([3] * 21)
     sets = [FLOWDUP.client(made(unlabelled=0.29), problem(data, seed=i)).setup.model.hidden for i in range(20)]  # type: ignore[attr-defined]
     assert {len(hidden) for hidden in sets} == {5}  # of 20
@@ -194,7 +194,7 @@ def test_which_labels_are_hidden_follows_the_seed() -> None:
     assert FLOWDUP.client(made(unlabelled=0.5), other).setup.model.hidden == frozenset()  # type: ignore[attr-defined]
 
 
-def test_clients_with_labels_may_train_their_models(tmp_path: Path) -> None:
+def test_clients_with_labels_can_fine_tune_their_models(tmp_path: Path) -> None:
     data = clients(SIZES)
     data[0] = bare(data[0])
     f, plain = (run(tmp_path / str(k), made(personalize_steps=k), data) for k in (3, 0))
@@ -220,7 +220,7 @@ def test_clients_with_labels_may_train_their_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize("network", ["mlp", "lenet"])
 @pytest.mark.parametrize("model", [SMALL, LeNet(IMAGE, CLASSES)], ids=["mlp", "lenet"])
 def test_a_group_answers_as_its_clients_do_alone(model: FlatModel, network: str) -> None:
-    """Of several sizes of batches, with and without labels."""
+    """Groups have batches of several sizes, with and without labels."""
     data = clients((4, 9, 2, 6, 9, 5))
     data[1], data[2] = bare(data[1]), bare(data[2])
     s, p = made(embedding={"network": network, "labels": False}), problem(data, model)
@@ -243,8 +243,8 @@ class Net(nn.Module):
         return found
 
 
-def test_modules_are_made_around_their_own_values() -> None:
-    """Of pretrained modules θ₀ is the pretrained value; clients together train as alone, but for what is drawn."""
+def test_models_of_a_pretrained_module_start_at_its_values() -> None:
+    """Pretrained values are θ₀; grouped clients train as they do alone, apart from random draws."""
     torch.manual_seed(0)
     pretrained = Net()
     model = ModuleModel(lambda: pretrained, IMAGE, CLASSES, "pixels", initial="module")
@@ -274,7 +274,7 @@ def test_modules_are_made_around_their_own_values() -> None:
     torch.testing.assert_close(predictor.log_probabilities(data[0].test.x), expected)
 
 
-def test_models_with_buffers_that_move_and_other_contradictions_are_refused() -> None:
+def test_models_and_settings_that_do_not_fit_are_refused() -> None:
     with refusing(ExperimentError, "model.norm", "flowdup"):
         FLOWDUP.check_model(made(), BatchNormConvNet(IMAGE, [3], [], CLASSES))
     with refusing(ExperimentError, "algorithm.subspace.size: ", 100_000):

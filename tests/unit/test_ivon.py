@@ -94,7 +94,7 @@ def test_rounds_are_those_of_means_and_hessians(tmp_path: Path, samples: int) ->
 
 @pytest.mark.parametrize("draws", [1, 2])
 def test_steps_are_those_of_the_authors_package(draws: int) -> None:
-    """Its prior has mean 0 and one deviation: the prior of pFedBayes is such a one here."""
+    """The package's prior has mean 0 and one deviation, so the test gives pFedBayes such a prior."""
     ivon = pytest.importorskip("ivon")
     n, zeta, lr, h = 40, 2.5, 0.2, 0.75  # the package rounds h to float32
     prior = torch.stack([torch.zeros(6), torch.full((6,), -0.4)]).double()

@@ -1,4 +1,4 @@
-"""Memory that is used again is nobody else's."""
+"""Reuse of memory that no other tensor refers to."""
 
 import torch
 
@@ -6,7 +6,7 @@ from fedloom.core.allocator import keep_freed_memory
 from fedloom.models.recycled import KEPT_BYTES, RecycledMemory
 
 
-def test_memory_is_used_again_once_no_tensor_or_array_refers_to_it() -> None:
+def test_memory_is_reused_once_no_tensor_or_array_refers_to_it() -> None:
     memory = RecycledMemory()
     first = memory.empty(3, 100)
     at, row, array = first.data_ptr(), first[1], first.numpy()
@@ -39,6 +39,6 @@ def test_results_in_recycled_memory_keep_their_values() -> None:
     assert [tensor.unique().tolist() for tensor in found] == [[i] for i in range(5)]
 
 
-def test_keeping_freed_memory_changes_no_memory() -> None:
+def test_keeping_freed_memory_does_not_change_its_content() -> None:
     keep_freed_memory()
     assert torch.ones(1 << 20).sum() == 1 << 20

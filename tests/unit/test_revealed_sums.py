@@ -32,7 +32,7 @@ def test_a_sum_that_differs_by_fewer_than_three_clients_is_refused(others: list[
     sums.check("b", SUBJECT, others)  # another client, which has revealed nothing
 
 
-def test_two_sets_that_differ_by_enough_are_all() -> None:
+def test_at_most_two_sets_are_allowed() -> None:
     sums = RevealedSums()
     sums.check("a", SUBJECT, ["a", "b", "c", "d"])
     sums.check("a", SUBJECT, ["a", "e", "f", "g"])
@@ -97,7 +97,7 @@ def test_two_processes_at_once_know_of_each_other(tmp_path: Path) -> None:
         first.check("a", SUBJECT, ["a", "h", "i", "j"])
 
 
-def test_runs_do_not_mix(tmp_path: Path) -> None:
+def test_sums_of_different_runs_are_not_compared(tmp_path: Path) -> None:
     sums = checked(tmp_path)
     sums.check("a", SUBJECT._replace(run="other"), SETS[0][:3])
     assert remembers(RevealedSums(tmp_path))
@@ -120,7 +120,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kept", range(0, 60, 7))
-def test_a_last_line_that_was_cut_is_forgotten(tmp_path: Path, kept: int) -> None:
+def test_a_truncated_last_line_is_forgotten(tmp_path: Path, kept: int) -> None:
     checked(tmp_path)
     whole = (tmp_path / RECORD).read_bytes()
     RevealedSums(tmp_path).check("c", SUBJECT, SETS[0])
@@ -132,7 +132,7 @@ def test_a_last_line_that_was_cut_is_forgotten(tmp_path: Path, kept: int) -> Non
     assert remembers(RevealedSums(tmp_path))
 
 
-def test_a_line_that_is_cut_meanwhile(tmp_path: Path) -> None:
+def test_a_line_truncated_by_another_process_is_removed(tmp_path: Path) -> None:
     """A disk that was full has part of a line."""
     sums = checked(tmp_path)
     with (tmp_path / RECORD).open("ab") as file:
@@ -155,7 +155,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, at: int) -> None:
         sums.check("a", SUBJECT, SETS[0])  # what it has read stays
 
 
-def test_lines_that_were_removed_are_missed(tmp_path: Path) -> None:
+def test_removed_lines_are_detected(tmp_path: Path) -> None:
     sums = checked(tmp_path)
     lines = (tmp_path / RECORD).read_bytes().splitlines(keepends=True)
     (tmp_path / RECORD).write_bytes(b"".join(lines[1:]))

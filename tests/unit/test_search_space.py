@@ -1,4 +1,4 @@
-"""The space of a search: what its file may say, which values a parameter has, and what is refused before anything."""
+"""Space of a search: its file, the values of a parameter, and refusals before anything runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_file_is_read_as_a_mapping_is(tmp_path: Path) -> None:
     assert [parameter.key for parameter in plan.parameters] == ["algorithm.local.lr", "model.hidden"]
 
 
-def test_a_range_of_whole_ends_is_of_integers_if_the_key_takes_no_others() -> None:
+def test_a_range_with_whole_ends_has_integers_if_the_key_takes_only_integers() -> None:
     assert only({"algorithm.local.epochs": {"min": 1, "max": 4}}).whole
     assert only({"algorithm.local.batch_size": {"min": 1, "max": 64, "log": True}}).whole
     assert not only({"algorithm.local.lr": {"min": 1, "max": 2}}).whole
@@ -124,7 +124,7 @@ def test_a_bad_space_is_refused(space: Any, said: list[str], tmp_path: Path) -> 
         read_space(path)
 
 
-def test_lines_of_a_file_are_named(tmp_path: Path) -> None:
+def test_errors_of_a_file_name_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text("parameters:\n  a.b: {min: 1, max: 2}\n  c.d:\n    min: 0\n    max: 1\n    log: true\n")
     with refusing(ExperimentError, path, "line 4", "parameters.c.d.min"):
@@ -160,7 +160,7 @@ def test_spaces_that_do_not_fit_the_experiment_are_refused(
         planned(parameters, "evaluation.every=150", **settings)
 
 
-def test_corners_are_tried_together_while_they_are_few() -> None:
+def test_few_extreme_values_are_checked_in_all_combinations() -> None:
     both = {"federation.clients_per_round": {"min": 1, "max": 12}, "federation.min_replies": {"min": 1, "max": 12}}
     changes = "data.partition={scheme: natural, clients: 15}"
     with refusing(ExperimentError, "at federation.clients_per_round=1, federation.min_replies=12"):

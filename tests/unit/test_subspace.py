@@ -96,7 +96,7 @@ def test_the_origin_is_the_models_own_initialization() -> None:
         assert 0.5 * bounds[name[:3]] < float(part.abs().max()) <= bounds[name[:3]]
 
 
-def test_it_takes_linear_time() -> None:
+def test_expansion_and_projection_take_linear_time() -> None:
     """Both ways cost less than a few copies of θ, where a dense P of this size would have 86 million entries."""
     model = LeNet((1, 28, 28), 10)
     subspace = Subspace(model, 1000, 0)

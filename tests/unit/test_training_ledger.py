@@ -1,4 +1,4 @@
-"""Total ε of a client's trainings and descriptors: against dp-accounting, integrals, and what a ledger may count."""
+"""Total ε of a client's trainings and descriptors, against dp-accounting and integrals; lines of a ledger."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_one_sum_for_replacing_one_is_the_integral(rate: float) -> None:
 
 
 def test_no_two_terms_are_told_apart_better_than_opposite_ones() -> None:
-    """In the plane, where terms need not lie on a line: δ by integration on a grid."""
+    """Compare δ by integration on a grid in the plane, where terms need not lie on a line."""
     rate, epsilon, z = 0.3, 0.8, 1.0
     at = np.linspace(-8, 8, 401)
     grid = np.stack(np.meshgrid(at, at), axis=-1)
@@ -94,7 +94,7 @@ def test_no_two_terms_are_told_apart_better_than_opposite_ones() -> None:
         assert delta((1.0, 0.0), (turned[0] / further, turned[1] / further)) <= most * (1 + 1e-6)
 
 
-def test_replacing_costs_nothing_more_where_it_is_the_relation_already() -> None:
+def test_replacing_costs_nothing_more_if_it_is_already_the_relation() -> None:
     fixed = {sampled("fixed", 900, 45, 12.0): 100}
     assert epsilon_of(fixed, 1e-5, replacing=True) == epsilon_of(fixed, 1e-5)
     assert epsilon_of({gaussian_release(4.0): 3}, 1e-5, replacing=True) == pytest.approx(gaussian_epsilon(2, 1e-5, 3))
@@ -138,7 +138,7 @@ def test_two_trainings_compose_and_several_kinds_of_sums_do() -> None:
     assert Spent((), trainings).total(1e-5).epsilon == pytest.approx(own.get_epsilon(1e-5), rel=0.01)
 
 
-def test_a_claim_without_its_mechanism_is_added() -> None:
+def test_epsilon_of_a_claim_without_its_mechanism_is_added() -> None:
     found = Spent((Z,), (training(epsilon=1.5),)).total(1e-6)
     assert found.is_basic
     assert found.epsilon == pytest.approx(gaussian_epsilon(Z, 1e-6) + 3.0)
@@ -223,7 +223,7 @@ def test_a_line_that_is_no_training_is_refused(tmp_path: Path, lacking: str) -> 
         PrivacyAccountant(path).content()
 
 
-def test_no_ledger_is_no_total(tmp_path: Path, fedloom: Fedloom) -> None:
+def test_a_missing_ledger_is_an_error(tmp_path: Path, fedloom: Fedloom) -> None:
     code, _, errors = fedloom("ledger", tmp_path / "nowhere")
     assert (code, "nowhere" in errors) == (3, True)
     assert not (tmp_path / "nowhere").exists()

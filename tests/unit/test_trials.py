@@ -1,4 +1,4 @@
-"""Trials by ask and tell: as Optuna alone would have them, and the same again after a kill at any point."""
+"""Trials by ask and tell: those of Optuna alone, and the same after a kill at any point."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def opened(folder: Path, asked: SearchPlan, base: str = "e", schedule: Schedule 
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random", "grid"])
-def test_the_sampler_is_optunas(sampler: str, tmp_path: Path) -> None:
+def test_trials_are_those_that_optuna_draws(sampler: str, tmp_path: Path) -> None:
     space = {**SPACE, "algorithm.local.lr": {"choices": [0.01, 0.1, 1.0]}} if sampler == "grid" else SPACE
     asked = plan_search(read_space({"parameters": space, "seed": 5, "sampler": sampler, "trials": None}), make)
     trials = opened(tmp_path / "s", asked)
@@ -121,7 +121,7 @@ def test_the_sampler_is_optunas(sampler: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("early", [None, "median", "hyperband"])
-def test_a_search_killed_at_any_point_continues_as_if_it_had_not_been(early: str | None, tmp_path: Path) -> None:
+def test_a_search_killed_at_any_point_continues_unchanged(early: str | None, tmp_path: Path) -> None:
     asked, whole = plan(early_stopping=early, trials=14), list[str]()
     search(opened(tmp_path / "whole", asked), whole)
     states = {event.split()[1] for event in whole if event.split()[1] in ("done", "stopped", "failed")}
@@ -141,7 +141,7 @@ def test_a_search_killed_at_any_point_continues_as_if_it_had_not_been(early: str
         assert lines == [line.object for line in RunFiles(tmp_path / "whole").line_file(LOG).forwards()]
 
 
-def test_the_median_stops_as_optunas_does(tmp_path: Path) -> None:
+def test_the_median_stops_the_trials_that_optuna_stops(tmp_path: Path) -> None:
     trials = opened(tmp_path / "s", plan(early_stopping="median", trials=30))
     search(trials, [])
     done: list[Trial] = []
@@ -162,7 +162,7 @@ def test_the_median_stops_as_optunas_does(tmp_path: Path) -> None:
     assert best.state == "done"
 
 
-def test_more_trials_of_a_search_follow_those_it_has(tmp_path: Path) -> None:
+def test_a_search_can_be_extended(tmp_path: Path) -> None:
     search(opened(tmp_path / "s", plan(trials=5)), [])
     search(more := opened(tmp_path / "s", plan(trials=12)), [])
     search(whole := opened(tmp_path / "whole", plan(trials=12)), [])

@@ -359,10 +359,10 @@ class PFedBayesSettings(Settings):
     def _fits_ivon(self) -> Self:
         if self.optimizer != "ivon":
             if self.betas is not None:
-                raise ValueError(f"betas: only ivon has them (got optimizer: {self.optimizer}); leave betas out")
+                raise ValueError(f"betas: only ivon uses them (got optimizer: {self.optimizer}); leave betas out")
             return self
         if not self.zeta:
-            raise ValueError("zeta: ivon needs a prior, whose weight is above 0 (got 0); set it, or optimizer to adam")
+            raise ValueError("zeta: ivon needs a prior of weight above 0 (got 0); raise zeta, or set optimizer to adam")
         if self.noise != 1:
             raise ValueError(
                 f"noise: ivon estimates the Hessian from draws of q_i itself (got {self.noise:g}); set it to 1"

@@ -112,7 +112,7 @@ def personalize_command(
         str | None,
         typer.Option(
             "--format",
-            help="Of the models of the run's clients: safetensors, pt2, onnx or peft; by default safetensors.",
+            help="Format of the models of the run's clients: safetensors, pt2, onnx or peft; by default safetensors.",
             metavar="FORMAT",
         ),
     ] = None,

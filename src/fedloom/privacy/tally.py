@@ -91,7 +91,7 @@ def largest(counts: Counts, delta: float) -> Counter[Release]:
 
 
 def is_same_for_all(counts: Counts) -> bool:
-    """Return whether as much was released about each client that releases are about."""
+    """Return whether the same was released about every client that has releases."""
     return len(_distinct(Counter(own) for client, own in counts.items() if client != EVERYONE)) <= 1
 
 

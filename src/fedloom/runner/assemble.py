@@ -206,7 +206,10 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     manifest = dataset.manifest
     if isinstance(experiment.data, OwnData) and manifest.dataset == OWN:  # packed clients with canaries (an audit's)
         if own_manifest(experiment.data.own, manifest.clients, experiment.seed, manifest.figures) != manifest:
-            raise ExperimentError(f"{argument('partition')}: {where} is of other data than data.own.", key="partition")
+            raise ExperimentError(
+                f"{argument('partition')}: {where} was not made from packed clients, as data.own needs.",
+                key="partition",
+            )
         dataset.verify()
         _check_roster(experiment, manifest)
         return dataset

@@ -330,7 +330,7 @@ def _at(planned: Planned, privacy: TrainingPrivacy, rounds: int, z: float) -> Ep
 
 
 def _with_ledger(planned: Planned, rounds: int | None, z: float, ledger: Path) -> tuple[Total, str]:
-    """Return the total of a ledger after this training, and that in a sentence."""
+    """Return the total of a ledger after this training, and a sentence that states it."""
     if rounds is None:
         raise ExperimentError(f"{argument('ledger')} needs a number of {argument('rounds')}.", key="ledger")
     found = PrivacyAccountant(ledger).content()

@@ -113,7 +113,7 @@ def from_integers(total: Integers, bound: float, clients: int, bits: int) -> NDA
 
 
 def key_stream(seed: bytes, length: int) -> bytes:
-    """Return the first bytes of the stream of a seed, 16 or 32 bytes, that is used for nothing else."""
+    """Return the first bytes of the key stream of a seed of 16 or 32 bytes, used for nothing else."""
     return Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(length))
 
 

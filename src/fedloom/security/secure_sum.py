@@ -371,7 +371,7 @@ class SecureSumAggregator:
         return self._graph.neighbours(row)
 
     def forward_shares(self, shared: Bytes, present: Flags) -> tuple[Bytes, Flags]:
-        """Return what step 1's answers are to each member, uint8 [n, k, 96], and which are there, bool [n, k]."""
+        """Return the parts of step 1's answers for each member, uint8 [n, k, 96], and their presence, bool [n, k]."""
         self._sharers = present & self._keys.any(axis=1)
         self._enough(self._sharers, "sent shares")
         self._sealed = shared[:, : self._graph.degree, BOX_BYTES:].copy()

@@ -176,7 +176,7 @@ class TileQueue:
         self._executor.submit(work.run).add_done_callback(lambda _: work.post(self._done))
 
     def _due(self) -> float:
-        """Return the time at which the next tile begins although it is not full.
+        """Return the time at which the next tile begins even if it is not full.
 
         A tile of 64 costs each client half as much as a tile of 16. While models are sent, others arrive to share the
         next: it waits for them twice the CPU time of the last one.
