@@ -133,7 +133,7 @@ def test_a_truncated_last_line_is_forgotten(tmp_path: Path, kept: int) -> None:
 
 
 def test_a_line_truncated_by_another_process_is_removed(tmp_path: Path) -> None:
-    """A disk that was full has part of a line."""
+    """A full disk has truncated a line of another process."""
     sums = checked(tmp_path)
     with (tmp_path / RECORD).open("ab") as file:
         file.write(b'{"version": 1, "rou')

@@ -207,7 +207,7 @@ def open_partition(experiment: Experiment, where: str, *, verify: bool) -> Feder
     if isinstance(experiment.data, OwnData) and manifest.dataset == OWN:  # packed clients with canaries (an audit's)
         if own_manifest(experiment.data.own, manifest.clients, experiment.seed, manifest.figures) != manifest:
             raise ExperimentError(
-                f"{argument('partition')}: {where} was not made from packed clients, as data.own needs.",
+                f"{argument('partition')}: {where} was made for other data than data.own describes.",
                 key="partition",
             )
         dataset.verify()

@@ -51,7 +51,7 @@ class Received:
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors as they were sent, made on first use: torch holds up an event loop.
+        """The tensors as they were sent, made on first use, because torch would block the event loop.
 
         Raises
         ------
