@@ -97,7 +97,7 @@ class SubspaceGenerator(DerivedModel):
         return view
 
     def init(self, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Draw ψ: both networks as they are drawn alone, or h₂ with v = 0 for all; and c = 0."""
+        """Return a first ψ: both networks as they are drawn alone, or h₂ changed so that v is always 0; and c = 0."""
         h1, h2 = (network.init(generator, dtype) for network in (self.h1, self.h2))
         centre = torch.zeros(self.subspace.size, dtype=dtype)
         if self.at_origin:
