@@ -71,9 +71,9 @@ def _fixed(tree: dict[str, object]) -> dict[str, object]:
 
 
 def run_digest(experiment: Experiment) -> str:
-    """Return a digest of the settings that stay the same on resume, but for the name, on which no answer depends.
+    """Return a digest of the settings that stay the same on resume, except the name, which affects no answer.
 
-    Runs that differ in none of them may ask a client for the same answers.
+    Runs with equal digests may ask a client for the same answers.
     """
     fixed = {key: value for key, value in _fixed(json.loads(experiment.shared_json())).items() if key != "name"}
     return digests.short_digest(json.dumps(fixed, sort_keys=True).encode())
