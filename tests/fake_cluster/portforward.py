@@ -49,7 +49,13 @@ def forward(connection: Any, reader: Any, address: str, port: int) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
     threading.Thread(target=back, daemon=True).start()
-    frames = frame_buffer(reader.read, True)
+
+    def read(size: int) -> bytes:
+        if not (data := reader.read(size)):
+            raise ConnectionResetError("the client has left")  # frame_buffer would ask again, for ever
+        return bytes(data)
+
+    frames = frame_buffer(read, True)
     with pod, suppress(OSError):
         while True:
             frame = frames.recv_frame()
