@@ -72,6 +72,29 @@ def test_values_of_a_grid() -> None:
     assert planned(both, trials=3).trials == 3
 
 
+@pytest.mark.parametrize(("low", "high", "step"), [(0.1, 0.3, 0.1), (0.05, 0.35, 0.1), (0.0, 0.9, 0.3), (1e-5, 3e-5, 1e-5)])
+def test_a_grid_has_both_ends_and_its_values_are_optuna_s(low: float, high: float, step: float) -> None:
+    asked = Parameter("algorithm.local.lr", low, high, step)
+    assert (asked.grid[0], asked.grid[-1], len(asked.grid)) == (low, high, round((high - low) / step) + 1)
+    assert all(distribution(asked)._contains(value) for value in asked.grid)
+
+
+def test_a_grid_ends_below_an_end_that_no_step_meets() -> None:
+    assert Parameter("algorithm.local.lr", 0.0, 1.0, 0.4).grid == [0.0, 0.4, 0.8]
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("algorithm.local.lr", {"min": 0.5, "max": 2.0, "step": 1e-9}),
+        ("algorithm.local.epochs", {"min": 1, "max": 10**12}),
+    ],
+)
+def test_a_range_of_too_many_values_is_refused_before_they_are_made(key: str, values: dict[str, Any]) -> None:
+    with refusing(ExperimentError, f"parameters.{key}", "10,000"):
+        planned({key: values}, sampler="grid")
+
+
 def test_each_value_of_a_parameter_is_read_back_from_its_text() -> None:
     assert only(LR).text(3e-05) == "3e-05"
     assert parse_yaml(only(LR).text(3e-05), "")[0] == 3e-05

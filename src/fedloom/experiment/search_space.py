@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -30,7 +31,7 @@ MOST_CORNERS = 64
 """Maximum combinations of extreme values that are checked; in a larger space, one parameter varies at a time."""
 
 LARGEST_GRID = 10_000
-"""Maximum combinations of a grid."""
+"""Maximum combinations of a grid, and maximum values of a range that are listed."""
 
 INCOMPARABLE = ("name", "seed", "data", "evaluation", "runtime", "storage", "tracking")
 """Sections and keys that cannot be searched: validation values on other data or with another seed are not comparable,
@@ -149,7 +150,7 @@ class Parameter:
     def grid(self) -> list[Any]:
         """Values of a grid, in ascending order or as listed.
 
-        Raise ExperimentError for a logarithmic range, and one of numbers without a step.
+        Raise ExperimentError for a logarithmic range, one of numbers without a step, and one of too many values.
         """
         if self.choices is not None:
             return list(self.choices)
@@ -158,17 +159,24 @@ class Parameter:
                 f"parameters.{self.key} has log, and sampler grid needs values at equal steps; give choices.",
                 key=f"parameters.{self.key}.log",
             )
-        if self.whole:
-            return list(range(int(self.low), int(self.high) + 1, int(self.step or 1)))
-        if self.step is None:
+        if self.step is None and not self.whole:
             raise ExperimentError(
                 f"parameters.{self.key} has no step, which sampler grid needs; set it, or give choices.",
                 key=f"parameters.{self.key}.step",
             )
-        import numpy as np
-
-        values = np.arange(self.low, self.high + self.step, self.step)  # as Katib computes them, to the bit
-        return [float(value) for value in values if value <= self.high]
+        # In decimals 0.1 + 2 · 0.1 is 0.3, so that the end is among the values.
+        low, high, step = (Decimal(repr(number)) for number in (self.low, self.high, self.step or 1))
+        size = int((high - low) / step) + 1
+        if size > LARGEST_GRID:
+            raise ExperimentError(
+                f"parameters.{self.key} has {size:,} values, and at most {LARGEST_GRID:,} can be listed; raise step, "
+                "or leave it out and set sampler to random.",
+                key=f"parameters.{self.key}.step",
+                found=self.step,
+            )
+        if self.whole:
+            return list(range(int(self.low), int(self.high) + 1, int(step)))
+        return [float(low + i * step) for i in range(size)]
 
     @property
     def corners(self) -> list[str]:

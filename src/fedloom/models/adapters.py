@@ -20,7 +20,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BESIDE = "trained_beside.safetensors"
 """File of tensors that were trained but belong to no adapter: a ``state_dict`` by the whole module's names."""
 
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def adapter_files(model: FlatModel | None, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
