@@ -240,6 +240,19 @@ def test_a_ledger_counts_the_training_that_its_owner_took_part_in(
     assert cost.with_ledger.epsilon > found["epsilon"]
 
 
+def test_a_client_that_training_never_asked_has_spent_nothing(
+    packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
+) -> None:
+    keys = (OF_EXAMPLES, GIVEN, "runtime.workers=1", "algorithm.weighting=uniform", "federation.rounds=1")
+    run_experiment(of(experiment, *keys), options(packed, tmp_path / "a", range(5), ()))
+    lines = [json.loads(line) for line in (tmp_path / "a" / "releases.jsonl").read_text().splitlines()]
+    asked = {unit for line in lines for each in line.get("releases", ()) for unit in each["units"]}
+    left = sorted({f"speaker-{i}" for i in range(5)} - asked)
+    assert len(left) == 3
+    code, out, _ = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a", "--client", left[0], "--json")
+    assert (code, json.loads(out)["epsilon"], len(json.loads(out)["trainings"])) == (0, 0.0, 1)
+
+
 def test_ledger_completes_a_claim_and_refuses_trainings_that_protect_nobody(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from facts import refusing, tells
+from fake_cluster.kubelet import expand
 from katib_stand_in import Suggestions, collected, refusals, settings_of, trial_job, wrap
 from typer.testing import CliRunner
 
@@ -161,7 +164,7 @@ def test_the_trials_are_those_of_a_search_without_a_cluster(
     assert theirs == ours
     if sampler == "grid":
         assert len({tuple(texts.items()) for texts in ours}) == 4 * 4 * 2 * 2 * 5
-        assert {texts["algorithm.local.lr"] for texts in ours} == {"0.1", "0.2", "0.30000000000000004", "0.4", "0.5"}
+        assert {texts["algorithm.local.lr"] for texts in ours} == {"0.1", "0.2", "0.3", "0.4", "0.5"}
 
 
 def test_searches_that_katib_cannot_do_are_refused() -> None:
@@ -184,6 +187,21 @@ def test_searches_that_katib_cannot_do_are_refused() -> None:
         plan_katib_search(FILE.read_text(), (), read_space({"parameters": SPACE}), PLAIN, ANYWHERE)
     with refusing(ExperimentError, "cluster.image"):
         planned(cluster=ClusterSettings(storage_secret="store"))
+
+
+def test_overrides_reach_the_trial_as_they_were_given() -> None:
+    """Kubernetes expands $(NAME) and halves $$ in a container's arguments, and a shell reads the rest."""
+    override = 'data.root=/d$$$/$(TRIAL)/$(date)/it\'s "$HOME"'
+    spec = made(planned(DRAWN, override))[1]["spec"]
+    values = {parameter["name"]: "v" for parameter in spec["parameters"]}
+    (container,) = trial_job(spec, "vowel-a", values)["spec"]["template"]["spec"]["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
+    command = expand(container["args"][0], given)
+    words = ["sh", "-c", f"fedloom() {{ printf '%s\\0' \"$@\"; }}; {command}"]
+    heard = subprocess.run(words, env={**os.environ, **given}, capture_output=True, text=True, check=True).stdout
+    assert heard.split("\0").count(override) == 1
+    assert "algorithm.local.lr=v" in heard.split("\0")
+    assert "runs/vowel-a" in heard.split("\0")
 
 
 def test_lines_are_what_the_collector_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,9 @@ def test_values_of_a_grid() -> None:
     assert planned(both, trials=3).trials == 3
 
 
-@pytest.mark.parametrize(("low", "high", "step"), [(0.1, 0.3, 0.1), (0.05, 0.35, 0.1), (0.0, 0.9, 0.3), (1e-5, 3e-5, 1e-5)])
+@pytest.mark.parametrize(
+    ("low", "high", "step"), [(0.1, 0.3, 0.1), (0.05, 0.35, 0.1), (0.0, 0.9, 0.3), (1e-5, 3e-5, 1e-5)]
+)
 def test_a_grid_has_both_ends_and_its_values_are_optuna_s(low: float, high: float, step: float) -> None:
     asked = Parameter("algorithm.local.lr", low, high, step)
     assert (asked.grid[0], asked.grid[-1], len(asked.grid)) == (low, high, round((high - low) / step) + 1)

@@ -388,6 +388,7 @@ def _command(search: KatibSearch, named: Mapping[str, str]) -> str:
         words += ["--set", override]
     words += ["--partition", search.place.partition]
     quoted = shlex.join([*words, "--track", "katib", "--no-report", "--resume"])
+    quoted = quoted.replace("$", "$$")  # Kubernetes makes one of two, and would expand $(NAME)
     for name, key in named.items():
         quoted += f' --set {shlex.quote(f"{key}=")}"${name.upper()}"'
     return f'{quoted} --out "runs/$TRIAL"'
