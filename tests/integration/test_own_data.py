@@ -14,6 +14,7 @@ from facts import mentions, tells
 from run_processes import final
 
 import fedloom as python
+from fedloom.core.words import rounded_up
 from fedloom.data.datasets import find_dataset
 from fedloom.data.datasets.vowel import FEATURES, read_vowel
 from fedloom.errors import DataError, ExperimentError
@@ -234,7 +235,7 @@ def test_a_ledger_counts_the_training_that_its_owner_took_part_in(
     code, again, said = fedloom("ledger", tmp_path / "l", "--training", tmp_path / "a" / "summary.json", "--json")
     assert (code, json.loads(again), bool(said)) == (0, found, True)  # counted once, by its summary
     code, out, _ = fedloom("ledger", tmp_path / "l", "--budget", 100)
-    assert (code, mentions(out, "vowels", f"{found['epsilon']:.3g}")) == (0, True)
+    assert (code, mentions(out, "vowels", rounded_up(found["epsilon"]))) == (0, True)
     cost = python.privacy_cost(of(experiment, *keys), clients=5, examples=44, ledger=tmp_path / "l")
     assert cost.with_ledger is not None
     assert cost.with_ledger.epsilon > found["epsilon"]

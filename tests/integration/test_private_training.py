@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli.main import app
+from fedloom.core.words import rounded_up
 from fedloom.errors import ExperimentError
 from fedloom.privacy.accounting import epsilon_of, rounds_within, sampled
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
@@ -162,8 +163,8 @@ def test_models_and_pages_tell_the_claim(whole: Path, tmp_path: Path) -> None:
     assert card["training_privacy"] == {
         name: told[name] for name in ("unit", "neighbouring", "epsilon", "delta", "noise")
     }
-    assert mentions(model.with_suffix(".md").read_text(), f"{told['epsilon']:.3g}", "0.001")
-    assert mentions(CliRunner().invoke(app, ["status", str(whole)]).output, "privacy", f"{told['epsilon']:.3g}")
+    assert mentions(model.with_suffix(".md").read_text(), rounded_up(told["epsilon"]), "0.001")
+    assert mentions(CliRunner().invoke(app, ["status", str(whole)]).output, "privacy", rounded_up(told["epsilon"]))
 
 
 def test_plan_is_what_the_run_spends(whole: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from run_folders import put, write_run
 
 from fedloom.cli.status_text import status_lines
+from fedloom.core.words import rounded_up
 from fedloom.data.problem import Problem, TrainedPrivately
 from fedloom.errors import DataError
 from fedloom.federation.activity import Activity, PrivacySpent
@@ -73,7 +74,7 @@ def text_of(now: Activity) -> str:
 def test_status_says_what_training_has_spent() -> None:
     now = Activity("vowels", "fedavg", "training", 1_000.0, 970.0, round=3)
     assert "privacy" not in text_of(now)
-    assert tells(text_of(replace(now, privacy=SPENDING)), "privacy", f"{CLAIM.epsilon:.3g}", "1e-05", "4", "8")
+    assert tells(text_of(replace(now, privacy=SPENDING)), "privacy", rounded_up(CLAIM.epsilon), "1e-05", "4", "8")
     lost = replace(SPENDING, epsilon=None, budget=None)
     assert "no guarantee" in text_of(replace(now, privacy=lost))
 
@@ -110,9 +111,9 @@ def test_report_has_the_claim_and_its_course(tmp_path: Path) -> None:
     page = write_report(made_private(run(tmp_path / "run"))).read_text()
     section = page[page.index("<h2>Privacy</h2>") :]
     section = section[: section.index("<h2>", 4)]
-    assert mentions(section, f"{CLAIM.epsilon:.3g}", "0.4", "secret", "Update.delta", "poisson", "add-or-remove-one")
+    assert mentions(section, rounded_up(CLAIM.epsilon), "0.4", "secret", "Update.delta", "poisson", "add-or-remove-one")
     head = page[: page.index("<main>")]
-    assert f"{CLAIM.epsilon:.3g}" in head
+    assert rounded_up(CLAIM.epsilon) in head
 
 
 def test_report_of_a_damaged_claim_says_so(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_comparison_has_a_column_and_a_section(tmp_path: Path) -> None:
     assert rows["fedavg"] == ""
     page = write_comparison(found, tmp_path / "out").read_text()
     section = page[page.index("<h2>Privacy</h2>") :]
-    assert mentions(section[: section.index("<h2>", 4)], f"{CLAIM.epsilon:.3g}", "not private", CLAIM.statement[0])
+    assert mentions(section[: section.index("<h2>", 4)], rounded_up(CLAIM.epsilon), "not private", CLAIM.statement[0])
     without = compare_runs([plain])
     assert "epsilon" not in rows_as_csv(without).splitlines()[0]
     assert "<h2>Privacy</h2>" not in write_comparison(without, tmp_path / "other").read_text()
@@ -150,7 +151,7 @@ def test_row_without_a_guarantee_in_one_seed_has_none(tmp_path: Path) -> None:
 def test_problem_of_a_server_tells_the_guarantee_and_nothing_else() -> None:
     private = TrainedPrivately.of(CLAIM.as_json())
     assert private is not None
-    assert mentions(str(private), f"{CLAIM.epsilon:.3g}", "1e-05", "clients")
+    assert mentions(str(private), rounded_up(CLAIM.epsilon), "1e-05", "clients")
     assert "seed" in str(replace(private, noise="seed"))
     assert TrainedPrivately.of(None) is None
     problem = {

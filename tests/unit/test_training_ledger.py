@@ -17,6 +17,7 @@ from scipy.integrate import quad
 from scipy.stats import multivariate_normal, norm
 
 from fedloom.core import digests
+from fedloom.core.words import rounded_up
 from fedloom.errors import DataError, ExperimentError
 from fedloom.privacy.accounting import Release, epsilon_of, gaussian_release, sampled
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon, noise_multiplier
@@ -191,7 +192,7 @@ def test_training_is_counted_whatever_the_budget_and_then_stops_requests(tmp_pat
     accountant = PrivacyAccountant(tmp_path / "l", budget=alone / 2)
     assert accountant.add_training(claimed())
     before = (tmp_path / "l").read_bytes()
-    with refusing(ExperimentError, f"{alone:.4g}"):
+    with refusing(ExperimentError, rounded_up(alone, 4)):
         accountant.charge(request())
     assert (tmp_path / "l").read_bytes() == before
     total = Spent((Z,), (claimed().cost,)).total(1e-5).epsilon

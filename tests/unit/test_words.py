@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.core.logs import JsonLines, lines_about
-from fedloom.core.words import printable
+from fedloom.core.words import printable, rounded_up
 from fedloom.runs.folder import RunFolder
 
 NASTY = "a\u2028b\u2029c\x85d\x1b[2Je\u202ef\x9bg\x00h\ri\nj\x0bk\ud800"
@@ -89,3 +90,26 @@ def test_standard_error_shows_no_control_characters() -> None:
 def test_owners_of_clients_may_be_called_anything(tmp_path: Path) -> None:
     RunFolder(tmp_path).write("clients.csv", "id,seen,owner\nc0,true,a\u2028b\nc1,false,d\x85e\n")
     assert [row["id"] for row in RunFolder(tmp_path).clients()] == ["c0", "c1"]
+
+
+@given(st.floats(1e-9, 1e9), st.integers(2, 5))
+def test_a_bound_as_text_is_one_still(bound: float, digits: int) -> None:
+    shown = float(rounded_up(bound, digits))
+    assert bound * (1 - 1e-6) <= shown <= bound * (1 + 10.0 ** (1 - digits)) * (1 + 1e-9)
+    assert float(rounded_up(shown, digits)) == shown
+
+
+@pytest.mark.parametrize(
+    ("bound", "text"),
+    [
+        (1.234, "1.24"),
+        (1.23, "1.23"),
+        (8.000000003, "8"),
+        (9.991, "10"),
+        (0.1 + 0.2, "0.3"),
+        (0.0, "0"),
+        (math.inf, "inf"),
+    ],
+)
+def test_bounds_as_text(bound: float, text: str) -> None:
+    assert rounded_up(bound) == text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedloom.core.words import pluralize
+from fedloom.core.words import pluralize, rounded_up
 
 if TYPE_CHECKING:
     from fedloom.runner.ledger import LedgerContent
@@ -87,14 +87,14 @@ def _show(file: Path, found: LedgerContent, budget: float | None) -> None:
     for line in found.lines:
         is_training = line["version"] == TRAINING_VERSION
         what = f"training, private for {line['unit']}" if is_training else "descriptor"
-        rows.append((str(line["time"])[:10], what, str(line.get("run", "")), f"{line['epsilon']:.3g}"))
+        rows.append((str(line["time"])[:10], what, str(line.get("run", "")), rounded_up(line["epsilon"])))
     print_table(str(file), ("date", "what", "run", "stated ε"), rows, texts=(0, 1, 2))
     total = found.total
     left = ""
     if budget is not None:
         rest = budget - total.epsilon
         left = f"; {rest:.3g} of {budget:g} left" if rest >= 0 else f"; the budget, {budget:g}, is exceeded"
-    typer.echo(f"\nin total ε = {total.epsilon:.3g} at δ = {total.delta:.3g}{left}\n")
+    typer.echo(f"\nin total ε = {rounded_up(total.epsilon)} at δ = {rounded_up(total.delta)}{left}\n")
     for sentence in _sentences(found, is_basic=total.is_basic):
         typer.echo(textwrap.fill(sentence, WIDTH))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli.run import ExperimentFile, Set
+from fedloom.core.words import rounded_up
 
 if TYPE_CHECKING:
     from fedloom.runner.privacy_cost import PrivacyCost
@@ -75,8 +76,8 @@ def _show(found: PrivacyCost, title: str) -> None:
         [
             (
                 f"{at.rounds:,}",
-                f"{at.to_readers:.3g}",
-                trusted if at.to_aggregator is None else f"{at.to_aggregator:.3g}",
+                rounded_up(at.to_readers),
+                trusted if at.to_aggregator is None else rounded_up(at.to_aggregator),
             )
             for at in found.by_rounds
         ],

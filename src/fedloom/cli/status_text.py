@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from fedloom.cli.characters import shown_as
-from fedloom.core.words import pluralize, printable
+from fedloom.core.words import pluralize, printable, rounded_up
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,7 +122,7 @@ def _measured(now: Activity) -> Iterator[tuple[str, str]]:
 def _privacy(now: Activity) -> Iterator[tuple[str, str]]:
     if (spent := now.privacy) is None:
         return
-    epsilon = "no guarantee" if spent.epsilon is None else f"ε = {spent.epsilon:.3g} at δ = {spent.delta:g}"
+    epsilon = "no guarantee" if spent.epsilon is None else f"ε = {rounded_up(spent.epsilon)} at δ = {spent.delta:g}"
     budget = "" if spent.budget is None else f", budget {spent.budget:g}"
     yield "privacy", f"{epsilon} toward readers of the models, after {pluralize(spent.sums, 'noisy sum')}{budget}"
 

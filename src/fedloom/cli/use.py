@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.cli.credentials import ClientCredentials, InsecureClient
-from fedloom.core.words import pluralize
+from fedloom.core.words import pluralize, rounded_up
 
 Run = Annotated[Path, typer.Argument(help="The run's folder.", metavar="RUN")]
 Which = Annotated[str, typer.Option("--checkpoint", help="last, best or a round.", metavar="last|best|N")]
@@ -213,14 +213,14 @@ def personalize_command(
     if (guarantee := card.privacy) is None:
         return
     typer.echo(
-        f"the data disclosed about its {pluralize(guarantee.examples, 'example')}: ({guarantee.epsilon:.3g}, "
-        f"{guarantee.delta:.3g})-differentially private, replacing one; each further model costs as much again"
+        f"the data disclosed about its {pluralize(guarantee.examples, 'example')}: ({rounded_up(guarantee.epsilon)}, "
+        f"{rounded_up(guarantee.delta)})-differentially private, replacing one; each further model costs as much again"
     )
     if guarantee.total_epsilon is not None:
         trainings = f"{pluralize(guarantee.trainings, 'training')} and " if guarantee.trainings else ""
         typer.echo(
             f"in total, after {trainings}{pluralize(guarantee.requests or 0, 'request')} in {ledger}: "
-            f"({guarantee.total_epsilon:.3g}, {guarantee.total_delta:.3g})"
+            f"({rounded_up(guarantee.total_epsilon)}, {rounded_up(guarantee.total_delta)})"
         )
 
 

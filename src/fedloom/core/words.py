@@ -8,6 +8,7 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 DEEPEST = 50
@@ -20,6 +21,15 @@ REASON_CHARACTERS = 300
 def pluralize(count: int, noun: str, plural: str | None = None) -> str:
     """Return a count with its noun, in the plural unless it is one: ``1 model``, ``2,000 models``, ``3 classes``."""
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def rounded_up(bound: float, digits: int = 3) -> str:
+    """Return an upper bound, such as an ε, as text of so many digits that still is one; 10⁻⁶ of it do not count."""
+    shown = f"{bound:.{digits}g}"
+    if not math.isfinite(bound) or bound * (1 - 1e-6) <= float(shown):
+        return shown
+    nearest = Decimal(shown)
+    return f"{float(nearest + Decimal(1).scaleb(nearest.adjusted() - digits + 1)):.{digits}g}"
 
 
 def printable(text: str, limit: int | None = None, keep: str = "") -> str:

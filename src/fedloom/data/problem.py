@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedloom.core.words import rounded_up
 from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization, inputs_fault
 from fedloom.data.manifest import targets_fault, text_fault
 from fedloom.data.targets import Targets
@@ -50,7 +51,7 @@ class TrainedPrivately:
         if self.epsilon is None:
             return "without a privacy guarantee"
         simulated = "; noise from the seed, a simulation" if self.noise == "seed" else ""
-        return f"({self.epsilon:.3g}, {self.delta:g})-differentially private for {self.unit}{simulated}"
+        return f"({rounded_up(self.epsilon)}, {self.delta:g})-differentially private for {self.unit}{simulated}"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from fedloom.core.words import pluralize
+from fedloom.core.words import pluralize, rounded_up
 from fedloom.privacy.accounting import Release, epsilon_of, neighbouring_relation
 from fedloom.privacy.settings import TrainingPrivacy
 from fedloom.privacy.spent import released
@@ -194,7 +194,7 @@ def _guarantee(found: Claim) -> str:
     unit = "client, with all its data" if found.unit == "clients" else "training example of a client"
     change = "adding or removing" if found.neighbouring == "add-or-remove-one" else "replacing"
     return (
-        f"Training is (ε = {_number(found.epsilon)}, δ = {found.delta:g})-differentially private for {change} one "
+        f"Training is (ε = {rounded_up(found.epsilon)}, δ = {found.delta:g})-differentially private for {change} one "
         f"{unit}, toward everyone who sees the trained models."
     )
 
@@ -238,7 +238,7 @@ def _toward_aggregator(found: Claim) -> str:
         return f"Toward the aggregator there is no guarantee: {found.to_aggregator.because}."
     return (
         f"Toward the aggregator, which sees noisy sums only but knows who takes part, ε = "
-        f"{_number(found.to_aggregator.epsilon)} at the same δ."
+        f"{rounded_up(found.to_aggregator.epsilon)} at the same δ."
     )
 
 

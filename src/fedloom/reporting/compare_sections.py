@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.core.words import pluralize
+from fedloom.core.words import pluralize, rounded_up
 from fedloom.reporting.compare import FEATURED, LEVEL, RunComparison
 from fedloom.reporting.compare_findings import GROUP_NAMES
 from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_value
@@ -308,7 +308,7 @@ def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
         epsilon, told = row.epsilon, row.runs[0].privacy
         if told is None:
             return (Cell(row.label), Cell("not private", span=5))
-        shown = ("none" if value is None else f"{value:.3g}" for value in (epsilon, told["epsilon_aggregator"]))
+        shown = ("none" if value is None else rounded_up(value) for value in (epsilon, told["epsilon_aggregator"]))
         return (Cell(row.label), *map(Cell, (told["unit"], *shown, f"{told['delta']:g}", told["noise"])))
 
     headings = ("method", "unit", "ε", "ε toward the aggregator", "δ", "noise from")

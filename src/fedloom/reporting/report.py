@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.core.words import pluralize
+from fedloom.core.words import pluralize, rounded_up
 from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.reporting import inputs, report_audit, report_classes, report_examples, report_results, report_setup
@@ -242,7 +242,7 @@ def _cost(summary: Mapping[str, Any], client_steps: int | None) -> tuple[Fact, .
     facts.append(Fact("duration", human_time(summary["duration_s"])))
     if (claim := summary.get("training_privacy")) is not None:
         unit = {"clients": "of clients", "examples": "of examples"}[claim["unit"]]
-        spent = "no guarantee" if claim["epsilon"] is None else f"ε = {claim['epsilon']:.3g}"
+        spent = "no guarantee" if claim["epsilon"] is None else f"ε = {rounded_up(claim['epsilon'])}"
         facts.append(Fact("privacy of training", spent, f"δ = {claim['delta']:g}, {unit}"))
     newcomer = summary.get(summary["algorithm"], {}).get("new_client", {}).get("personal")
     if newcomer is not None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedloom.core.words import dotted_keys, pluralize
+from fedloom.core.words import dotted_keys, pluralize, rounded_up
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
 from fedloom.reporting import inputs
@@ -99,7 +99,7 @@ def privacy(run: RunFolder) -> Part:
 
 def shown_epsilon(epsilon: float | None) -> str:
     """Return an ε with three digits; ``none`` without a guarantee."""
-    return "none" if epsilon is None else f"{epsilon:.3g}"
+    return "none" if epsilon is None else rounded_up(epsilon)
 
 
 def _thinned(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:

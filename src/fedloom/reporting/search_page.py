@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.core.words import pluralize
+from fedloom.core.words import pluralize, rounded_up
 from fedloom.experiment.yaml_reader import as_yaml
 from fedloom.reporting.page import DASH, Fact, PageSection, Panel, Part, ReportPage, Table, check_installed, table_row
 from fedloom.runs.files import RunFiles
@@ -42,7 +42,7 @@ def trial_rows(search: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[s
         cells = [str(trial["trial"]), *(shown_value(trial["parameters"][key]) for key in keys)]
         cells.append(DASH if trial["validation"] is None else headline.shown(trial["validation"]))
         if private:
-            cells.append(DASH if trial["epsilon"] is None else f"{trial['epsilon']:.3g}")
+            cells.append(DASH if trial["epsilon"] is None else rounded_up(trial["epsilon"]))
         is_chosen = search["chosen"] is not None and trial["trial"] == search["chosen"]["trial"]
         rows.append((*cells, "chosen" if is_chosen else "" if trial["state"] == "done" else _ended(trial)))
     return headings, rows

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedloom.core.words import rounded_up
+
 
 def method_title(summary: Mapping[str, Any]) -> str:
     """Return the name of a finished run's method on pages: the shortest title of its predictors."""
@@ -15,14 +17,14 @@ def method_title(summary: Mapping[str, Any]) -> str:
 
 def epsilon_shown(epsilon: float | None) -> str:
     """Return ε with three digits; an infinite one, null in documents, as a sign."""
-    return "∞" if epsilon is None else f"{epsilon:.3g}"
+    return "∞" if epsilon is None else rounded_up(epsilon)
 
 
 def audit_verdict(canaries: Mapping[str, Any], claim: Mapping[str, Any] | None) -> str:
     """Return a sentence that compares a bound from canaries with the run's claim, or says that there is none."""
     if claim is None:
         return "The run claims no ε for its training, so there is nothing to refute."
-    claimed = f"(ε = {claim['epsilon']:.3g}, δ = {claim['delta']:g}) for {claim['of']}"
+    claimed = f"(ε = {rounded_up(claim['epsilon'])}, δ = {claim['delta']:g}) for {claim['of']}"
     if claim["of"] != canaries["of"]:
         return f"The run claims {claimed}, and not for {canaries['of']}."
     if canaries["epsilon"] is None or canaries["epsilon"] > claim["epsilon"]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fedloom.core import digests
-from fedloom.core.words import parsed_json, pluralize
+from fedloom.core.words import parsed_json, pluralize, rounded_up
 from fedloom.errors import DataError, ExperimentError, StorageError, argument
 from fedloom.privacy.spent import Spent, Total, TrainingCost
 from fedloom.runner.personal_model import PrivacyGuarantee
@@ -113,11 +113,11 @@ class PrivacyAccountant:
             released = (*found.spent.descriptors, guarantee.noise_multiplier)
             total = replace(found.spent, descriptors=released).total(delta)
             if self._budget is not None and total.epsilon > self._budget:
-                spent = found.spent.total(delta).epsilon
+                spent, after_it = (rounded_up(e, 4) for e in (found.spent.total(delta).epsilon, total.epsilon))
                 after = f"the {found}" if found.trainings else f"the {len(found.requests)}"
                 raise ExperimentError(
-                    f"{argument('budget')} is {self._budget:g}, and with this request ε would be {total.epsilon:.4g} "
-                    f"at the ledger's δ = {total.delta:.3g} ({spent:.4g} after {after} before it in {self._path}).",
+                    f"{argument('budget')} is {self._budget:g}, and with this request ε would be {after_it} at the "
+                    f"ledger's δ = {rounded_up(total.delta)} ({spent} after {after} before it in {self._path}).",
                     key="budget",
                     found=total.epsilon,
                     hint=f"use a smaller {argument('epsilon')}, or a larger {argument('budget')}",

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.sums import UNIFORM, learned_fields
-from fedloom.core.words import pluralize
+from fedloom.core.words import pluralize, rounded_up
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.input_spec import specs_of
 from fedloom.data.manifest import Manifest
@@ -339,8 +339,8 @@ def _with_ledger(planned: Planned, rounds: int | None, z: float, ledger: Path) -
     each = [dataclasses.replace(found.spent, trainings=(*found.spent.trainings, cost)).total(delta) for cost in costs]
     total = max(each, key=lambda after: after.epsilon)
     return total, (
-        f"For a client whose ledger {ledger} has {found} (ε = {found.total.epsilon:.3g}), the total becomes ε = "
-        f"{total.epsilon:.3g} at δ = {total.delta:.3g}, for replacing one training example."
+        f"For a client whose ledger {ledger} has {found} (ε = {rounded_up(found.total.epsilon)}), the total becomes "
+        f"ε = {rounded_up(total.epsilon)} at δ = {rounded_up(total.delta)}, for replacing one training example."
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
+from fedloom.core.words import rounded_up
 from fedloom.data.manifest import Manifest
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, OwnData
@@ -172,8 +173,8 @@ def with_noise(experiment: Experiment, manifest: Manifest | None, begun: Experim
         return with_multiplier(experiment, planned.noise_multiplier(epsilon, rounds))
     if (cost := planned.epsilon(rounds, z)) > epsilon * (1 + PRECISION):
         raise ExperimentError(
-            f"federation.privacy.noise_multiplier is {z:.4g}, with which {rounds} rounds cost ε = {cost:.3g}, more "
-            f"than federation.privacy.epsilon, {epsilon:g}.",
+            f"federation.privacy.noise_multiplier is {z:.4g}, with which {rounds} rounds cost ε = {rounded_up(cost)}, "
+            f"more than federation.privacy.epsilon, {epsilon:g}.",
             key="federation.privacy.noise_multiplier",
             found=z,
             hint="Set one of the two alone, or fewer federation.rounds.",
