@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from facts import refusing
 from federations import answers_as_alone, clients, federation, mean_loss, setup
 from pydantic import ValidationError
 from torch import Tensor
 
+from fedloom import experiment as experiments
 from fedloom.algorithms.base import Setup
 from fedloom.algorithms.batches import batches
 from fedloom.algorithms.fedavg import FEDAVG, PersonalizeRequest
 from fedloom.algorithms.fgdro import FGDRO_KL, FGDROSettings, RobustModel, RobustUpdate
 from fedloom.data.federated import ClientData
+from fedloom.errors import ExperimentError
 from fedloom.federation.randomness import generator
 
 SIZES = (4, 9, 6)
@@ -135,3 +138,18 @@ def test_settings_and_declarations() -> None:
     assert FGDRO_KL.requires_fixed_population(fgdro()) is None
     assert fgdro(optimizer="momentum").fine_tuning.optimizer == "sgd"
     assert fgdro(local=LOCAL | {"mask_absent": True}).fine_tuning.mask_absent
+
+
+def test_adam_needs_secure_sums_of_64_bits() -> None:
+    """At 32 bits q is 0 where gradients are below some 3e-4, and clients' second round ends beyond any bound."""
+    vowel = Path(__file__).parents[2] / "experiments" / "vowel.yaml"
+
+    def made(optimizer: str, bits: int) -> int:
+        method = f"algorithm={{name: fgdro-kl, optimizer: {optimizer}}}"
+        e = experiments.of(vowel, [method, f"federation.secure_aggregation={{bits: {bits}}}"])
+        assert e.federation.secure_aggregation is not None
+        return e.federation.secure_aggregation.bits
+
+    assert [made("adam", 64), made("momentum", 64), made("momentum", 32)] == [64, 64, 32]
+    with refusing(ExperimentError, "federation.secure_aggregation.bits", "64", "32"):
+        made("adam", 32)

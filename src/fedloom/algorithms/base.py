@@ -365,6 +365,10 @@ class Algorithm(ABC):
         """
         return None
 
+    def needs_fine_sums(self, settings: Any) -> str | None:
+        """Return why secure sums of 32-bit integers are too coarse, as a sentence's end; None if they are not."""
+        return None
+
     def differentiates_twice(self, settings: Any) -> bool:
         """Return True if training differentiates gradients of the model's loss."""
         return False

@@ -233,6 +233,12 @@ class FGDROKL(base.Algorithm):
         """Return the plain sums of all fields; the server learns from v, too."""
         return sums_of(RobustUpdate, v=Summed(learned=True), value=Summed(learned=True))
 
+    def needs_fine_sums(self, settings: FGDROSettings) -> str | None:
+        """Return the reason for Adam: where q is rounded to 0, steps are as large as m / ε."""
+        if settings.optimizer != "adam":
+            return None
+        return "divides by roots of mean squared gradients, most of which 32 bits round to 0"
+
     def noisy_sums_suffice(self, settings: Any) -> str | None:
         """Return the reason: noise could make a mean of exponentials negative."""
         return "takes the logarithm of a mean of exponentials of losses, which noise can make negative"

@@ -185,6 +185,9 @@ def _check_sums(c: _Combination) -> Iterator[SettingError]:
     if federation.secure_aggregation is not None:
         needs.append("secure_aggregation")
         yield from _check_secure_cohort(c, federation.secure_aggregation)
+        coarse = c.algorithm.needs_fine_sums(settings)
+        if federation.secure_aggregation.bits == 32 and coarse is not None:
+            yield _error("federation.secure_aggregation.bits", f"must be 64: {c.algorithm.name} {coarse} (got 32)")
     if federation.privacy is not None and federation.privacy.of == "clients":
         needs.append("privacy")
         if (weighting := getattr(settings, "weighting", "uniform")) != "uniform":

@@ -38,5 +38,5 @@ class RecycledMemory:
         return torch.frombuffer(view, dtype=torch.float32, count=size).view(rows, columns)
 
     def _give_back(self, memory: Tensor) -> None:
-        if not self._free or len(self._free[0]) < len(memory):
+        if len(memory) > max((len(kept) for kept in self._free), default=0):  # another thread may take it meanwhile
             self._free[:] = [memory]
