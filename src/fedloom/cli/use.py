@@ -216,7 +216,7 @@ def personalize_command(
         f"the data disclosed about its {pluralize(guarantee.examples, 'example')}: ({rounded_up(guarantee.epsilon)}, "
         f"{rounded_up(guarantee.delta)})-differentially private, replacing one; each further model costs as much again"
     )
-    if guarantee.total_epsilon is not None:
+    if guarantee.total_epsilon is not None and guarantee.total_delta is not None:
         trainings = f"{pluralize(guarantee.trainings, 'training')} and " if guarantee.trainings else ""
         typer.echo(
             f"in total, after {trainings}{pluralize(guarantee.requests or 0, 'request')} in {ledger}: "
