@@ -35,6 +35,7 @@ from fedloom.models.factories import FACTORIES
 from fedloom.models.module import ModuleModel, remember
 from fedloom.models.predictors import predictors_of
 from fedloom.runner import assemble
+from fedloom.runner.constants import are_close, figures_of
 from fedloom.runner.requesting_client import DescribedRun
 from fedloom.runner.serve import about
 from fedloom.runner.worker import Worker, WorkerOptions
@@ -160,7 +161,7 @@ def test_a_group_is_each_client_alone(norm: str, batch_size: int) -> None:
     torch.testing.assert_close(train(m, group(data), theta, s).theta, alone, rtol=1e-4, atol=1e-6)
 
 
-REFUSED = {"apfl", "pefll", "pfedbayes", "pfedhn", "pfnm", "wga"}
+REFUSED = {"apfl", "flowdup", "pefll", "pfedbayes", "pfedhn", "pfnm", "wga"}
 
 
 @functools.cache
@@ -382,20 +383,31 @@ def test_all_frozen_is_refused() -> None:
         ModuleModel(lambda: nn.Linear(3, 2).requires_grad_(False), (3,), 2, "features")
 
 
-def test_every_process_compares_what_it_does_not_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "frozen_models.py").write_text(
+FLOWDUP = {"name": "flowdup", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "subspace": {"size": 5}}
+
+
+@pytest.mark.parametrize(
+    ("trains", "algorithm", "named"),
+    [(False, TASK["algorithm"], "0.weight"), (True, FLOWDUP, "initialization")],
+)
+def test_every_process_compares_what_it_does_not_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trains: bool, algorithm: dict[str, Any], named: str
+) -> None:
+    name = f"backbone_{named[0]}"  # of its own: an imported module stays
+    (tmp_path / f"{name}.py").write_text(
         "from pathlib import Path\nimport torch\nfrom torch import nn\n"
         "def backbone():\n"
         "    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))\n"
         "    net[0].requires_grad_(False).weight.fill_(float(Path(__file__).with_suffix('.txt').read_text()))\n"
+        f"    net[0].requires_grad_({trains})\n"
         "    return net\n"
     )
-    value = tmp_path / "frozen_models.txt"
+    value = tmp_path / f"{name}.txt"
     value.write_text("0.5")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv(FACTORIES, "frozen_models:backbone")
+    monkeypatch.setenv(FACTORIES, f"{name}:backbone")
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
-    e = of(TASK, data=data, model={"name": "module", "factory": "frozen_models:backbone"})
+    e = of(TASK, data=data, model={"name": "module", "factory": f"{name}:backbone"}, algorithm=algorithm)
     keys: dict[str, Any] = {"report": False, "progress": False}
     found = fedloom.run(e, out=tmp_path / "run", **keys)
     parts = assemble.make_parts(e, RunFolder(tmp_path / "run").manifest())
@@ -418,12 +430,21 @@ def test_every_process_compares_what_it_does_not_send(tmp_path: Path, monkeypatc
     for whose, check in checks.items():
         with pytest.raises(DataError) as error:
             check()
-        assert tells(str(error.value), "model.factory", "0.weight", whose)
+        assert tells(str(error.value), "model.factory", named, whose)
     assert not (tmp_path / "again").exists()
     told = json.loads(welcome)
     del told["constants"]
     with pytest.raises(DataError):  # the aggregator's model has none
         worker._session(dataclasses.replace(joined, experiment=json.dumps(told)))
+
+
+def test_an_initialization_may_differ_in_its_last_digits() -> None:
+    theta = torch.randn(1000, dtype=torch.float64)
+    figures = figures_of(theta)
+    assert are_close(figures_of(theta * (1 + 1e-6 * torch.randn(1000))), figures)
+    assert not are_close(figures_of(theta.flip(0)), figures)
+    assert not are_close(figures_of(1.01 * theta), figures)
+    assert not any(are_close(figures, damaged) for damaged in ("", "nan " * 9, figures[:-20], "a digest"))
 
 
 def test_calls_of_a_model_hold_its_parameters_once() -> None:

@@ -414,6 +414,10 @@ class Algorithm(ABC):
         """Return why a client with these train examples, of this many classes, cannot train; None if it can."""
         return None
 
+    def starts_alike(self, settings: Any) -> bool:
+        """Return True if clients start from the model's own initialization, which no message brings them."""
+        return False
+
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the key to change and a sentence if the method requires a fixed set of clients; None if not."""
         return None

@@ -44,6 +44,10 @@ class FedBN(FedAvg):
         """Return the entries that a client keeps and, if it has none, trains alone: normalization layers."""
         return model.layout.normalization
 
+    def starts_alike(self, settings: Any) -> bool:
+        """Return True: a client's own entries start as the model has them."""
+        return True
+
     def kept(self, model: FlatModel, s: Any) -> tuple[str, ...]:
         """Return the client's own entries, with other moving buffers if they are local (lines 2-4)."""
         kept = {*self.own(model, s), *super().kept(model, s)}

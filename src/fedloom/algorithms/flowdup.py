@@ -250,6 +250,10 @@ class FLowDUP(FedAvg):
         settings.embedding.check(model)
         settings.subspace.check(model, "algorithm.subspace")
 
+    def starts_alike(self, settings: Any) -> bool:
+        """Return True: θ₀ is the origin of the subspace."""
+        return True
+
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason if labels are to be hidden from a fraction of the clients."""
         if not settings.unlabelled:

@@ -448,6 +448,10 @@ class PeFLL(base.Algorithm):
         """Return True if the embedding network takes labels."""
         return bool(settings.embedding.labels)
 
+    def starts_alike(self, settings: Any) -> bool:
+        """Return True in a subspace, whose origin is θ₀, and if the model's first features describe examples."""
+        return settings.hypernetwork.subspace is not None or settings.embedding.network == "pretrained"
+
     def requires_fixed_population(self, settings: Any) -> tuple[str, str] | None:
         """Return the reason if the size of the descriptor follows from the number of clients."""
         if settings.descriptor.size is not None:

@@ -39,9 +39,9 @@ from fedloom.federation.states import StoredStates
 from fedloom.federation.summation import Summation
 from fedloom.messages import Message, SummedMetrics
 from fedloom.models.fitting import fitted
-from fedloom.models.module_state import digests_of
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
+from fedloom.runner.constants import digests_of_run
 from fedloom.runner.evaluation_plan import evaluation_plan
 from fedloom.runner.open_federation import run_digest
 from fedloom.runner.training_privacy import (
@@ -447,13 +447,13 @@ def welcome(parts: RunContext) -> str:
     """Return the welcome message for workers: the shared part of the experiment and the partition's fingerprint.
 
     Clients with data of their own get the normalization instead of the fingerprint; null until it is known. Digests of
-    the model's constants follow, if it has some.
+    the run's constants follow, if it has some.
     """
     about: dict[str, Any] = {"partition": parts.manifest.fingerprint}
     if isinstance(parts.experiment.data, OwnData):
         found = parts.manifest.figures
         about = {"normalization": vars(found) if len(found.mean) == parts.manifest.numbers else None}
-    if constants := digests_of(parts.setup.model.constants):
+    if constants := digests_of_run(parts):
         about["constants"] = constants
     return json.dumps({"experiment": parts.experiment.shared_json(), **about})
 

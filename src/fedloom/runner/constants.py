@@ -1,23 +1,63 @@
-"""Comparison of the tensors of a model that no run stores or sends: frozen parameters, and buffers that do not move."""
+"""Comparison of the tensors that every process makes itself, because no run stores or sends them.
+
+These are a model's frozen parameters and its buffers that do not move, compared by digests; and, for methods that start
+from it (:meth:`fedloom.algorithms.base.Algorithm.starts_alike`), the model's initialization θ₀. Drawn numbers differ in
+their last digits between kinds of processors, so θ₀ is compared by figures, within a tolerance.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
 
 from fedloom.errors import DataError
-from fedloom.models.flat import FlatModel
 from fedloom.models.module_state import digests_of
 from fedloom.runs.files import CONSTANTS, RunFiles
 
+if TYPE_CHECKING:
+    from fedloom.runner.assemble import RunContext
 
-def write_constants(folder: RunFiles, model: FlatModel) -> None:
-    """Write the digests of the model's constants to a run's folder, if it has some."""
-    if model.constants:
-        folder.write_json(CONSTANTS, {"tensors": digests_of(model.constants)})
+START = "initialization"
+"""Name under which figures of θ₀ stand among the digests."""
+
+PROJECTIONS, TOLERANCE = 8, 1e-3
 
 
-def check_run_constants(folder: RunFiles, model: FlatModel) -> None:
-    """Raise unless the model's constants are those of a run; a run without the file recorded none.
+def digests_of_run(parts: RunContext) -> dict[str, str]:
+    """Return the digests of the model's constants by name, and the figures of θ₀ if the method starts from it."""
+    digests = digests_of(parts.setup.model.constants)
+    if parts.algorithm.starts_alike(parts.settings):
+        digests[START] = figures_of(parts.setup.model.init(torch.Generator().manual_seed(0), torch.float64))
+    return digests
+
+
+def figures_of(theta: torch.Tensor) -> str:
+    """Return the root mean square of θ ``[d]``, and projections of θ on random signs, scaled to the same size."""
+    signs = torch.randint(0, 2, (PROJECTIONS, len(theta)), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    found = torch.cat([theta.norm()[None], signs.to(theta) @ theta]) / len(theta) ** 0.5
+    return " ".join(f"{figure:.6g}" for figure in found.tolist())
+
+
+def are_close(here: str, there: str) -> bool:
+    """Return True if two figures of θ₀ agree within the tolerance, a fraction of the root mean square."""
+    try:
+        ours, theirs = ([float(figure) for figure in text.split()] for text in (here, there))
+    except ValueError:
+        return False
+    allowed = TOLERANCE * max(abs(ours[0]), 1e-12)
+    return len(ours) == len(theirs) and all(abs(a - b) <= allowed for a, b in zip(ours, theirs, strict=True))
+
+
+def write_constants(folder: RunFiles, parts: RunContext) -> None:
+    """Write the digests of the run's constants to its folder, if it has some."""
+    if digests := digests_of_run(parts):
+        folder.write_json(CONSTANTS, {"tensors": digests})
+
+
+def check_run_constants(folder: RunFiles, parts: RunContext) -> None:
+    """Raise unless the constants are those of a run; a run without the file recorded none.
 
     Raises
     ------
@@ -25,29 +65,37 @@ def check_run_constants(folder: RunFiles, model: FlatModel) -> None:
         If they differ.
     """
     if folder.has(CONSTANTS):
-        check_constants(model, folder.json(CONSTANTS)["tensors"], f"the run {folder.path}")
+        check_constants(parts, folder.json(CONSTANTS)["tensors"], f"the run {folder.path}")
 
 
-def check_constants(model: FlatModel, expected: Mapping[str, str], whose: str) -> None:
-    """Raise unless the model's constants have these digests.
+def check_constants(parts: RunContext, expected: Mapping[str, str], whose: str) -> None:
+    """Raise unless the constants have these digests.
 
     Raises
     ------
     DataError
         If one differs; the message names the first.
     """
-    found = digests_of(model.constants)
+    found = digests_of_run(parts)
     for name in (*expected, *found):
         here, there = found.get(name), expected.get(name)
-        if here != there:
-            what = (
-                f"has digest {here} here and {there} in {whose}"
-                if here and there
-                else f"exists only {'here' if here else f'in {whose}'}"
-            )
+        if here == there or (name == START and here and there and are_close(here, there)):
+            continue
+        if name == START:
             raise DataError(
-                f"model.factory: the constant tensor {name!r} {what}. Frozen parameters and fixed buffers are never "
-                "sent, so every process must make the same",
+                f"model.factory: the model's initialization is not that of {whose}. {parts.algorithm.name} starts from "
+                "it, and never sends it, so every process must make the same",
                 key="model.factory",
                 hint="use the same factory with the same pretrained weights everywhere",
             )
+        what = (
+            f"has digest {here} here and {there} in {whose}"
+            if here and there
+            else f"exists only {'here' if here else f'in {whose}'}"
+        )
+        raise DataError(
+            f"model.factory: the constant tensor {name!r} {what}. Frozen parameters and fixed buffers are never "
+            "sent, so every process must make the same",
+            key="model.factory",
+            hint="use the same factory with the same pretrained weights everywhere",
+        )

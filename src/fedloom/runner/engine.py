@@ -123,7 +123,7 @@ class Engine:
         self.stateful = self.parts.client_algorithm().stateful
         self.publication = Publication(self.folder, e, options)
         if options.replay is not None:
-            check_run_constants(RunFolder(options.replay), self.parts.setup.model)
+            check_run_constants(RunFolder(options.replay), self.parts)
         self._check(self.folder)
         self.publication.connect()
         self._incarnation = uuid.uuid4().hex
@@ -150,7 +150,7 @@ class Engine:
                 check_partition(found, self.dataset)
             if self.stateful:
                 check_states(found, self.publication.url)
-            check_run_constants(found, self.parts.setup.model)
+            check_run_constants(found, self.parts)
 
     @property
     def place(self) -> str:
@@ -198,7 +198,7 @@ class Engine:
         if not self.is_open or is_known(self.parts.manifest):
             folder.write("partition.json", self.parts.manifest.to_json())
         folder.write_json("environment.json", assemble.fingerprint(e))
-        write_constants(folder, self.parts.setup.model)
+        write_constants(folder, self.parts)
         if self.listens and self._protection.access is not None:
             self._audit.keep(options.audit or folder.logs / "audit.jsonl")
         self.publication.note()

@@ -255,7 +255,7 @@ class PersonalModel(nn.Module):
         path = Path(path)
         check_format(path)
         if path.suffix == ".peft":
-            files = self.adapter()
+            files = self.peft_files()
             with storing(path):
                 path.mkdir(parents=True, exist_ok=True)
             for name, content in files.items():
@@ -274,7 +274,7 @@ class PersonalModel(nn.Module):
         about = json.dumps({"version": 1, **self.card.as_json()}, sort_keys=True)
         return safetensors.torch.save(tensors, metadata={"fedloom": about})
 
-    def adapter(self) -> dict[str, bytes]:
+    def peft_files(self) -> dict[str, bytes]:
         """Return the files of a folder that ``PeftModel.from_pretrained(base, folder)`` opens, by name.
 
         Raises
@@ -409,15 +409,17 @@ def check_format(path: Path) -> None:
 
 
 def _put(module: nn.Module, path: list[str], tensor: Tensor) -> None:
+    """Give a module a tensor by its path, whose parts may be names of methods, such as ``adapter`` or ``save``."""
     *parents, name = path
     for parent in parents:
-        if not hasattr(module, parent):
-            module.add_module(parent, nn.Module())
-        module = getattr(module, parent)
+        child = module._modules.get(parent)
+        if child is None:
+            child = module._modules[parent] = nn.Module()
+        module = child
     if tensor.is_floating_point():
-        module.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
+        module._parameters[name] = nn.Parameter(tensor.detach(), requires_grad=False)
     else:
-        module.register_buffer(name, tensor)
+        module._buffers[name] = tensor
 
 
 def _unexportable(what: str, error: Exception, others: str) -> ExperimentError:

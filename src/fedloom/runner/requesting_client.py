@@ -76,7 +76,7 @@ class DescribedRun:
         """Return the parts of the run for new clients."""
         parts = assemble.for_newcomers(assemble.make_parts(self.experiment, manifest), self.problem.clients)
         told = {printable(name): printable(digest) for name, digest in self.problem.constants.items()}
-        check_constants(parts.setup.model, told, "the server's model")
+        check_constants(parts, told, "the server's model")
         return dataclasses.replace(parts, algorithm=self.algorithm)
 
 

@@ -18,10 +18,9 @@ from fedloom.core.settings import Settings
 from fedloom.data.input_spec import without_defaults
 from fedloom.data.problem import TrainedPrivately
 from fedloom.federation.served import About, ServedRound, served_round
-from fedloom.models.module_state import digests_of
 from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
-from fedloom.runner.constants import check_run_constants
+from fedloom.runner.constants import check_run_constants, digests_of_run
 from fedloom.runner.metrics import certificate_end, metrics_served, serving_families
 from fedloom.runner.trained import check_checkpoint
 from fedloom.runs.checkpoint import Checkpoints
@@ -76,7 +75,7 @@ def about(parts: RunContext, folder: RunFolder | None = None) -> About:
             "targets": manifest.targets,
         }
     )
-    if constants := digests_of(parts.setup.model.constants):
+    if constants := digests_of_run(parts):
         problem["constants"] = constants
     claim = None if folder is None else (folder.json_or_none(SUMMARY) or {}).get("training_privacy")
     if (private := TrainedPrivately.of(claim)) is not None:
@@ -123,7 +122,7 @@ class DurableRounds:
         """
         if self._parts is None:
             parts = assemble.make_parts(self._folder.experiment(), self._folder.manifest())
-            check_run_constants(self._folder, parts.setup.model)
+            check_run_constants(self._folder, parts)
             self._parts = assemble.for_newcomers(parts)
         return self._parts
 

@@ -158,7 +158,7 @@ def restore(
         )
     assemble.use_device("cpu", e.runtime.threads)
     parts = assemble.make_parts(e, dataset.manifest, trained_on)
-    check_run_constants(folder, parts.setup.model)
+    check_run_constants(folder, parts)
     found = loops.evaluator(parts, assemble.in_process(parts, dataset, folder), folder)
     loaded = found.checkpoints.load(which)
     check_fits(loaded, found.server.state, parts.algorithm.name, parts.algorithm.version)

@@ -147,7 +147,7 @@ class Worker:
             return measuring_side(self._serves.measured_cards(shared), secure, signing, revealed)
         dataset = self._serves.dataset(shared, told)
         parts = assemble.make_parts(shared, dataset.manifest)
-        check_constants(parts.setup.model, _digests(told), "the aggregator's model")
+        check_constants(parts, _digests(told), "the aggregator's model")
         return assemble.client_side(
             parts,
             dataset,
