@@ -31,6 +31,7 @@ from transport_support import (
 
 from fedloom.errors import AbandonedError, ExitCode, ExperimentError, QuorumError, RefusedError, StorageError
 from fedloom.federation.transport import Lost
+from fedloom.transport import codec
 from fedloom.transport.connected import ConnectedWorkers
 from fedloom.transport.exchanges import Clients, WorkerInfo
 from fedloom.transport.frames import Refusal
@@ -298,14 +299,15 @@ def test_a_stream_that_fails_ends_its_worker_and_another_takes_over(aggregator, 
     """Without memory for a request, a worker that lives on would serve nobody for ever."""
     failing = worker("w1")
     aggregator.wait_for(set(CLIENTS), 30)
-    memory = torch.empty
 
-    def none_left(*arguments, **options):
+    allocate = codec._small_or_memory
+
+    def none_left(nbytes):
         if threading.current_thread().name == "worker-stream":
             raise RuntimeError("can't allocate memory")
-        return memory(*arguments, **options)
+        return allocate(nbytes)
 
-    monkeypatch.setattr(torch, "empty", none_left)
+    monkeypatch.setattr(codec, "_small_or_memory", none_left)
     call = start_call(CLIENTS)
     answers = background(aggregator.exchange, call)
     failing.thread.join(30)

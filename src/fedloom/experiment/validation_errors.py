@@ -203,7 +203,7 @@ def _step(nodes: Sequence[Schema], step: str | int) -> list[Schema]:
         return [node["items"] for node in nodes if "items" in node]
     named = [node["properties"][step] for node in nodes if step in node.get("properties", {})]
     others = [node.get("additionalProperties") for node in nodes]
-    return named or [node for node in others if isinstance(node, Mapping)]
+    return named or [node for node in others if isinstance(node, Mapping) and node.get("type") != "string"]
 
 
 def _walk(schema: Schema, path: KeyPath, value: Any) -> tuple[KeyPath, list[Schema]]:
