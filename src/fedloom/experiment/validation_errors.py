@@ -198,12 +198,13 @@ def _lengths(node: Schema) -> str:
     return f" ({low or 0} or more items)" if high is None else f" ({low or 0} to {high} items)"
 
 
-def _step(nodes: Sequence[Schema], step: str | int) -> list[Schema]:
+def _step(nodes: Sequence[Schema], step: str | int, value: Any) -> list[Schema]:
+    """Return the schemas of an item or key; a mapping with free keys has those that stand in the value."""
     if isinstance(step, int):
         return [node["items"] for node in nodes if "items" in node]
     named = [node["properties"][step] for node in nodes if step in node.get("properties", {})]
-    others = [node.get("additionalProperties") for node in nodes]
-    return named or [node for node in others if isinstance(node, Mapping) and node.get("type") != "string"]
+    free = [node.get("additionalProperties") for node in nodes] if isinstance(value, dict) and step in value else []
+    return named or [node for node in free if isinstance(node, Mapping)]
 
 
 def _walk(schema: Schema, path: KeyPath, value: Any) -> tuple[KeyPath, list[Schema]]:
@@ -214,7 +215,7 @@ def _walk(schema: Schema, path: KeyPath, value: Any) -> tuple[KeyPath, list[Sche
     known: list[str | int] = []
     nodes = branches(schema, schema, value)
     for step in path:
-        children = _step(nodes, step)
+        children = _step(nodes, step, value)
         if not children:
             continue
         value = _item(value, step)
