@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -265,20 +265,17 @@ def _shown(group: Mapping[str, Any], headline: Headline) -> str:
     return f"{headline.title} {headline.shown(mean)}{unit}{spread}"
 
 
-class Sweep(Sequence[Run]):
-    """Finished runs of a sweep, in the order of its grid.
+class RunSequence(Sequence[Run]):
+    """Runs in the subfolders of a folder.
 
     Attributes
     ----------
     folder
         Folder that holds one folder per run.
-    failures
-        Errors of failed runs, by folder name.
     """
 
-    def __init__(self, folder: Path, runs: Sequence[Run], failures: Mapping[str, FedloomError]) -> None:
+    def __init__(self, folder: Path, runs: Iterable[Run]) -> None:
         self.folder = folder
-        self.failures = dict(failures)
         self._runs = tuple(runs)
 
     @overload
@@ -292,6 +289,22 @@ class Sweep(Sequence[Run]):
 
     def __len__(self) -> int:
         return len(self._runs)
+
+
+class Sweep(RunSequence):
+    """Finished runs of a sweep, in the order of its grid.
+
+    Attributes
+    ----------
+    folder
+        Folder that holds one folder per run.
+    failures
+        Errors of failed runs, by folder name.
+    """
+
+    def __init__(self, folder: Path, runs: Sequence[Run], failures: Mapping[str, FedloomError]) -> None:
+        super().__init__(folder, runs)
+        self.failures = dict(failures)
 
     def __repr__(self) -> str:
         failed = f", {len(self.failures)} failed" if self.failures else ""

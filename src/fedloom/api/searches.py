@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from fedloom.api.calls import restored, run_options, with_module
-from fedloom.api.run import Run
+from fedloom.api.run import Run, RunSequence
 from fedloom.core.words import pluralize
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom.runner.sweep import SweepObserver
 
 
-class Search(Sequence[Run]):
+class Search(RunSequence):
     """Completed trials of a search, in the order in which they were tried.
 
     Attributes
@@ -32,8 +32,10 @@ class Search(Sequence[Run]):
     """
 
     def __init__(self, found: SearchResult) -> None:
-        self.folder, self.summary = found.folder, found.summary
-        self._runs = tuple(Run(found.folder / trial.name) for trial in found.trials if trial.state == "done")
+        super().__init__(
+            found.folder, (Run(found.folder / trial.name) for trial in found.trials if trial.state == "done")
+        )
+        self.summary = found.summary
         self._chosen = Run(found.folder / found.chosen.name)
 
     @property
@@ -60,18 +62,6 @@ class Search(Sequence[Run]):
         shown = ("trial", "state", "validation", "epsilon")
         lines = [{**{k: t[k] for k in shown}, **t["parameters"]} for t in self.summary["trials"]]
         return of_lines(lines, "Search.table").set_index("trial")
-
-    @overload
-    def __getitem__(self, place: int) -> Run: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Run]: ...
-
-    def __getitem__(self, place: int | slice) -> Run | Sequence[Run]:
-        return self._runs[place]
-
-    def __len__(self) -> int:
-        return len(self._runs)
 
     def __repr__(self) -> str:
         return f"<{pluralize(len(self.summary['trials']), 'trial')} in {self.folder}, chosen: {self.parameters}>"

@@ -35,6 +35,9 @@ ReplayRun = Annotated[
         help="Repeat a run from its journal: the same cohorts, lost clients and numbers.",
     ),
 ]
+Workers = Annotated[
+    int | None, typer.Option(help="Number of worker processes; 0 trains in this process.", min=0, metavar="N")
+]
 Partition = Annotated[
     str | None,
     typer.Option(help="Use this partition instead of creating one: a folder or s3://BUCKET/PREFIX.", metavar="DIR|URL"),
@@ -81,9 +84,7 @@ def run_command(
     experiment: ExperimentFile,
     set_: Set = None,
     out: Out = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Number of worker processes; 0 trains in this process.", min=0, metavar="N")
-    ] = None,
+    workers: Workers = None,
     resume: Resume = False,
     replay: ReplayRun = None,
     partition: Partition = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli.run import ExperimentFile, Observe, OwnFolders, Partition, Publish, Report, Set, Track
+from fedloom.cli.run import ExperimentFile, Observe, OwnFolders, Partition, Publish, Report, Set, Track, Workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,9 +49,7 @@ def search_command(
     out: Annotated[
         Path | None, typer.Option(help="The search's folder; by default runs/NAME-search.", metavar="DIR")
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Number of worker processes; 0 trains in this process.", min=0, metavar="N")
-    ] = None,
+    workers: Workers = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the search in the folder; its number of trials may grow.")
     ] = False,

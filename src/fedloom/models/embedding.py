@@ -190,8 +190,8 @@ class LSTMEmbedding(EmbeddingNetwork):
         return self.network.forward(parameters, x)
 
 
-class PretrainedEmbedding(EmbeddingNetwork):
-    """One hidden layer with ReLU on features of the clients' model at its first parameters, and the label input.
+class PretrainedEmbedding(MLPEmbedding):
+    """The MLP on features of the clients' model at its first parameters, in place of the input.
 
     The features are the inputs of the model's head, which for adapters on a pretrained module are those of the module:
     a fixed function of x. Each example's features are standardized (``F.layer_norm`` without parameters), so that the
@@ -221,31 +221,21 @@ class PretrainedEmbedding(EmbeddingNetwork):
         task: PredictionTask = CLASSIFICATION,
         target_shape: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(outputs, task, target_shape, labels=labels)
         widths = [shape[1] for name, shape in model.layout.entries if name in model.layout.head and len(shape) == 2]
         if not model.has_features or model.predicts_by_batch or not widths:
             raise ValueError("the model has no trained linear head that takes one row of features for each example")
-        self._model = model
-        self._start: dict[torch.device, Mapping[str, Tensor]] = {}
         self.features_size = max(widths)
         """Number f of features."""
-        self.layout = Layout(
-            (
-                ("fc1.weight", (width, self.features_size + self.label_size)),
-                ("fc1.bias", (width,)),
-                ("fc2.weight", (size, width)),
-                ("fc2.bias", (size,)),
-            )
+        super().__init__(
+            (self.features_size,), outputs, size, width=width, labels=labels, task=task, target_shape=target_shape
         )
+        self._model = model
+        self._start: dict[torch.device, Mapping[str, Tensor]] = {}
 
     def forward(self, parameters: Mapping[str, Tensor], x: ModuleInputs, y: Tensor | None) -> Tensor:
         """Embed ``[b, ...], [b, *target_shape] -> [b, l]``."""
-        p = parameters
-        h = F.layer_norm(self._features(x, p["fc1.weight"]), (self.features_size,))
-        if self.labels:
-            h = torch.cat([h, self.label_input(y, h)], 1)
-        h = F.relu(F.linear(h, p["fc1.weight"], p["fc1.bias"]))
-        return F.linear(h, p["fc2.weight"], p["fc2.bias"])
+        features = self._features(x, parameters["fc1.weight"])
+        return super().forward(parameters, F.layer_norm(features, (self.features_size,)), y)
 
     @torch.no_grad()
     def _features(self, x: ModuleInputs, like: Tensor) -> Tensor:
