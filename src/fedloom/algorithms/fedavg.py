@@ -172,7 +172,7 @@ class FedAvg(base.Algorithm):
         is_kept = layout.mask(self.kept(setup.model, s))[part]
         if not is_kept.any():
             return Division(part, is_kept, None)
-        first = setup.model.init(torch.Generator().manual_seed(0), setup.dtype)
+        first = setup.model.init(torch.Generator().manual_seed(setup.seed), setup.dtype)
         return Division(part, is_kept, first[part[is_kept]])
 
 
