@@ -139,6 +139,15 @@ def test_two_trainings_compose_and_several_kinds_of_sums_do() -> None:
     assert Spent((), trainings).total(1e-5).epsilon == pytest.approx(own.get_epsilon(1e-5), rel=0.01)
 
 
+def test_samples_of_a_fixed_size_do_not_end_the_amplification_of_other_trainings() -> None:
+    fixed, drawn = training((sampled("fixed", 900, 45, 12.0), 100)), training((poisson(0.01, 1.0), 1000))
+    halves = Spent(trainings=(fixed,)).total(5e-6).epsilon + Spent((Z,), (drawn,)).total(5e-6).epsilon
+    found = Spent((Z,), (fixed, drawn)).total(1e-5)
+    assert found.epsilon == pytest.approx(halves, rel=1e-9)
+    assert found.epsilon < 0.1 * epsilon_of(fixed.counts + drawn.counts, 1e-5, replacing=True)
+    assert (found.delta, found.is_basic) == (1e-5, False)
+
+
 def test_epsilon_of_a_claim_without_its_mechanism_is_added() -> None:
     found = Spent((Z,), (training(epsilon=1.5),)).total(1e-6)
     assert found.is_basic

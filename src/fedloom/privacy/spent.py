@@ -124,17 +124,29 @@ class Spent:
         """
         told = compose(self.descriptors)
         counts = _sum(training.counts for training in self.trainings)
-        if counts:
-            if not math.isinf(told):
-                # Sums count half of their noise where a term is replaced; that of descriptors is for replacing already.
-                sampling: Literal["fixed", "all"] = "fixed" if any(r.sampling == "fixed" for r in counts) else "all"
-                counts[Release(1.0, 2 * told, None, None, sampling)] += 1
-            epsilon = epsilon_of(counts, delta, replacing=True)
-        else:
-            epsilon = 0.0 if math.isinf(told) else gaussian_epsilon(told, delta)
+        epsilon = _of_mechanisms(counts, told, delta)
         claims = [training.for_replacing for training in self.trainings if training.releases is None]
         at = delta if counts or self.descriptors else 0.0
         return Total(epsilon + sum(e for e, _ in claims), at + sum(d for _, d in claims), bool(claims))
+
+
+def _of_mechanisms(counts: Counter[Release], told: float, delta: float) -> float:
+    """Return the ε at δ of sums, and of descriptors of this noise multiplier together, for replacing one example.
+
+    Samples of a fixed size end the amplification of Poisson samples in one account. The two kinds also cost at most the
+    sum of what each costs at δ/2; the smaller one counts.
+    """
+    if not counts:
+        return 0.0 if math.isinf(told) else gaussian_epsilon(told, delta)
+    fixed = Counter({release: times for release, times in counts.items() if release.sampling == "fixed"})
+    account = counts.copy()
+    if not math.isinf(told):
+        # Sums count half of their noise where a term is replaced; that of descriptors is for replacing already.
+        account[Release(1.0, 2 * told, None, None, "fixed" if fixed else "all")] += 1
+    together = epsilon_of(account, delta, replacing=True)
+    if not fixed or fixed == counts:
+        return together
+    return min(together, _of_mechanisms(fixed, math.inf, delta / 2) + _of_mechanisms(counts - fixed, told, delta / 2))
 
 
 def _sum(each: Iterable[Counter[Release]]) -> Counter[Release]:
