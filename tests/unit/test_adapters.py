@@ -314,6 +314,12 @@ def test_layers_trained_beside_the_adapter_are_saved_with_it(tmp_path: Path) -> 
     torch.testing.assert_close(whole.eval()(x).softmax(1), personal(x), rtol=0, atol=1e-6)
 
 
+def test_an_adapter_saved_over_another_keeps_none_of_its_files(tmp_path: Path) -> None:
+    for name in ("sentences", "bert"):  # only the first trains layers beside the adapter
+        ran(name, FEDAVG, tmp_path / name).models("a").save(tmp_path / "a.peft")
+    assert not (tmp_path / "a.peft" / "trained_beside.safetensors").exists()
+
+
 def test_the_command_line_saves_adapters(tmp_path: Path) -> None:
     run, out = ran("bert", FEDAVG, tmp_path), tmp_path / "adapters"
     said = CliRunner().invoke(app, ["personalize", str(run.folder), "--out", str(out), "--format", "peft"])

@@ -260,6 +260,8 @@ class PersonalModel(nn.Module):
                 path.mkdir(parents=True, exist_ok=True)
             for name, content in files.items():
                 write_atomically(path / name, content)
+            if BESIDE not in files:
+                (path / BESIDE).unlink(missing_ok=True)  # of an earlier model
             return [path / name for name in files]
         if path.suffix == ".safetensors":
             write_atomically(path, self.weights())
