@@ -22,21 +22,25 @@ if TYPE_CHECKING:
 START = "initialization"
 """Name under which figures of θ₀ stand among the digests."""
 
-PROJECTIONS, TOLERANCE = 8, 1e-3
+PARTS, TOLERANCE = 8, 1e-3
+"""Number of sums of θ₀, and the allowed difference of a figure, as a fraction of the root mean square."""
 
 
 def digests_of_run(parts: RunContext) -> dict[str, str]:
     """Return the digests of the model's constants by name, and the figures of θ₀ if the method starts from it."""
     digests = digests_of(parts.setup.model.constants)
     if parts.algorithm.starts_alike(parts.settings):
-        digests[START] = figures_of(parts.setup.model.init(torch.Generator().manual_seed(0), torch.float64))
+        digests[START] = figures_of(parts.setup.model.init(torch.Generator().manual_seed(0), parts.setup.dtype))
     return digests
 
 
 def figures_of(theta: torch.Tensor) -> str:
-    """Return the root mean square of θ ``[d]``, and projections of θ on random signs, scaled to the same size."""
-    signs = torch.randint(0, 2, (PROJECTIONS, len(theta)), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    found = torch.cat([theta.norm()[None], signs.to(theta) @ theta]) / len(theta) ** 0.5
+    """Return the root mean square of θ ``[d]``, and sums of parts of it under random signs, scaled to that size."""
+    signs = (
+        torch.randint(0, 2, theta.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8).mul_(2).sub_(1)
+    )
+    signed = torch.nn.functional.pad(theta.double() * signs, (0, -len(theta) % PARTS))
+    found = torch.cat([signed.norm()[None], signed.reshape(-1, PARTS).sum(0)]) / max(len(theta), 1) ** 0.5
     return " ".join(f"{figure:.6g}" for figure in found.tolist())
 
 
