@@ -236,9 +236,9 @@ def test_the_error_of_a_secure_mean_is_within_what_is_stated(tiny: Federation, s
     """A client's value is rounded to a step of at most 2 B n / 2^31: the mean is off by half of one at most.
 
     Weights are at most the largest client's, so that a weighted mean is off by as much times that weight over the mean
-    one. What the servers add to their states is the mean, or a part of it.
+    one. What the servers add to their states is the mean, or a part of it. A method that refuses 32 bits has 64.
     """
-    bound, bits = 1000.0, 32
+    bound, bits = 1000.0, 64 if tiny.parts.algorithm.needs_fine_sums(tiny.parts.settings) else 32
     secure = disturbed(tiny, {"bits": bits, "range": bound}, federation__rounds=1)
     transport = Faulty(secure.transport("masked"))
     masked, plain = secure.loop("masked", transport), disturbed(tiny, None, federation__rounds=1).loop("plain")
