@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from fedloom.cli.main import app
 from fedloom.core.words import as_csv
 from fedloom.errors import DataError, ExperimentError, StorageError
-from fedloom.reporting.compare import RunComparison, best_by_validation, compare_runs
+from fedloom.reporting.compare import RunComparison, compare_runs
 from fedloom.reporting.compare_figures import COLOURS, draw_curves, draw_spent, line_styles
 from fedloom.reporting.compare_findings import Finding, findings, sentence
 from fedloom.reporting.compare_report import write_comparison
@@ -513,11 +513,11 @@ def test_settings_are_chosen_on_validation_never_on_test(tmp_path: Path) -> None
         measured(run(tmp_path / f"lr={value}", "pefll", settings=lr(value)), accuracies, validation)
     measured(run(tmp_path / "other", "local"), BETTER)
     found = compare_runs([tmp_path])
-    (choice,) = best_by_validation([tmp_path])
+    (choice,) = compare_runs([tmp_path]).chosen
     assert found.rows[choice.row].details == ("lr 0.02",)
     assert (choice.candidates, choice.validation, choice.runner_up, choice.edges) == (3, 0.7, 0.6, ())
     measured(tmp_path / "lr=0.04", BETTER, 0.8)
-    (choice,) = best_by_validation([tmp_path])
+    (choice,) = compare_runs([tmp_path]).chosen
     assert choice.edges == ("algorithm.local.lr",)
     cells = choices_as_text(compare_runs([tmp_path]))[0]
     assert " ".join(cells[0].split()) == "PeFLL lr 0.04 (lr at the edge of its grid)"
@@ -529,10 +529,10 @@ def test_the_choice_is_made_on_the_seeds_that_all_have(tmp_path: Path) -> None:
     for (value, seed), accuracy in validation.items():
         folder = run(tmp_path / f"lr={value},seed={seed}", "pefll", seed=seed, settings=lr(value))
         measured(folder, BETTER, accuracy)
-    (choice,) = best_by_validation([tmp_path])
+    (choice,) = compare_runs([tmp_path]).chosen
     assert (choice.seeds, choice.validation) == ((1,), 0.6)  # not 0.7, the mean of the other over both
     shutil.rmtree(tmp_path / "lr=0.1,seed=1")
-    assert best_by_validation([tmp_path]) == ()
+    assert compare_runs([tmp_path]).chosen == ()
 
 
 def test_the_best_round_stands_beside_the_last(tmp_path: Path) -> None:

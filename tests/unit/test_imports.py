@@ -176,6 +176,16 @@ def test_arrows_make_no_circle() -> None:
     assert set(TopologicalSorter(known).static_order()) == set(ARROWS)  # raises CycleError
 
 
+def test_a_public_name_is_defined_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        if "_pb2" not in path.name:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
 @pytest.mark.parametrize(
     ("where", "code", "expected"),
     [

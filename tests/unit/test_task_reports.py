@@ -25,7 +25,7 @@ from fedloom.experiment.sections import EarlyStopping
 from fedloom.federation.activity import Activity, LastEvaluation
 from fedloom.kubeflow import markdown, steps
 from fedloom.reporting import figures
-from fedloom.reporting.compare import best_by_validation, compare_runs
+from fedloom.reporting.compare import compare_runs
 from fedloom.reporting.compare_report import write_comparison
 from fedloom.reporting.compare_tables import as_latex, pairs_as_csv, rows_as_csv
 from fedloom.reporting.report import write_report
@@ -184,7 +184,7 @@ def test_equal_differences_of_an_error_are_equal_floats(tmp_path: Path) -> None:
 def test_setting_is_chosen_on_validation_in_the_metrics_direction(tmp_path: Path, task: str) -> None:
     for lr, quality in ((0.1, 0.5), (0.2, 0.8), (0.3, 0.7)):
         write_task_run(tmp_path / f"lr={lr}", task, lr=lr, quality=quality)
-    (choice,) = best_by_validation([tmp_path])
+    (choice,) = compare_runs([tmp_path]).chosen
     row = compare_runs([tmp_path]).rows[choice.row]
     assert row.settings["algorithm.lr"] == 0.2
     metric = METRICS_OF[task][0]

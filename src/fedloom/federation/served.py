@@ -23,7 +23,7 @@ from fedloom.messages import Message, Metrics, Replies, Shapes, answer_shapes, s
 from fedloom.models.hypernetwork import TILE
 from fedloom.runs.checkpoint import Checkpoint, check_fits
 
-__all__ = ["TILE", "TOGETHER", "About", "NobodyLeft", "ServedRound", "Tile", "implausible", "served_round"]
+__all__ = ["TILE", "TOGETHER", "About", "NobodyLeft", "ServedRound", "Tile", "served_round", "useless_values"]
 
 TOGETHER = 64
 """Maximum number of answers processed together: a hypernetwork's weights are read once for all of their tiles."""
@@ -80,7 +80,7 @@ class ServedRound:
         return mismatch(awaited, found, {awaited: self.shapes[awaited]}, self.dtype)
 
 
-def implausible(message: Message) -> str | None:
+def useless_values(message: Message) -> str | None:
     """Return one line on why the values of an answer, or of several in rows, are unusable; None if they are usable."""
     return non_finite(message) or out_of_range(message, {})
 

@@ -20,7 +20,7 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.models.factories import KEY, check_permitted
 from fedloom.models.flat import FlatModel, Leaves
 from fedloom.models.module_call import call_of, tell_of_outputs
-from fedloom.models.module_check import Trial, Tried, tried
+from fedloom.models.module_check import TrialData, Tried, tried
 from fedloom.models.module_function import ModuleFunction
 from fedloom.models.module_head import Head, head_of
 from fedloom.models.module_identity import identity_of
@@ -66,7 +66,7 @@ _IN_MEMORY: dict[str, nn.Module] = {}
 class _Findings(NamedTuple):
     """Findings about a module that take calls of it."""
 
-    trial: Trial
+    trial: TrialData
     moving: tuple[str, ...]  # buffers
     tried: Tried
     head: Head | None
@@ -272,7 +272,7 @@ def _found(
     x, others = (trial_inputs(described, seed) for seed in (0, 1))
     call = call_of(module, x, output)
     x, others = within_tables(copied(module).eval(), call, x, others)
-    trial = Trial(x, others, trial_targets(task, ROWS, outputs, target_shape), task, outputs)
+    trial = TrialData(x, others, trial_targets(task, ROWS, outputs, target_shape), task, outputs)
     moving = moving_buffers(module, x)
     found = tried(module, layout_of(module, moving, None, local=False), call, trial)
     last = head_of(module, found.call, x, others, head)

@@ -38,7 +38,7 @@ _FACTORS = (1.0, 10.0, -10.0)
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialData:
     """Data on which a module is tried.
 
     Attributes
@@ -72,7 +72,7 @@ class Tried:
     draws: tuple[str, ...]
 
 
-def tried(module: nn.Module, layout: Layout, call: ModuleCall, data: Trial) -> Tried:
+def tried(module: nn.Module, layout: Layout, call: ModuleCall, data: TrialData) -> Tried:
     """Try a module as a run calls it, and return what is found.
 
     Parameters
@@ -110,7 +110,7 @@ class _Trial:
 
     module: nn.Module
     layout: Layout
-    data: Trial
+    data: TrialData
     call: ModuleCall
     noted: set[str] = field(default_factory=set)  # libraries by which it draws in training mode
     generators: NumpyGenerators = field(default_factory=NumpyGenerators)

@@ -14,7 +14,7 @@ from torch.func import vmap
 from fedloom.core.draws import drawing_with
 from fedloom.errors import ExperimentError
 from fedloom.models.flat import FlatModel, Leaves
-from fedloom.models.module_check import Trial
+from fedloom.models.module_check import TrialData
 from fedloom.models.module_compare import near
 from fedloom.models.module_examples import ExampleTrial
 from fedloom.models.module_inputs import ModuleInputs, mapped
@@ -46,7 +46,7 @@ class Steps(NamedTuple):
     examples: bool = False
 
 
-def check_steps(model: FlatModel, data: Trial, steps: Steps) -> None:
+def check_steps(model: FlatModel, data: TrialData, steps: Steps) -> None:
     """Make training steps with a model that calls a module, and reject those that fail.
 
     Parameters
@@ -66,7 +66,7 @@ def check_steps(model: FlatModel, data: Trial, steps: Steps) -> None:
 class _Trial:
     """Model and two clients on which it is tried."""
 
-    def __init__(self, model: Any, data: Trial, steps: Steps) -> None:
+    def __init__(self, model: Any, data: TrialData, steps: Steps) -> None:
         self.model, self.training, self.steps = model, model.in_training(), steps
         generator = torch.Generator().manual_seed(0)
         theta = model.init(generator)

@@ -310,20 +310,6 @@ def _notices(comparison: RunComparison) -> list[str]:
     return found
 
 
-def best_by_validation(run_folders: Sequence[str | Path]) -> tuple[Choice, ...]:
-    """Return, for each method with several settings, the setting chosen on validation data.
-
-    The criterion is the headline metric of the seen clients' own predictors on their validation data in the last round,
-    which tables report; its mean is over the seeds that every candidate has. Ties go to the first.
-
-    Raises
-    ------
-    DataError, ExperimentError
-        As in :func:`compare_runs`.
-    """
-    return compare_runs(run_folders).chosen
-
-
 def _edges(chosen: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the keys whose chosen value is the lowest or highest of three or more numbers."""
     found = []

@@ -39,7 +39,7 @@ def trial_rows(search: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[s
     headings = ("trial", *keys, f"validation {headline.heading}", *(["ε"] if private else []), "")
     rows = []
     for trial in search["trials"]:
-        cells = [str(trial["trial"]), *(shown_value(trial["parameters"][key]) for key in keys)]
+        cells = [str(trial["trial"]), *(parameter_text(trial["parameters"][key]) for key in keys)]
         cells.append(DASH if trial["validation"] is None else headline.shown(trial["validation"]))
         if private:
             cells.append(DASH if trial["epsilon"] is None else rounded_up(trial["epsilon"]))
@@ -48,7 +48,7 @@ def trial_rows(search: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[s
     return headings, rows
 
 
-def shown_value(value: Any) -> str:
+def parameter_text(value: Any) -> str:
     """Return a parameter's value for a table: numbers with four significant digits, other values as YAML."""
     return f"{value:.4g}" if isinstance(value, float) else as_yaml(value)
 

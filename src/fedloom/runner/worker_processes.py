@@ -84,12 +84,6 @@ class Workers:
         for watcher in self._watchers:
             watcher.start()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        with self._lock:
-            return [process.pid for process in self._processes.values()]
-
     def stop_restarting(self) -> None:
         """Stop restarting workers, because the run is over."""
         with self._lock:

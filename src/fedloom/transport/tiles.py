@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fedloom.federation.bugs import place
-from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile, implausible
+from fedloom.federation.served import TILE, TOGETHER, NobodyLeft, ServedRound, Tile, useless_values
 from fedloom.federation.validation import non_finite
 from fedloom.messages import Message, stack
 from fedloom.transport.codec import DTYPES, Cutter, Encoded, encode, split_rows
@@ -321,8 +321,8 @@ class _TileRun:
                 wrong[i] = error
         for cls in {type(message) for message in found.values()}:
             together = stack(cls, [message for message in found.values() if type(message) is cls])
-            if together is not None and implausible(together) is not None:  # of some, perhaps
-                reasons = {i: implausible(message) for i, message in found.items()}
+            if together is not None and useless_values(together) is not None:  # of some, perhaps
+                reasons = {i: useless_values(message) for i, message in found.items()}
                 wrong |= {i: ClientDataError(reason) for i, reason in reasons.items() if reason is not None}
         if wrong:
             self._here -= wrong.keys()
