@@ -187,6 +187,8 @@ def test_searches_that_katib_cannot_do_are_refused() -> None:
         plan_katib_search(FILE.read_text(), (), read_space({"parameters": SPACE}), PLAIN, ANYWHERE)
     with refusing(ExperimentError, "cluster.image"):
         planned(cluster=ClusterSettings(storage_secret="store"))
+    with refusing(ExperimentError, "data.root=${trialSpec.Name}"):
+        planned(DRAWN, "data.root=${trialSpec.Name}")
 
 
 def test_overrides_reach_the_trial_as_they_were_given() -> None:

@@ -164,6 +164,14 @@ def plan_katib_search(
 
     plan = plan_search(space, make)
     base = make(plan.fixed)
+    for override in overrides:
+        if "${trial" in override:
+            raise ExperimentError(
+                f"{argument('set')}{shortened(override)}: Katib replaces ${{trial...}} in a trial's command; write the "
+                "value into the experiment file.",
+                key="set",
+                found=override,
+            )
     check_cluster_settings(base, cluster, TaskConfig())
     if not is_url(place.partition):
         raise ExperimentError(
