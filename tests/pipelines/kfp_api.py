@@ -19,6 +19,8 @@ those of that project:
 - A run that is stopped is CANCELING, then FAILED; one that has ended cannot be stopped (``run_store.go``,
   ``TerminateRun``: "Row not found").
 - The API's port serves no user interface.
+- A right that its user lacks in a namespace is told with verb, resource and namespace; a run is its experiment's
+  (``resource_manager.go``, ``IsAuthorized``; ``run_server.go``, ``canAccessRun``). Logins are in ``kfp_login.py``.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
+from kfp_login import EMPTY_IDENTITY, Gateway
 
 Json = dict[str, Any]
 PREFIX = "/apis/v2beta1"
 LOG = re.compile(r"/apis/v1alpha1/runs/([0-9a-f-]{36})/nodes/([a-z0-9-]+)/log")
+HEALTH = "GET /healthz"
 WORKFLOW = "personalized-federation-x7k2p"
 
 
@@ -58,12 +62,13 @@ class Refused(Exception):
 class Fault:
     """Fault of requests whose method and path match: ``times`` of them, after ``skip``.
 
-    ``status`` answers with an error; ``drop`` closes the connection, before the request is heard or after it was;
-    ``delay_s`` comes first.
+    ``status`` answers with an error, or with ``location`` elsewhere; ``drop`` closes the connection, before the request
+    is heard or after it was; ``delay_s`` comes first.
     """
 
     request: str
     status: int | None = None
+    location: str | None = None
     drop: str = ""
     delay_s: float = 0.0
     times: int = 10**6
@@ -80,6 +85,10 @@ class KubeflowApi:
         Profiles to which the token's owner has rights; empty on an installation for one user.
     token
         The only one that is accepted; None accepts any request.
+    tokens
+        Those that are accepted, each with the number of requests until it ends, instead of ``token``.
+    gateway
+        What admits requests before the API does; None behind a port-forward, or in the cluster.
     script
         What a run is at each look at it: state, and the author's tasks as (name, state, printed); the last stays. A
         name that ends in ``(N)`` is an attempt after the first.
@@ -89,6 +98,8 @@ class KubeflowApi:
 
     namespaces: tuple[str, ...] = ()
     token: str | None = None
+    tokens: dict[str, int] = field(default_factory=dict)
+    gateway: Gateway | None = None
     login_page: bool = False
     interface: bool = True
     pipelines: dict[str, Json] = field(default_factory=dict)
@@ -117,13 +128,13 @@ class KubeflowApi:
         return {"multi_user": bool(self.namespaces), "pipeline_store": "database"}
 
     def list_pipelines(self, query: Json, body: Any) -> Json:
-        self._may(query.get("namespace"))
+        self._may(query.get("namespace"), "list pipelines")
         mine = [p for p in self.pipelines.values() if p["namespace"] == query.get("namespace", "")]
         return {"pipelines": filtered(mine, query)}
 
     def create_pipeline(self, query: Json, body: Json) -> Json:
         namespace = body.get("namespace", "")
-        self._may(namespace)
+        self._may(namespace, "create pipelines")
         if any(
             (p["display_name"], p["namespace"]) == (body["display_name"], namespace) for p in self.pipelines.values()
         ):
@@ -132,20 +143,20 @@ class KubeflowApi:
 
     def delete_pipeline(self, pipeline: str, query: Json, body: Any) -> Json:
         found = self._found(self.pipelines, pipeline, "pipeline")
-        self._may(found["namespace"])
+        self._may(found["namespace"], "delete pipelines")
         if any(v["pipeline_id"] == pipeline for v in self.versions.values()) and query.get("cascade") != "true":
             raise Refused(400, 9, f"Failed to delete pipeline {pipeline} as it has existing pipeline versions")
         del self.pipelines[pipeline]
         return {}
 
     def list_versions(self, pipeline: str, query: Json, body: Any) -> Json:
-        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"])
+        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"], "list pipelines")
         mine = [v for v in self.versions.values() if v["pipeline_id"] == pipeline]
         return {"pipeline_versions": filtered(mine, query)}
 
     def upload_version(self, query: Json, body: bytes) -> Json:
         pipeline = self._found(self.pipelines, query["pipelineid"], "pipeline")
-        self._may(pipeline["namespace"])
+        self._may(pipeline["namespace"], "create pipelines")
         documents = list(yaml.safe_load_all(body))
         spec, platform = documents[0], documents[1] if len(documents) > 1 else {}
         if not re.fullmatch(r"[a-z0-9-]{1,128}", spec["pipelineInfo"]["name"]) or "deploymentSpec" not in spec:
@@ -159,19 +170,19 @@ class KubeflowApi:
         return self._kept(self.versions, "pipeline_version_id", version | {"pipeline_spec": spec})
 
     def delete_version(self, pipeline: str, version: str, query: Json, body: Any) -> Json:
-        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"])
+        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"], "delete pipelines")
         self._found(self.versions, version, "version")
         del self.versions[version]
         return {}
 
     def list_experiments(self, query: Json, body: Any) -> Json:
-        self._may(query.get("namespace"))
+        self._may(query.get("namespace"), "list experiments")
         mine = [e for e in self.experiments.values() if e["namespace"] == query.get("namespace", "")]
         return {"experiments": filtered(mine, query)}
 
     def create_experiment(self, query: Json, body: Json) -> Json:
         namespace = body.get("namespace", "")
-        self._may(namespace)
+        self._may(namespace, "create experiments")
         if namespace and not self.namespaces:
             raise Refused(400, 3, "In single-user mode, CreateExperimentRequest shouldn't contain namespace")
         if any(
@@ -181,13 +192,13 @@ class KubeflowApi:
         return self._kept(self.experiments, "experiment_id", {"namespace": namespace, **body})
 
     def delete_experiment(self, experiment: str, query: Json, body: Any) -> Json:
-        self._may(self._found(self.experiments, experiment, "experiment")["namespace"])
+        self._may(self._found(self.experiments, experiment, "experiment")["namespace"], "delete experiments")
         del self.experiments[experiment]
         return {}
 
     def create_run(self, query: Json, body: Json) -> Json:
         experiment = self._found(self.experiments, body["experiment_id"], "experiment")
-        self._may(experiment["namespace"])
+        self._may(experiment["namespace"], "create runs")
         reference = body["pipeline_version_reference"]
         version = self._found(self.versions, reference["pipeline_version_id"], "version")
         known = version["pipeline_spec"]["root"].get("inputDefinitions", {}).get("parameters", {})
@@ -203,11 +214,12 @@ class KubeflowApi:
         return self._kept(self.runs, "run_id", {**body, "state": "PENDING", "looks": 0})
 
     def list_runs(self, query: Json, body: Any) -> Json:
+        self._may(self._found(self.experiments, query["experiment_id"], "experiment")["namespace"], "list runs")
         mine = [r for r in self.runs.values() if r["experiment_id"] == query["experiment_id"]]
         return {"runs": filtered(mine, query)}
 
     def get_run(self, run: str, query: Json, body: Any) -> Json:
-        found = self._found(self.runs, run, "run")
+        found = self._run(run, "get")
         if found["state"] == "CANCELING":
             found["state"] = "FAILED"
             return {key: value for key, value in found.items() if key != "looks"} | {"state": "CANCELING"}
@@ -251,22 +263,35 @@ class KubeflowApi:
         return self.logs[pod].encode()
 
     def terminate_run(self, run: str, query: Json, body: Any) -> Json:
-        found = self._found(self.runs, run, "run")
+        found = self._run(run, "terminate")
         if found["state"] not in ("PENDING", "RUNNING", "PAUSED"):
             raise Refused(400, 3, f"Failed to terminate a run {run}. Row not found")
         found["state"] = "CANCELING"
         return {}
 
     def delete_run(self, run: str, query: Json, body: Any) -> Json:
-        self._found(self.runs, run, "run")
+        self._run(run, "delete")
         del self.runs[run]
         return {}
 
-    def _may(self, namespace: str | None) -> None:
+    def _run(self, run: str, verb: str) -> Json:
+        found = self._found(self.runs, run, "run")
+        experiment = self.experiments.get(found.get("experiment_id", ""), {})
+        self._may(experiment.get("namespace", ""), f"{verb} runs")
+        return found
+
+    def _may(self, namespace: str | None, right: str) -> None:
         if self.namespaces and namespace not in self.namespaces:
-            raise Refused(
-                403, 7, f"User 'ada' is not authorized with reason: no rights in namespace '{namespace or ''}'"
+            verb, resource = right.split()
+            request = (
+                f"&ResourceAttributes{{Namespace:{namespace or ''},Verb:{verb},Group:pipelines.kubeflow.org,"
+                f"Version:v1beta1,Resource:{resource},Subresource:,Name:,}}"
             )
+            user = f"system:serviceaccount:{self.namespaces[0]}:default-editor"
+            raise Refused(
+                403, 7, f"PermissionDenied: User '{user}' is not authorized with reason:  (request: {request}): "
+                "Unauthorized access"
+            )  # fmt: skip
 
     @staticmethod
     def _found(kept: dict[str, Json], key: str, what: str) -> Json:
@@ -343,8 +368,14 @@ class Handler(BaseHTTPRequestHandler):
                 self._close()
                 return
             if fault.status is not None:
-                self._send(fault.status, {"code": 13, "message": f"status {fault.status}, as the test wants it"})
+                told = {"code": 13, "message": f"status {fault.status}, as the test wants it"}
+                self._send(fault.status, told, location=fault.location)
                 return
+        with self.api.lock:
+            known = self._knows_token(request)
+        if self.api.gateway is not None and (page := self.api.gateway.answer(url.path, self.headers, known=known)):
+            self._send(page.status, None, page.body, page.kind, page.location)
+            return
         if self.api.login_page:
             self._send(200, None, b"<html>Log in to Kubeflow</html>")
             return
@@ -352,7 +383,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, None, b"<html>Kubeflow</html>")
             return
         try:
-            self._authenticate()
+            if not known and self.api.gateway is None:
+                raise Refused(401, 16, EMPTY_IDENTITY)
             with self.api.lock:
                 if printed := LOG.fullmatch(url.path):
                     self._send(200, None, self.api.log(*printed.groups()), kind="text/plain")
@@ -378,9 +410,14 @@ class Handler(BaseHTTPRequestHandler):
                 return fault
         return None
 
-    def _authenticate(self) -> None:
-        if self.api.token is not None and self.headers.get("Authorization") != f"Bearer {self.api.token}":
-            raise Refused(401, 16, "Unauthenticated: the token is not valid or has expired")
+    def _knows_token(self, request: str) -> bool:
+        sent = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        open_ = request == HEALTH and self.api.gateway is None
+        if open_ or not self.api.tokens:
+            return open_ or self.api.gateway is not None or self.api.token in (None, sent)
+        if (left := self.api.tokens.get(sent, 0)) > 0:
+            self.api.tokens[sent] = left - 1
+        return left > 0
 
     def _route(self, method: str, path: str, query: str, content: bytes) -> Json:
         if not path.startswith(PREFIX):
@@ -400,11 +437,15 @@ class Handler(BaseHTTPRequestHandler):
         parts = {part.get_param("name", header="Content-Disposition"): part for part in whole.iter_parts()}
         return parts["uploadfile"].get_payload(decode=True)
 
-    def _send(self, status: int, answer: Json | None, page: bytes = b"", kind: str = "text/html") -> None:
+    def _send(
+        self, status: int, answer: Json | None, page: bytes = b"", kind: str = "text/html", location: str | None = None
+    ) -> None:
         body = page if answer is None else json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind if answer is None else "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if location is not None:
+            self.send_header("Location", location)
         self.end_headers()
         self.wfile.write(body)
 

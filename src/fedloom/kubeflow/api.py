@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from fedloom.core.words import parsed_json
-from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError, argument
+from fedloom.errors import ExperimentError, FedloomError, StorageError, argument
+from fedloom.kubeflow.authentication import (
+    ApiAccess,
+    Place,
+    asks_for_login,
+    explain_denial,
+    login_required,
+    message_of,
+    text_of,
+)
 
 log = logging.getLogger("fedloom.kubeflow")
 
 TIMEOUT_S = (8, 60)
 """Timeouts in seconds: to connect, and for a response."""
-
-IN_CLUSTER_HOST = "http://ml-pipeline.kubeflow.svc.cluster.local:8888"
-TOKEN_FILE = "/var/run/secrets/kubeflow/pipelines/token"
-"""Default path of a pod's token for the Pipelines API; ``$KF_PIPELINES_SA_TOKEN_PATH`` overrides it."""
 
 LOG_BYTES = 1 << 20
 """Bytes kept from the end of a log."""
@@ -37,74 +37,6 @@ class Conflict(ExperimentError):
 
 class Gone(ExperimentError):
     """Requested object not found."""
-
-
-@dataclass(frozen=True)
-class ApiAccess:
-    """URL and credentials of the API.
-
-    Attributes
-    ----------
-    host
-        Its URL, such as ``https://kubeflow.example/pipeline``.
-    token
-        Returns the bearer token for each request; None if no token is needed.
-    ca_file
-        Certificates to trust; None for the default ones.
-    """
-
-    host: str
-    token: Callable[[], str] | None
-    ca_file: Path | None = None
-
-
-def access(host: str | None, token: str | None, *, in_cluster: bool, ca_file: Path | None = None) -> ApiAccess:
-    """Return the URL and credentials of the API.
-
-    Parameters
-    ----------
-    host
-        Its URL; None is only allowed in the cluster.
-    token
-        Bearer token; ``@FILE`` reads it from a file before each request, as tokens expire.
-    in_cluster
-        Use the token that Kubeflow mounted into this pod, and by default the API's Service.
-
-    Raises
-    ------
-    ExperimentError
-        If the URL is malformed or missing, or two ways to authenticate are given.
-    RefusedError
-        If the token cannot be read.
-    """
-    if in_cluster and token:
-        raise ExperimentError(
-            f"{argument('kubeflow')} has both token and in_cluster; give one of them.", key="kubeflow.token"
-        )
-    host = host or (IN_CLUSTER_HOST if in_cluster else None)
-    if host is None:
-        raise ExperimentError(
-            f"Give the URL of Kubeflow Pipelines as {argument('kubeflow')}, or in-cluster in a pod.",
-            key="kubeflow.host",
-        )
-    if urlsplit(host).scheme not in ("http", "https") or not urlsplit(host).netloc:
-        raise ExperimentError(
-            f"{argument('kubeflow')} must be a URL such as https://kubeflow.example/pipeline (got {host}).",
-            key="kubeflow.host",
-        )
-    path = os.environ.get("KF_PIPELINES_SA_TOKEN_PATH", TOKEN_FILE) if in_cluster else (token or "").partition("@")[2]
-    if (token or "").startswith("@") or in_cluster:
-        _read_token(Path(path), in_cluster=in_cluster)
-        return ApiAccess(host.rstrip("/"), lambda: _read_token(Path(path), in_cluster=in_cluster), ca_file)
-    return ApiAccess(host.rstrip("/"), (lambda: token) if token else None, ca_file)
-
-
-def _read_token(path: Path, *, in_cluster: bool) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        hint = "label the pod so that Kubeflow mounts it (PodDefault access-ml-pipeline)" if in_cluster else None
-        raise RefusedError(f"{path} has no token: {error}", hint=hint) from error
 
 
 class Kubeflow:
@@ -137,16 +69,17 @@ class Kubeflow:
         configuration = kfp_server_api.Configuration()
         configuration.host = access.host
         configuration.ssl_ca_cert = None if access.ca_file is None else str(access.ca_file)
-        if (token := access.token) is not None:
+        if access.token is not None:
             configuration.api_key["authorization"] = ""  # the hook, which is called before each request, fills it in
             configuration.api_key_prefix["authorization"] = "Bearer"
-            configuration.refresh_api_key_hook = lambda c: c.api_key.update(authorization=token())
+            configuration.refresh_api_key_hook = access.token.refresh_api_key_hook
         configuration.retries = Retry(
             total=3,
             backoff_factor=0.5,
             status_forcelist=(429, 502, 503, 504),
             allowed_methods=("GET", "DELETE"),  # a POST may have been received, and would be repeated
             raise_on_status=False,
+            redirect=False,  # to a login page, or with another method
         )
         client = kfp_server_api.ApiClient(configuration)
         self._models, self._client = kfp_server_api, client
@@ -155,6 +88,7 @@ class Kubeflow:
         self._uploads = kfp_server_api.PipelineUploadServiceApi(client)
         self._experiments = kfp_server_api.ExperimentServiceApi(client)
         self._runs = kfp_server_api.RunServiceApi(client)
+        self._access, self._place = access, Place(access.host, namespace)
         self.host = access.host
         self.namespace = namespace
 
@@ -169,13 +103,15 @@ class Kubeflow:
         from urllib3.exceptions import HTTPError, MaxRetryError, ProtocolError
 
         try:
-            health, _, headers = self._health.healthz_service_get_healthz_with_http_info(_request_timeout=TIMEOUT_S)
+            health, _, headers = self._send(
+                self._health.healthz_service_get_healthz_with_http_info, _request_timeout=TIMEOUT_S
+            )
         except self._models.ApiException as error:
             if error.status == 404:
                 raise ExperimentError(self._not_kubeflow("has no such page")) from error
             if _is_xml(error.body):
                 raise ExperimentError(self._not_kubeflow("looks like an object store (it answers in XML)")) from error
-            raise self._failure("reach it", error.status, error.body or error.reason) from error
+            raise self._failure("reach it", error) from error
         except HTTPError as error:
             cause = error.reason if isinstance(error, MaxRetryError) else error
             if isinstance(cause, ProtocolError):
@@ -344,8 +280,13 @@ class Kubeflow:
         from urllib3.exceptions import HTTPError
 
         try:
-            answer = self._client.call_api(
-                "/", "GET", auth_settings=["Bearer"], _preload_content=False, _request_timeout=TIMEOUT_S
+            answer = self._send(
+                self._client.call_api,
+                "/",
+                "GET",
+                auth_settings=["Bearer"],
+                _preload_content=False,
+                _request_timeout=TIMEOUT_S,
             )
         except (self._models.ApiException, HTTPError):
             return False
@@ -358,11 +299,29 @@ class Kubeflow:
         from urllib3.exceptions import HTTPError
 
         try:
-            return call(*arguments, _request_timeout=TIMEOUT_S, **named)
+            found = self._send(call, *arguments, _request_timeout=TIMEOUT_S, **named)
         except self._models.ApiException as error:
-            raise self._failure(what, error.status, error.body or error.reason) from error
+            raise self._failure(what, error) from error
         except HTTPError as error:
             raise self._unreachable(error) from error
+        if "html" in str(self._client.last_response.getheader("Content-Type")):  # read as an object without values
+            raise login_required(self._place, "a login page", self._access.credential)
+        return found
+
+    def _send(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call the generated client; where the credential is refused and has been replaced, once more.
+
+        A refused request was not carried out, whatever its method.
+        """
+        credential, cookie = self._access.credential, self._access.cookie
+        self._client.cookie = None if cookie is None else cookie.value
+        try:
+            return call(*arguments, **named)
+        except self._models.ApiException as error:
+            if not asks_for_login(error) or credential is None or not credential.renew():
+                raise
+        self._client.cookie = None if cookie is None else cookie.value
+        return call(*arguments, **named)
 
     def _unreachable(self, error: Any) -> StorageError:
         from urllib3.exceptions import MaxRetryError
@@ -370,16 +329,10 @@ class Kubeflow:
         why = error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
         return StorageError(f"{self.host} cannot be reached: {why}", hint="check the URL and the network")
 
-    def _failure(self, what: str, status: int, body: Any) -> FedloomError:
-        said = _message(body)
-        where = f"{self.host}" + (f", namespace {self.namespace}" if self.namespace else "")
-        if status == 401:
-            return RefusedError(
-                f"{where}: the token is not accepted: {said}",
-                hint=f"give a valid one as token in the file of {argument('kubeflow')}",
-            )
-        if status == 403:
-            return RefusedError(f"{where}: not allowed to {what}: {said}", hint="check the namespace and your rights")
+    def _failure(self, what: str, error: Any) -> FedloomError:
+        if (denial := explain_denial(what, self._place, error, self._access.credential)) is not None:
+            return denial
+        status, said, where = error.status, message_of(error.body or error.reason), self._place
         if status == 404:
             return Gone(f"{where}: cannot {what}: {said}")
         if status == 409:
@@ -391,17 +344,8 @@ class Kubeflow:
 
 def _is_xml(body: Any) -> bool:
     """Return True if a response is XML, as object stores send."""
-    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
-    return text.lstrip().startswith("<?xml")
+    return text_of(body).lstrip().startswith("<?xml")
 
 
 def _named(name: str) -> str:
     return json.dumps({"predicates": [{"operation": EQUALS, "key": "display_name", "stringValue": name}]})
-
-
-def _message(body: Any) -> str:
-    """Return the API's error message on one line."""
-    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
-    with suppress(ValueError, KeyError, TypeError):
-        text = str(parsed_json(text)["message"])
-    return " ".join(text.split())[:500]

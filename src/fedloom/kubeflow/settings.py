@@ -11,10 +11,14 @@ from pydantic import Field
 
 from fedloom.cluster.settings import settings_from_file
 from fedloom.core.settings import Settings
-from fedloom.kubeflow.api import Kubeflow, access
+from fedloom.kubeflow.api import Kubeflow
+from fedloom.kubeflow.authentication import access
 
-VARIABLES = {"host": "KF_PIPELINES_ENDPOINT", "token": "FEDLOOM_KUBEFLOW_TOKEN", "ca_file": "SSL_CERT_FILE"}
+VARIABLES = {"host": "KF_PIPELINES_ENDPOINT", "ca_file": "SSL_CERT_FILE"}
 """Environment variables for keys that are not given."""
+
+LOGIN_VARIABLES = {"token": "FEDLOOM_KUBEFLOW_TOKEN", "cookie": "FEDLOOM_KUBEFLOW_COOKIE"}
+"""Environment variables for the way to authenticate, where none is given."""
 
 
 class KubeflowSettings(Settings):
@@ -23,7 +27,19 @@ class KubeflowSettings(Settings):
     host: str | None = Field(
         default=None, description="URL of Kubeflow Pipelines; in a pod, by default the API's Service."
     )
-    token: str | None = Field(default=None, description="Bearer token, or @FILE, which is reread when needed.")
+    token: str | None = Field(
+        default=None, repr=False, description="Bearer token, or @FILE, which is reread when needed."
+    )
+    token_command: str | None = Field(
+        default=None,
+        description="Command that prints a bearer token, without a shell; it runs again when the token nears its end "
+        "or is refused.",
+    )
+    cookie: str | None = Field(
+        default=None,
+        repr=False,
+        description="Cookie of a session behind oauth2-proxy, oauth2_proxy_kubeflow=VALUE, or @FILE.",
+    )
     in_cluster: bool = Field(default=False, description="Use the token that Kubeflow mounted into this pod.")
     ca_file: str | None = Field(default=None, description="File of certificates to trust.")
     namespace: str | None = Field(default=None, description="Your profile's namespace, if Kubeflow has several users.")
@@ -58,13 +74,13 @@ class KubeflowSettings(Settings):
             found = cls(in_cluster=True)
         else:
             found = settings_from_file(cls, Path(where))
+        identified = found.token or found.token_command or found.cookie or found.in_cluster
+        known = VARIABLES if identified else VARIABLES | LOGIN_VARIABLES
         missing: dict[str, Any] = {
             key: environment[name]
-            for key, name in VARIABLES.items()
+            for key, name in known.items()
             if getattr(found, key) is None and environment.get(name)
         }
-        if found.in_cluster:
-            missing.pop("token", None)
         return found.model_copy(update=missing)
 
     def connect(self) -> Kubeflow:
@@ -75,7 +91,14 @@ class KubeflowSettings(Settings):
         ExperimentError
             If the settings name no installation, or kfp is not installed.
         RefusedError
-            If the token cannot be read.
+            If the token or the cookie cannot be read.
         """
-        ca_file = None if self.ca_file is None else Path(self.ca_file)
-        return Kubeflow(access(self.host, self.token, in_cluster=self.in_cluster, ca_file=ca_file), self.namespace)
+        found = access(
+            self.host,
+            self.token,
+            token_command=self.token_command,
+            cookie=self.cookie,
+            in_cluster=self.in_cluster,
+            ca_file=None if self.ca_file is None else Path(self.ca_file),
+        )
+        return Kubeflow(found, self.namespace)
