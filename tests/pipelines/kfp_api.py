@@ -89,6 +89,8 @@ class KubeflowApi:
         Those that are accepted, each with the number of requests until it ends, instead of ``token``.
     gateway
         What admits requests before the API does; None behind a port-forward, or in the cluster.
+    rights
+        Verb and resource of every right that was needed.
     script
         What a run is at each look at it: state, and the author's tasks as (name, state, printed); the last stays. A
         name that ends in ``(N)`` is an attempt after the first.
@@ -109,6 +111,7 @@ class KubeflowApi:
     script: list[tuple[str, list[tuple[str, str, str]]]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    rights: set[tuple[str, str]] = field(default_factory=set)
     heard: dict[str, threading.Event] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     logs: dict[str, str] = field(default_factory=dict)
@@ -281,8 +284,9 @@ class KubeflowApi:
         return found
 
     def _may(self, namespace: str | None, right: str) -> None:
+        verb, resource = right.split()
+        self.rights.add((verb, resource))
         if self.namespaces and namespace not in self.namespaces:
-            verb, resource = right.split()
             request = (
                 f"&ResourceAttributes{{Namespace:{namespace or ''},Verb:{verb},Group:pipelines.kubeflow.org,"
                 f"Version:v1beta1,Resource:{resource},Subresource:,Name:,}}"

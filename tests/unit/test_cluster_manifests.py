@@ -100,12 +100,13 @@ def test_manifests_are_valid(federation: FederationSpec, version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_role_is_valid_and_allows_what_a_launcher_needs_and_events_and_no_more(version: str) -> None:
-    role, binding = yaml.safe_load_all((ROOT / "components/federate/rbac.yaml").read_text())
-    for manifest in (role, binding):
-        kubernetes_validate.validate(manifest, version, strict=True)
-    assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    # Without one, the subject is a service account of whatever namespace this is applied in.
-    assert not any("namespace" in item for item in (role["metadata"], binding["metadata"], *binding["subjects"]))
+    for file in ("rbac-pipeline-runner.yaml", "rbac.yaml"):
+        role, binding = yaml.safe_load_all((ROOT / "components/federate" / file).read_text())
+        for manifest in (role, binding):
+            kubernetes_validate.validate(manifest, version, strict=True)
+        assert binding["roleRef"]["name"] == role["metadata"]["name"]
+        # Without one, the subject is a service account of whatever namespace this is applied in.
+        assert not any("namespace" in item for item in (role["metadata"], binding["metadata"], *binding["subjects"]))
     allowed = {
         (verb, group, resource)
         for rule in role["rules"]
