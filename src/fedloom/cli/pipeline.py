@@ -135,6 +135,8 @@ def _submit(
     known = compiling.check_name(name)
     arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
     arguments |= _where(known, backend, cluster, settings.storage_secret)
+    if "cluster" in arguments:
+        arguments["cluster"] = settings.store.for_client_pods(arguments["cluster"])
     if serve is not None and settings.serve_secret is not None:
         arguments["serve_secret"] = settings.serve_secret
     if settings.image is not None:
@@ -142,7 +144,13 @@ def _submit(
     run_name = _checked(known, arguments)
     api = settings.connect()
     order = submit.Order(
-        known, arguments, run_name, settings.experiment, settings.service_account, settings.pipeline_root
+        known,
+        arguments,
+        run_name,
+        settings.experiment,
+        settings.service_account,
+        settings.pipeline_root,
+        settings.store,
     )
     with _terminable():
         started = submit.submit_pipeline(api, order, lambda line: typer.echo(line, err=True))

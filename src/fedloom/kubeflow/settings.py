@@ -13,6 +13,7 @@ from fedloom.cluster.settings import settings_from_file
 from fedloom.core.settings import Settings
 from fedloom.kubeflow.api import Kubeflow
 from fedloom.kubeflow.authentication import access
+from fedloom.kubeflow.store_secret import StoreSecret
 
 VARIABLES = {"host": "KF_PIPELINES_ENDPOINT", "ca_file": "SSL_CERT_FILE"}
 """Environment variables for keys that are not given."""
@@ -50,6 +51,10 @@ class KubeflowSettings(Settings):
     pipeline_root: str | None = Field(default=None, description="URL for the runs' artifacts.")
     image: str | None = Field(default=None, description="Image of the components, with tag or digest.")
     storage_secret: str | None = Field(default=None, description="Secret with the credentials of `storage`.")
+    storage_secret_keys: dict[str, str] = Field(
+        default={}, description="Key of that Secret for each environment variable, where it is not the variable's name."
+    )
+    s3_endpoint: str | None = Field(default=None, description="Endpoint of the store, if that Secret has none.")
     serve_secret: str | None = Field(
         default=None, description="Secret with the credentials for --serve: ca.crt; tls.crt and tls.key, or token."
     )
@@ -82,6 +87,11 @@ class KubeflowSettings(Settings):
             if getattr(found, key) is None and environment.get(name)
         }
         return found.model_copy(update=missing)
+
+    @property
+    def store(self) -> StoreSecret:
+        """Keys of the Secret with the store's credentials, and the store's endpoint."""
+        return StoreSecret(self.storage_secret_keys, self.s3_endpoint)
 
     def connect(self) -> Kubeflow:
         """Return the API of the installation.

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from fedloom.errors import (
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
 from fedloom.kubeflow.steps import FAILURE_MARK
+from fedloom.kubeflow.store_secret import StoreSecret
 
 POLL_S = 5.0
 PATIENCE_S = 300.0
@@ -65,6 +66,8 @@ class Order:
         Kubeflow experiment in which the run is shown; created if it does not exist.
     service_account, root
         Service account of its pods, and location of its artifacts; None for the installation's defaults.
+    store
+        Keys of the Secret with the store's credentials, and the store's endpoint.
     """
 
     pipeline: str
@@ -73,6 +76,7 @@ class Order:
     experiment: str
     service_account: str | None = None
     root: str | None = None
+    store: StoreSecret = field(default_factory=StoreSecret)
 
 
 class Started(NamedTuple):
@@ -107,6 +111,7 @@ def _submitted(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as made:
         file = Path(folder) / f"{name}.yaml"
         compiling.compile_to(order.pipeline, file)
+        order.store.apply(file)
         pipeline = _one(
             made,
             lambda: kubeflow.pipeline(name),
