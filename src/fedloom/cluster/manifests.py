@@ -29,6 +29,7 @@ RUN_ID, TASK, DIGEST, ATTEMPT = (f"{OWN}{word}" for word in ("run-id", "task", "
 NAME, INSTANCE, COMPONENT, MANAGED_BY = (
     f"app.kubernetes.io/{word}" for word in ("name", "instance", "component", "managed-by")
 )
+INJECT = "sidecar.istio.io/inject"
 AGGREGATOR, WORKER = "aggregator", "worker"
 FINAL = (int(ExitCode.EXPERIMENT), int(ExitCode.DATA), int(ExitCode.REFUSED))
 """Exit codes that another attempt would only repeat."""
@@ -293,13 +294,20 @@ def _failures(action: str, component: str) -> Manifest:
 
 
 def _template(federation: FederationSpec, component: str, pod: Manifest) -> Manifest:
-    # Disable sidecar injection in both ways, old and new: a sidecar keeps a Job from ending, and breaks early calls.
-    out = {"sidecar.istio.io/inject": "false"}
+    injected = sidecar(federation.settings)
     metadata = {
-        "labels": {**federation.labels(component), **out},
-        "annotations": {**federation.settings.annotations, **out},
+        "labels": {**federation.labels(component), **injected},
+        "annotations": {**federation.settings.annotations, **injected},
     }
     return {"metadata": metadata, "spec": pod}
+
+
+def sidecar(settings: ClusterSettings) -> dict[str, str]:
+    """Return the label, which is the annotation of old, that decides on Istio's sidecar: none, unless it is asked for.
+
+    A sidecar that is no native one keeps a Job from ending, and breaks calls before it is ready.
+    """
+    return {INJECT: settings.labels.get(INJECT, "false")}
 
 
 def pod_spec(

@@ -28,6 +28,7 @@ from fedloom.cluster.manifests import (
     container_spec,
     pod_spec,
     resources,
+    sidecar,
 )
 from fedloom.cluster.settings import AggregatorPod, ClusterSettings, TaskConfig
 from fedloom.core.words import shortened
@@ -362,7 +363,7 @@ def _job(search: KatibSearch, named: Mapping[str, str]) -> Manifest:
     where = AggregatorPod(tolerations=s.tolerations, node_selector=s.node_selector)
     pod = pod_spec(s, container, CHECKPOINT_GRACE_S, where, s.affinity)
     pod["volumes"] += [{"name": "experiment", "configMap": {"name": search.title}}]
-    out = {"sidecar.istio.io/inject": "false"}  # a sidecar keeps a Job from ending
+    injected = sidecar(s)
     exits = {"containerName": CONTAINER, "operator": "In", "values": sorted({*UNRETRIED, int(ExitCode.QUORUM)})}
     disruption = [{"type": "DisruptionTarget", "status": "True"}]
     annotations = {"annotations": {**s.annotations}} if s.annotations else {}
@@ -382,7 +383,7 @@ def _job(search: KatibSearch, named: Mapping[str, str]) -> Manifest:
                 ]
             },
             "template": {
-                "metadata": {"labels": {**search.labels, **out}, "annotations": {**s.annotations, **out}},
+                "metadata": {"labels": {**search.labels, **injected}, "annotations": {**s.annotations, **injected}},
                 "spec": pod,
             },
         },

@@ -1,0 +1,114 @@
+"""A federation in a profile whose mesh adds sidecars: policies against Istio's schemas, and what they admit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import pytest
+import yaml
+from test_cluster_manifests import PLAIN, objects
+
+from fedloom.cluster.manifests import INJECT, PORT, FederationSpec
+
+ROOT = Path(__file__).parents[2]
+KUBEFLOW = ROOT / "tests" / "fixtures" / "kubeflow"
+CRDS: dict[str, Any] = json.loads((KUBEFLOW / "istio_crds.json").read_text())
+OURS = [*yaml.safe_load_all((ROOT / "components" / "federate" / "istio.yaml").read_text())]
+PROFILE = [*yaml.safe_load_all((KUBEFLOW / "profile.yaml").read_text())]
+
+
+def closed(schema: Any) -> Any:
+    """A schema that refuses fields which it does not name; the API server would drop them."""
+    if isinstance(schema, list):
+        return [closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(value) for key, value in schema.items()}
+    return {"additionalProperties": False, **found} if "properties" in schema else found
+
+
+@pytest.mark.parametrize(
+    "policy", [*OURS, PROFILE[1]], ids=lambda policy: f"{policy['kind']}-{policy['metadata']['name']}"
+)
+def test_policies_are_as_istio_defines_them(policy: dict[str, Any]) -> None:
+    assert policy["apiVersion"] == "security.istio.io/v1"
+    as_json = json.loads(json.dumps(policy["spec"]))  # whose keys are strings
+    jsonschema.validate(as_json, closed(CRDS[policy["kind"]]))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**as_json, "selectors": {}}, closed(CRDS[policy["kind"]]))
+
+
+class Call(NamedTuple):
+    """A connection: the namespace that the mesh knows of its source (None without a sidecar), and its port."""
+
+    namespace: str | None
+    port: int
+
+
+def admits(policies: list[dict[str, Any]], labels: dict[str, str], call: Call) -> bool:
+    """Whether a pod's sidecar admits a connection without HTTP: some rule of some policy matches it in every part.
+
+    Istio, "Authorization Policy": without policies all is admitted; a part of a rule that asks for a principal, a path,
+    a method or a header matches none here.
+    """
+    concern = [p for p in policies if p["spec"].get("selector", {}).get("matchLabels", {}).items() <= labels.items()]
+
+    def matches(rule: dict[str, Any]) -> bool:
+        when = all(w["key"] == "source.namespace" and call.namespace in w["values"] for w in rule.get("when", ()))
+        to = [t["operation"] for t in rule.get("to", ())]
+        ports = not to or any(set(one) == {"ports"} and str(call.port) in one["ports"] for one in to)
+        return when and ports and "from" not in rule
+
+    return not concern or any(matches(rule) for policy in concern for rule in policy["spec"]["rules"])
+
+
+def pod_labels(manifest: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = manifest["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+def test_what_a_profile_admits_and_what_our_policy_adds() -> None:
+    """The launcher has no sidecar (kubeflow/pipelines, `v2_template.go`), so that nobody knows its namespace."""
+    aggregator, _, workers = (pod_labels(m) if "template" in m["spec"] else {} for m in objects(PLAIN))
+    stock, ours = [PROFILE[1]], [OURS[0]]
+    launcher, worker, other = Call(None, PORT), Call("team-a", PORT), Call(None, 7736)
+    assert (admits(stock, aggregator, worker), admits(stock, aggregator, launcher)) == (True, False)
+    assert admits([*stock, *ours], aggregator, launcher)
+    assert not admits([*stock, *ours], aggregator, other)
+    assert not admits([*stock, *ours], workers, launcher)
+    for policy in OURS:
+        assert policy["spec"]["selector"]["matchLabels"].items() <= aggregator.items()
+    assert OURS[1]["spec"]["portLevelMtls"] == {PORT: {"mode": "PERMISSIVE"}}
+
+
+@pytest.mark.parametrize("asked", [None, "true"])
+def test_pods_have_a_sidecar_only_if_it_is_asked_for(asked: str | None) -> None:
+    labels = {} if asked is None else {INJECT: asked}
+    settings = PLAIN.settings.model_copy(update={"labels": labels})
+    federation = FederationSpec(**{**vars(PLAIN), "settings": settings})
+    for manifest in objects(federation):
+        if "template" in manifest["spec"]:
+            metadata = manifest["spec"]["template"]["metadata"]
+            assert {metadata[key][INJECT] for key in ("labels", "annotations")} == {asked or "false"}
+
+
+def test_the_ports_of_services_tell_the_mesh_their_protocol() -> None:
+    """Istio's `ConvertProtocol` and `Parse` (pkg/config/kube/conversion.go, pkg/config/protocol/instance.go).
+
+    TLS that is not the mesh's own must not be declared as gRPC, which a sidecar would try to read.
+    """
+    _, service, _ = objects(PLAIN)
+    assert [port["appProtocol"] for port in service["spec"]["ports"]] == ["grpc"]
+    for golden in (ROOT / "tests" / "fixtures" / "chart").glob("*.yaml"):
+        ports = [
+            port
+            for item in yaml.safe_load_all(golden.read_text())
+            if item and item["kind"] == "Service"
+            for port in item["spec"].get("ports", ())
+            if port["name"] == "grpc"
+        ]
+        plain = golden.stem in ("trial", "plaintext-gateway")
+        assert {port["appProtocol"] for port in ports} == {"kubernetes.io/h2c" if plain else "tls"}, golden
