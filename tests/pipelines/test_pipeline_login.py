@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from facts import mentions, tells
@@ -21,7 +23,7 @@ from run_processes import EXPERIMENT
 from typer.testing import CliRunner, Result
 
 from fedloom.cli.main import app
-from fedloom.errors import ExperimentError, FedloomError, RefusedError
+from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.kubeflow import authentication
 from fedloom.kubeflow import submit as submitting
 from fedloom.kubeflow.api import Kubeflow
@@ -133,8 +135,38 @@ def test_a_command_that_fails_for_a_while_does_not_end_a_valid_token(caplog: pyt
     with caplog.at_level(logging.WARNING, "fedloom.kubeflow"):
         assert credential.value == soon
     assert mentions(caplog.text, "the cluster does not respond")
-    with pytest.raises(RefusedError):
+    with pytest.raises(StorageError):
         credential.renew()  # it was refused: another is needed
+
+
+def test_a_wait_has_patience_with_a_command_that_fails_for_a_while(
+    api: KubeflowApi, submit: Callable[..., Result], issuer: Callable[..., str], tmp_path: Path
+) -> None:
+    first, second = jwt(1), jwt(2)
+    api.tokens = {first: 12, second: 100}
+    api.script = [("RUNNING", [])] * 9 + [("SUCCEEDED", [("plan", "SUCCEEDED", "")])]
+    result = submit("--wait", token_command=issuer([first, "", "", second]))
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert (tmp_path / "issued").read_text() == "4"
+
+
+def test_the_examples_of_the_page_are_valid() -> None:
+    """The file of an installation, and the object that gives pods a token, as a pod has it."""
+    page = (Path(__file__).parents[2] / "docs" / "kubeflow.md").read_text()
+    blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    (settings,) = [block for block in blocks if "token_command" in block]
+    found = KubeflowSettings.model_validate(settings, strict=True)
+    assert found.store.keys == {"AWS_ACCESS_KEY_ID": "accesskey", "AWS_SECRET_ACCESS_KEY": "secretkey"}
+    (default,) = [block["spec"] for block in blocks if block.get("kind") == "PodDefault"]
+    container = {"name": "c", "image": "i:1", "env": default["env"], "volumeMounts": default["volumeMounts"]}
+    spec = {"containers": [container], "volumes": default["volumes"]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": spec}
+    kubernetes_validate.validate(pod, "1.35.0", strict=True)
+    assert set(default) - {"desc", "selector"} == {"env", "volumeMounts", "volumes"}
+    ((source,),) = ([*volume["projected"]["sources"]] for volume in default["volumes"])
+    assert source["serviceAccountToken"]["audience"] == authentication.AUDIENCE
+    path = f"{container['volumeMounts'][0]['mountPath']}/{source['serviceAccountToken']['path']}"
+    assert path == default["env"][0]["value"] == authentication.TOKEN_FILE
 
 
 def test_a_projected_token_is_read_again_where_the_first_was_refused(

@@ -180,7 +180,11 @@ class ClusterSettings(Settings):
         default=0, ge=0, description="Workers that may fail permanently without stopping the federation."
     )
     queue_name: str | None = Field(default=None, description="Kueue local queue.")
-    labels: Words = Field(default={}, description="Labels of all objects and pods.")
+    labels: Words = Field(
+        default={},
+        description='Labels of all objects and pods; `sidecar.istio.io/inject: "true"` gives pods a sidecar of Istio, '
+        "and by default they have none (docs/kubeflow.md).",
+    )
     annotations: Words = Field(default={}, description="Annotations of all objects and pods.")
     delete_on_interrupt: bool = Field(
         default=False,

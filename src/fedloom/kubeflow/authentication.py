@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from fedloom.core.words import parsed_json
-from fedloom.errors import ExperimentError, FedloomError, RefusedError, argument
+from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError, argument
 
 log = logging.getLogger("fedloom.kubeflow")
 
@@ -64,7 +64,7 @@ class Credential:
     Raises
     ------
     RefusedError
-        If it cannot be read.
+        If it cannot be read at the beginning.
     """
 
     def __init__(self, read: Callable[[], str], name: str = "token", *, kept: bool = False) -> None:
@@ -78,24 +78,36 @@ class Credential:
 
         Raises
         ------
-        RefusedError
-            If it has ended, and another cannot be read.
+        StorageError
+            If it has ended, and another cannot be read at present.
         """
         ends = expiry_of(self._value)
         if self._kept and (ends is None or ends - time.time() > SPARE_S):
             return self._value
         try:
-            self._value = self._read()
-        except RefusedError as error:
+            self._value = self._read_again()
+        except StorageError as error:
             if not self._kept or ends is None or ends <= time.time():
                 raise
-            log.warning("the token ends soon, and another cannot be had yet: %s", error)
+            log.warning("the present %s ends soon: %s", self.name, error)
         return self._value
 
     def renew(self) -> bool:
-        """Read the secret again; return False if it is the one that was refused."""
-        before, self._value = self._value, self._read()
+        """Read the secret again; return False if it is the one that was refused.
+
+        Raises
+        ------
+        StorageError
+            If it cannot be read at present.
+        """
+        before, self._value = self._value, self._read_again()
         return self._value != before
+
+    def _read_again(self) -> str:
+        try:
+            return self._read()
+        except RefusedError as error:  # it could be read before: the network or the file may return
+            raise StorageError(f"no new {self.name} can be had: {error.message}", hint=error.hint) from error
 
     def describe(self) -> str:
         """Return the owner, audience and end that a JWT tells; empty for other secrets."""
