@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 from test_cluster_manifests import PLAIN, objects
@@ -82,6 +83,22 @@ def test_what_a_profile_admits_and_what_our_policy_adds() -> None:
     for policy in OURS:
         assert policy["spec"]["selector"]["matchLabels"].items() <= aggregator.items()
     assert OURS[1]["spec"]["portLevelMtls"] == {PORT: {"mode": "PERMISSIVE"}}
+
+
+def test_the_network_policy_admits_workers_and_tasks_to_the_aggregator_alone() -> None:
+    aggregator, _, workers = (pod_labels(m) if "template" in m["spec"] else {} for m in objects(PLAIN))
+    admitting, refusing = yaml.safe_load_all((ROOT / "components" / "federate" / "networkpolicy.yaml").read_text())
+    for policy, labels in ((admitting, aggregator), (refusing, workers)):
+        kubernetes_validate.validate(policy, "1.35.0", strict=True)
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert refusing["spec"]["ingress"] == []
+    (rule,) = admitting["spec"]["ingress"]
+    assert rule["ports"] == [{"port": PORT, "protocol": "TCP"}]
+    worker, task = (peer["podSelector"] for peer in rule["from"])
+    assert worker["matchLabels"].items() <= workers.items()
+    # kubeflow/pipelines 2.17.0, backend/src/common/util/consts.go: LabelKeyWorkflowRunId, set by v2_template.go.
+    assert task == {"matchExpressions": [{"key": "pipeline/runid", "operator": "Exists"}]}
 
 
 @pytest.mark.parametrize("asked", [None, "true"])
