@@ -41,7 +41,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
-from kfp_login import EMPTY_IDENTITY, Gateway
+from kfp_login import EMPTY_IDENTITY, Gateway, denied, right_of
 
 Json = dict[str, Any]
 PREFIX = "/apis/v2beta1"
@@ -89,8 +89,8 @@ class KubeflowApi:
         Those that are accepted, each with the number of requests until it ends, instead of ``token``.
     gateway
         What admits requests before the API does; None behind a port-forward, or in the cluster.
-    rights
-        Verb and resource of every right that was needed.
+    rights, right
+        Verb and resource of every right that was needed, and of the last.
     script
         What a run is at each look at it: state, and the author's tasks as (name, state, printed); the last stays. A
         name that ends in ``(N)`` is an attempt after the first.
@@ -112,6 +112,7 @@ class KubeflowApi:
     faults: list[Fault] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     rights: set[tuple[str, str]] = field(default_factory=set)
+    right: tuple[str, str] = ("", "")
     heard: dict[str, threading.Event] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     logs: dict[str, str] = field(default_factory=dict)
@@ -131,13 +132,13 @@ class KubeflowApi:
         return {"multi_user": bool(self.namespaces), "pipeline_store": "database"}
 
     def list_pipelines(self, query: Json, body: Any) -> Json:
-        self._may(query.get("namespace"), "list pipelines")
+        self._may(query.get("namespace"))
         mine = [p for p in self.pipelines.values() if p["namespace"] == query.get("namespace", "")]
         return {"pipelines": filtered(mine, query)}
 
     def create_pipeline(self, query: Json, body: Json) -> Json:
         namespace = body.get("namespace", "")
-        self._may(namespace, "create pipelines")
+        self._may(namespace)
         if any(
             (p["display_name"], p["namespace"]) == (body["display_name"], namespace) for p in self.pipelines.values()
         ):
@@ -146,20 +147,20 @@ class KubeflowApi:
 
     def delete_pipeline(self, pipeline: str, query: Json, body: Any) -> Json:
         found = self._found(self.pipelines, pipeline, "pipeline")
-        self._may(found["namespace"], "delete pipelines")
+        self._may(found["namespace"])
         if any(v["pipeline_id"] == pipeline for v in self.versions.values()) and query.get("cascade") != "true":
             raise Refused(400, 9, f"Failed to delete pipeline {pipeline} as it has existing pipeline versions")
         del self.pipelines[pipeline]
         return {}
 
     def list_versions(self, pipeline: str, query: Json, body: Any) -> Json:
-        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"], "list pipelines")
+        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"])
         mine = [v for v in self.versions.values() if v["pipeline_id"] == pipeline]
         return {"pipeline_versions": filtered(mine, query)}
 
     def upload_version(self, query: Json, body: bytes) -> Json:
         pipeline = self._found(self.pipelines, query["pipelineid"], "pipeline")
-        self._may(pipeline["namespace"], "create pipelines")
+        self._may(pipeline["namespace"])
         documents = list(yaml.safe_load_all(body))
         spec, platform = documents[0], documents[1] if len(documents) > 1 else {}
         if not re.fullmatch(r"[a-z0-9-]{1,128}", spec["pipelineInfo"]["name"]) or "deploymentSpec" not in spec:
@@ -173,19 +174,19 @@ class KubeflowApi:
         return self._kept(self.versions, "pipeline_version_id", version | {"pipeline_spec": spec})
 
     def delete_version(self, pipeline: str, version: str, query: Json, body: Any) -> Json:
-        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"], "delete pipelines")
+        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"])
         self._found(self.versions, version, "version")
         del self.versions[version]
         return {}
 
     def list_experiments(self, query: Json, body: Any) -> Json:
-        self._may(query.get("namespace"), "list experiments")
+        self._may(query.get("namespace"))
         mine = [e for e in self.experiments.values() if e["namespace"] == query.get("namespace", "")]
         return {"experiments": filtered(mine, query)}
 
     def create_experiment(self, query: Json, body: Json) -> Json:
         namespace = body.get("namespace", "")
-        self._may(namespace, "create experiments")
+        self._may(namespace)
         if namespace and not self.namespaces:
             raise Refused(400, 3, "In single-user mode, CreateExperimentRequest shouldn't contain namespace")
         if any(
@@ -195,13 +196,13 @@ class KubeflowApi:
         return self._kept(self.experiments, "experiment_id", {"namespace": namespace, **body})
 
     def delete_experiment(self, experiment: str, query: Json, body: Any) -> Json:
-        self._may(self._found(self.experiments, experiment, "experiment")["namespace"], "delete experiments")
+        self._may(self._found(self.experiments, experiment, "experiment")["namespace"])
         del self.experiments[experiment]
         return {}
 
     def create_run(self, query: Json, body: Json) -> Json:
         experiment = self._found(self.experiments, body["experiment_id"], "experiment")
-        self._may(experiment["namespace"], "create runs")
+        self._may(experiment["namespace"])
         reference = body["pipeline_version_reference"]
         version = self._found(self.versions, reference["pipeline_version_id"], "version")
         known = version["pipeline_spec"]["root"].get("inputDefinitions", {}).get("parameters", {})
@@ -217,12 +218,11 @@ class KubeflowApi:
         return self._kept(self.runs, "run_id", {**body, "state": "PENDING", "looks": 0})
 
     def list_runs(self, query: Json, body: Any) -> Json:
-        self._may(self._found(self.experiments, query["experiment_id"], "experiment")["namespace"], "list runs")
         mine = [r for r in self.runs.values() if r["experiment_id"] == query["experiment_id"]]
         return {"runs": filtered(mine, query)}
 
     def get_run(self, run: str, query: Json, body: Any) -> Json:
-        found = self._run(run, "get")
+        found = self._found(self.runs, run, "run")
         if found["state"] == "CANCELING":
             found["state"] = "FAILED"
             return {key: value for key, value in found.items() if key != "looks"} | {"state": "CANCELING"}
@@ -266,36 +266,30 @@ class KubeflowApi:
         return self.logs[pod].encode()
 
     def terminate_run(self, run: str, query: Json, body: Any) -> Json:
-        found = self._run(run, "terminate")
+        found = self._found(self.runs, run, "run")
         if found["state"] not in ("PENDING", "RUNNING", "PAUSED"):
             raise Refused(400, 3, f"Failed to terminate a run {run}. Row not found")
         found["state"] = "CANCELING"
         return {}
 
     def delete_run(self, run: str, query: Json, body: Any) -> Json:
-        self._run(run, "delete")
+        self._found(self.runs, run, "run")
         del self.runs[run]
         return {}
 
-    def _run(self, run: str, verb: str) -> Json:
-        found = self._found(self.runs, run, "run")
-        experiment = self.experiments.get(found.get("experiment_id", ""), {})
-        self._may(experiment.get("namespace", ""), f"{verb} runs")
-        return found
+    def needs(self, method: str, path: str) -> None:
+        """Note the right that a request needs; one for a run needs it in the namespace of its experiment."""
+        self.right = right_of(method, path)
+        if f"{method} {path}" != HEALTH:
+            self.rights.add(self.right)
+        if (found := re.match(f"/runs/{ID}", path)) and found[1] in self.runs:
+            experiment = self.experiments.get(self.runs[found[1]].get("experiment_id", ""), {})
+            self._may(experiment.get("namespace", ""))
 
-    def _may(self, namespace: str | None, right: str) -> None:
-        verb, resource = right.split()
-        self.rights.add((verb, resource))
+    def _may(self, namespace: str | None) -> None:
         if self.namespaces and namespace not in self.namespaces:
-            request = (
-                f"&ResourceAttributes{{Namespace:{namespace or ''},Verb:{verb},Group:pipelines.kubeflow.org,"
-                f"Version:v1beta1,Resource:{resource},Subresource:,Name:,}}"
-            )
             user = f"system:serviceaccount:{self.namespaces[0]}:default-editor"
-            raise Refused(
-                403, 7, f"PermissionDenied: User '{user}' is not authorized with reason:  (request: {request}): "
-                "Unauthorized access"
-            )  # fmt: skip
+            raise Refused(403, 7, denied(user, namespace or "", *self.right))
 
     @staticmethod
     def _found(kept: dict[str, Json], key: str, what: str) -> Json:
@@ -430,6 +424,7 @@ class Handler(BaseHTTPRequestHandler):
         for wanted, pattern, act in ROUTES:
             found = re.fullmatch(pattern, unquote(path).removeprefix(PREFIX))
             if wanted == method and found:
+                self.api.needs(method, unquote(path).removeprefix(PREFIX))
                 return act(self.api, *found.groups(), flat, self._body(content))
         raise Refused(404, 5, "Not Found")
 

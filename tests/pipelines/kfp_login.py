@@ -46,6 +46,27 @@ def jwt(number: int = 0, *, lasts_s: float = 3600.0, **claims: Any) -> str:
     return ".".join(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in (*parts, b"signature"))
 
 
+def right_of(method: str, path: str) -> tuple[str, str]:
+    """Verb and resource of the right that a request to the API needs.
+
+    kubeflow/pipelines: ``server/pipeline_server.go``, where a version is its pipeline's, ``server/run_server.go``,
+    and ``server/job_server.go``, where recurring runs are jobs.
+    """
+    parts = path.split("/")[1:]
+    verb = {"GET": "get" if len(parts) % 2 == 0 else "list", "DELETE": "delete"}.get(method, "create")
+    verb = path.rpartition(":")[2] if ":" in path else verb
+    return verb, {"recurringruns": "jobs"}.get(parts[0], parts[0])
+
+
+def denied(user: str, namespace: str, verb: str, resource: str) -> str:
+    """The API's words for a right that is missing (``resource_manager.go``, ``IsAuthorized``)."""
+    request = (
+        f"&ResourceAttributes{{Namespace:{namespace},Verb:{verb},Group:pipelines.kubeflow.org,Version:v1beta1,"
+        f"Resource:{resource},Subresource:,Name:,}}"
+    )
+    return f"PermissionDenied: User '{user}' is not authorized with reason:  (request: {request}): Unauthorized access"
+
+
 class Page(NamedTuple):
     """An answer that is not the API's."""
 
