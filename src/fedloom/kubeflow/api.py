@@ -14,10 +14,10 @@ from fedloom.kubeflow.authentication import (
     ApiAccess,
     Place,
     asks_for_login,
+    body_text,
     explain_denial,
     login_required,
     message_of,
-    text_of,
 )
 
 log = logging.getLogger("fedloom.kubeflow")
@@ -344,7 +344,7 @@ class Kubeflow:
 
 def _is_xml(body: Any) -> bool:
     """Return True if a response is XML, as object stores send."""
-    return text_of(body).lstrip().startswith("<?xml")
+    return body_text(body).lstrip().startswith("<?xml")
 
 
 def _named(name: str) -> str:

@@ -303,7 +303,7 @@ def explain_denial(what: str, place: Place, error: Any, credential: Credential |
         Sent with it; None if there is none.
     """
     page = "html" in str((error.headers or {}).get("Content-Type"))
-    body = text_of(error.body or error.reason or "")
+    body = body_text(error.body or error.reason or "")
     said = "a login page" if page else message_of(body)
     if 300 <= error.status < 400:
         target = urlsplit(urljoin(f"{place.host}/", str((error.headers or {}).get("Location") or "")))
@@ -376,14 +376,14 @@ def _forbidden(what: str, place: Place, body: str, said: str, credential: Creden
     return RefusedError(f"{place}: not allowed to {what}: {said}", hint=hint)
 
 
-def text_of(body: Any) -> str:
+def body_text(body: Any) -> str:
     """Return a response's body as text."""
     return body.decode(errors="replace") if isinstance(body, bytes) else str(body)
 
 
 def message_of(body: Any) -> str:
     """Return the API's error message on one line."""
-    text = text_of(body)
+    text = body_text(body)
     with suppress(ValueError, KeyError, TypeError):
         text = str(parsed_json(text)["message"])
     return " ".join(text.split())[:500]
