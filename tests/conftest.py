@@ -181,10 +181,14 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(params=["folder", "s3"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """An empty store: a folder, then a prefix of a bucket."""
+@pytest.fixture(params=["folder", "claim", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty store: a folder, a folder of a mounted claim, then a prefix of a bucket."""
     if request.param == "folder":
         return open_store(tmp_path / "store")
+    if request.param == "claim":
+        monkeypatch.setenv("FEDLOOM_CLAIMS", str(tmp_path / "claims"))
+        (tmp_path / "claims" / "shared").mkdir(parents=True)
+        return open_store("pvc://shared/some/prefix")
     server: S3Server = request.getfixturevalue("s3_server")
     return open_store(f"s3://{server.new_bucket()}/some/prefix", server.environment)

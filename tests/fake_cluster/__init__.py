@@ -10,7 +10,7 @@ with 401, 403, 404, 409, 410 and 422 as the API gives them; manifests are checke
 Kubernetes. Jobs: completions, parallelism, Indexed, backoff limits (of the Job and per index), ``maxFailedIndexes``,
 pod failure policy, pod replacement policy, deadline, TTL. Garbage collection by owner: background, foreground. Pods:
 one node with a capacity, unknown images, missing Secrets and volumes, environment from Secrets and fields, emptyDir,
-grace, termination messages.
+PersistentVolumeClaims, grace, termination messages.
 
 How a process is made to feel like a container: mount paths in its arguments and environment become temporary folders,
 ``0.0.0.0`` becomes the pod's own loopback address, ``NAME.NAMESPACE.svc`` the Service's, and each Service's address
@@ -154,6 +154,12 @@ class FakeCluster:
         data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
         manifest = {"apiVersion": "v1", "kind": "Secret", "type": "Opaque", "data": data}
         self._store.create(RESOURCES["secrets"], {**manifest, "metadata": {"name": name, "namespace": self.namespace}})
+
+    def add_claim(self, name: str) -> Path:
+        """Make a PersistentVolumeClaim, and return its folder, which every pod that mounts it shares."""
+        folder = self.kubelet.claims / name
+        folder.mkdir(parents=True)
+        return folder
 
     def add_quota(self, name: str, **hard: str) -> None:
         """Limit what there may be: ``add_quota("few", **{"count/jobs.batch": "2"})``."""

@@ -127,6 +127,7 @@ class Kubelet:
     ) -> None:
         self.store, self.network, self.root = store, network, root
         self.images, self.environment, self.resolve, self.backoff_s = images, environment, resolve, backoff_s
+        self.claims = root.parent / "claims"
         self.stopping = threading.Event()
         self.runs: dict[str, PodRun] = {}
         self.ended_logs: dict[str, str] = {}
@@ -434,6 +435,7 @@ class Container:
             raise Waiting("CreateContainerError", "no command specified")
         if "/tmp" in mounts:
             given.setdefault("TMPDIR", "/tmp")  # programs know /tmp by themselves
+        given.setdefault("FEDLOOM_CLAIMS", str(self.run.folder / "claims"))
         environment = {name: self._localize(value, mounts) for name, value in given.items()}
         beside = str(Path(sys.executable).parent)
         base = {"PATH": f"{beside}:{os.environ.get('PATH', '')}", "LANG": "C.UTF-8", "HOME": str(self.run.folder)}
@@ -448,6 +450,9 @@ class Container:
         found = {}
         for mount in self.spec.get("volumeMounts") or []:
             volume = volumes[mount["name"]]
+            if "persistentVolumeClaim" in volume:
+                found[mount["mountPath"].rstrip("/")] = self._claim(volume["persistentVolumeClaim"]["claimName"])
+                continue
             folder = self.run.folder / "volumes" / mount["name"]
             if not folder.exists():
                 try:
@@ -463,6 +468,16 @@ class Container:
             found[mount["mountPath"].rstrip("/")] = folder / mount.get("subPath", "")
             found[mount["mountPath"].rstrip("/")].mkdir(parents=True, exist_ok=True)
         return found
+
+    def _claim(self, name: str) -> Path:
+        """The folder of a claim, which all pods share; programs find it under its name, as below ``/mnt/claims``."""
+        shared, mounted = self.run.kubelet.claims / name, self.run.folder / "claims" / name
+        if not shared.is_dir():
+            raise Waiting("ContainerCreating", f'persistentvolumeclaim "{name}" not found', "FailedScheduling")
+        if not mounted.exists():
+            mounted.parent.mkdir(parents=True, exist_ok=True)
+            mounted.symlink_to(shared)
+        return mounted
 
     def _content(self, volume: Object) -> dict[str, bytes]:
         """The files of a volume that is a Secret or a ConfigMap."""

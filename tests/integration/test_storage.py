@@ -18,11 +18,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from facts import tells
+from facts import refusing, tells
 from s3_support import BreakingProxy, S3Server, documented
 
 from fedloom.errors import ExitCode, ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.storage import Absent, Store, StoredObject, Taken, is_url, open_store, s3
+from fedloom.storage.claim import ClaimPlace, claims_of
 from fedloom.storage.folder import storing
 from fedloom.storage.open import S3Place, s3_place
 
@@ -215,6 +216,37 @@ def test_malformed_urls(url: str) -> None:
         open_store(url, {})
     assert raised.value.found == url
     assert tells(str(raised.value), url, "s3://BUCKET/PREFIX")
+
+
+@pytest.mark.parametrize("url", ["pvc://", "pvc:///x", "pvc://UPPER/x", "pvc://a.b/x", "pvc://a//c", "pvc://a/../x"])
+def test_malformed_claims(url: str) -> None:
+    with refusing(ExperimentError, url, "pvc://CLAIM/PATH"):
+        open_store(url, {})
+
+
+def test_a_claim_that_is_not_mounted_is_told_at_once_and_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDLOOM_CLAIMS", str(tmp_path / "claims"))
+    with refusing(StorageError, "pvc://shared/runs", tmp_path / "claims" / "shared"):
+        open_store("pvc://shared/runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_is_the_same_place_in_every_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "claims" / "shared").mkdir(parents=True)
+    monkeypatch.setenv("FEDLOOM_CLAIMS", str(tmp_path / "claims"))
+    run = open_store("pvc://shared/fed/").under("runs/one")
+    assert run.url == "pvc://shared/fed/runs/one"
+    run.write("a", b"1")
+    (tmp_path / "claims").rename(tmp_path / "elsewhere")
+    monkeypatch.setenv("FEDLOOM_CLAIMS", str(tmp_path / "elsewhere"))
+    assert open_store(run.url).read("a") == b"1"
+    assert (tmp_path / "elsewhere" / "shared" / "fed" / "runs" / "one" / "a").read_bytes() == b"1"
+    assert claims_of(["pvc://b/x", None, "s3://bucket/x", "pvc://a", "pvc://b/y", "runs"]) == [
+        ClaimPlace("a", ""),
+        ClaimPlace("b", ""),
+    ]
 
 
 def test_a_bucket_is_told_what_it_may_be_called() -> None:

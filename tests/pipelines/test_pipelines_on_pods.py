@@ -80,6 +80,23 @@ def test_the_whole_pipeline_with_pods_gives_the_run_of_one_process(
     assert Api().select("Job")[0] == Api().select("Service")[0] == []
 
 
+def test_a_claim_in_place_of_a_bucket(
+    cluster: FakeCluster, fresh_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No credentials of a bucket are needed; clients' states stay on the claim, and the evaluation finds them there."""
+    claim = cluster.add_claim("shared")
+    monkeypatch.setenv("FEDLOOM_CLAIMS", str(claim.parent))  # of the tasks, which are local processes here
+    path = experiment(tmp_path / "experiment", fresh_root, algorithm=STATEFUL, federation=FEDERATION)
+    settings = {"image": "fedloom:1", "workers": 2, "worker": {"requests": {"cpu": "100m", "memory": "100Mi"}}}
+    storage = "pvc://shared/fedloom"
+    run("personalized_federation", tmp_path / "out", path, storage, settings, storage_secret="there-is-none")
+    fedloom("run", path, "--out", tmp_path / "bare")
+    assert numbers(tmp_path / "out" / "run") == numbers(tmp_path / "bare")
+    assert {one.name for one in (claim / "fedloom").iterdir()} == {"partitions", "runs"}
+    assert list(claim.glob("fedloom/runs/*/states/*"))
+    assert Api().select("Job")[0] == []
+
+
 def test_a_grid_of_federations_at_once(
     cluster: FakeCluster, s3_server: S3Server, fresh_root: Path, tmp_path: Path
 ) -> None:

@@ -190,6 +190,22 @@ def test_workers_have_a_secret_of_their_own() -> None:
         assert names == {secret}
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_pods_mount_the_claims_of_their_storage(version: str) -> None:
+    settings = PLAIN.settings.with_claims("pvc://shared/fed/runs/x", "pvc://shared/fed", "s3://bucket/x", None)
+    federation = dataclasses.replace(PLAIN, settings=settings, run_url="pvc://shared/fed/runs/x")
+    for job in (aggregator_job(federation), worker_job(federation)):
+        kubernetes_validate.validate(job, version, strict=True)
+        pod = job["spec"]["template"]["spec"]
+        (volume,) = [one for one in pod["volumes"] if "persistentVolumeClaim" in one]
+        assert volume["persistentVolumeClaim"] == {"claimName": "shared"}
+        mounts = {one["name"]: one["mountPath"] for one in container(job)["volumeMounts"]}
+        assert mounts[volume["name"]] == "/mnt/claims/shared"
+        assert pod["securityContext"]["fsGroup"] == 65532
+    assert settings.with_claims("pvc://shared") == settings
+    assert PLAIN.settings.with_claims("s3://bucket") is PLAIN.settings
+
+
 def test_trackers_are_told_to_the_aggregator_alone() -> None:
     own = {"env": {"FEDLOOM_TRACK": "wandb", "HOME": "/elsewhere"}, "env_secrets": ("tracker",)}
     settings = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), "aggregator": own})

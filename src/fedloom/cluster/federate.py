@@ -22,6 +22,8 @@ from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
 from fedloom.models.factories import FACTORIES
 from fedloom.security.options import TOKEN
+from fedloom.storage.claim import claim_place
+from fedloom.storage.open import is_url
 
 if TYPE_CHECKING:
     from fedloom.cluster.launcher import Launcher
@@ -266,7 +268,7 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
         run_id=step.run_id,
         task=step.task,
         namespace=api.namespace,
-        settings=cluster,
+        settings=cluster.with_claims(store.url),
         task_config=step.task_config,
         experiment=experiment.resolved_yaml(),
         run_url=run.url,
@@ -326,16 +328,17 @@ def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, tas
     ExperimentError
         Names the key.
     """
-    if not (experiment.storage or "").startswith("s3://"):
+    if not is_url(experiment.storage or ""):
         raise ExperimentError(
-            f"storage is {experiment.storage or 'not set'}; with backend kubernetes set it to s3://BUCKET/PREFIX, "
-            "where pods find partition, checkpoints and states",
+            f"storage is {experiment.storage or 'not set'}; with backend kubernetes set it to s3://BUCKET/PREFIX, or "
+            "in one cluster pvc://CLAIM/PATH, where pods find partition, checkpoints and states",
             key="storage",
             found=experiment.storage,
         )
     if cluster.image is None:
         raise ExperimentError(f"cluster.image is not set; give {ALLOWED_IMAGE}", key="cluster.image")
-    if cluster.storage_secret is None and "AWS_ACCESS_KEY_ID" not in cluster.env:
+    without = claim_place(experiment.storage or "") is not None or "AWS_ACCESS_KEY_ID" in cluster.env
+    if cluster.storage_secret is None and not without:
         raise ExperimentError(
             "cluster.storage_secret is not set; name a Secret with the credentials of the storage",
             hint="kubectl create secret generic NAME --from-literal=AWS_ACCESS_KEY_ID=... "

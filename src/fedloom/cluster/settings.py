@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 
@@ -15,6 +15,7 @@ from fedloom.core.words import parsed_json
 from fedloom.errors import ExperimentError
 from fedloom.experiment.validation_errors import abbreviated, explain, listing
 from fedloom.experiment.yaml_reader import parse_yaml
+from fedloom.storage.claim import claims_of
 from fedloom.storage.folder import read_file
 
 OWN = "fedloom.dev/"
@@ -219,6 +220,20 @@ class ClusterSettings(Settings):
             If the file cannot be read or is not YAML, or a setting is invalid.
         """
         return settings_from_file(cls, path)
+
+    def with_claims(self, *urls: str | None) -> Self:
+        """Return settings whose pods mount the PersistentVolumeClaims of these locations (``pvc://CLAIM/PATH``)."""
+        mounted = {mount.get("mountPath") for mount in self.volume_mounts}
+        claims = [place for place in claims_of(urls) if place.mount not in mounted]
+        volumes = [
+            {"name": f"claim-{i}", "persistentVolumeClaim": {"claimName": place.claim}}
+            for i, place in enumerate(claims)
+        ]
+        mounts = [{"name": f"claim-{i}", "mountPath": place.mount} for i, place in enumerate(claims)]
+        if not claims:
+            return self
+        changed = {"volumes": (*self.volumes, *volumes), "volume_mounts": (*self.volume_mounts, *mounts)}
+        return self.model_copy(update=changed)
 
 
 class TaskConfig(Settings):

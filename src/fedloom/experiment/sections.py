@@ -40,7 +40,7 @@ from fedloom.experiment.validation_errors import abbreviated
 from fedloom.experiment.yaml_reader import as_yaml_document
 from fedloom.models.registry import ModelSettings
 from fedloom.privacy.settings import SecureAggregation, TrainingPrivacy
-from fedloom.storage.open import is_url, s3_place
+from fedloom.storage.open import check_place, is_url
 from fedloom.tasks.names import ALIASES, METRICS, Headline
 from fedloom.tasks.own_metric import MEMORY
 from fedloom.tasks.registry import TaskSettings
@@ -84,7 +84,7 @@ def _located_source(source: LocalFiles, dataset: str) -> LocalFiles:
 
 def _place(text: str) -> str:
     try:
-        s3_place(text)
+        check_place(text)
     except ExperimentError as error:
         raise ValueError(str(error)) from None
     return text
@@ -429,7 +429,8 @@ class Experiment(Section):
         min_length=1,
         description=(
             "Storage of runs: a folder with a subfolder per run; or s3://BUCKET/PREFIX, where runs in ./runs are "
-            "published while they run (docs/storage.md). Null: ./runs."
+            "published while they run (docs/storage.md); or pvc://CLAIM/PATH, for pods that mount the claim. Null: "
+            "./runs."
         ),
     )
 

@@ -180,6 +180,7 @@ def plan_katib_search(
             key="partition",
             found=place.partition,
         )
+    cluster = cluster.with_claims(base.storage, place.partition)
     return KatibSearch(plan, base, text, tuple(overrides), cluster, place)
 
 

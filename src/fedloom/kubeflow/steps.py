@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from fedloom.core.processes import listen_to_parent, tell_failure
 from fedloom.core.words import as_csv
 from fedloom.errors import STORAGE_FAILURES, DataError, ExperimentError, FedloomError, as_storage_error
+from fedloom.storage.claim import claim_place
 from fedloom.tasks.headline import GROUPS, headline_of, values_of
 
 if TYPE_CHECKING:
@@ -232,9 +233,9 @@ def federate_task(
         from fedloom import experiment as experiments
         from fedloom.cluster.federate import federate as launch
 
-        if settings.storage_secret is None and storage_secret:
-            settings = settings.model_copy(update={"storage_secret": storage_secret})
         e = experiments.parse_experiment(experiment)
+        if settings.storage_secret is None and storage_secret and claim_place(e.storage or "") is None:
+            settings = settings.model_copy(update={"storage_secret": storage_secret})
         launch(
             e,
             shards,

@@ -1,4 +1,4 @@
-"""Opening of a store from a folder's path or ``s3://bucket/prefix``."""
+"""Opening of a store from a folder's path, ``s3://bucket/prefix`` or ``pvc://claim/path``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from fedloom.core.home import expanded
 from fedloom.errors import ExperimentError
 from fedloom.storage.base import Store, has_plain_parts
+from fedloom.storage.claim import ClaimStore, claim_place
 from fedloom.storage.folder import FolderStore
 
 
@@ -22,7 +23,7 @@ class S3Place(NamedTuple):
 
 
 def is_url(text: str | Path) -> bool:
-    """Return True for a URL (``s3://bucket/prefix``, or an unsupported one), False for a folder."""
+    """Return True for a URL (``s3://...``, ``pvc://...``, or an unsupported one), False for a folder."""
     return "://" in str(text)
 
 
@@ -32,17 +33,19 @@ def open_store(
     """Open a store without contacting it, reading or writing; see :meth:`Store.check`.
 
     Raise ExperimentError if the URL or the address of the service is malformed, or the extra ``s3`` is not installed;
-    RefusedError if there are no credentials.
+    RefusedError if there are no credentials; StorageError if a claim is not mounted.
 
     Parameters
     ----------
     url
-        A folder, which need not exist, or ``s3://bucket/prefix``.
+        A folder, which need not exist, ``s3://bucket/prefix`` or ``pvc://claim/path``.
     environment
         Variables with the service's address and the credentials (docs/storage.md); default: this process's environment.
     endpoint_from
         Name, in errors, of the setting that the endpoint comes from, if that is not the variable.
     """
+    if (mounted := claim_place(url)) is not None:
+        return ClaimStore(mounted)
     place = s3_place(url)
     if place is None:
         return FolderStore(expanded(url))
@@ -58,6 +61,12 @@ def open_store(
     return connect(place.bucket, place.prefix, told, endpoint_from=endpoint_from)
 
 
+def check_place(url: str | Path) -> None:
+    """Raise ExperimentError if a location of a store is malformed or unsupported."""
+    if claim_place(url) is None:
+        s3_place(url)
+
+
 def s3_place(url: str | Path) -> S3Place | None:
     """Return the bucket and prefix of a URL; None for a folder.
 
@@ -69,7 +78,7 @@ def s3_place(url: str | Path) -> S3Place | None:
     bucket, _, prefix = rest.partition("/")
     prefix, why = prefix.rstrip("/"), None
     if scheme != "s3":
-        why = "give a local folder or s3://BUCKET/PREFIX"
+        why = "give a local folder, s3://BUCKET/PREFIX or pvc://CLAIM/PATH"
     elif not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
         why = "the bucket in s3://BUCKET/PREFIX must be 3 to 63 lower-case letters, digits, '.' and '-'"
     elif prefix and not has_plain_parts(prefix):
