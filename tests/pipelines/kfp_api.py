@@ -1,9 +1,9 @@
 """The Kubeflow Pipelines API as ``ml-pipeline`` serves it: v2beta1 REST over a socket, in memory.
 
-It speaks for pipelines, versions, uploads, experiments and runs, with the API's status codes and bodies, one user or
-many, tokens, and what networks do: answers that are late, broken or lost. It checks an uploaded pipeline and a run's
-parameters as the API server does, and runs nothing: a test says how a run goes on. Not covered: recurring runs,
-archiving, paging (a list is one page), reports and artifacts.
+It speaks for pipelines, versions, uploads, experiments, runs and recurring runs (:mod:`kfp_recurring`), with the API's
+status codes and bodies, one user or many, tokens, and what networks do: answers that are late, broken or lost. It
+checks an uploaded pipeline and a run's parameters as the API server does, and runs nothing: a test says how a run goes
+on. Not covered: archiving, reports and artifacts.
 
 A run looks as it does under Kubeflow Pipelines 2.17.0 with its stock configuration. The names of the source files are
 those of that project:
@@ -18,6 +18,10 @@ those of that project:
   the same, and the text tells of an error (``backend/src/apiserver/server/run_log_server.go``).
 - A run that is stopped is CANCELING, then FAILED; one that has ended cannot be stopped (``run_store.go``,
   ``TerminateRun``: "Row not found").
+- The pods of a task with labels or annotations have a template named by their numbers
+  (``backend/src/v2/compiler/argocompiler/container.go``, ``metadata-``).
+- A version with a platform's document is returned as ``pipeline_spec`` and ``platform_spec``
+  (``backend/src/apiserver/server/api_util.go``, ``YamlStringToPipelineSpecStruct``).
 - The API's port serves no user interface.
 - A right that its user lacks in a namespace is told with verb, resource and namespace; a run is its experiment's
   (``resource_manager.go``, ``IsAuthorized``; ``run_server.go``, ``canAccessRun``). Logins are in ``kfp_login.py``.
@@ -40,22 +44,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import kfp_recurring
 import yaml
+from kfp_lists import Json, Refused, listed
 from kfp_login import EMPTY_IDENTITY, Gateway, denied, right_of
 
-Json = dict[str, Any]
 PREFIX = "/apis/v2beta1"
 LOG = re.compile(r"/apis/v1alpha1/runs/([0-9a-f-]{36})/nodes/([a-z0-9-]+)/log")
 HEALTH = "GET /healthz"
 WORKFLOW = "personalized-federation-x7k2p"
-
-
-class Refused(Exception):
-    """An answer that is an error."""
-
-    def __init__(self, status: int, code: int, message: str) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 @dataclass
@@ -108,6 +105,7 @@ class KubeflowApi:
     versions: dict[str, Json] = field(default_factory=dict)
     experiments: dict[str, Json] = field(default_factory=dict)
     runs: dict[str, Json] = field(default_factory=dict)
+    recurring: dict[str, Json] = field(default_factory=dict)
     script: list[tuple[str, list[tuple[str, str, str]]]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
@@ -117,6 +115,7 @@ class KubeflowApi:
     lock: threading.RLock = field(default_factory=threading.RLock)
     logs: dict[str, str] = field(default_factory=dict)
     host: str = ""
+    clock: int = 0
 
     def counts(self) -> tuple[int, int, int, int]:
         """Number of pipelines, versions, experiments and runs."""
@@ -132,35 +131,35 @@ class KubeflowApi:
         return {"multi_user": bool(self.namespaces), "pipeline_store": "database"}
 
     def list_pipelines(self, query: Json, body: Any) -> Json:
-        self._may(query.get("namespace"))
+        self.may(query.get("namespace"))
         mine = [p for p in self.pipelines.values() if p["namespace"] == query.get("namespace", "")]
-        return {"pipelines": filtered(mine, query)}
+        return listed("pipelines", mine, query)
 
     def create_pipeline(self, query: Json, body: Json) -> Json:
         namespace = body.get("namespace", "")
-        self._may(namespace)
+        self.may(namespace)
         if any(
             (p["display_name"], p["namespace"]) == (body["display_name"], namespace) for p in self.pipelines.values()
         ):
             raise Refused(409, 6, f"Already exist error: The name {body['display_name']} already exist.")
-        return self._kept(self.pipelines, "pipeline_id", {"namespace": namespace, **body})
+        return self.kept(self.pipelines, "pipeline_id", {"namespace": namespace, **body})
 
     def delete_pipeline(self, pipeline: str, query: Json, body: Any) -> Json:
-        found = self._found(self.pipelines, pipeline, "pipeline")
-        self._may(found["namespace"])
+        found = self.found(self.pipelines, pipeline, "pipeline")
+        self.may(found["namespace"])
         if any(v["pipeline_id"] == pipeline for v in self.versions.values()) and query.get("cascade") != "true":
             raise Refused(400, 9, f"Failed to delete pipeline {pipeline} as it has existing pipeline versions")
         del self.pipelines[pipeline]
         return {}
 
     def list_versions(self, pipeline: str, query: Json, body: Any) -> Json:
-        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"])
+        self.may(self.found(self.pipelines, pipeline, "pipeline")["namespace"])
         mine = [v for v in self.versions.values() if v["pipeline_id"] == pipeline]
-        return {"pipeline_versions": filtered(mine, query)}
+        return listed("pipeline_versions", mine, query)
 
     def upload_version(self, query: Json, body: bytes) -> Json:
-        pipeline = self._found(self.pipelines, query["pipelineid"], "pipeline")
-        self._may(pipeline["namespace"])
+        pipeline = self.found(self.pipelines, query["pipelineid"], "pipeline")
+        self.may(pipeline["namespace"])
         documents = list(yaml.safe_load_all(body))
         spec, platform = documents[0], documents[1] if len(documents) > 1 else {}
         if not re.fullmatch(r"[a-z0-9-]{1,128}", spec["pipelineInfo"]["name"]) or "deploymentSpec" not in spec:
@@ -171,41 +170,54 @@ class KubeflowApi:
         if any(v["display_name"] == query["name"] for v in mine):
             raise Refused(409, 6, f"Already exist error: The version {query['name']} already exist.")
         version = {"pipeline_id": query["pipelineid"], "display_name": query["name"]}
-        return self._kept(self.versions, "pipeline_version_id", version | {"pipeline_spec": spec})
+        version |= {"name": query["name"], "description": query.get("description", "")}
+        whole = {"pipeline_spec": spec, "platform_spec": platform} if platform else spec
+        return self.kept(self.versions, "pipeline_version_id", version | {"pipeline_spec": whole})
+
+    def get_version(self, pipeline: str, version: str, query: Json, body: Any) -> Json:
+        self.may(self.found(self.pipelines, pipeline, "pipeline")["namespace"])
+        return self.found(self.versions, version, "version")
 
     def delete_version(self, pipeline: str, version: str, query: Json, body: Any) -> Json:
-        self._may(self._found(self.pipelines, pipeline, "pipeline")["namespace"])
-        self._found(self.versions, version, "version")
+        self.may(self.found(self.pipelines, pipeline, "pipeline")["namespace"])
+        self.found(self.versions, version, "version")
         del self.versions[version]
         return {}
 
     def list_experiments(self, query: Json, body: Any) -> Json:
-        self._may(query.get("namespace"))
+        self.may(query.get("namespace"))
         mine = [e for e in self.experiments.values() if e["namespace"] == query.get("namespace", "")]
-        return {"experiments": filtered(mine, query)}
+        return listed("experiments", mine, query)
 
     def create_experiment(self, query: Json, body: Json) -> Json:
         namespace = body.get("namespace", "")
-        self._may(namespace)
+        self.may(namespace)
         if namespace and not self.namespaces:
             raise Refused(400, 3, "In single-user mode, CreateExperimentRequest shouldn't contain namespace")
         if any(
             (e["display_name"], e["namespace"]) == (body["display_name"], namespace) for e in self.experiments.values()
         ):
             raise Refused(409, 6, f"Already exist error: The name {body['display_name']} already exist.")
-        return self._kept(self.experiments, "experiment_id", {"namespace": namespace, **body})
+        return self.kept(self.experiments, "experiment_id", {"namespace": namespace, **body})
 
     def delete_experiment(self, experiment: str, query: Json, body: Any) -> Json:
-        self._may(self._found(self.experiments, experiment, "experiment")["namespace"])
+        self.may(self.found(self.experiments, experiment, "experiment")["namespace"])
         del self.experiments[experiment]
         return {}
 
     def create_run(self, query: Json, body: Json) -> Json:
-        experiment = self._found(self.experiments, body["experiment_id"], "experiment")
-        self._may(experiment["namespace"])
+        experiment = self.found(self.experiments, body["experiment_id"], "experiment")
+        self.may(experiment["namespace"])
+        self.check_parameters(body)
+        return self.kept(self.runs, "run_id", {**body, "state": "PENDING", "looks": 0})
+
+    def check_parameters(self, body: Json) -> None:
+        """Refuse a run, or a recurring run, whose version or parameters are not as the pipeline says."""
         reference = body["pipeline_version_reference"]
-        version = self._found(self.versions, reference["pipeline_version_id"], "version")
-        known = version["pipeline_spec"]["root"].get("inputDefinitions", {}).get("parameters", {})
+        version = self.found(self.versions, reference["pipeline_version_id"], "version")
+        spec = version["pipeline_spec"]
+        spec = spec.get("pipeline_spec", spec)
+        known = spec["root"].get("inputDefinitions", {}).get("parameters", {})
         given = body["runtime_config"]["parameters"]
         unknown = sorted(set(given) - set(known))
         missing = sorted(key for key, about in known.items() if not about.get("isOptional") and key not in given)
@@ -215,14 +227,16 @@ class KubeflowApi:
         for key, value in given.items():
             if not isinstance(value, kinds[known[key]["parameterType"]]):
                 raise Refused(400, 3, f"Invalid input error: parameter {key} is no {known[key]['parameterType']}")
-        return self._kept(self.runs, "run_id", {**body, "state": "PENDING", "looks": 0})
 
     def list_runs(self, query: Json, body: Any) -> Json:
-        mine = [r for r in self.runs.values() if r["experiment_id"] == query["experiment_id"]]
-        return {"runs": filtered(mine, query)}
+        self.may(query.get("namespace"))
+        wanted = query.get("experiment_id")
+        experiments = [e for e in self.experiments.values() if e["namespace"] == query.get("namespace", "")]
+        ids = {e["experiment_id"] for e in experiments if wanted in (None, e["experiment_id"])}
+        return listed("runs", [r for r in self.runs.values() if r["experiment_id"] in ids], query)
 
     def get_run(self, run: str, query: Json, body: Any) -> Json:
-        found = self._found(self.runs, run, "run")
+        found = self.found(self.runs, run, "run")
         if found["state"] == "CANCELING":
             found["state"] = "FAILED"
             return {key: value for key, value in found.items() if key != "looks"} | {"state": "CANCELING"}
@@ -252,28 +266,40 @@ class KubeflowApi:
             retried(f"{name.partition('(')[0]}-driver", "SUCCEEDED", [])
             executor = retried("executor", state, [])
             hashed = executor.rpartition("-")[2]
-            self.logs[f"{WORKFLOW}-system-container-impl-{int(hashed) - 1}"] = printed
+            self.logs[f"{WORKFLOW}-{self._template(run, name)}-{int(hashed) - 1}"] = printed
             retried(name, state, [executor])
         for group in ("exit-handler-1", "for-loop-2", "iteration-item", "condition-3", "exit-handler-1.onExit", "root"):
             retried(group, "RUNNING", [])
         return nodes
 
+    def _template(self, run: str, task: str) -> str:
+        """Return the template of the pod that runs a task's component."""
+        version = self.versions.get(self.runs[run]["pipeline_version_reference"]["pipeline_version_id"], {})
+        platform = version.get("pipeline_spec", {}).get("platform_spec", {"platforms": {}})["platforms"]
+        executors = platform.get("kubernetes", {}).get("deploymentSpec", {}).get("executors", {})
+        metadata = executors.get(f"exec-{task.partition('(')[0]}", {}).get("podMetadata")
+        if metadata is None:
+            return "system-container-impl"
+        return (
+            f"metadata-{len(metadata.get('annotations', ()))}-{len(metadata.get('labels', ()))}-system-container-impl"
+        )
+
     def log(self, run: str, pod: str) -> bytes:
         """Return the output of a pod."""
-        self._found(self.runs, run, "run")
+        self.found(self.runs, run, "run")
         if pod not in self.logs:
             return json.dumps({"error_message": f"Failed to read logs from pod {pod}"}).encode()
         return self.logs[pod].encode()
 
     def terminate_run(self, run: str, query: Json, body: Any) -> Json:
-        found = self._found(self.runs, run, "run")
+        found = self.found(self.runs, run, "run")
         if found["state"] not in ("PENDING", "RUNNING", "PAUSED"):
             raise Refused(400, 3, f"Failed to terminate a run {run}. Row not found")
         found["state"] = "CANCELING"
         return {}
 
     def delete_run(self, run: str, query: Json, body: Any) -> Json:
-        self._found(self.runs, run, "run")
+        self.found(self.runs, run, "run")
         del self.runs[run]
         return {}
 
@@ -284,22 +310,27 @@ class KubeflowApi:
             self.rights.add(self.right)
         if (found := re.match(f"/runs/{ID}", path)) and found[1] in self.runs:
             experiment = self.experiments.get(self.runs[found[1]].get("experiment_id", ""), {})
-            self._may(experiment.get("namespace", ""))
+            self.may(experiment.get("namespace", ""))
 
-    def _may(self, namespace: str | None) -> None:
+    def may(self, namespace: str | None) -> None:
         if self.namespaces and namespace not in self.namespaces:
             user = f"system:serviceaccount:{self.namespaces[0]}:default-editor"
             raise Refused(403, 7, denied(user, namespace or "", *self.right))
 
     @staticmethod
-    def _found(kept: dict[str, Json], key: str, what: str) -> Json:
+    def found(kept: dict[str, Json], key: str, what: str) -> Json:
         if key not in kept:
             raise Refused(404, 5, f"ResourceNotFoundError: {what} {key} not found.")
         return kept[key]
 
-    @staticmethod
-    def _kept(kept: dict[str, Json], key: str, body: Json) -> Json:
-        made = {key: str(uuid.uuid4()), "created_at": "2026-01-01T00:00:00Z", **body}
+    def kept(self, kept: dict[str, Json], key: str, body: Json) -> Json:
+        """Keep a new object, created a second after the one before."""
+        self.clock += 1
+        made = {
+            key: str(uuid.uuid4()),
+            "created_at": f"2026-01-01T00:{self.clock // 60:02}:{self.clock % 60:02}Z",
+            **body,
+        }
         kept[made[key]] = made
         return made
 
@@ -312,6 +343,7 @@ ROUTES: list[tuple[str, str, Callable[..., Json]]] = [
     ("POST", "/pipelines/upload_version", KubeflowApi.upload_version),
     ("DELETE", f"/pipelines/{ID}", KubeflowApi.delete_pipeline),
     ("GET", f"/pipelines/{ID}/versions", KubeflowApi.list_versions),
+    ("GET", f"/pipelines/{ID}/versions/{ID}", KubeflowApi.get_version),
     ("DELETE", f"/pipelines/{ID}/versions/{ID}", KubeflowApi.delete_version),
     ("GET", "/experiments", KubeflowApi.list_experiments),
     ("POST", "/experiments", KubeflowApi.create_experiment),
@@ -321,18 +353,13 @@ ROUTES: list[tuple[str, str, Callable[..., Json]]] = [
     ("GET", f"/runs/{ID}", KubeflowApi.get_run),
     ("POST", f"/runs/{ID}:terminate", KubeflowApi.terminate_run),
     ("DELETE", f"/runs/{ID}", KubeflowApi.delete_run),
+    ("POST", "/recurringruns", kfp_recurring.create),
+    ("GET", "/recurringruns", kfp_recurring.list_all),
+    ("GET", f"/recurringruns/{ID}", kfp_recurring.read),
+    ("POST", f"/recurringruns/{ID}:enable", kfp_recurring.enable),
+    ("POST", f"/recurringruns/{ID}:disable", kfp_recurring.disable),
+    ("DELETE", f"/recurringruns/{ID}", kfp_recurring.delete),
 ]
-
-
-def filtered(found: list[Json], query: Json) -> list[Json]:
-    """Return the items that a filter's predicates match."""
-    predicates = json.loads(query["filter"])["predicates"] if query.get("filter") else []
-    for predicate in predicates:
-        if predicate["operation"] not in (1, "EQUALS"):
-            raise Refused(400, 3, f"Invalid input error: operation {predicate['operation']} is not known here")
-        value = predicate.get("stringValue", predicate.get("string_value"))
-        found = [one for one in found if one.get(predicate["key"]) == value]
-    return found
 
 
 class Handler(BaseHTTPRequestHandler):

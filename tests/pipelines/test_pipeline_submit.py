@@ -112,7 +112,7 @@ def test_a_run_is_started_with_what_was_asked_for(
     (pipeline,), (version,) = api.pipelines.values(), api.versions.values()
     assert pipeline["display_name"] == "personalized-federation"
     assert version["display_name"].startswith("0.1.0-")
-    assert version["pipeline_spec"]["pipelineInfo"]["name"] == "personalized-federation"
+    assert version["pipeline_spec"]["pipeline_spec"]["pipelineInfo"]["name"] == "personalized-federation"
 
 
 def test_a_pipeline_is_uploaded_once(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:
@@ -153,7 +153,7 @@ def test_the_api_speaks_as_kfps_own_client_hears_it(
     assert client.wait_for_run_completion(run, timeout=10, sleep_duration=0).state == "SUCCEEDED"
     (version,) = api.versions.values()
     file = tmp_path / "again.yaml"
-    file.write_text(yaml.safe_dump(version["pipeline_spec"]))
+    file.write_text(yaml.safe_dump_all(version["pipeline_spec"].values()))
     again = client.upload_pipeline_version(str(file), "by-hand", pipeline_id=pipeline)
     assert again.pipeline_version_id in api.versions
 

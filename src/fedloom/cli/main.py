@@ -30,6 +30,7 @@ from fedloom.cli import (
     privacy,
     run,
     runs,
+    schedule,
     schema,
     search,
     serve,
@@ -84,6 +85,8 @@ data_app.command("list")(data.list_command)
 data_app.command("pack")(pack.pack_command)
 app.add_typer(data_app, name="data")
 app.add_typer(cluster.app, name="cluster")
+pipeline.app.command("schedule")(schedule.schedule_command)
+pipeline.app.add_typer(schedule.app, name="schedules")
 app.add_typer(pipeline.app, name="pipeline")
 app.add_typer(status.federation, name="federation")
 app.add_typer(token.app, name="token")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from fedloom.cli.pipeline_arguments import OrderOptions, pipeline_arguments, plan_order, text_of
 
 if TYPE_CHECKING:
     from fedloom.kubeflow.api import Kubeflow
@@ -56,6 +60,28 @@ KubeflowOption = Annotated[
         metavar="URL|FILE|in-cluster",
     ),
 ]
+Backend = Annotated[str | None, typer.Option(help="kubernetes: client pods (default); local: processes of one pod.")]
+Cluster = Annotated[
+    Path | None, typer.Option(help="YAML file: settings of the client pods (docs/cluster.md).", metavar="FILE")
+]
+Pods = Annotated[
+    Path | None,
+    typer.Option(help="YAML file: resources, GPUs and nodes of the tasks' pods (docs/kubeflow.md).", metavar="FILE"),
+]
+Labels = Annotated[
+    list[str] | None, typer.Option(help="Label of all pods of the run; repeatable.", metavar="KEY=VALUE")
+]
+NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="Run every task, even if Kubeflow has its result from an earlier run.")
+]
+KeepVersions = Annotated[
+    int | None,
+    typer.Option(
+        help="Remove older versions of the pipeline that FedLoom uploaded and nothing uses; by default none.",
+        min=1,
+        metavar="N",
+    ),
+]
 
 
 @app.command("compile")
@@ -63,17 +89,26 @@ def _compile(
     name: Annotated[str | None, typer.Argument(help="The pipeline; by default all.", metavar="[NAME]")] = None,
     out: Annotated[Path, typer.Option(help="Folder for NAME.yaml.", metavar="DIR")] = Path(),
     image: Annotated[str | None, typer.Option(help="Image of the components, with tag or digest.")] = None,
+    pods: Pods = None,
+    no_cache: NoCache = False,
 ) -> None:
     """Compile a pipeline to YAML. The file can be uploaded by hand, or archived."""
     from fedloom.kubeflow import compiling
+    from fedloom.kubeflow.pods import PipelineChanges, PodSettings
 
+    found = PodSettings() if pods is None else PodSettings.from_file(pods)
+    changes = PipelineChanges.of(found, {}, cached=not no_cache, locations=())
     names = [compiling.check_name(name)] if name else list(compiling.NAMES)
     if image is not None:
         compiling.use_image(image)
-    out.mkdir(parents=True, exist_ok=True)
-    for one in names:
-        compiling.compile_to(one, out / f"{one}.yaml")
-        typer.echo(f"{out / f'{one}.yaml'}: version {compiling.version_of(out / f'{one}.yaml')}")
+    with tempfile.TemporaryDirectory() as folder:
+        for one in names:
+            compiling.compile_to(one, Path(folder) / f"{one}.yaml")
+            changes.apply(Path(folder) / f"{one}.yaml")
+        out.mkdir(parents=True, exist_ok=True)
+        for one in names:
+            shutil.copyfile(Path(folder) / f"{one}.yaml", out / f"{one}.yaml")
+            typer.echo(f"{out / f'{one}.yaml'}: version {compiling.version_of(out / f'{one}.yaml')}")
 
 
 @app.command("local")
@@ -93,7 +128,7 @@ def _local(
     from fedloom.kubeflow import compiling, local
 
     known = compiling.check_name(name)
-    arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
+    arguments = pipeline_arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
     if known != "unseen_clients":
         arguments["backend"] = "local"
     everything = logging.getLogger("fedloom").isEnabledFor(logging.DEBUG)
@@ -115,12 +150,13 @@ def _submit(
     checkpoint: Which = None,
     serve: Serve = None,
     source: Source = None,
-    backend: Annotated[
-        str | None, typer.Option(help="kubernetes: client pods (default); local: processes of one pod.")
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="YAML file: settings of the client pods (docs/cluster.md).", metavar="FILE")
-    ] = None,
+    backend: Backend = None,
+    cluster: Cluster = None,
+    pods: Pods = None,
+    run_name: Annotated[str | None, typer.Option("--name", help="Name of the run.", metavar="TEXT")] = None,
+    label: Labels = None,
+    no_cache: NoCache = False,
+    keep_versions: KeepVersions = None,
     kubeflow: KubeflowOption = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait for the end; the exit code gives the outcome.")] = False,
     terminate_on_interrupt: Annotated[
@@ -133,30 +169,29 @@ def _submit(
 
     settings = KubeflowSettings.of(kubeflow)
     known = compiling.check_name(name)
-    arguments = _arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
-    arguments |= _where(known, backend, cluster, settings.storage_secret)
-    if "cluster" in arguments:
-        arguments["cluster"] = settings.store.for_client_pods(arguments["cluster"])
-    if serve is not None and settings.serve_secret is not None:
-        arguments["serve_secret"] = settings.serve_secret
-    if settings.image is not None:
-        compiling.use_image(settings.image)
-    run_name = _checked(known, arguments)
+    arguments = pipeline_arguments(known, experiment, set_, method, seeds, model, checkpoint, serve, source)
+    options = OrderOptions(backend, cluster, pods, run_name, label or (), not no_cache)
+    order = plan_order(known, arguments, settings, options, unique=True)
     api = settings.connect()
-    order = submit.Order(
-        known,
-        arguments,
-        run_name,
-        settings.experiment,
-        settings.service_account,
-        settings.pipeline_root,
-        settings.store,
-    )
-    with _terminable():
+    with terminable():
         started = submit.submit_pipeline(api, order, lambda line: typer.echo(line, err=True))
         typer.echo(f"run {started.run}: {started.link}")
+        remove_versions(api, started.pipeline, keep_versions)
         if wait:
             _await(api, started, terminate=terminate_on_interrupt)
+
+
+def remove_versions(api: Kubeflow, pipeline: str, keep: int | None) -> None:
+    """Remove old versions of a pipeline, if asked for; a failure is told, because the run has started already."""
+    from fedloom.errors import FedloomError
+    from fedloom.kubeflow.versions import remove_old_versions
+
+    if keep is not None:
+        try:
+            for name in remove_old_versions(api, pipeline, keep):
+                typer.echo(f"removed version {name}", err=True)
+        except FedloomError as error:
+            typer.echo(f"old versions were not removed: {error}", err=True)
 
 
 @app.command("search")
@@ -201,7 +236,7 @@ def _search(
 
     asked, settings = read_space(space, trials=trials, seed=seed), ClusterSettings.from_file(cluster)
     place = katib.Placement(partition, name, parallel)
-    found = katib.plan_katib_search(_text_of(experiment), set_ or (), asked, settings, place)
+    found = katib.plan_katib_search(text_of(experiment), set_ or (), asked, settings, place)
     objects = katib.search_objects(found)
     text = katib.as_documents(objects)
     if out is not None:
@@ -229,7 +264,7 @@ def _wait(
 
     api = KubeflowSettings.of(kubeflow).connect()
     api.check()
-    with _terminable():
+    with terminable():
         _await(api, Started(run, api.link(run)), terminate=False)
 
 
@@ -250,124 +285,6 @@ def _stop(
         typer.echo(f"has already ended: {api.link(run)}")
 
 
-def _arguments(
-    name: str,
-    experiment: Path,
-    overrides: list[str] | None,
-    methods: list[str] | None,
-    seeds: str | None,
-    model: str | None,
-    checkpoint: str | None,
-    serve: str | None,
-    source: str | None,
-) -> dict[str, Any]:
-    """Return the pipeline parameters given by options.
-
-    Raises
-    ------
-    ExperimentError
-        If the file cannot be read, or an option is missing or does not apply to this pipeline.
-    """
-    from fedloom.errors import ExperimentError
-    from fedloom.experiment import seeds_of
-
-    text = _text_of(experiment)
-    of_one = {
-        "--method": ("compare_methods", methods),
-        "--seeds": ("compare_methods", seeds),
-        "--model": ("unseen_clients", model),
-        "--serve": ("unseen_clients", serve),
-    }
-    for option, (owner, value) in of_one.items():
-        if value is not None and name != owner:
-            raise ExperimentError(f"{option} is for {owner} (got {name}).", key=option[2:])
-    if checkpoint is not None and name == "compare_methods":
-        raise ExperimentError(
-            f"--checkpoint is for personalized_federation and unseen_clients (got {name}).", key="checkpoint"
-        )
-    if name == "unseen_clients" and model is None:
-        raise ExperimentError(
-            "unseen_clients needs --model: a run's folder, or the URI of a model artifact.", key="model"
-        )
-    if serve is not None and checkpoint not in (None, "last"):
-        raise ExperimentError(
-            f"--checkpoint must be last with --serve: the server chooses the round (got {checkpoint}).",
-            key="checkpoint",
-        )
-    of_pipeline = {"model": model, "checkpoint": checkpoint, "serve": serve, "source": source}
-    listed = None if seeds is None else seeds_of(seeds) if seeds else []
-    given = {"methods": methods, "seeds": listed, **of_pipeline}
-    given = {key: value for key, value in given.items() if value is not None}
-    return {"experiment": text, "overrides": overrides or [], **given}
-
-
-def _text_of(experiment: Path) -> str:
-    """Return the text of an experiment file; raise ExperimentError if it cannot be read."""
-    from fedloom.errors import ExperimentError
-    from fedloom.storage.folder import read_file
-
-    try:
-        return read_file(experiment).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = (getattr(error, "strerror", None) or "not a UTF-8 text file").lower()
-        raise ExperimentError(f"{experiment}: cannot be read: {why}") from error
-
-
-def _where(name: str, backend: str | None, cluster: Path | None, storage_secret: str | None) -> dict[str, Any]:
-    """Return the parameters that determine where the federation runs.
-
-    Raises
-    ------
-    ExperimentError
-        If an option or a setting in the file is invalid.
-    """
-    from fedloom.cluster.settings import ClusterSettings
-    from fedloom.errors import ExperimentError
-
-    if name == "unseen_clients" and (backend is not None or cluster is not None):
-        raise ExperimentError(
-            "--backend and --cluster are for pipelines that train; unseen_clients does not.", key="backend"
-        )
-    if backend not in (None, "kubernetes", "local"):
-        raise ExperimentError(
-            f"--backend must be kubernetes or local (got {backend!r}).",
-            key="backend",
-            found=backend,
-            allowed=["kubernetes", "local"],
-        )
-    given: dict[str, Any] = {"backend": backend, "storage_secret": storage_secret}
-    if cluster is not None:
-        given["cluster"] = ClusterSettings.from_file(cluster).model_dump_json(exclude_unset=True)
-    return {key: value for key, value in given.items() if value is not None}
-
-
-def _checked(name: str, arguments: dict[str, Any]) -> str:
-    """Check the run's parameters before anything is uploaded; return the name of the run.
-
-    Raises
-    ------
-    ExperimentError
-        If the run would be refused.
-    """
-    from fedloom.cluster.federate import check_cluster_settings
-    from fedloom.cluster.settings import ClusterSettings, TaskConfig
-    from fedloom.experiment import parse_experiment
-    from fedloom.kubeflow import planning
-
-    planned = planning.plan(arguments["experiment"], arguments["overrides"])
-    experiments = [planned.experiment]
-    if name == "compare_methods":
-        points = planning.grid(planned.experiment, arguments.get("methods") or [""], arguments.get("seeds", [1, 2, 3]))
-        experiments = [point["experiment"] for point in points]
-    if name != "unseen_clients" and arguments.get("backend", "kubernetes") == "kubernetes":
-        settings = ClusterSettings.from_json(arguments.get("cluster", ""))
-        if settings.storage_secret is None:  # the pipeline's parameter has a default
-            settings = settings.model_copy(update={"storage_secret": arguments.get("storage_secret", "default")})
-        for text in experiments:
-            check_cluster_settings(parse_experiment(text), settings, TaskConfig())
-    return parse_experiment(planned.experiment).name
-
-
 def _await(kubeflow: Kubeflow, started: Any, *, terminate: bool) -> None:
     from fedloom.kubeflow import submit
 
@@ -377,7 +294,7 @@ def _await(kubeflow: Kubeflow, started: Any, *, terminate: bool) -> None:
 
 
 @contextmanager
-def _terminable() -> Iterator[None]:
+def terminable() -> Iterator[None]:
     """Handle SIGTERM like Ctrl-C, so that partial work is undone."""
 
     def handle(number: int, frame: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ LOG_BYTES = 1 << 20
 """Bytes kept from the end of a log."""
 
 EQUALS = 1
+
+PAGE_SIZE = 200
+"""Most items that the API puts on a page of a list."""
 
 
 class Conflict(ExperimentError):
@@ -167,7 +170,7 @@ class Kubeflow:
         )
         return next((one.pipeline_version_id for one in found.pipeline_versions or ()), None)
 
-    def upload(self, pipeline: str, name: str, file: Path) -> str:
+    def upload(self, pipeline: str, name: str, file: Path, description: str) -> str:
         """Upload a version of a pipeline, and return its id."""
         made = self._ask(
             f"upload the version {name}",
@@ -175,8 +178,14 @@ class Kubeflow:
             str(file),
             name=name,
             pipelineid=pipeline,
+            description=description,
         )
         return str(made.pipeline_version_id)
+
+    def version_spec(self, pipeline: str, version: str) -> Any:
+        """Return the content of a version; with settings of pods, as ``pipeline_spec`` and ``platform_spec``."""
+        get = self._pipelines.pipeline_service_get_pipeline_version
+        return self._ask("read a version", get, pipeline, version).pipeline_spec
 
     def delete_version(self, pipeline: str, version: str) -> None:
         """Delete a version of a pipeline."""
@@ -211,10 +220,12 @@ class Kubeflow:
         arguments: dict[str, Any],
         service_account: str | None,
         root: str | None,
+        description: str,
     ) -> str:
         """Start a run, and return its id."""
         body = self._models.V2beta1Run(
             display_name=name,
+            description=description,
             experiment_id=experiment,
             pipeline_version_reference=self._models.V2beta1PipelineVersionReference(pipeline, version),
             runtime_config=self._models.V2beta1RuntimeConfig(parameters=arguments, pipeline_root=root),
@@ -222,8 +233,8 @@ class Kubeflow:
         )
         return str(self._ask(f"start the run {name}", self._runs.run_service_create_run, body).run_id)
 
-    def runs(self, name: str, experiment: str) -> list[str]:
-        """Return the ids of the runs with a name in a Kubeflow experiment."""
+    def runs(self, name: str, experiment: str, description: str) -> list[str]:
+        """Return the ids of the runs with a name and a description in a Kubeflow experiment."""
         found = self._ask(
             f"look for the run {name}",
             self._runs.run_service_list_runs,
@@ -231,7 +242,7 @@ class Kubeflow:
             experiment_id=experiment,
             **self._in_namespace(),
         )
-        return [one.run_id for one in found.runs or ()]
+        return [one.run_id for one in found.runs or () if one.description == description]
 
     def run(self, run: str) -> Any:
         """Return a run, with ``state``, ``error`` and ``run_details.task_details``."""
@@ -270,9 +281,9 @@ class Kubeflow:
         """Delete a run."""
         self._ask(f"delete the run {run}", self._runs.run_service_delete_run, run)
 
-    def link(self, run: str) -> str:
+    def link(self, run: str, *, page: str = "runs") -> str:
         """Return the URL of a run's page, or a description with its id if this host serves no user interface."""
-        return f"{self.host}/#/runs/details/{run}" if self._has_interface else f"run {run} in the user interface"
+        return f"{self.host}/#/{page}/details/{run}" if self._has_interface else f"run {run} in the user interface"
 
     @cached_property
     def _has_interface(self) -> bool:
@@ -291,6 +302,34 @@ class Kubeflow:
         except (self._models.ApiException, HTTPError):
             return False
         return answer.status == 200 and "html" in str(answer.headers.get("Content-Type"))
+
+    @property
+    def models(self) -> Any:
+        """Classes of the generated client, for the bodies of requests."""
+        return self._models
+
+    def request(self, what: str, service: str, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of one of the generated services.
+
+        Parameters
+        ----------
+        what
+            Description for messages: "not allowed to WHAT".
+        """
+        return self._ask(what, getattr(getattr(self._models, service)(self._client), method), *arguments, **named)
+
+    def pages(self, what: str, service: str, method: str, items: str, *arguments: Any, **named: Any) -> Iterator[Any]:
+        """Yield the items of every page of a list."""
+        token: str | None = ""
+        while token is not None:
+            paging = {"page_token": token, "page_size": PAGE_SIZE}
+            found = self.request(what, service, method, *arguments, **paging, **named)
+            yield from getattr(found, items) or ()
+            token = found.next_page_token or None
+
+    def in_namespace(self) -> dict[str, str]:
+        """Return the argument ``namespace`` of a list, if there is any."""
+        return self._in_namespace()
 
     def _in_namespace(self) -> dict[str, str]:
         return {} if self.namespace is None else {"namespace": self.namespace}

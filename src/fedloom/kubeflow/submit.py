@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fedloom
 from fedloom.core.words import parsed_json
 from fedloom.errors import (
     ExperimentError,
@@ -24,6 +25,7 @@ from fedloom.errors import (
 )
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
+from fedloom.kubeflow.pods import PipelineChanges
 from fedloom.kubeflow.steps import FAILURE_MARK
 from fedloom.kubeflow.store_secret import StoreSecret
 
@@ -45,7 +47,13 @@ ATTEMPT = re.compile(r"(.+?)\((\d+)\)")
 """Pattern of an attempt's name: a node that Argo may retry has a child for each attempt, numbered from 0."""
 
 EXECUTOR_TEMPLATES = ("system-container-impl", "retry-system-container-impl")
-"""Templates of the pods that run components; a pod is named after its workflow, template and node."""
+"""Templates of the pods that run components; a pod is named after its workflow, template and node.
+
+For pods with labels or annotations of their own, ``metadata-ANNOTATIONS-LABELS-`` comes before (numbers of them).
+"""
+
+UPLOADED = "Uploaded by fedloom."
+"""Description of the versions that FedLoom uploads; it removes no others."""
 
 Say = Callable[[str], None]
 
@@ -61,11 +69,13 @@ class Order:
     arguments
         Its parameters.
     name
-        Name of the run; made unique.
+        Name of the run.
     experiment
         Kubeflow experiment in which the run is shown; created if it does not exist.
     service_account, root
         Service account of its pods, and location of its artifacts; None for the installation's defaults.
+    changes
+        Changes of the compiled pipeline, which make another version of it.
     store
         Keys of the Secret with the store's credentials, and the store's endpoint.
     """
@@ -76,14 +86,24 @@ class Order:
     experiment: str
     service_account: str | None = None
     root: str | None = None
+    changes: PipelineChanges = field(default_factory=PipelineChanges)
     store: StoreSecret = field(default_factory=StoreSecret)
 
 
+class Uploaded(NamedTuple):
+    """Ids of a pipeline, its version, and the Kubeflow experiment for its runs."""
+
+    pipeline: str
+    version: str
+    experiment: str
+
+
 class Started(NamedTuple):
-    """Started run: its id, and the URL of its page."""
+    """Started run: its id, the URL of its page, and the id of its pipeline if it was just submitted."""
 
     run: str
     link: str
+    pipeline: str | None = None
 
 
 def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
@@ -106,11 +126,43 @@ def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
 
 
 def _submitted(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
+    with ExitStack() as made:
+        found = upload_pipeline(kubeflow, order, made, say)
+        mark = submission_mark()
+        on_failure(made, say, lambda: _withdraw(kubeflow, order.name, found.experiment, mark))
+        run = kubeflow.start(
+            order.name,
+            found.experiment,
+            found.pipeline,
+            found.version,
+            dict(order.arguments),
+            order.service_account,
+            order.root,
+            mark,
+        )
+        made.pop_all()
+    return Started(run, kubeflow.link(run), found.pipeline)
+
+
+def submission_mark() -> str:
+    """Return a description that identifies what one call created, even if its name is taken."""
+    return f"Submitted by fedloom {fedloom.__version__}, {uuid.uuid4().hex}."
+
+
+def upload_pipeline(kubeflow: Kubeflow, order: Order, made: ExitStack, say: Say) -> Uploaded:
+    """Find or create a pipeline, its version, and the Kubeflow experiment; what is created is deleted by the stack.
+
+    Raises
+    ------
+    FedloomError
+        If the pipeline cannot be compiled, or Kubeflow rejects a request or fails.
+    """
     kubeflow.check()
     name = compiling.check_name(order.pipeline).replace("_", "-")
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as made:
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.yaml"
         compiling.compile_to(order.pipeline, file)
+        order.changes.apply(file)
         order.store.apply(file)
         pipeline = _one(
             made,
@@ -125,25 +177,19 @@ def _submitted(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
         version = _one(
             made,
             lambda: kubeflow.version(pipeline, called),
-            lambda: kubeflow.upload(pipeline, called, file),
+            lambda: kubeflow.upload(pipeline, called, file, UPLOADED),
             lambda found: kubeflow.delete_version(pipeline, found),
             say,
         )
-        experiment = _one(
-            made,
-            lambda: kubeflow.experiment(order.experiment),
-            lambda: kubeflow.make_experiment(order.experiment),
-            kubeflow.delete_experiment,
-            say,
-        )
-        say(f"pipeline {name}, version {called}")
-        unique = f"{order.name}-{uuid.uuid4().hex[:8]}"
-        _undone(made, say, lambda: _withdraw(kubeflow, unique, experiment))
-        run = kubeflow.start(
-            unique, experiment, pipeline, version, dict(order.arguments), order.service_account, order.root
-        )
-        made.pop_all()
-    return Started(run, kubeflow.link(run))
+    experiment = _one(
+        made,
+        lambda: kubeflow.experiment(order.experiment),
+        lambda: kubeflow.make_experiment(order.experiment),
+        kubeflow.delete_experiment,
+        say,
+    )
+    say(f"pipeline {name}, version {called}")
+    return Uploaded(pipeline, version, experiment)
 
 
 def _one(
@@ -163,7 +209,7 @@ def _one(
             delete(left)
 
     with ExitStack() as own:
-        _undone(own, say, undo)
+        on_failure(own, say, undo)
         try:
             found = make()
         except Conflict:  # another process created it meanwhile, and keeps it
@@ -175,7 +221,7 @@ def _one(
     return found
 
 
-def _undone(made: ExitStack, say: Say, undo: Callable[[], None]) -> None:
+def on_failure(made: ExitStack, say: Say, undo: Callable[[], None]) -> None:
     """Register an undo for when the block of the stack ends early; a failing undo does not hide why it ended."""
 
     def attempt() -> None:
@@ -187,8 +233,8 @@ def _undone(made: ExitStack, say: Say, undo: Callable[[], None]) -> None:
     made.callback(attempt)
 
 
-def _withdraw(kubeflow: Kubeflow, name: str, experiment: str) -> None:
-    for run in kubeflow.runs(name, experiment):
+def _withdraw(kubeflow: Kubeflow, name: str, experiment: str, mark: str) -> None:
+    for run in kubeflow.runs(name, experiment, mark):
         stop_run(kubeflow, run)
         kubeflow.delete_run(run)
 
@@ -230,7 +276,7 @@ def wait_for_run(kubeflow: Kubeflow, run: str, say: Say, *, poll_s: float = POLL
         return
     if stopped:  # Kubeflow ends a stopped run as FAILED
         raise InterruptedRun(f"the run was stopped: {kubeflow.link(run)}")
-    raise _failure(kubeflow, run, nodes)
+    raise _failure(kubeflow, now, nodes)
 
 
 class _Progress:
@@ -274,14 +320,15 @@ def _author_task(display_name: str) -> tuple[str | None, int | None]:
     return (None if INTERNAL.fullmatch(name) else name), (int(attempt[2]) if attempt else None)
 
 
-def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError:
+def _failure(kubeflow: Kubeflow, ended: Any, nodes: Sequence[Any]) -> FedloomError:
+    run = ended.run_id
     ends: dict[str, set[str]] = {}  # of each task, without its attempts
     for node in nodes:
         name, attempt = _author_task(node.display_name or "")
         if name is not None and attempt is None:
             ends.setdefault(name, set()).add(node.state)
     failed = [name for name, states in ends.items() if "FAILED" in states]
-    records = list(_records(kubeflow, run, nodes))
+    records = list(_records(kubeflow, run, nodes, _executor_templates(kubeflow, ended)))
     # A task that was tried again, and succeeded, has left records, too.
     last = [record for record in records if "SUCCEEDED" not in ends.get(record.message.partition(": ")[0], ())]
     if records:
@@ -295,7 +342,26 @@ def _failure(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> FedloomError
     )
 
 
-def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[FedloomError]:
+def _executor_templates(kubeflow: Kubeflow, run: Any) -> list[str]:
+    """Return the templates of the pods that run components in a run (``container.go`` of Kubeflow's compiler)."""
+    reference, found = run.pipeline_version_reference, set()
+    if reference is not None and reference.pipeline_version_id:
+        with suppress(FedloomError):  # its version was deleted, or cannot be read
+            for pod in _executors(kubeflow.version_spec(reference.pipeline_id, reference.pipeline_version_id)):
+                if metadata := pod.get("podMetadata"):
+                    counts = (len(metadata.get(key, ())) for key in ("annotations", "labels"))
+                    found.add("-".join(("metadata", *map(str, counts), "")))
+    return [f"{prefix}{template}" for prefix in ("", *sorted(found)) for template in EXECUTOR_TEMPLATES]
+
+
+def _executors(spec: Any) -> Iterator[dict[str, Any]]:
+    """Yield the settings of the pods of a version's tasks."""
+    platform = (spec or {}).get("platform_spec") or {}
+    of_kubernetes = (platform.get("platforms") or {}).get("kubernetes") or {}
+    yield from ((of_kubernetes.get("deploymentSpec") or {}).get("executors") or {}).values()
+
+
+def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any], templates: Sequence[str]) -> Iterator[FedloomError]:
     """Yield the failures that the pods of failed tasks have recorded (:func:`fedloom.kubeflow.steps.step`).
 
     Kubeflow's launcher exits with 1 whatever a component's exit code is, and the API does not report a task's error.
@@ -304,7 +370,7 @@ def _records(kubeflow: Kubeflow, run: str, nodes: Sequence[Any]) -> Iterator[Fed
     children = dict.fromkeys(child.pod_name for node in failed for child in node.child_tasks or () if child.pod_name)
     for child in children:
         workflow, _, number = child.rpartition("-")
-        for template in EXECUTOR_TEMPLATES:
+        for template in templates:
             for line in kubeflow.log(run, f"{workflow}-{template}-{number}").splitlines():
                 if line.startswith(FAILURE_MARK):
                     with suppress(ValueError, KeyError, TypeError):

@@ -1,0 +1,102 @@
+"""Recurring runs of the Kubeflow Pipelines API, v2beta1, for :class:`kfp_api.KubeflowApi`.
+
+Sources, of kubeflow/pipelines 2.17:
+
+- fields and paths: ``backend/api/v2beta1/recurring_run.proto``; 64-bit integers are texts in JSON;
+- what is refused: ``toModelJob`` of ``backend/src/apiserver/server/api_converter.go`` (concurrency, cron, interval);
+- cron: ``Parse`` of ``github.com/robfig/cron`` v1.2.0 takes five fields for second to month, with any day of the week;
+- ``status`` and ``mode`` of an answer: ``toApiRecurringRun`` of the same file;
+- deletion: workflows in progress are owned by the recurring run, and go with it unless they are orphaned
+  (``SetOwnerReferences`` of ``backend/src/crd/controller/scheduledworkflow/util/scheduled_workflow.go``).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from kfp_lists import Json, Refused, listed
+
+if TYPE_CHECKING:
+    from kfp_api import KubeflowApi
+
+CRON_BOUNDS = {"second": 59, "minute": 59, "hour": 23, "day": 31, "month": 12, "weekday": 6}
+
+
+def create(api: KubeflowApi, query: Json, body: Json) -> Json:
+    """Create one, and check its pipeline's parameters."""
+    experiment = api.found(api.experiments, body["experiment_id"], "experiment")
+    api.may(experiment["namespace"])
+    if not body.get("display_name"):
+        raise Refused(400, 3, "Recurring run's name cannot be empty")
+    if not 1 <= int(body.get("max_concurrency", 0)) <= 10:
+        raise Refused(400, 3, "Max concurrency of a recurring run must be at least 1 and at most 10")
+    trigger = body["trigger"]
+    if "cron_schedule" in trigger:
+        parsed(trigger["cron_schedule"]["cron"])
+    elif int(trigger["periodic_schedule"]["interval_second"]) < 1:
+        raise Refused(400, 3, "Found invalid period schedule interval. Set at interval to least 1 second")
+    api.check_parameters(body)
+    status = {"ENABLE": "ENABLED", "DISABLE": "DISABLED"}[body["mode"]]
+    stored = {**body, "namespace": experiment["namespace"], "status": status}
+    return api.kept(api.recurring, "recurring_run_id", stored)
+
+
+def read(api: KubeflowApi, run: str, query: Json, body: Any) -> Json:
+    """Return one."""
+    return api.found(api.recurring, run, "recurring run")
+
+
+def list_all(api: KubeflowApi, query: Json, body: Any) -> Json:
+    """List those of an experiment or a namespace."""
+    if "experiment_id" in query:
+        namespace = api.found(api.experiments, query["experiment_id"], "experiment")["namespace"]
+        mine = [one for one in api.recurring.values() if one["experiment_id"] == query["experiment_id"]]
+    else:
+        namespace = query.get("namespace", "")
+        mine = [one for one in api.recurring.values() if one["namespace"] == namespace]
+    api.may(namespace)
+    return listed("recurringRuns", mine, query)
+
+
+def enable(api: KubeflowApi, run: str, query: Json, body: Any) -> Json:
+    """Start runs again."""
+    api.found(api.recurring, run, "recurring run").update(status="ENABLED", mode="ENABLE")
+    return {}
+
+
+def disable(api: KubeflowApi, run: str, query: Json, body: Any) -> Json:
+    """Start no more runs."""
+    api.found(api.recurring, run, "recurring run").update(status="DISABLED", mode="DISABLE")
+    return {}
+
+
+def delete(api: KubeflowApi, run: str, query: Json, body: Any) -> Json:
+    """Delete one, and unless they are orphaned, the workflows that it owns."""
+    api.found(api.recurring, run, "recurring run")
+    del api.recurring[run]
+    for one in api.runs.values():
+        if one.get("recurring_run_id") == run and query.get("propagation_policy") != "ORPHAN":
+            one["state"] = "FAILED"
+    return {}
+
+
+def trigger_now(api: KubeflowApi, run: str) -> Json:
+    """Start a run of a recurring run, as the controller does at its time."""
+    one = api.recurring[run]
+    keys = ("experiment_id", "pipeline_version_reference", "runtime_config")
+    body = {key: one[key] for key in keys} | {"display_name": f"{one['display_name']}-1", "recurring_run_id": run}
+    return api.kept(api.runs, "run_id", {**body, "state": "RUNNING", "looks": 0})
+
+
+def parsed(cron: str) -> dict[str, str]:
+    """Return the fields of a cron expression, as robfig/cron reads them; refuse what it refuses."""
+    parts = cron.split()
+    if len(parts) not in (5, 6):
+        raise Refused(400, 3, f"Schedule cron is not a supported format. Expected 5 to 6 fields, found {len(parts)}")
+    fields = dict(zip(CRON_BOUNDS, [*parts, "*"], strict=False))
+    for name, part in fields.items():
+        for number in re.findall(r"(?<![/\d])\d+", part):
+            if int(number) > CRON_BOUNDS[name]:
+                raise Refused(400, 3, f"End of range ({number}) above maximum ({CRON_BOUNDS[name]}): {part}")
+    return fields
