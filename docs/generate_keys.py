@@ -18,6 +18,7 @@ from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.experiment import json_schema
 from fedloom.experiment.search_space import Choices, Range, SearchSpace
 from fedloom.experiment.validation_errors import Schema, branches, describe
+from fedloom.kubeflow.pods import PodSettings, TaskPod
 from fedloom.runner.disclosure import DisclosedTensor, answers, measures, moment_tensors
 from fedloom.tasks.names import TaskName
 
@@ -27,6 +28,7 @@ LEAVING_PAGE = Path(__file__).parent / "what-leaves-a-client.md"
 METHODS_PAGE = Path(__file__).parent / "algorithms" / "README.md"
 PRIVACY_PAGE = Path(__file__).parent / "privacy.md"
 SEARCH_PAGE = Path(__file__).parent / "search.md"
+KUBEFLOW_PAGE = Path(__file__).parent / "kubeflow.md"
 
 SUMMED_WITH = {"drfa": {"replace": False, "gamma": 0}}
 """Settings with which a method's answers can be summed, where they cannot by default."""
@@ -156,6 +158,14 @@ def search_page(text: str) -> str:
     return _filled(text, {"space": "\n".join(rows)})
 
 
+def kubeflow_page(text: str) -> str:
+    """Return the page of Kubeflow, its table of the keys of tasks' pods made anew."""
+    schema, of_task = PodSettings.model_json_schema(), TaskPod.model_json_schema()
+    rows = ["| key | allowed | default | meaning |", "|---|---|---|---|", *_rows(schema, schema, 1)]
+    rows += _rows(of_task, of_task, 1, "tasks.NAME.")
+    return _filled(text, {"pods": "\n".join(rows)})
+
+
 def privacy_page(text: str) -> str:
     """Return the page of privacy, its table of methods made anew."""
     return _filled(text, {"methods": "\n".join(_privacy_table())})
@@ -280,4 +290,5 @@ if __name__ == "__main__":
     LEAVING_PAGE.write_text(leaving_page(LEAVING_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     METHODS_PAGE.write_text(methods_page(METHODS_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     PRIVACY_PAGE.write_text(privacy_page(PRIVACY_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    KUBEFLOW_PAGE.write_text(kubeflow_page(KUBEFLOW_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     SEARCH_PAGE.write_text(search_page(SEARCH_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,9 @@ def test_invalid_settings_are_refused_and_nothing_is_written(
 def test_a_task_of_another_pipeline_is_told(tmp_path: Path) -> None:
     result = command(tmp_path, {"tasks": {"federate": {"gpu": {"count": 1}}}}, "unseen_clients")
     assert tells(str(result.exception), "unseen-clients", "federate", "evaluate")
+
+
+def test_the_table_of_keys_is_current() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "kubeflow.md").read_text()
+    assert runpy.run_path(str(docs / "generate_keys.py"))["kubeflow_page"](page) == page, "make docs"

@@ -99,11 +99,11 @@ class Uploaded(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Started run: its id, the URL of its page, and the id of its pipeline if it was just submitted."""
+    """Started run: its id, the URL of its page, and the id of its pipeline; empty if it is not known."""
 
     run: str
     link: str
-    pipeline: str | None = None
+    pipeline: str = ""
 
 
 def submit_pipeline(kubeflow: Kubeflow, order: Order, say: Say) -> Started:
