@@ -147,7 +147,7 @@ class Timing:
         )
 
 
-class Schedule(NamedTuple):
+class RecurringRun(NamedTuple):
     """Recurring run of the installation.
 
     Attributes
@@ -226,7 +226,7 @@ def _withdraw(kubeflow: Kubeflow, experiment: str, mark: str) -> None:
             delete_schedule(kubeflow, one.recurring_run_id)
 
 
-def list_schedules(kubeflow: Kubeflow, experiment: str) -> Iterator[Schedule]:
+def list_schedules(kubeflow: Kubeflow, experiment: str) -> Iterator[RecurringRun]:
     """Yield the recurring runs in a Kubeflow experiment, given its name; none if there is no such experiment.
 
     Raises
@@ -237,7 +237,7 @@ def list_schedules(kubeflow: Kubeflow, experiment: str) -> Iterator[Schedule]:
     found = kubeflow.experiment(experiment)
     for one in () if found is None else recurring_runs(kubeflow, experiment_id=found):
         state = "active" if one.status == "ENABLED" else "paused"
-        yield Schedule(one.recurring_run_id, one.display_name, state, _when(one.trigger))
+        yield RecurringRun(one.recurring_run_id, one.display_name, state, _when(one.trigger))
 
 
 def _when(trigger: Any) -> str:
