@@ -30,7 +30,15 @@ from fedloom.cluster.api import Api
 from fedloom.cluster.federate import federate
 from fedloom.cluster.manifests import identity
 from fedloom.cluster.settings import ClusterSettings
-from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, QuorumError, RefusedError
+from fedloom.errors import (
+    DataError,
+    ExperimentError,
+    FedloomError,
+    InterruptedRun,
+    QuorumError,
+    RefusedError,
+    StorageError,
+)
 from fedloom.experiment import Experiment
 from fedloom.runner import assemble
 from fedloom.storage import open_store
@@ -190,6 +198,7 @@ BEFORE = [
     (["storage=runs"], {}, ExperimentError, "storage is runs"),
     ([], {"image": None}, ExperimentError, "cluster.image is not set"),
     ([], {"storage_secret": None}, ExperimentError, "cluster.storage_secret is not set"),
+    (["storage=pvc://none/x"], {"storage_secret": None}, StorageError, "pvc://none/x"),  # this machine mounts no claim
     (["runtime.device=cuda"], {}, ExperimentError, "cluster.gpu is not set"),
     ([], {"gpu": {"count": 1}}, ExperimentError, "cluster.gpu asks for a GPU"),
 ]  # fmt: skip

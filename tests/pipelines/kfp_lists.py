@@ -34,13 +34,11 @@ def listed(kind: str, found: list[Json], query: Json) -> Json:
     """Return a page of a list: the items that a filter's predicates match, in order."""
     for predicate in json.loads(query["filter"])["predicates"] if query.get("filter") else ():
         known(kind, predicate["key"])
-        if predicate["operation"] in (1, "EQUALS"):
-            values = [predicate.get("stringValue", predicate.get("string_value"))]
-        elif predicate["operation"] in (8, "IN"):
-            values = predicate.get("stringValues", predicate.get("string_values"))["values"]
-        else:
+        value = predicate.get("stringValue", predicate.get("string_value"))
+        if predicate["operation"] not in (1, 2, "EQUALS", "NOT_EQUALS"):
             raise Refused(400, 3, f"Invalid input error: operation {predicate['operation']} is not known here")
-        found = [one for one in found if one.get(predicate["key"]) in values]
+        wanted = predicate["operation"] in (1, "EQUALS")
+        found = [one for one in found if (one.get(predicate["key"]) == value) == wanted]
     key, _, order = (query.get("sort_by") or "created_at").partition(" ")
     known(kind, key)
     found = sorted(found, key=lambda one: str(one.get(key)), reverse=order == "desc")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import kfp_recurring
 import pytest
@@ -19,7 +17,6 @@ from typer.testing import CliRunner, Result
 from fedloom.cli.main import app
 from fedloom.errors import ExperimentError, FedloomError, RefusedError, StorageError
 from fedloom.kubeflow import submit as submitting
-from fedloom.kubeflow import versions
 from fedloom.kubeflow.schedules import cron_with_seconds, interval_seconds
 from fedloom.kubeflow.steps import FAILURE_MARK
 
@@ -349,11 +346,11 @@ def test_old_versions_that_cannot_be_removed_do_not_hide_the_run(
     assert len(api.versions) == 2
 
 
-def test_the_unfinished_states_are_kubeflows() -> None:
-    """Against the enumeration of the generated client."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from kfp_server_api import V2beta1RuntimeState
-    every: set[str] = set(V2beta1RuntimeState.allowable_values)
-    ended: set[Any] = {*submitting.ENDS, "RUNTIME_STATE_UNSPECIFIED"}
-    assert set(versions.UNFINISHED) == every - ended
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "CANCELING", "PAUSED", "RUNTIME_STATE_UNSPECIFIED"])
+def test_a_version_is_in_use_until_its_runs_have_ended(
+    state: str, api: KubeflowApi, pipeline: Callable[..., Result]
+) -> None:
+    old = submitted(api, pipeline, "old")
+    next(iter(api.runs.values()))["state"] = state
+    new = submitted(api, pipeline, "new", "--keep-versions", "1")
+    assert names(api) == [old, new]

@@ -6,13 +6,10 @@ import json
 from typing import Any
 
 from fedloom.kubeflow.api import Gone, Kubeflow
-from fedloom.kubeflow.submit import UPLOADED
+from fedloom.kubeflow.submit import ENDS, UPLOADED
 
-IN = 8
-"""Operation of a filter: one of several values (``filter.proto``)."""
-
-UNFINISHED = ("PENDING", "RUNNING", "CANCELING", "PAUSED")
-"""States of a run that has not ended (``run.proto``, ``RuntimeState``)."""
+NOT_EQUALS = 2
+"""Operation of a filter (``filter.proto``)."""
 
 
 def remove_old_versions(kubeflow: Kubeflow, pipeline: str, keep: int) -> list[str]:
@@ -53,13 +50,13 @@ def remove_old_versions(kubeflow: Kubeflow, pipeline: str, keep: int) -> list[st
 
 def _used(kubeflow: Kubeflow) -> set[str]:
     """Return the ids of the versions that runs in progress and schedules use."""
-    states = {"operation": IN, "key": "state", "stringValues": {"values": [*UNFINISHED]}}
+    unfinished = [{"operation": NOT_EQUALS, "key": "state", "stringValue": state} for state in ENDS]
     runs = kubeflow.pages(
         "list the runs",
         "RunServiceApi",
         "run_service_list_runs",
         "runs",
-        filter=json.dumps({"predicates": [states]}),
+        filter=json.dumps({"predicates": unfinished}),
         **kubeflow.in_namespace(),
     )
     return {_version(one) for one in (*runs, *recurring_runs(kubeflow))}
