@@ -67,8 +67,6 @@ def plan_order(
     arguments = arguments | _where(name, options.backend, options.cluster, settings.storage_secret, labels)
     if "cluster" in arguments:
         arguments["cluster"] = settings.store.for_client_pods(arguments["cluster"])
-    if "cluster" in arguments:
-        arguments["cluster"] = settings.store.for_client_pods(arguments["cluster"])
     if arguments.get("serve") and settings.serve_secret is not None:
         arguments["serve_secret"] = settings.serve_secret
     if settings.image is not None:
