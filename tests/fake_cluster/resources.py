@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import kubernetes_validate
+import kubernetes_schemas
 
 Object = dict[str, Any]
 SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
-VERSION = "1.35"
+VERSION = "1.36"
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,7 @@ def validate(resource: Resource, item: Object) -> None:
     if not rule.fullmatch(meta.get("name", "")):
         wrong.append(f'metadata.name: Invalid value: "{meta.get("name", "")}": must be a DNS name')
     if resource.schema:
-        try:
-            kubernetes_validate.validate(item, VERSION, strict=True)
-        except kubernetes_validate.ValidationError as error:
+        for error in kubernetes_schemas.faults(item, VERSION):
             where = ".".join(str(part) for part in error.path)
             wrong.append(f"{where or resource.kind}: {error.message}")
     if wrong:
