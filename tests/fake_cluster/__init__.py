@@ -37,6 +37,7 @@ import yaml
 
 from fake_cluster.jobs import JobController
 from fake_cluster.kubelet import Kubelet, Scheduler
+from fake_cluster.namespaces import NamespaceController, namespace_object
 from fake_cluster.network import Forwarder, Network
 from fake_cluster.quotas import Quota, Quotas
 from fake_cluster.resources import RESOURCES, selects
@@ -99,9 +100,8 @@ class FakeCluster:
             threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True),
             threading.Thread(target=self._control, daemon=True),
         ]
-        self._store.create(
-            RESOURCES["namespaces"], {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
-        )
+        self._namespaces = NamespaceController(self._store)
+        self._store.create(RESOURCES["namespaces"], namespace_object(namespace))
         self.root.mkdir(parents=True, exist_ok=True)
         self.kubeconfig = self.kubeconfig_for(None, user="admin")
         """Of somebody who may do everything."""
@@ -202,6 +202,7 @@ class FakeCluster:
         while not self.kubelet.stopping.is_set():
             with self._store.changed:
                 self._store.collect_garbage()
+                self._namespaces.tick()
                 self._jobs.tick()
                 self.node.tick()
                 self.kubelet.tick()

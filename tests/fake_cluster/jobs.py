@@ -1,6 +1,10 @@
 """The Job controller: makes pods, counts how they end, and says when a Job is over.
 
-Written from the documentation of batch/v1 (Jobs, pod failure policy, backoff limit per index, pod replacement policy).
+Written from the documentation of batch/v1 (Jobs, pod failure policy, backoff limit per index, pod replacement policy),
+and, for the finalizer of pods, from ``pkg/controller/job`` of kubernetes/kubernetes: ``canRemoveFinalizer`` of
+``job_controller.go``, ``getPodsWithDelayedDeletionPerIndex`` of ``indexed_job_utils.go``. Under a backoff limit per
+index, the last failed pod of an index keeps its finalizer until another pod of that index is there, the index is given
+up, or the Job ends or is deleted. In a namespace that is being deleted no pod can be made, so the failed ones stay.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ class Count:
         self.failed = 0
         self.completed: set[int | None] = set()
         self.given_up: set[int | None] = set()
+        self.counted: set[str] = set()
+        """Pods whose end has been counted, by uid."""
         self.not_before: dict[int | None, float] = {}
         self.refused_until = 0.0
         """A quota has refused a pod; it is asked again then."""
@@ -85,9 +91,12 @@ class JobController:
                 self._store.delete(JOBS, meta["namespace"], meta["name"], "Foreground", uid=meta["uid"])
             return
         for pod in pods:
-            if pod["status"]["phase"] in ("Succeeded", "Failed") and TRACKING in pod["metadata"].get("finalizers", []):
-                self._account(count, spec, pod)
-                self._release(pod)
+            if TRACKING in pod["metadata"].get("finalizers", []) and has_ended(pod):
+                if pod["metadata"]["uid"] not in count.counted:
+                    count.counted.add(pod["metadata"]["uid"])
+                    self._account(count, spec, pod)
+                if "deletionTimestamp" in meta or not waits_for_successor(job, count, pod, pods):
+                    self._release(pod)
         live = [pod for pod in pods if pod["status"]["phase"] in ("Pending", "Running")]
         staying = [pod for pod in live if "deletionTimestamp" not in pod["metadata"]]
         if "deletionTimestamp" in meta:
@@ -186,13 +195,19 @@ class JobController:
             if time.monotonic() >= max(count.not_before.get(index if per_index else None, 0.0), count.refused_until):
                 pod = pod_of(job, index)
                 try:
-                    self._quotas.charge(PODS, pod)
+                    self._admit(pod)
                 except ApiError as error:
                     count.refused_until = time.monotonic() + self._backoff_s
                     emit(self._store, job, "Warning", "FailedCreate", f"Error creating: {error.message}")
                 else:
                     made.append(self._store.create(PODS, pod))
         return made
+
+    def _admit(self, pod: Object) -> None:
+        namespace = self._store.get(RESOURCES["namespaces"], "", pod["metadata"]["namespace"])
+        if "deletionTimestamp" in namespace["metadata"]:
+            raise ApiError(403, "Forbidden", "the namespace is being terminated")
+        self._quotas.charge(PODS, pod)
 
     def _stop(self, pods: list[Object]) -> None:
         for pod in pods:
@@ -202,11 +217,25 @@ class JobController:
     def _release(self, pod: Object) -> None:
         """An ended pod that was counted, or that nobody counts, may go."""
         meta = pod["metadata"]
-        ended = pod["status"]["phase"] in ("Succeeded", "Failed")
-        if ended and TRACKING in meta.get("finalizers", []):
+        if has_ended(pod) and TRACKING in meta.get("finalizers", []):
             self._store.modify(
                 PODS, meta["namespace"], meta["name"], lambda found: found["metadata"]["finalizers"].remove(TRACKING)
             )
+
+
+def has_ended(pod: Object) -> bool:
+    """True once no container of a pod will ever run again."""
+    return pod["status"]["phase"] in ("Succeeded", "Failed")
+
+
+def waits_for_successor(job: Object, count: Count, pod: Object, pods: list[Object]) -> bool:
+    """True while the finalizer of a failed pod waits for the pod that replaces it in its index."""
+    index = index_of(pod)
+    if job["spec"].get("backoffLimitPerIndex") is None or index is None or pod["status"]["phase"] == "Succeeded":
+        return False
+    if index in count.completed | count.given_up:
+        return False
+    return next(other for other in reversed(pods) if index_of(other) == index) is pod  # they are in order of creation
 
 
 def pod_of(job: Object, index: int | None) -> Object:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from base64 import b64decode
@@ -26,7 +27,7 @@ PODS, SECRETS, CONFIG_MAPS = (RESOURCES[name] for name in ("pods", "secrets", "c
 NODE = "node-0"
 TICK_S = 0.03
 RENEW_S = 0.5
-"""Seconds until a pod's files follow a changed Secret; minutes on a real node."""
+"""Seconds between a pod's looks at changed Secrets; a minute or two on a real node."""
 MESSAGE_BYTES = 2048
 """Bytes of a log that FallbackToLogsOnError keeps."""
 
@@ -461,9 +462,8 @@ class Container:
                     message = f'MountVolume.SetUp failed for volume "{mount["name"]}" : {error.message}'
                     raise Waiting("ContainerCreating", message, "FailedMount") from None
                 folder.mkdir(parents=True)
-                for key, value in content.items():
-                    (folder / key).write_bytes(value)
                 if content:
+                    project(folder, content)
                     self._mounted[folder] = (volume, content)
             found[mount["mountPath"].rstrip("/")] = folder / mount.get("subPath", "")
             found[mount["mountPath"].rstrip("/")].mkdir(parents=True, exist_ok=True)
@@ -490,15 +490,14 @@ class Container:
         return {}
 
     def renew(self) -> None:
-        """Mount what Secrets and ConfigMaps have become, as the kubelet does, file by file; what is gone stays."""
+        """Show what a Secret or ConfigMap has become: one volume at each look, as they follow one by one."""
         for folder, (volume, before) in self._mounted.items():
             with suppress(ApiError):
                 content = self._content(volume)
-                for key, value in content.items():
-                    if before.get(key) != value:
-                        (folder / f".{key}.new").write_bytes(value)
-                        (folder / f".{key}.new").replace(folder / key)
-                self._mounted[folder] = (volume, content)
+                if content != before:
+                    project(folder, content)
+                    self._mounted[folder] = (volume, content)
+                    return
 
     def _variables(self) -> dict[str, str]:
         made: dict[str, str] = {}
@@ -560,6 +559,27 @@ class Container:
             own = re.escape(str(self.run.kubelet.root.parent))  # a path of this machine is meant as it is
             text = re.sub(rf"(?<![\w./~-])(?!{own})({paths})(?![\w.-])", lambda found: str(mounts[found[1]]), text)
         return self.run.kubelet.resolve(text.replace("0.0.0.0", self.run.address).replace("[::]", self.run.address))
+
+
+def project(folder: Path, content: Mapping[str, bytes]) -> None:
+    """Make the files of a volume, all at once, by a link to a folder of them (``..data``) that is replaced.
+
+    As ``pkg/volume/util/atomic_writer.go`` of kubernetes/kubernetes does: a file that is gone from the Secret is gone
+    here, two files of one volume never differ in age, and those of two volumes do.
+    """
+    made, link = Path(tempfile.mkdtemp(prefix="..", dir=folder)), folder / "..data"
+    for key, value in content.items():
+        (made / key).write_bytes(value)
+    before = link.readlink() if link.is_symlink() else None
+    (folder / "..data_tmp").symlink_to(made.name)
+    (folder / "..data_tmp").replace(link)
+    shown = {path.name for path in folder.iterdir() if not path.name.startswith("..")}
+    for key in content.keys() - shown:
+        (folder / key).symlink_to(f"..data/{key}")
+    for key in shown - content.keys():
+        (folder / key).unlink()
+    if before is not None:
+        shutil.rmtree(folder / before)
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:

@@ -138,6 +138,11 @@ class Api:
             f'group "{request.resource.group}" in the namespace "{request.namespace}"'
         )
 
+    def _terminating(self, request: Request) -> str:
+        """As in apiserver/pkg/admission/plugin/namespace/lifecycle/admission.go of Kubernetes."""
+        named = f'{request.resource.qualified} "{request.body["metadata"]["name"]}" is forbidden'
+        return f"{named}: unable to create new content in namespace {request.namespace} because it is being terminated"
+
     def _named(self, request: Request) -> tuple[Resource, str, str]:
         return request.resource, request.namespace, request.name or ""
 
@@ -192,7 +197,9 @@ class Api:
 
     def _create(self, request: Request) -> Object:
         if request.resource.namespaced:
-            self.store.get(RESOURCES["namespaces"], "", request.namespace)
+            namespace = self.store.get(RESOURCES["namespaces"], "", request.namespace)
+            if "deletionTimestamp" in namespace["metadata"]:
+                raise ApiError(403, "Forbidden", self._terminating(request))
         made = admit(request.resource, request.namespace, request.body)
         self.quotas.charge(request.resource, made)
         if request.resource.kind == "Service":

@@ -235,4 +235,5 @@ def emit(store: Store, about: Object, kind: str, reason: str, message: str) -> N
 def _gone(item: Object) -> bool:
     """Return True if nothing holds back the deletion of an object any more."""
     meta = item["metadata"]
-    return "deletionTimestamp" in meta and not (meta.get("finalizers") or meta.get("deletionGracePeriodSeconds"))
+    held = meta.get("finalizers") or meta.get("deletionGracePeriodSeconds") or item.get("spec", {}).get("finalizers")
+    return "deletionTimestamp" in meta and not held

@@ -18,6 +18,7 @@ import pytest
 from facts import failing, refusing, tells
 from fake_cluster import FakeCluster
 from forked import Popen
+from kubernetes import client, config
 from run_processes import ENVIRONMENT, WAIT_S, alive, children, fedloom, final, scores, until
 from s3_support import S3Server
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -385,6 +386,25 @@ def test_a_federation_is_submitted_looked_at_and_stopped(place: Place, settings_
     assert "no federation" in command("status")
     assert name in command("stop", name, code=2)
     assert list(open_store(place.storage).entries("runs/"))  # its experiment: submitted again, it goes on
+
+
+def test_stopping_a_federation_frees_a_namespace_that_is_being_deleted(place: Place, settings_file: Path) -> None:
+    """As docs/cluster.md says: without it, the failed pods of workers wait for others for ever."""
+    settings_file.write_text(json.dumps(SETTINGS | {"retries": 1}))
+    place.program("exec sleep 60")
+    submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]
+    said = command(*submit, "--partition", place.partition)
+    name = said[said.index("fl-") :][:15]
+    until(lambda: "2 of 2 workers run" in command("status", name), "pods")
+    core = client.CoreV1Api(config.new_client_from_config(str(place.cluster.kubeconfig)))
+    core.delete_namespace(place.cluster.namespace)
+    worker = f"app.kubernetes.io/instance={name},app.kubernetes.io/component=worker"
+    held = lambda: [pod["status"]["phase"] for pod in place.cluster.pods()]  # noqa: E731
+    until(lambda: held() == ["Failed", "Failed"], "both workers are held")
+    assert len(place.cluster.pods(worker)) == 2
+    command("stop", name)
+    until(lambda: not place.cluster.objects("namespaces"), "the end of the namespace")
+    assert not place.cluster.objects("jobs")
 
 
 def test_a_log_is_followed_to_its_end(place: Place, settings_file: Path) -> None:

@@ -244,6 +244,51 @@ def test_deletion(cluster: Cluster) -> None:
     assert cluster.fake.log(names["background"], "main") == "up\ntold\n"
 
 
+def test_a_namespace_with_a_job_of_indexes_stays_until_the_job_is_deleted(cluster: Cluster) -> None:
+    """Its failed pods wait for others, which cannot be made any more."""
+    indexed = {"completions": 1, "completionMode": "Indexed", "backoffLimitPerIndex": 3}
+    cluster.job("indexed", SLEEP, spec={**indexed, "podReplacementPolicy": "Failed"})
+    cluster.job("plain", SLEEP)
+    cluster.fake.add_secret("login", {"KEY": "hush"})
+    (pod,), _ = cluster.running("indexed"), cluster.running("plain")
+    assert cluster.core.read_namespace(NS).status.phase == "Active"
+    cluster.core.delete_namespace(NS)
+    until(
+        lambda: [left["metadata"]["name"] for left in cluster.fake.pods()] == [pod], "the other Job's pod is gone", 60
+    )
+    until(lambda: cluster.fake.pods()[0]["status"]["phase"] == "Failed", "the pod ends", 60)
+    assert "because it is being terminated" in refused(403, lambda: cluster.job("another", "true"))
+    assert cluster.core.read_namespace(NS).status.phase == "Terminating"
+    assert {job["metadata"]["name"] for job in cluster.fake.objects("jobs")} == {"indexed", "plain"}  # pods come first
+    assert cluster.fake.pods()[0]["metadata"]["finalizers"] == ["batch.kubernetes.io/job-tracking"]
+    cluster.batch.delete_namespaced_job("indexed", NS, propagation_policy="Background")
+    until(lambda: not cluster.fake.objects("namespaces"), "the namespace is gone", 60)
+    assert not cluster.fake.objects("jobs")
+    assert not cluster.fake.objects("secrets")
+
+
+def test_volumes_follow_their_secrets_one_by_one_and_each_at_once(cluster: Cluster) -> None:
+    cluster.fake.add_secret("a", {"x": "1", "y": "1"})
+    cluster.fake.add_secret("b", {"z": "1"})
+    cluster.job(
+        "job", SLEEP,
+        volumes=[{"name": name, "secret": {"secretName": name}} for name in "ab"],
+        volumeMounts=[{"name": name, "mountPath": f"/{name}"} for name in "ab"],
+    )  # fmt: skip
+    (pod,) = cluster.running("job")
+    volumes = cluster.fake.kubelet.run_of(pod).folder / "volumes"
+    assert {path.name for path in (volumes / "a").iterdir() if path.name[:2] != ".."} == {"x", "y"}
+    for secret, values in (("a", {"x": "2", "w": "2"}), ("b", {"z": "2"})):
+        cluster.core.delete_namespaced_secret(secret, NS)
+        cluster.fake.add_secret(secret, values)
+
+    def read(path: str) -> str:
+        return (volumes / path).read_text() if (volumes / path).exists() else ""
+
+    until(lambda: (read("a/x"), read("a/w"), read("b/z")) == ("2", "2", "2"), "both volumes follow", 60)
+    assert {path.name for path in (volumes / "a").iterdir() if path.name[:2] != ".."} == {"x", "w"}
+
+
 def test_a_pod_that_does_not_listen_is_killed_after_its_grace(cluster: Cluster) -> None:
     cluster.job("deaf", f"trap '' TERM; echo up; {LOOP}")
     (pod,) = cluster.running("deaf")
