@@ -160,6 +160,11 @@ class FakeCluster:
         folder = self.kubelet.claims / name
         folder.mkdir(parents=True)
         return folder
+    def add_workflow(self, name: str, labels: Mapping[str, str], nodes: Mapping[str, Object]) -> None:
+        """Make a Workflow of Argo, of which nothing runs."""
+        manifest = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "status": {"nodes": dict(nodes)}}
+        meta = {"name": name, "namespace": self.namespace, "labels": dict(labels)}
+        self._store.create(RESOURCES["workflows"], {**manifest, "metadata": meta})
 
     def add_quota(self, name: str, **hard: str) -> None:
         """Limit what there may be: ``add_quota("few", **{"count/jobs.batch": "2"})``."""

@@ -5,19 +5,33 @@ status codes and bodies, one user or many, tokens, and what networks do: answers
 checks an uploaded pipeline and a run's parameters as the API server does, and runs nothing: a test says how a run goes
 on. Not covered: archiving, reports and artifacts.
 
-A run looks as it does under Kubeflow Pipelines 2.17.0 with its stock configuration. The names of the source files are
-those of that project:
+A run looks as it does under Kubeflow Pipelines 2.17.0 with its stock configuration and Argo Workflows 4.0.5. Files are
+those of kubeflow/pipelines, and of argoproj/argo-workflows where they begin with ``workflow/``:
 
-- A run's tasks are the nodes of Argo's workflow (``backend/src/apiserver/server/api_converter.go``, ``toModelTasks``):
-  groups, drivers and executors beside the author's tasks, and each of them twice, as a Retry node and its attempt
-  ``(0)`` (``manifests/kustomize/third-party/argo/base/workflow-controller-configmap-patch.yaml``, ``retryStrategy``).
-- ``error`` is absent, of a run and of its tasks: ``toApiPipelineTaskDetail`` does not set it.
+- A run's tasks are the nodes of the workflow (``backend/src/apiserver/server/api_converter.go``, ``toModelTasks``). The
+  compiler makes groups, drivers, executors and loops beside the author's tasks
+  (``backend/src/v2/compiler/argocompiler/dag.go``, ``container.go``); the workflow itself is a node, with its own name.
+- Each of them is there twice, as a Retry node and its attempt ``(0)``
+  (``manifests/kustomize/third-party/argo/base/workflow-controller-configmap-patch.yaml``, ``retryStrategy``;
+  ``workflow/controller/operator.go``, ``retryNodeName``), but for the group of a loop's iterations, whose items are
+  ``iteration-iterations(0:0)`` (``generateNodeName``).
+- A node that is Omitted, as what depends on a failed task is, has the state RUNTIME_STATE_UNSPECIFIED
+  (``backend/src/apiserver/model/run.go``, ``ToV2``).
+- ``error`` is absent, of a run and of its tasks: ``toApiRun`` and ``toApiPipelineTaskDetail`` set it only for data that
+  they cannot convert.
+- A container that runs a component ends with 1 whatever the component's exit code
+  (``backend/src/v2/cmd/launcher-v2/main.go``, ``glog.Exit``).
 - Of a pod, the API tells the node's id, as a child of another node; its name is made of the workflow, the template
   and the last part of that id (``backend/src/common/util/workflow.go``, ``RetrievePodName``).
-- What a task printed is at ``/apis/v1alpha1/runs/RUN/nodes/POD/log``; where there is no such pod the status is 200 all
-  the same, and the text tells of an error (``backend/src/apiserver/server/run_log_server.go``).
-- A run that is stopped is CANCELING, then FAILED; one that has ended cannot be stopped (``run_store.go``,
-  ``TerminateRun``: "Row not found").
+- What a task printed is at ``/apis/v1alpha1/runs/RUN/nodes/POD/log``, from the container ``main`` or, once the pod is
+  gone, from Argo's archive, where it is the artifact ``main-logs``
+  (``backend/src/apiserver/resource/resource_manager.go``, ``ReadLog``; ``archive/log.go``). Where there is neither, the
+  status is 200 all the same, and the text tells of an error (``backend/src/apiserver/server/run_log_server.go``). The
+  launcher publishes the same text as the artifact ``executor-logs-N`` of attempt N
+  (``backend/src/v2/component/launcher_v2.go``, ``qualifyExecutorLogsURI``).
+- A run that is stopped is CANCELING, then FAILED; one that has ended cannot be stopped
+  (``backend/src/apiserver/storage/run_store.go``, ``TerminateRun``: "Row not found").
+- Workflow and pods have the label ``pipeline/runid`` (``backend/src/apiserver/template/v2_template.go``).
 - The pods of a task with labels or annotations have a template named by their numbers
   (``backend/src/v2/compiler/argocompiler/container.go``, ``metadata-``).
 - A version with a platform's document is returned as ``pipeline_spec`` and ``platform_spec``
@@ -268,8 +282,11 @@ class KubeflowApi:
             hashed = executor.rpartition("-")[2]
             self.logs[f"{WORKFLOW}-{self._template(run, name)}-{int(hashed) - 1}"] = printed
             retried(name, state, [executor])
+        items = [retried(f"iteration-iterations(0:{i})", "RUNNING", []) for i in range(2)]
+        add("iteration-iterations", "RUNNING", items)
         for group in ("exit-handler-1", "for-loop-2", "iteration-item", "condition-3", "exit-handler-1.onExit", "root"):
             retried(group, "RUNNING", [])
+        retried(WORKFLOW, "RUNNING", [])
         return nodes
 
     def _template(self, run: str, task: str) -> str:

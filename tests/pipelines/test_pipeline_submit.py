@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import kfp_api
 import pytest
 import yaml
 from facts import tells
+from fake_cluster import FakeCluster
 from forked import Popen
 from kfp_api import Fault, KubeflowApi, serving
 from run_processes import EXPERIMENT, FEDLOOM, WAIT_S, until
@@ -54,7 +56,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(submitting, "POLL_S", 0.02)
     monkeypatch.setattr(submitting.wait_for_run, "__kwdefaults__", {"poll_s": 0.02})
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("KF_PIPELINES_ENDPOINT", "FEDLOOM_KUBEFLOW_TOKEN", "SSL_CERT_FILE"):
+    for name in ("KF_PIPELINES_ENDPOINT", "FEDLOOM_KUBEFLOW_TOKEN", "SSL_CERT_FILE", "KUBECONFIG"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -313,8 +315,6 @@ def test_two_who_submit_at_once(api: KubeflowApi, fedloom: Callable[..., Result]
             made.append(api.create_pipeline({}, {"display_name": "personalized-federation"}))
         return answer
 
-    import kfp_api
-
     routes = [("GET", "/pipelines", late) if r[1] == "/pipelines" and r[0] == "GET" else r for r in kfp_api.ROUTES]
     before, kfp_api.ROUTES = kfp_api.ROUTES, routes
     try:
@@ -346,8 +346,6 @@ def test_an_interrupted_submit_leaves_nothing(api: KubeflowApi, files: tuple[Pat
             made = answer(self, query, body)
             process.send_signal(signal.SIGINT)
             return made
-
-        import kfp_api
 
         before = kfp_api.ROUTES
         kfp_api.ROUTES = [(m, p, slow if a is answer else a) for m, p, a in before]
@@ -395,11 +393,11 @@ def recorded(error: FedloomError) -> str:
         (recorded(ExperimentError("plan: no such key", key="federation.rounds")), ExperimentError, "no such key"),
         (f"noise\n{recorded(RefusedError('federate: no', hint='ask'))}\nI0101", RefusedError, "federate: no\n  ask"),
         (recorded(QuorumError("federate: few")), QuorumError, "few"),
-        (f"{FAILURE_MARK}not JSON", QuorumError, "kubectl describe pods"),
-        (f'{FAILURE_MARK}{{"class": "KeyError"}}', QuorumError, "kubectl describe pods"),
-        pytest.param(f"{FAILURE_MARK}{'[' * 100_000}", QuorumError, "kubectl describe pods", id="nested"),
-        (recorded(QuorumError("few")).replace('"few"', "5"), QuorumError, "kubectl describe pods"),
-        ("", QuorumError, "kubectl describe pods -n kubeflow -l pipeline/runid="),
+        (f"{FAILURE_MARK}not JSON", QuorumError, "kubectl describe workflows,pods"),
+        (f'{FAILURE_MARK}{{"class": "KeyError"}}', QuorumError, "kubectl describe workflows,pods"),
+        pytest.param(f"{FAILURE_MARK}{'[' * 100_000}", QuorumError, "kubectl describe workflows,pods", id="nested"),
+        (recorded(QuorumError("few")).replace('"few"', "5"), QuorumError, "kubectl describe workflows,pods"),
+        ("", QuorumError, "kubectl describe workflows,pods -n kubeflow -l pipeline/runid="),
     ],
 )
 def test_the_outcome_is_the_exit_codes(
@@ -430,7 +428,7 @@ def test_a_log_that_cannot_be_read_hides_no_failure(
 ) -> None:
     api.script = [("FAILED", [("federate", "FAILED", recorded(RefusedError("no")))])]
     api.faults = [Fault("GET /apis/v1alpha1/.*/log", **fault)]
-    assert "kubectl describe pods" in failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
+    assert "kubectl describe workflows,pods" in failed(fedloom("--kubeflow", api.host, "--wait"), QuorumError)
 
 
 def test_a_component_that_fails_leaves_the_record_that_waiting_reads(capfd: pytest.CaptureFixture[str]) -> None:
@@ -459,7 +457,47 @@ def test_a_pod_that_does_not_start_is_told_once(
     monkeypatch.setattr(submitting, "PENDING_S", 0.0)
     api.script = [("RUNNING", [("plan", "PENDING", "")])] * 4 + [("SUCCEEDED", [("plan", "SUCCEEDED", "")])]
     output = fedloom("--kubeflow", api.host, "--wait").output
-    assert output.count(f"kubectl describe pods -n kubeflow -l pipeline/runid={next(iter(api.runs))}") == 1
+    assert output.count(f"kubectl describe workflows,pods -n kubeflow -l pipeline/runid={next(iter(api.runs))}") == 1
+
+
+@pytest.mark.cluster
+def test_the_workflow_tells_why_pods_do_not_start_or_were_never_created(
+    api: KubeflowApi, fedloom: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes as Argo writes them (workflow_types.go), for whoever may list Workflows."""
+    monkeypatch.setattr(submitting, "PENDING_S", 0.0)
+    account = 'pods "x" is forbidden: error looking up service account kubeflow/pipeline-runner: not found'
+    nodes = {
+        "w-1": {"type": "Pod", "phase": "Pending", "displayName": "plan-driver(0)", "message": "ImagePullBackOff: no"},
+        "w-2": {"type": "Retry", "phase": "Error", "displayName": "plan", "message": "of its attempt"},
+        "w-3": {"type": "Pod", "phase": "Error", "displayName": "executor(0)", "message": account},
+        "w-4": {"type": "Pod", "phase": "Succeeded", "displayName": "executor(0)", "message": "done"},
+        "w-5": {"type": "Pod", "phase": "Failed", "displayName": "executor(1)", "message": "OOMKilled (exit code 137)"},
+    }
+    rights = [{"apiGroups": ["argoproj.io"], "resources": ["workflows"], "verbs": ["list"]}]
+    pending = [("RUNNING", [("plan", "PENDING", "")])] * 3
+    api.script = [*pending, ("FAILED", [("plan", "FAILED", ""), ("fetch", submitting.OMITTED, "")])]
+    with FakeCluster(images={}, namespace="kubeflow") as cluster:
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for(rights)))
+        create = api.create_run
+
+        def started(self: KubeflowApi, query: Any, body: Any) -> Any:
+            made = create(query, body)
+            cluster.add_workflow("w", {"pipeline/runid": made["run_id"]}, nodes)
+            return made
+
+        monkeypatch.setattr(kfp_api, "ROUTES", [
+            ("POST", "/runs", started) if route[:2] == ("POST", "/runs") else route for route in kfp_api.ROUTES
+        ])  # fmt: skip
+        result = fedloom("--kubeflow", api.host, "--wait")
+        said = failed(result, QuorumError)
+        for text in (result.output, said):
+            assert tells(text, "plan-driver(0): ImagePullBackOff: no", account, "OOMKilled (exit code 137)")
+            assert not tells(text, "of its attempt")
+        assert "fetch" not in result.output
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig_for([])))
+        again = CliRunner().invoke(app, ["pipeline", "wait", *api.runs, "--kubeflow", api.host])
+        assert "OOMKilled" not in failed(again, QuorumError)
 
 
 def test_an_address_without_a_user_interface_gets_no_link(api: KubeflowApi, fedloom: Callable[..., Result]) -> None:

@@ -17,7 +17,7 @@ from fedloom.errors import ExperimentError, FedloomError, RefusedError, WorkerLo
 
 log = logging.getLogger("fedloom.cluster")
 
-Kind: TypeAlias = Literal["Service", "Job", "Pod", "Event", "ConfigMap", "Experiment"]
+Kind: TypeAlias = Literal["Service", "Job", "Pod", "Event", "ConfigMap", "Experiment", "Workflow"]
 
 COLLECTIONS: Mapping[Kind, tuple[str, str]] = {
     "Service": ("/api/v1", "services"),
@@ -26,6 +26,7 @@ COLLECTIONS: Mapping[Kind, tuple[str, str]] = {
     "Event": ("/api/v1", "events"),
     "ConfigMap": ("/api/v1", "configmaps"),
     "Experiment": ("/apis/kubeflow.org/v1beta1", "experiments"),  # Katib's
+    "Workflow": ("/apis/argoproj.io/v1alpha1", "workflows"),  # Argo's, of a pipeline's run
 }
 NEEDED = (
     *((verb, "", "services") for verb in ("get", "list", "create", "delete")),

@@ -26,6 +26,7 @@ from fedloom.errors import (
 from fedloom.kubeflow import compiling
 from fedloom.kubeflow.api import Conflict, Kubeflow
 from fedloom.kubeflow.pods import PipelineChanges
+from fedloom.kubeflow.run_diagnosis import cluster_reasons, diagnostic_command
 from fedloom.kubeflow.steps import FAILURE_MARK
 from fedloom.kubeflow.store_secret import StoreSecret
 
@@ -35,13 +36,18 @@ PATIENCE_S = 300.0
 
 ENDS = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 STOPPED = ("CANCELING", "CANCELED")
+OMITTED = "RUNTIME_STATE_UNSPECIFIED"
+"""State of a task that is not run because one before it has failed."""
+PODS_NAMESPACE = "kubeflow"
+"""Namespace of the runs' pods on a single-user installation."""
 PENDING_S = 60.0
 """Seconds that a pod may be pending before a hint is shown."""
 
 INTERNAL = re.compile(
-    r".*-driver|root|executor|iteration-item|(exit-handler|for-loop|condition|condition-branches)-\d+(\.onExit)?"
+    r".*-driver|root|executor|iteration-item|iteration-iterations(\(\d+:\d+\))?"
+    r"|(exit-handler|for-loop|condition|condition-branches)-\d+(\.onExit)?"
 )
-"""Pattern of names of the workflow's own nodes; all other nodes are tasks named by the pipeline's author."""
+"""Pattern of names of the workflow's own nodes, but the workflow's; all other nodes are tasks named by the author."""
 
 ATTEMPT = re.compile(r"(.+?)\((\d+)\)")
 """Pattern of an attempt's name: a node that Argo may retry has a child for each attempt, numbered from 0."""
@@ -283,16 +289,15 @@ class _Progress:
     """Reporter of the tasks of a run as they change, by the names that the pipeline's author gave them."""
 
     def __init__(self, kubeflow: Kubeflow, run: str, say: Say) -> None:
-        self._where = where_to_look(kubeflow, run)
+        self._run, self._namespace = run, kubeflow.namespace or PODS_NAMESPACE
         self._say = say
         self._shown: dict[str, str] = {}
         self._pending_since: float | None = None
 
     def update(self, nodes: Sequence[Any]) -> None:
         """Report changes, and a command to diagnose a pod that has been pending for long."""
-        for node in nodes:
-            name, attempt = _author_task(node.display_name or "")
-            if name is None or attempt == 0 or not node.state or self._shown.get(node.task_id) == node.state:
+        for node, name, attempt in _author_tasks(nodes):
+            if attempt == 0 or node.state in (None, OMITTED) or self._shown.get(node.task_id) == node.state:
                 continue
             self._shown[node.task_id] = node.state
             self._say(f"{name}{f', attempt {attempt + 1}' if attempt else ''}: {node.state.lower()}")
@@ -302,30 +307,28 @@ class _Progress:
             self._pending_since = time.monotonic()
         elif time.monotonic() - self._pending_since > PENDING_S:
             self._pending_since = float("inf")  # once is enough
-            self._say(
-                f"a pod has not started for {PENDING_S:g} s; its image or resources may be missing: {self._where}"
-            )
+            why = "; ".join(cluster_reasons(self._namespace, self._run)) or "its image or resources may be missing"
+            where = diagnostic_command(self._namespace, self._run)
+            self._say(f"a pod has not started for {PENDING_S:g} s: {why} ({where})")
 
 
-def where_to_look(kubeflow: Kubeflow, run: str) -> str:
-    """Return the command that shows why pods of a run do not start."""
-    namespace = kubeflow.namespace or "kubeflow"
-    return f"kubectl describe pods -n {namespace} -l pipeline/runid={run}"
-
-
-def _author_task(display_name: str) -> tuple[str | None, int | None]:
-    """Return the author's name of a node, None for the workflow's own, and its attempt, None for all together."""
-    attempt = ATTEMPT.fullmatch(display_name)
-    name = attempt[1] if attempt else display_name
-    return (None if INTERNAL.fullmatch(name) else name), (int(attempt[2]) if attempt else None)
+def _author_tasks(nodes: Sequence[Any]) -> Iterator[tuple[Any, str, int | None]]:
+    """Yield the nodes of the author's tasks, with the author's name and the attempt, None for all attempts together."""
+    # Ids of nodes are the workflow's name and a number; the workflow is a node, too.
+    ids = [child.pod_name for node in nodes for child in node.child_tasks or () if child.pod_name]
+    workflows = {one.rpartition("-")[0] for one in ids}
+    for node in nodes:
+        attempt = ATTEMPT.fullmatch(node.display_name or "")
+        name = attempt[1] if attempt else node.display_name or ""
+        if not INTERNAL.fullmatch(name) and name not in workflows:
+            yield node, name, int(attempt[2]) if attempt else None
 
 
 def _failure(kubeflow: Kubeflow, ended: Any, nodes: Sequence[Any]) -> FedloomError:
     run = ended.run_id
     ends: dict[str, set[str]] = {}  # of each task, without its attempts
-    for node in nodes:
-        name, attempt = _author_task(node.display_name or "")
-        if name is not None and attempt is None:
+    for node, name, attempt in _author_tasks(nodes):
+        if attempt is None:
             ends.setdefault(name, set()).add(node.state)
     failed = [name for name, states in ends.items() if "FAILED" in states]
     records = list(_records(kubeflow, run, nodes, _executor_templates(kubeflow, ended)))
@@ -335,10 +338,12 @@ def _failure(kubeflow: Kubeflow, ended: Any, nodes: Sequence[Any]) -> FedloomErr
         first = (last or records)[0]
         return type(first)(str(first), hint=f"its log: {kubeflow.link(run)}")
     names = ", ".join(failed) or "the run"
+    namespace = kubeflow.namespace or PODS_NAMESPACE
+    unknown = "possibly a missing image, service account or quota, lack of memory, or a deadline"
+    why = "; ".join(cluster_reasons(namespace, run)) or unknown
     return QuorumError(
-        f"{names} failed without a recorded reason (possibly a missing image, service account or quota, lack of "
-        "memory, or a deadline)",
-        hint=f"{kubeflow.link(run)}, or {where_to_look(kubeflow, run)}",
+        f"{names} failed without a recorded reason ({why})",
+        hint=f"{kubeflow.link(run)}, or {diagnostic_command(namespace, run)}",
     )
 
 
