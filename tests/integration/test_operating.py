@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from facts import tells
-from run_processes import ended, fedloom, rounds, started, until
+from run_processes import ended, experiment, fedloom, rounds, started, until
 
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
@@ -120,9 +120,32 @@ def test_a_paused_federation_is_killed_goes_on_paused_and_is_stopped_and_the_rep
     assert all(torch.equal(tensor, again[name]) for name, tensor in made.items())
 
 
-def fedloom_or(otherwise: str, *arguments: object, environment: dict[str, str]) -> str:
+def fedloom_or(otherwise: str, *arguments: object, environment: dict[str, str] | None = None) -> str:
     """Return the output of a command, or ``otherwise`` if it fails."""
     try:
         return fedloom(*arguments, environment=environment)
     except AssertionError:
         return otherwise
+
+
+@pytest.mark.slow
+def test_more_rounds_of_a_federation_that_stays_are_made_by_the_same_worker(fresh_root: Path, tmp_path: Path) -> None:
+    """A service is replaced when its experiment changes, and its workers reconnect."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    path, run = experiment(tmp_path, fresh_root, federation={"rounds": 2}), tmp_path / "run"
+    fedloom("partition", path, "--out", tmp_path / "partition")
+    serve = ["aggregator", path, "--partition", tmp_path / "partition", "--listen", address, "--out", run]
+    serve += ["--no-report", "--stay", "--resume"]
+    with contextlib.ExitStack() as processes:
+        aggregator = processes.enter_context(started(*serve))
+        dials = ("worker", "--aggregator", address, "--partition", tmp_path / "partition", "--reconnect", 200)
+        worker = processes.enter_context(started(*dials))
+        phase = lambda: fedloom_or("", "status", address, "--json")  # noqa: E731
+        until(lambda: '"finished"' in phase(), "the end of the rounds")
+        aggregator.terminate()
+        ended(aggregator, 0)
+        assert worker.poll() is None
+        processes.enter_context(started(*serve, "--set", "federation.rounds=3"))
+        until(lambda: rounds(run) == 3, "another round")
+        assert worker.poll() is None

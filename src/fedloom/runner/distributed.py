@@ -97,7 +97,8 @@ def serving(
         Service for models of the last durable round.
     stay
         Function that blocks, after the block has succeeded, until the process is asked to exit. Meanwhile watchers see
-        that the run has finished, and workers stay connected. None: exit at once.
+        that the run has finished, and workers stay connected. Afterwards workers reconnect, as another process may
+        continue the run. None: exit at once, and workers with it.
 
     Raise ExperimentError if the port is taken or the address cannot be bound.
     """
@@ -141,10 +142,10 @@ def serving(
             if stay is not None:
                 notices.tell("finished")
                 stay()
-            server.shutdown_workers(finished=True)
+            server.shutdown_workers(finished=stay is None)
             notices.tell("finished")
             notices.read_within(settings.grace_s)
-            if settings.drain:
+            if settings.drain and stay is None:
                 server.drain(settings.resumed)
     except (InterruptedRun, KeyboardInterrupt):
         raise
