@@ -124,6 +124,19 @@ def test_keys_options_and_codes_that_a_guide_names_exist(page: str) -> None:
     assert codes <= {1, *ExitCode}
 
 
+def test_tests_that_pages_name_exist() -> None:
+    named = {
+        (path, name)
+        for page in DOCS.rglob("*.md")
+        for path, name in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?[`\[]", page.read_text(encoding="utf-8"))
+    }
+    assert ("tests/e2e/test_federation_on_cluster.py", "test_a_launcher_adopts_what_a_killed_one_began") in named
+    for path in sorted({path for path, _ in named}):
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        there = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert {name for other, name in named if other == path and name} <= there, path
+
+
 @pytest.mark.exhaustive
 def test_the_site_is_whole_and_asks_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
