@@ -1,4 +1,9 @@
-"""The scheduler, and a kubelet whose containers are processes of this machine."""
+"""The scheduler, and a kubelet whose containers are processes of this machine.
+
+Sources, of kubernetes/kubernetes: reasons and messages of containers that wait, ``pkg/kubelet/images/image_manager.go``
+and ``pkg/kubelet/kuberuntime/kuberuntime_container.go``; messages from the end of a log,
+``pkg/kubelet/container/runtime.go``; files of Secrets and ConfigMaps, ``pkg/volume/util/atomic_writer.go``.
+"""
 
 from __future__ import annotations
 
