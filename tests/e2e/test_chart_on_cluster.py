@@ -113,8 +113,10 @@ def test_a_release_lives_through_what_happens_to_it(place: Place, case: Case, tm
 
         more = {**given, "experiment": {"values": yaml.safe_load(case.experiment)}}
         more["experiment"]["values"]["federation"]["rounds"] = case.rounds + 2
+        workers = [life(place, f"{fed.name}-worker-{i}") for i in range(2)]
         fed.upgrade(more)
         until(lambda: published_round(place, fed.name) >= case.rounds + 2, "more rounds are made", place.patience_s)
+        assert [life(place, f"{fed.name}-worker-{i}") for i in range(2)] == workers  # none was restarted
         lines = [json.loads(line) for line in log(place, aggregator).splitlines() if line.startswith("{")]
         assert {"time", "level", "message", "run", "phase", "round"} <= set(lines[-1])
 
@@ -251,6 +253,12 @@ def uid(place: Place, pod: str) -> str | None:
         return str(place.core.read_namespaced_pod(pod, place.namespace).metadata.uid)
     except ApiException:
         return None
+
+
+def life(place: Place, pod: str) -> tuple[str, int]:
+    """Identity of a pod, and how often its container was restarted."""
+    found = place.core.read_namespaced_pod(pod, place.namespace)
+    return found.metadata.uid, found.status.container_statuses[0].restart_count
 
 
 def log(place: Place, pod: str) -> str:

@@ -5,12 +5,12 @@
         kubernetes.config.load_kube_config(str(cluster.kubeconfig))
 
 What it covers is what a launcher of FedLoom uses. Services, Pods (their logs, evictions and forwarded ports), Jobs,
-Secrets, Events, Workflows that nothing runs, one namespace and its deletion; quotas of objects and of pods' resources; create, read, list, watch, delete,
-with 401, 403, 404, 409, 410 and 422 as the API gives them; manifests are checked strictly against the schemas of
-Kubernetes. Jobs: completions, parallelism, Indexed, backoff limits (of the Job and per index), ``maxFailedIndexes``,
-pod failure policy, pod replacement policy, deadline, TTL. Garbage collection by owner: background, foreground. Pods:
-one node with a capacity, unknown images, missing Secrets and volumes, environment from Secrets and fields, emptyDir,
-PersistentVolumeClaims, grace, termination messages.
+Secrets, Events, Workflows that nothing runs, one namespace and its deletion; quotas of objects and of pods' resources;
+create, read, list, watch, delete, with 401, 403, 404, 409, 410 and 422 as the API gives them; manifests are checked
+strictly against the schemas of Kubernetes. Jobs: completions, parallelism, Indexed, backoff limits (of the Job and per
+index), ``maxFailedIndexes``, pod failure policy, pod replacement policy, deadline, TTL. Garbage collection by owner:
+background, foreground. Pods: one node with a capacity, unknown images, missing Secrets and volumes, environment from
+Secrets and fields, emptyDir, PersistentVolumeClaims, grace, termination messages.
 
 How a process is made to feel like a container: mount paths in its arguments and environment become temporary folders,
 ``0.0.0.0`` becomes the pod's own loopback address, ``NAME.NAMESPACE.svc`` the Service's, and each Service's address
