@@ -163,6 +163,7 @@ class FakeCluster:
         folder = self.kubelet.claims / name
         folder.mkdir(parents=True)
         return folder
+
     def add_workflow(self, name: str, labels: Mapping[str, str], nodes: Mapping[str, Object]) -> None:
         """Make a Workflow of Argo, of which nothing runs."""
         manifest = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Workflow", "status": {"nodes": dict(nodes)}}

@@ -185,12 +185,11 @@ def test_workers_have_a_secret_of_their_own() -> None:
         assert names == {secret}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_pods_mount_the_claims_of_their_storage(version: str) -> None:
+def test_pods_mount_the_claims_of_their_storage() -> None:
     settings = PLAIN.settings.with_claims("pvc://shared/fed/runs/x", "pvc://shared/fed", "s3://bucket/x", None)
     federation = dataclasses.replace(PLAIN, settings=settings, run_url="pvc://shared/fed/runs/x")
     for job in (aggregator_job(federation), worker_job(federation)):
-        kubernetes_validate.validate(job, version, strict=True)
+        kubernetes_schemas.check(job)
         pod = job["spec"]["template"]["spec"]
         (volume,) = [one for one in pod["volumes"] if "persistentVolumeClaim" in one]
         assert volume["persistentVolumeClaim"] == {"claimName": "shared"}
