@@ -28,6 +28,7 @@ from fedloom.cli import (
     pack,
     pipeline,
     privacy,
+    register,
     run,
     runs,
     schedule,
@@ -75,6 +76,7 @@ app.command("runs")(runs.runs)
 app.command("report")(use.report_command)
 app.command("compare")(use.compare_command)
 app.command("partition")(data.partition_command)
+app.command("register")(register.register_command)
 app.command("privacy")(privacy.privacy_command)
 app.command("ledger")(ledger.ledger_command)
 app.command("schema")(schema.schema)

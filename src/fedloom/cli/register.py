@@ -1,0 +1,45 @@
+"""``fedloom register``: a run's model in the Kubeflow Model Registry."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def register_command(
+    run: Annotated[str, typer.Argument(help="Folder of the finished run, or its URL.", metavar="RUN|URL")],
+    registry: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of the model registry; or a YAML file with url, token and ca_file (docs/kubeflow.md). By default "
+            "$FEDLOOM_REGISTRY.",
+            metavar="URL|FILE",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model; by default the experiment's.")] = None,
+    version: Annotated[
+        str | None, typer.Option(help="Name of the version; by default the round and the checkpoint's digest.")
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="Checkpoint to register: last, best or a round.", metavar="last|best|N")
+    ] = "last",
+    uri: Annotated[
+        str | None,
+        typer.Option(
+            help="URI of the run's folder for those who serve it; by default the URL of a published run.",
+            metavar="URI",
+        ),
+    ] = None,
+    pipeline_run: Annotated[
+        str | None, typer.Option(help="Id of the Kubeflow run that trained it.", metavar="ID")
+    ] = None,
+) -> None:
+    """Register a run's model in the Kubeflow Model Registry. The same checkpoint is registered once."""
+    from fedloom.kubeflow.registration import Lineage, RegistrySettings, register_run
+
+    api = RegistrySettings.of(registry).connect()
+    lineage = None if pipeline_run is None else Lineage(pipeline_run)
+    found = register_run(api, run, model=name, version=version, checkpoint=checkpoint, uri=uri, lineage=lineage)
+    done = "registered" if found.created else "is already registered"
+    typer.echo(f"{found.model} {found.version} {done}: {api.url}, model {found.model_id}, version {found.version_id}")
