@@ -1,10 +1,10 @@
 """Stand-in for the Kubeflow Model Registry's REST API, which checks each request and each answer of its own.
 
-The schema is a part of the published one (``data/model_registry.yaml``, whose head names its source). The code of the
-same commit of github.com/kubeflow/model-registry shows that a body with an unknown field is refused with 400 and one
-without a required field with 422 (``internal/server/openapi/type_asserts.go``, ``error.go``), that names are found by
-SQL's LIKE (``internal/db/service``) and several that match are 404, that equal names are 409 (``internal/core``), that
-an unknown path is 404 in plain text (``routers.go``, chi), and that ids are whole numbers as text.
+The schema is a part of the published one (``tests/fixtures/model_registry.yaml``, whose head names its source). The
+code of the same commit of github.com/kubeflow/model-registry shows the rest: a body with an unknown field is refused
+with 400, one without a required field with 422 (``internal/server/openapi/type_asserts.go``, ``error.go``); names are
+found by SQL's LIKE (``internal/db/service``), several that match are 404, and equal names are 409 (``internal/core``);
+an unknown path is 404 in plain text (``routers.go``, chi); ids are whole numbers as text.
 
 It does not have: databases, ``filterQuery``, ``orderBy``, updates, experiments, serving environments, the user
 interface, and what Istio or an OAuth proxy in front of a real one answers, but for 401, 403 and a redirect.
@@ -27,7 +27,7 @@ import jsonschema
 import yaml
 
 API = "/api/model_registry/v1alpha3"
-SPEC = yaml.safe_load((Path(__file__).parent / "data" / "model_registry.yaml").read_text())
+SPEC = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "model_registry.yaml").read_text())
 
 Object = dict[str, Any]
 

@@ -19,13 +19,21 @@ def serve_command(
         bool, typer.Option("--follow", help="Switch to each newer round of the run as soon as it has a checkpoint.")
     ] = False,
     checkpoint: Annotated[str, typer.Option(help="last, best or a round.", metavar="last|best|N")] = "last",
+    rest: Annotated[
+        str | None,
+        typer.Option(
+            help="Also serve predictions of the clients' saved models on this address, by the Open Inference Protocol "
+            "over HTTP (docs/serving.md).",
+            metavar="HOST:PORT",
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Replace a setting: wait_s, linger_s, queue, conversations, deadline_s, drain_s (docs/serving.md); "
-            "repeatable.",
+            help="Replace a setting: wait_s, linger_s, queue, conversations, deadline_s, drain_s, models, model_name, "
+            "models_kept, body_bytes (docs/serving.md); repeatable.",
         ),
     ] = None,
     audit: AuditLog = None,
@@ -65,5 +73,6 @@ def serve_command(
         say=lambda text: typer.echo(text, err=True),
         health=health,
         metrics=metrics,
+        rest=rest,
     )
     typer.echo(f"{pluralize(handed_out, 'model')} handed out")

@@ -58,9 +58,14 @@ class _Handler(WSGIRequestHandler):
 
 
 class BoundedServer(ThreadingMixIn, WSGIServer):
-    """HTTP server with a thread per connection and at most ``CONNECTIONS`` connections.
+    """HTTP server with a thread per connection, and limits on their number and duration.
 
     Port 0 picks a free port.
+
+    Parameters
+    ----------
+    connections, connection_s
+        As :data:`CONNECTIONS` and :data:`CONNECTION_S`.
 
     Raise OSError if the port is taken or the address is not one of this machine's.
     """
@@ -68,7 +73,15 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 4 * CONNECTIONS
 
-    def __init__(self, host: str, port: int, application: Application) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        application: Application,
+        connections: int = CONNECTIONS,
+        connection_s: float = CONNECTION_S,
+    ) -> None:
+        self._most, self._longest_s = connections, connection_s
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], found[0][4]
         self._lock = threading.Lock()
@@ -90,16 +103,16 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
             log.warning("cannot accept a connection: %s", error)
             time.sleep(PAUSE_S)
             raise
-        accepted.settimeout(CONNECTION_S)
+        accepted.settimeout(self._longest_s)
         with self._lock:
             self._open[accepted] = time.monotonic()
-            for oldest in list(self._open)[: max(0, len(self._open) - CONNECTIONS)]:
+            for oldest in list(self._open)[: max(0, len(self._open) - self._most)]:
                 self._end(oldest)
         return accepted, peer
 
     def service_actions(self) -> None:
-        """Close connections older than ``CONNECTION_S``."""
-        before = time.monotonic() - CONNECTION_S
+        """Close connections that have lasted too long."""
+        before = time.monotonic() - self._longest_s
         with self._lock:
             for each in [each for each, since in self._open.items() if since < before]:
                 self._end(each)

@@ -36,7 +36,7 @@ FORMATS = (".safetensors", ".pt2", ".onnx", ".peft")
 """Suffixes of the supported formats: files, and the folder of an adapter."""
 
 CARD = "fedloom.json"
-"""File of the model's card in the folder of an adapter."""
+"""File of the model's card in the folder of an adapter, and inside a program of ``torch.export``."""
 
 ONNX = "fedloom[onnx]"
 
@@ -289,12 +289,13 @@ class PersonalModel(nn.Module):
         return {**files, CARD: f"{card}\n".encode(), "README.md": self._adapter_readme(BESIDE in files).encode()}
 
     def exported(self) -> bytes:
-        """Return the model as a program of ``torch.export``."""
+        """Return the model as a program of ``torch.export``, with the :class:`ModelCard` as an extra file."""
         content = io.BytesIO()
+        card = json.dumps({"version": 1, **self.card.as_json()}, sort_keys=True)
         try:
             with warnings.catch_warnings():  # it errors channels-last kernels for views
                 warnings.simplefilter("ignore")
-                torch.export.save(self._program(), content)
+                torch.export.save(self._program(), content, extra_files={CARD: card})
         except Exception as error:
             raise _unexportable("torch.export", error, FORMATS[0]) from error
         return content.getvalue()

@@ -22,6 +22,8 @@ from fedloom.runner import assemble
 from fedloom.runner.assemble import RunContext
 from fedloom.runner.constants import check_run_constants, digests_of_run
 from fedloom.runner.metrics import certificate_end, metrics_served, serving_families
+from fedloom.runner.open_inference import InferenceLimits, OpenInference, inference_served, models_folder
+from fedloom.runner.saved_models import ModelFolder
 from fedloom.runner.trained import check_checkpoint
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.files import SUMMARY
@@ -52,6 +54,16 @@ class ModelServerSettings(Settings):
     drain_s: float = Field(
         default=10.0, ge=0, description="Seconds that open conversations may continue after SIGTERM."
     )
+    models: str | None = Field(
+        default=None, description="Folder of clients' saved models, ID.pt2; by default models in the run's folder."
+    )
+    model_name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+        description="Name of the model in requests for predictions; by default the run's name.",
+    )
+    models_kept: int = Field(default=64, ge=1, description="Maximum number of saved models in memory.")
+    body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest body of a request for predictions.")
 
 
 def about(parts: RunContext, folder: RunFolder | None = None) -> About:
@@ -189,6 +201,7 @@ def serve_run(
     say: Callable[[str], None] = lambda text: None,
     health: str | None = None,
     metrics: str | None = None,
+    rest: str | None = None,
 ) -> int:
     """Serve a run's models until stopped; return the number of models handed out.
 
@@ -209,11 +222,13 @@ def serve_run(
         Receive the address, and messages for the user.
     health, metrics
         ``host:port`` for health probes and for Prometheus; None: none.
+    rest
+        ``host:port`` for predictions of clients' saved models (:mod:`fedloom.runner.open_inference`); None: none.
 
     Raises
     ------
     DataError
-        If there is no run or no such checkpoint, or it is damaged.
+        If there is no run or no such checkpoint, or it is damaged; or, with ``rest``, there are no saved models.
     ExperimentError
         If the method has no model for new clients, or the address cannot be bound.
     """
@@ -237,9 +252,25 @@ def serve_run(
     service = Personalization(rounds, limits, kept)
     keep_freed_memory()
     gc.freeze()  # imported objects are never garbage; scanning them takes a tenth of the CPU time of a model
+
+    serving = threading.Event()
+
+    def inference() -> OpenInference:
+        saved = ModelFolder(models_folder(None if is_url(run) else folder.path, settings.models), settings.models_kept)
+        most = InferenceLimits(settings.body_bytes, settings.deadline_s, settings.drain_s)
+        name = settings.model_name or rounds.about.run
+        return OpenInference(name, saved, most, protection.access, kept, lambda: serving.is_set() and not stop.is_set())
+
+    def begun(address: str) -> None:
+        serving.set()
+        started(address)
+
     try:
-        with metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))):
-            asyncio.run(serve_models(service, listen, protection, kept, stop, settings.drain_s, started, say, health))
+        with (
+            metrics_served(metrics, lambda: serving_families(service.load, certificate_end(protection))),
+            inference_served(rest, inference, protection, lambda at: say(f"predictions of saved models at {at}")),
+        ):
+            asyncio.run(serve_models(service, listen, protection, kept, stop, settings.drain_s, begun, say, health))
     finally:
         gc.unfreeze()
     return service.load.handed_out

@@ -120,6 +120,11 @@ class Access:
         self._shared = Tokens(() if shared is None else (keep_token(SHARED.name, shared),))
 
     @property
+    def takes_tokens(self) -> bool:
+        """True if peers may present a token."""
+        return self._tokens is not None or bool(self._shared.all)
+
+    @property
     def stale(self) -> bool:
         """True if a file has changed since it was last checked; costs one ``stat`` per file."""
         return any(file.stale for file in self._files)

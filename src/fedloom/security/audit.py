@@ -14,11 +14,11 @@ from typing import Literal, TypeAlias
 
 from fedloom.storage.folder import PRIVATE_FILE, open_to_append, storing
 
-Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "control", "handed_out"]
+Event: TypeAlias = Literal["join", "leave", "refused", "revoked", "settings", "control", "handed_out", "predicted"]
 """Kind of an event.
 
 In order: a peer joined; left; was refused; was disconnected by a revocation; an access file changed; an operator
-paused, resumed or stopped the federation; a client's model was handed out.
+paused, resumed or stopped the federation; a client's model was handed out; it predicted for somebody.
 """
 
 REPEATED_S = 10.0

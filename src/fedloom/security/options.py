@@ -297,6 +297,24 @@ class Protection:
             )
         log.warning("%s", spelled(f"other machines can reach this aggregator without {' and '.join(lacking)}"))
 
+    def check_plaintext(self, host: str, key: str) -> None:
+        """Check that a plaintext HTTP port can know its peers, and that other machines reach it only if ``insecure``.
+
+        Raise ExperimentError if peers are known by certificates only, or TLS is missing; ``key`` names the address.
+        """
+        if self.access is not None and not self.access.takes_tokens:
+            raise ExperimentError(
+                f"{argument(key)} knows peers by tokens, and there are none; add tokens.json (`fedloom token new`).",
+                key=key,
+            )
+        if not is_loopback(host) and not self._insecure:
+            raise ExperimentError(
+                f"{argument(key)} is {host}, which other machines can reach, and serves plaintext; listen on 127.0.0.1 "
+                f"behind a proxy with TLS, or accept the risk with {argument('insecure')}.",
+                key=key,
+                found=host,
+            )
+
 
 def _tls_files(options: ServerOptions) -> ReloadingFile[ServerFiles] | None:
     certificate, key, ca = options.certificate, options.key, options.ca

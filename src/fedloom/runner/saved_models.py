@@ -1,0 +1,162 @@
+"""Saved models of clients, ``ID.pt2``, for serving predictions: loaded when asked for, and the latest ones kept."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from fedloom.core.words import parsed_json, printable
+from fedloom.data.input_spec import DTYPES, InputSpec
+from fedloom.data.manifest import CLIENT_ID
+from fedloom.errors import DataError
+from fedloom.runner.personal_model import CARD
+
+log = logging.getLogger("fedloom.runner.saved_models")
+
+SUFFIX = ".pt2"
+MODELS = "models"
+"""Folder in a run's folder."""
+
+_SPEC = TypeAdapter(InputSpec)
+_State = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """Model of one client.
+
+    Attributes
+    ----------
+    predict
+        Maps an input ``[b, *shape]``, or a dict of named ones, to the outputs ``[b, *outputs]``.
+    round, digest
+        Round of the run, and SHA-256 of its checkpoint.
+    classes
+        Number of classes.
+    specs
+        Inputs by name; the name of a single one is empty.
+    outputs, dtype
+        Shape and type of the outputs of one example.
+    """
+
+    predict: Callable[[Any], Tensor]
+    round: int
+    digest: str
+    classes: int
+    specs: Mapping[str, InputSpec]
+    outputs: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class ModelFolder:
+    """Models in a folder; a file that is replaced is read again. Any thread may use it.
+
+    Parameters
+    ----------
+    folder
+        Folder with a file ``ID.pt2`` for each client, of ``fedloom personalize --format pt2``. Reading a file can run
+        code that it contains, so they must come from a trusted source.
+    kept
+        Largest number of models in memory.
+
+    Raises
+    ------
+    DataError
+        If the folder has no models.
+    """
+
+    def __init__(self, folder: Path, kept: int = 64) -> None:
+        self.folder = folder
+        self._kept = kept
+        self._lock, self._loading = threading.Lock(), threading.Lock()
+        self._models: OrderedDict[str, tuple[_State, SavedModel]] = OrderedDict()
+        if not self.clients():
+            raise DataError(
+                f"{folder} has no models of clients ({SUFFIX}).",
+                hint=f"write them where the clients' data are: fedloom personalize RUN --out {folder} --format pt2",
+            )
+
+    def clients(self) -> list[str]:
+        """Return the ids of the clients with a model."""
+        names = (path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}"))
+        return sorted(name for name in names if CLIENT_ID.fullmatch(name))
+
+    def __contains__(self, client: str) -> bool:
+        return CLIENT_ID.fullmatch(client) is not None and self._path(client).is_file()
+
+    def of(self, client: str) -> SavedModel:
+        """Return a client's model.
+
+        Raises
+        ------
+        KeyError
+            If the client has no model.
+        DataError
+            If its file is damaged.
+        """
+        if not CLIENT_ID.fullmatch(client):
+            raise KeyError(client)
+        try:
+            found = self._path(client).stat()
+        except OSError:
+            raise KeyError(client) from None
+        state = (found.st_ino, found.st_size, found.st_mtime_ns)
+        if (kept := self._in_memory(client, state)) is not None:
+            return kept
+        with self._loading:  # not safe in several threads
+            if (kept := self._in_memory(client, state)) is not None:
+                return kept
+            loaded = _load(self._path(client), client)
+        with self._lock:
+            self._models[client] = (state, loaded)
+            while len(self._models) > self._kept:
+                self._models.popitem(last=False)
+        return loaded
+
+    def _in_memory(self, client: str, state: _State) -> SavedModel | None:
+        with self._lock:
+            before = self._models.get(client)
+            if before is None or before[0] != state:
+                return None
+            self._models.move_to_end(client)
+            return before[1]
+
+    def _path(self, client: str) -> Path:
+        return self.folder / f"{client}{SUFFIX}"
+
+
+def _load(path: Path, client: str) -> SavedModel:
+    extra = {CARD: ""}
+    try:
+        program = torch.export.load(path, extra_files=extra).module()
+        card = parsed_json(extra[CARD] or "{}")
+        if not card:
+            raise ValueError("it has no card; save it again with this version")
+        if card["client"] != client:
+            raise ValueError(f"it is the model of client {card['client']}")
+        single = {"kind": card["kind"], "shape": card["input_shape"], "normalization": card["normalization"]}
+        single |= {key: card[key] for key in ("channel_axis", "high", "tokenizer") if key in card}
+        described = card.get("inputs", {"": single})
+        specs = {name: _SPEC.validate_python(spec) for name, spec in described.items()}
+        zeros = {
+            name: torch.zeros((1, *spec.shape), dtype=getattr(torch, str(DTYPES[spec.kind])))
+            for name, spec in specs.items()
+        }
+        with torch.no_grad():
+            outputs = program(zeros.get("", zeros)).numpy()
+        known = (int(card["round"]), str(card["digest"]), len(card["classes"]))
+    except Exception as error:  # of torch, which raises any kind for a damaged file
+        log.warning("%s cannot be loaded: %s", path, error)
+        said = printable((str(error).splitlines() or [""])[0], 200)
+        raise DataError(f"{path} is not a client's model ({type(error).__name__}: {said})") from error
+    return SavedModel(program, *known, specs, tuple(outputs.shape[1:]), outputs.dtype)

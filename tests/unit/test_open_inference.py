@@ -1,0 +1,408 @@
+"""Predictions of saved models over REST: FedLoom's own to the bit, in the protocol's form; bad requests are refused."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+import yaml
+from facts import mentions, refusing
+from torch import Tensor, nn
+
+import fedloom
+from fedloom.errors import DataError, ExperimentError
+from fedloom.runner.client_models import client_models, save_models
+from fedloom.runner.saved_models import ModelFolder
+from fedloom.runner.serve import ModelServerSettings, serve_run
+from fedloom.security.options import Protection, ServerOptions
+from fedloom.security.tokens import add_token
+
+SPEC = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "open_inference.yaml").read_text())
+RNG = np.random.default_rng(7)
+N = 48
+WAIT_S = 60
+
+ROWS = RNG.normal(2, 3, (N, 4)).astype(np.float32)
+IMAGES = RNG.integers(0, 256, (N, 3, 8, 8), dtype=np.uint8)
+WORDS = RNG.integers(0, 20, (N, 5))
+
+
+class Named(nn.Module):
+    """Network of two named inputs, one of which is an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Embedding(20, 3)
+        self.head = nn.Linear(7, 2)
+
+    def forward(self, rows: Tensor, place: Tensor) -> Tensor:
+        """Return logits."""
+        found: Tensor = self.head(torch.cat([rows, self.place(place).mean(1)], 1))
+        return found
+
+
+FEDAVG = {"name": "fedavg", "local": {"steps": 2, "batch_size": 8, "lr": 0.05}, "personalize_steps": 3}
+KNN = {"name": "knn-per", "local": {"steps": 2, "batch_size": 8, "lr": 0.05}}
+PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}
+LABELS = (ROWS[:, 0] > 2).astype(int)
+KINDS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "pixels": (IMAGES, LABELS, nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2)), FEDAVG),
+    "numbers": (ROWS, ROWS @ np.array([4.0, -2.0, 1.0, 3.0]) * 1000, nn.Linear(4, 1), FEDAVG),
+    "named": ({"rows": ROWS, "place": WORDS}, LABELS, Named(), FEDAVG),
+    "memory": (ROWS, LABELS, nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), KNN),
+    "descriptors": (ROWS, LABELS, {"name": "mlp"}, PEFLL),
+}  # fmt: skip
+
+
+def rows_of(x: Any, rows: slice) -> Any:
+    return {name: each[rows] for name, each in x.items()} if isinstance(x, dict) else x[rows]
+
+
+def trained(folder: Path, kind: str, name: str = "run") -> Path:
+    """Return a run of two clients with their saved models."""
+    x, y, model, algorithm = KINDS[kind]
+    clients = {str(one): (rows_of(x, slice(one, None, 2)), y[one::2]) for one in range(2)}
+    experiment = {
+        "name": name,
+        "data": fedloom.Federated.from_arrays(clients, root=folder / "data", held_out_fraction=0.0),
+        "algorithm": algorithm,
+        "federation": {"rounds": 1, "clients_per_round": 2},
+        "runtime": {"workers": 0},
+    }
+    own = {"model": model} if isinstance(model, nn.Module) else {}
+    experiment |= {} if own else {"model": model}
+    run = Path(fedloom.run(experiment, out=folder / "run", report=False, progress=False, **own).folder)
+    save_models(run, run / "models", suffix=".pt2")
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("inference"), "descriptors")
+
+
+class Answer(NamedTuple):
+    """Answer to a request."""
+
+    status: int
+    body: Any
+    headers: dict[str, str]
+
+
+class Client:
+    """HTTP client of one server.
+
+    Attributes
+    ----------
+    grpc
+        Address of its gRPC service.
+    """
+
+    def __init__(self, port: int, grpc: str) -> None:
+        self.port, self.grpc = port, grpc
+
+    def ask(self, verb: str, path: str, body: bytes | None = None, **headers: str) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        try:
+            connection.request(verb, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
+            found = connection.getresponse()
+            return Answer(
+                found.status, json.loads(found.read()), {key.lower(): value for key, value in found.headers.items()}
+            )
+        finally:
+            connection.close()
+
+    def infer(self, client: str, body: Any, name: str = "run", **headers: str) -> Answer:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.ask("POST", f"/v2/models/{name}/versions/{client}/infer", content, **headers)
+
+
+@contextmanager
+def served(run: Path, **options: Any) -> Iterator[Client]:
+    """Serve a run in a thread."""
+    stop, begun, failed, at, rest = threading.Event(), threading.Event(), [], [], []
+
+    def work() -> None:
+        def started(address: str) -> None:
+            at.append(address)
+            begun.set()
+
+        try:
+            serve_run(
+                str(run), "127.0.0.1:0", stop=stop, started=started, say=rest.append, rest="127.0.0.1:0", **options
+            )
+        except Exception as error:
+            failed.append(error)
+            begun.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert begun.wait(WAIT_S)
+        if failed:
+            raise failed[0]
+        yield Client(int(rest[0].rpartition(":")[2]), at[0])
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+
+
+def of_schema(found: Any, name: str) -> Any:
+    """Return an object that is one of a schema of the protocol."""
+    jsonschema.validate(found, {"$ref": f"#/components/schemas/{name}", "components": SPEC["components"]})
+    return found
+
+
+DATATYPES = {np.dtype("float32"): "FP32", np.dtype("uint8"): "UINT8", np.dtype("int64"): "INT64"}
+
+
+def requested(x: Any, *, nested: bool = True) -> dict[str, Any]:
+    named = x if isinstance(x, dict) else {"x": x}
+    inputs = [
+        {"name": name, "shape": [*each.shape], "datatype": DATATYPES[each.dtype],
+         "data": each.tolist() if nested else each.ravel().tolist()}
+        for name, each in named.items()
+    ]  # fmt: skip
+    return {"inputs": inputs}
+
+
+def predicted(answer: Answer) -> np.ndarray:
+    assert answer.status == 200, answer.body
+    (output,) = of_schema(answer.body, "inference_response")["outputs"]
+    assert output["datatype"] == "FP32"
+    return np.array(output["data"], np.float32).reshape(output["shape"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_predictions_are_those_of_the_clients_model_to_the_bit(kind: str, tmp_path: Path) -> None:
+    run = trained(tmp_path, kind)
+    models = client_models(run)
+    assert len(models) == 2
+    with served(run) as at:
+        about = of_schema(at.ask("GET", "/v2/models/run").body, "metadata_model_response")
+        assert about["versions"] == [*models]
+        for client, model in models.items():
+            for rows in (slice(0, 1), slice(3, 20)):
+                x = rows_of(KINDS[kind][0], rows)
+                own = model({name: torch.from_numpy(each) for name, each in x.items()} if isinstance(x, dict)
+                            else torch.from_numpy(x)).numpy()  # fmt: skip
+                for nested in (False, True):
+                    request = of_schema(requested(x, nested=nested), "inference_request")
+                    assert predicted(at.infer(client, request)).tobytes() == own.tobytes()
+                (output,) = about["outputs"]
+                assert output["shape"] == [-1, *own.shape[1:]]
+            answer = at.infer(client, {"id": "7", **requested(x), "outputs": [{"name": "output"}]}).body
+            assert (answer["id"], answer["model_name"], answer["model_version"]) == ("7", "run", client)
+            assert answer["parameters"] == {"round": model.card.round, "digest": model.card.digest}
+        named = x if isinstance(x, dict) else {"x": x}
+        shapes = {one["name"]: (one["datatype"], one["shape"]) for one in about["inputs"]}
+        assert shapes == {name: (DATATYPES[each.dtype], [-1, *each.shape[1:]]) for name, each in named.items()}
+
+
+def test_every_path_of_the_protocol_answers(run: Path) -> None:
+    with served(run, settings=ModelServerSettings(model_name="house")) as at:
+        (client, _) = client_models(run)
+        for template, item in SPEC["paths"].items():
+            path = template.replace("${MODEL_NAME}", "house").replace("${MODEL_VERSION}", client)
+            (verb,) = {"get", "post"} & item.keys()
+            found = at.ask(verb.upper(), path, json.dumps(requested(ROWS[:1])).encode() if verb == "post" else None)
+            assert found.status == 200, path
+            schema = item[verb]["responses"]["200"].get("content", {}).get("application/json", {}).get("schema")
+            if schema is not None:
+                of_schema(found.body, schema["$ref"].rpartition("/")[2])
+        assert at.ask("GET", "/v2").body["version"] == fedloom.__version__
+        assert at.ask("GET", "/v2/models/house/ready").body == {"name": "house", "ready": True}
+        assert at.ask("GET", f"/v2/models/house/versions/{client}").body["versions"] == [client]
+
+
+def with_input(**changes: Any) -> dict[str, Any]:
+    """Return a request whose input differs from a right one."""
+    request = requested(ROWS[:2])
+    request["inputs"][0] |= changes
+    return request
+
+
+BAD: dict[str, Any] = {
+    "not JSON": b"{",
+    "not UTF-8": b'{"inputs": "\xff"}',
+    "a list": [],
+    "no inputs": {},
+    "inputs of another kind": {"inputs": [3]},
+    "no input": {"inputs": []},
+    "two inputs of one name": {"inputs": requested(ROWS[:2])["inputs"] * 2},
+    "deep": b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "an infinite number": json.dumps(with_input(data=[1.0] * 7 + [float("inf")])).encode(),
+    "a number beyond doubles": json.dumps(requested(ROWS[:1])).replace("[[", "[[1e999, ").encode(),
+    "a number beyond floats": with_input(data=[1e39] * 8),
+    "an id that is a number": {**requested(ROWS[:2]), "id": 7},
+    "half a character": b'{"inputs": [], "id": "\\ud800"}',
+    "another output": {**requested(ROWS[:2]), "outputs": [{"name": "logits"}]},
+    "outputs of another kind": {**requested(ROWS[:2]), "outputs": "output"},
+    "another name": with_input(name="y"),
+    "another datatype": with_input(datatype="FP64"),
+    "no datatype": with_input(datatype=None),
+    "another rank": with_input(shape=[8]),
+    "another shape": with_input(shape=[4, 2]),
+    "no examples": with_input(shape=[0, 4], data=[]),
+    "a negative size": with_input(shape=[-2, 4]),
+    "a true size": with_input(shape=[True, 4], data=[1.0] * 4),
+    "a huge size": with_input(shape=[2**62, 4]),
+    "too few numbers": with_input(data=[1.0] * 7),
+    "ragged": with_input(data=[[1.0] * 4, [1.0] * 3]),
+    "nested more": with_input(data=[[[1.0] * 4] * 2]),
+    "texts": with_input(data=["1"] * 8),
+    "truths": with_input(data=[True] * 8),
+    "nothing": with_input(data=None),
+    "a huge whole number": with_input(data=[10**400] * 8),
+}
+
+
+@pytest.fixture(scope="module")
+def at(run: Path) -> Iterator[Client]:
+    with served(run, settings=ModelServerSettings(body_bytes=1 << 18)) as client:
+        yield client
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_request_is_refused_in_the_protocols_form(at: Client, run: Path, what: str) -> None:
+    found = at.infer("client-0000", BAD[what])
+    assert found.status == 400
+    of_schema(found.body, "inference_error_response")
+    assert found.body["error"]
+    assert at.infer("client-0000", requested(ROWS[:2])).status == 200
+
+
+def test_unknown_models_clients_paths_and_verbs_are_told(at: Client, tmp_path: Path) -> None:
+    good = requested(ROWS[:2])
+    assert at.infer("client-0000", good).status == 200
+    assert at.infer("nobody", good).status == 404
+    assert at.infer("client-0000", good, name="other").status == 404
+    for path in ("..%2f..%2fetc%2fpasswd", "..", "%00", "client-0000.pt2", "%ff", "a%20b"):
+        assert at.infer(path, good).status == 404, path
+    assert at.ask("GET", "/v1/models/run").status == 404
+    assert at.ask("GET", "/v2/models/other").status == at.ask("GET", "/v2/models/other/ready").status == 404
+    assert at.ask("GET", "/v2/models/run/versions/nobody/ready").status == 404
+    assert at.ask("POST", "/v2/models/run/infer", b"{}").status == 400  # of no client
+    wrong = at.ask("GET", "/v2/models/run/versions/client-0000/infer")
+    assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+    assert at.ask("DELETE", "/v2/health/live").status == 405
+
+
+def test_bodies_are_bounded(at: Client) -> None:
+    assert at.infer("client-0000", b" " * ((1 << 18) + 1)).status == 413
+    assert at.infer("client-0000", b" " * (5 << 20)).status == 413  # it sees the answer
+    assert at.infer("client-0000", b"x", Content_Encoding="gzip").status == 415
+    assert at.infer("client-0000", b"x", Inference_Header_Content_Length="1").status == 415
+    with socket.create_connection(("127.0.0.1", at.port)) as raw:  # chunked, without a length
+        raw.sendall(
+            b"POST /v2/models/run/versions/client-0000/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        )
+        assert raw.recv(100).split()[1] == b"411"
+    with socket.create_connection(("127.0.0.1", at.port)) as raw:  # less than announced
+        raw.sendall(b"POST /v2/models/run/versions/client-0000/infer HTTP/1.1\r\nContent-Length: 9\r\n\r\n{}")
+        raw.shutdown(socket.SHUT_WR)
+        assert raw.recv(100).split()[1] == b"400"
+
+
+def test_requests_at_once_get_their_own_answers(at: Client, run: Path) -> None:
+    models = client_models(run)
+
+    def right(number: int) -> bool:
+        client, x = [*models][number % 2], ROWS[number : number + 3]
+        return (
+            predicted(at.infer(client, requested(x))).tobytes() == models[client](torch.from_numpy(x)).numpy().tobytes()
+        )
+
+    expected = {client: model(torch.from_numpy(ROWS[:3])).numpy().tobytes() for client, model in models.items()}
+    assert len(set(expected.values())) == 2
+    with ThreadPoolExecutor(24) as pool:
+        assert all(pool.map(lambda number: right(number % 40), range(72)))
+
+
+def test_models_that_are_replaced_or_damaged_are_noticed_and_few_are_kept(run: Path, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    shutil.copytree(run / "models", models)
+    first, second = sorted(path.stem for path in models.glob("*.pt2"))
+    kept = ModelFolder(models, kept=1)
+    loaded = kept.of(first)
+    assert kept.of(first) is loaded
+    kept.of(second)
+    assert kept.of(first) is not loaded
+    settings = ModelServerSettings(models=str(models))
+    with served(run, settings=settings) as at:
+        before = predicted(at.infer(first, requested(ROWS[:3])))
+        new = tmp_path / "new.pt2"
+        client_models(run)[second].save(new)
+        new.replace(models / f"{first}.pt2")  # the model of another client
+        assert at.infer(first, requested(ROWS[:3])).status == 500
+        assert at.ask("GET", f"/v2/models/run/versions/{first}/ready").status == 500
+        (models / f"{first}.pt2").write_bytes(b"not a model")
+        assert mentions(at.infer(first, requested(ROWS[:3])).body["error"], f"{first}.pt2")
+        shutil.copy(run / "models" / f"{first}.pt2", models / f"{first}.pt2")
+        assert np.array_equal(predicted(at.infer(first, requested(ROWS[:3]))), before)
+        (models / f"{second}.pt2").unlink()
+        assert at.infer(second, requested(ROWS[:3])).status == 404
+        assert at.ask("GET", "/v2/models/run").body["versions"] == [first]
+        (models / f"{first}.pt2").unlink()
+        assert at.ask("GET", "/v2/models/run").status == 404
+
+
+def test_a_token_decides_whose_model_predicts(run: Path, tmp_path: Path) -> None:
+    tokens, table = tmp_path / "tokens.json", tmp_path / "identities.yaml"
+    secrets = {name: add_token(tokens, name)[0].get_secret_value() for name in ("one", "watcher")}
+    table.write_text(
+        "version: 1\nidentities:\n"
+        "  - {name: one, roles: [personalize], clients: [client-0000], token: one}\n"
+        "  - {name: watcher, roles: [watch], token: watcher}\n"
+    )
+    protection = Protection(ServerOptions(tokens=tokens, identities=table))
+    audit, good = tmp_path / "audit.jsonl", requested(ROWS[:2])
+    with served(run, protection=protection, audit=audit) as at:
+        assert at.ask("GET", "/v2/health/ready").status == at.ask("GET", "/v2/models/run/ready").status == 200
+        refused = at.infer("client-0000", good)
+        assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer")
+        bearer = {name: {"Authorization": f"Bearer {secret}"} for name, secret in secrets.items()}
+        assert at.infer("client-0000", good, Authorization="Bearer nonsense").status == 401
+        assert at.infer("client-0000", good, **bearer["watcher"]).status == 403
+        assert at.infer("client-0001", good, **bearer["one"]).status == 403
+        assert at.infer("client-0000", good, **bearer["one"]).status == 200
+        assert at.ask("GET", "/v2/models/run").status == 401
+        assert at.ask("GET", "/v2/models/run", **bearer["one"]).body["versions"] == ["client-0000"]
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    assert [line["client"] for line in lines if line["event"] == "predicted"] == ["client-0000"]
+    assert any(line["event"] == "refused" for line in lines)
+
+
+def test_a_run_without_saved_models_or_an_open_address_is_refused(run: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with (
+        refusing(DataError, empty, "fedloom personalize"),
+        served(run, settings=ModelServerSettings(models=str(empty))),
+    ):
+        pass
+    bare = tmp_path / "run"
+    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("models"))
+    with refusing(DataError, bare / "models"), served(bare):
+        pass
+    for host in ("0.0.0.0:0", "[::]:0"):
+        with pytest.raises(ExperimentError) as refused:
+            serve_run(str(run), "127.0.0.1:0", rest=host, stop=threading.Event())
+        assert refused.value.key == "rest"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with refusing(ExperimentError, taken.getsockname()[1]):
+            serve_run(str(run), "127.0.0.1:0", rest=f"127.0.0.1:{taken.getsockname()[1]}", stop=threading.Event())
