@@ -1,0 +1,311 @@
+"""KServe's objects are of its published schema, and the container of the runtime, run as a process, serves the run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import numpy as np
+import pytest
+import torch
+import yaml
+from facts import refusing
+from typer.testing import CliRunner
+
+import fedloom
+from fedloom.cli.main import app
+from fedloom.cluster.kserve import CONTAINER, MOUNTED, kserve_objects
+from fedloom.cluster.settings import ClusterSettings
+from fedloom.errors import ExperimentError
+from fedloom.runner.client_models import client_models, save_models
+
+CRDS = yaml.safe_load((Path(__file__).parents[1] / "fixtures" / "kserve.yaml").read_text())
+WAIT_S = 240
+SETTINGS = ClusterSettings(
+    image="registry.example/fedloom/aggregator:1",
+    namespace="team",
+    labels={"team": "a"},
+    annotations={"example.org/owner": "b"},
+    service_account="models",
+    priority_class="high",
+    image_pull_secrets=("pull",),
+    storage_secret="never-mounted",
+    token_secret="tokens",
+    env={"FEDLOOM_FACTORIES": "mine:net"},
+    volumes=({"name": "code", "configMap": {"name": "code"}},),
+    volume_mounts=({"name": "code", "mountPath": "/code"},),
+)
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema of a custom resource in which unknown properties, which Kubernetes would drop, are errors."""
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: closed(value) for key, value in schema.items() if key not in ("properties", "items", "format")}
+    if "properties" in schema:
+        found["properties"] = {name: closed(value) for name, value in schema["properties"].items()}
+        found["additionalProperties"] = False
+    if "items" in schema:
+        found["items"] = closed(schema["items"])
+    if schema.get("x-kubernetes-int-or-string"):
+        found.pop("type", None)
+    return found
+
+
+def check(objects: list[dict[str, Any]]) -> None:
+    """Check objects against the published schemas."""
+    for one in objects:
+        crd = CRDS[one["kind"]]
+        assert one["apiVersion"] == f"{crd['group']}/{crd['version']}"
+        jsonschema.validate(one, closed(crd["schema"]))
+
+
+def deployed(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the pod that KServe makes of a runtime and a predictor, without the models' volume, in a Deployment."""
+    runtime, service = (copy.deepcopy(one) for one in objects)
+    spec, predictor = runtime["spec"], service["spec"]["predictor"]
+    assert predictor.pop("model")["runtime"] == runtime["metadata"]["name"]
+    pod = {key: spec[key] for key in ("containers", "volumes", "imagePullSecrets") if key in spec} | predictor
+    labels = {**spec["labels"], "app": "isvc.x"}
+    template = {"metadata": {"labels": labels}, "spec": pod}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "x", "labels": labels},
+        "spec": {"selector": {"matchLabels": {"app": "isvc.x"}}, "template": template},
+    }
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, ClusterSettings(image="registry.example/fedloom/aggregator:1")])
+def test_the_objects_are_of_kserves_schema_and_the_pod_is_restricted(settings: ClusterSettings) -> None:
+    objects = kserve_objects("s3://bucket/run", "flowers", settings)
+    check(objects)
+    runtime, service = objects
+    assert [one["kind"] for one in objects] == ["ServingRuntime", "InferenceService"]
+    model = service["spec"]["predictor"]["model"]
+    (served,) = runtime["spec"]["supportedModelFormats"]
+    assert (model["modelFormat"]["name"], model["modelFormat"]["version"]) == (served["name"], served["version"])
+    assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
+    assert model["storageUri"] == "s3://bucket/run"
+    deployment = deployed(objects)
+    for version in ("1.33", "1.35"):
+        kubernetes_validate.validate(deployment, version, strict=True)
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == CONTAINER
+    assert [port["containerPort"] for port in container["ports"]] == [8080, 7734]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert "never-mounted" not in json.dumps(objects)
+
+
+def test_the_schema_refuses_what_kubernetes_would_drop() -> None:
+    for path, key in (
+        (("spec",), "protocols"),
+        (("spec", "containers", 0), "argumente"),
+        (("spec", "containers", 0, "ports", 0), "p"),
+    ):
+        runtime = copy.deepcopy(kserve_objects("s3://bucket/run", "flowers", SETTINGS)[0])
+        place = runtime
+        for step in path:
+            place = place[step]
+        place[key] = "x"
+        with pytest.raises(jsonschema.ValidationError):
+            check([runtime])
+
+
+def test_exported_models_are_for_a_stock_runtime() -> None:
+    objects = kserve_objects("pvc://claim/onnx", "flowers", ClusterSettings(), "onnx")
+    check(objects)
+    (service,) = objects
+    model = service["spec"]["predictor"]["model"]
+    assert (model["modelFormat"]["name"], model["runtime"]) == ("onnx", "kserve-tritonserver")
+    assert model["storageUri"] == "pvc://claim/onnx"
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("name", {"name": "Flowers"}),
+        ("name", {"name": "-x"}),
+        ("name", {"name": "x" * 41}),
+        ("uri", {"uri": "/local/run"}),
+        ("uri", {"uri": "minio://bucket/run"}),
+        ("uri", {"uri": "s3://bucket/a b"}),
+        ("format", {"model_format": "pt2"}),
+        ("image", {"settings": ClusterSettings()}),
+    ],
+)
+def test_what_kserve_would_refuse_is_refused_at_once(key: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ExperimentError) as refused:
+        kserve_objects(**{"uri": "s3://bucket/run", "name": "x", "settings": SETTINGS, **changes})
+    assert refused.value.key == key
+
+
+def test_the_command_writes_the_objects(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text("image: registry.example/fedloom/aggregator:1\n")
+    options = ["s3://bucket/run", "--name", "flowers", "--cluster", str(tmp_path / "cluster.yaml")]
+    shown = CliRunner().invoke(app, ["cluster", "kserve", *options])
+    CliRunner().invoke(app, ["cluster", "kserve", *options, "--out", str(tmp_path / "kserve.yaml")])
+    assert (tmp_path / "kserve.yaml").read_text() == shown.stdout
+    settings = ClusterSettings(image="registry.example/fedloom/aggregator:1")
+    assert [*yaml.safe_load_all(shown.stdout)] == kserve_objects("s3://bucket/run", "flowers", settings)
+    failed = CliRunner().invoke(app, ["cluster", "kserve", *options, "--format", "h5"])
+    assert isinstance(failed.exception, ExperimentError)
+
+
+# ---- the container, as a process
+
+
+PEFLL = {"name": "pefll", "local": {"steps": 1}, "embedding": {"network": "mlp"}, "descriptor": {"batch_size": 4}}
+X = np.random.default_rng(2).normal(0, 1, (24, 3)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kserve")
+    clients = {str(one): (X[one::2], (X[one::2, 0] > 0).astype(int)) for one in range(2)}
+    experiment = {
+        "name": "kserve",
+        "data": fedloom.Federated.from_arrays(clients, root=root / "data", held_out_fraction=0.0),
+        "model": {"name": "mlp"},
+        "algorithm": PEFLL,
+        "federation": {"rounds": 1, "clients_per_round": 2},
+        "runtime": {"workers": 0},
+    }
+    fedloom.run(experiment, out=root / "run", report=False, progress=False)
+    save_models(root / "run", root / "run" / "models", suffix=".pt2")
+    return root / "run"
+
+
+class Container:
+    """Process of the runtime's container.
+
+    Attributes
+    ----------
+    rest, grpc
+        Its addresses, on free ports of this machine.
+    """
+
+    def __init__(self, mounted: Path, work: Path) -> None:
+        (container,) = deployed(kserve_objects("s3://bucket/run", "flowers", ClusterSettings(image="x:1")))["spec"][
+            "template"]["spec"]["containers"]  # fmt: skip
+        text = json.dumps(container).replace("{{.Name}}", "flowers")
+        for place, here in (
+            (MOUNTED, mounted),
+            ("/dev/termination-log", work / "termination-log"),
+            ('"/work"', f'"{work}"'),
+        ):
+            text = text.replace(str(place), str(here))
+        container = json.loads(re.sub(r"0\.0\.0\.0:\d+", "127.0.0.1:0", text))
+        assert container["command"] == ["fedloom"]
+        environment = {entry["name"]: entry["value"] for entry in container["env"]}
+        self.told = work / "termination-log"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fedloom", *container["args"]],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            cwd=work,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.rest = self.grpc = ""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if found := re.search(r"(predictions|serving).* at (127\.0\.0\.1:\d+)$", line.strip()):
+                where = "rest" if found[1] == "predictions" else "grpc"
+                setattr(self, where, found[2])
+            if self.rest and self.grpc:
+                break
+
+    def ask(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """Return status and object of an answer."""
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(f"http://{self.rest}{path}", data, timeout=WAIT_S) as answer:
+                return int(answer.status), json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def infer(self, client: str) -> tuple[int, Any]:
+        """Ask for predictions of all examples."""
+        one = {"name": "x", "shape": [*X.shape], "datatype": "FP32", "data": X.tolist()}
+        return self.ask(f"/v2/models/flowers/versions/{client}/infer", {"inputs": [one]})
+
+
+@contextmanager
+def running(mounted: Path, work: Path) -> Iterator[Container]:
+    """Run the container for the duration of the block."""
+    work.mkdir()
+    container = Container(mounted, work)
+    try:
+        yield container
+    finally:
+        container.process.kill()
+        container.process.communicate()
+
+
+def test_the_container_serves_a_mounted_run_over_rest_and_grpc(run: Path, tmp_path: Path) -> None:
+    mounted = tmp_path / "mnt"
+    mounted.symlink_to(run)
+    files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    own = client_models(run)
+    with running(mounted, tmp_path / "work") as container:
+        assert container.ask("/v2/health/live")[0] == container.ask("/v2/health/ready")[0] == 200
+        assert container.ask("/v2/models/flowers/ready") == (200, {"name": "flowers", "ready": True})
+        for client, model in own.items():
+            status, answer = container.infer(client)
+            assert status == 200
+            (output,) = answer["outputs"]
+            expected = model(torch.from_numpy(X)).numpy()
+            assert np.array(output["data"], np.float32).reshape(output["shape"]).tobytes() == expected.tobytes()
+        assert container.infer("nobody")[0] == 404
+        newcomer = fedloom.personalize(container.grpc, X, (X[:, 0] > 0).astype(int), client="eve")
+        assert torch.equal(newcomer(X), fedloom.personalize(str(run), X, (X[:, 0] > 0).astype(int), client="eve")(X))
+        container.process.send_signal(signal.SIGTERM)
+        assert container.process.wait(WAIT_S) == 0
+        with pytest.raises(urllib.error.URLError):
+            container.ask("/v2/health/live")
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files  # KServe mounts it read-only
+
+
+def test_a_killed_container_starts_again_and_one_without_models_says_why(run: Path, tmp_path: Path) -> None:
+    with running(run, tmp_path / "first") as container:
+        before = container.infer("client-0000")
+        container.process.kill()
+        container.process.wait(WAIT_S)
+        with pytest.raises(urllib.error.URLError):
+            container.infer("client-0000")
+    with running(run, tmp_path / "second") as container:
+        assert container.infer("client-0000") == before
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in run.iterdir():
+        if path.name != "models":
+            (bare / path.name).symlink_to(path)
+    with running(bare, tmp_path / "third") as container:
+        assert container.process.wait(WAIT_S) == 3
+        failure = json.loads(container.told.read_text().splitlines()[-1])
+    assert str(bare / "models") in json.dumps(failure)
+
+
+def test_saved_models_of_the_run_are_what_the_hint_says(run: Path, tmp_path: Path) -> None:
+    with refusing(ExperimentError, "models"):
+        save_models(run, run / "models", suffix=".pt2")  # a new folder
+    made = CliRunner().invoke(app, ["personalize", str(run), "--out", str(tmp_path / "models"), "--format", "pt2"])
+    assert made.exit_code == 0
+    names = sorted(path.name for path in (tmp_path / "models").iterdir())
+    assert names == sorted(path.name for path in (run / "models").iterdir())
