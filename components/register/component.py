@@ -32,7 +32,7 @@ def register(
     """
     from pathlib import Path
 
-    from fedloom.kubeflow import steps
+    from fedloom.kubeflow import model_steps
 
     where = uri or model.uri
-    return steps.register_task(Path(model.path), registry, run_id, name, version, checkpoint, where)
+    return model_steps.register_task(Path(model.path), registry, run_id, name, version, checkpoint, where)

@@ -81,7 +81,7 @@ def made(fresh_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Chain:
 
 
 def test_every_component_is_thin_documented_and_asks_for_no_package() -> None:
-    steps = "cleanup compare evaluate federate fetch grid partition plan register report"
+    steps = "cleanup compare evaluate export federate fetch grid partition plan register report"
     assert steps.split() == NAMES
     for name in NAMES:
         one = component(name)

@@ -28,6 +28,7 @@ from fedloom.errors import DataError, ExperimentError, FedloomError, RefusedErro
 from fedloom.kubeflow import catalog
 from fedloom.kubeflow.registration import Lineage, RegistrySettings, register_run
 from fedloom.kubeflow.registry_api import ModelRegistry
+from fedloom.runner.saved_models import ModelFolder
 
 pytestmark = pytest.mark.xdist_group("components")
 
@@ -281,6 +282,27 @@ def test_the_component_registers_with_the_artifacts_uri(
     with pytest.raises(SystemExit) as ended:
         one.python_func(artifact, registry.url, "7d1f")
     assert ended.value.code == 4
+
+
+@pytest.mark.parametrize("model_format", ["fedloom", "onnx"])
+def test_models_are_exported_in_the_layout_that_kserve_serves(run: Path, tmp_path: Path, model_format: str) -> None:
+    shards = next(path.parent for path in (run.parent / "data" / "partitions").rglob("*.json"))
+    served = dsl.Model(uri=str(tmp_path / "served"), metadata={})
+    export = catalog.component("export").python_func
+    export(dsl.Model(uri=str(run), metadata={"seed": 1}), dsl.Dataset(uri=str(shards)), served, "0", model_format)
+    assert served.metadata == {"seed": 1, "format": model_format, "clients": 4}
+    clients = [f"client-{number:04}" for number in range(4)]
+    if model_format == "onnx":
+        files = [path for path in (tmp_path / "served").rglob("*") if path.is_file()]
+        assert sorted(files) == [tmp_path / "served" / client / "1" / "model.onnx" for client in clients]
+        return
+    found = ModelFolder(tmp_path / "served" / "models")
+    assert found.clients() == clients
+    assert (found.of(clients[0]).round, found.of(clients[0]).digest) == (0, found_digest(run, 0))
+    assert {path.name for path in run.iterdir()} < {path.name for path in (tmp_path / "served").iterdir()}
+    with pytest.raises(SystemExit) as ended:
+        export(dsl.Model(uri=str(run)), dsl.Dataset(uri=str(shards)), served, "0", "h5")
+    assert ended.value.code == 2
 
 
 def test_the_component_compiles_without_packages_to_install(tmp_path: Path) -> None:

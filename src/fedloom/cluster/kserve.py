@@ -108,7 +108,7 @@ def kserve_objects(uri: str, name: str, settings: ClusterSettings, model_format:
         **{key: pod.pop(key) for key in _OF_RUNTIME if key in pod},
     }
     del pod["restartPolicy"]  # of a Deployment's pods it is Always
-    serving = {"apiVersion": "serving.kserve.io/v1alpha1", "kind": "ServingRuntime"}
+    serving: Manifest = {"apiVersion": "serving.kserve.io/v1alpha1", "kind": "ServingRuntime"}
     serving |= {"metadata": _metadata(name, settings), "spec": runtime}
     return [serving, _service(uri, name, settings, "fedloom", name, pod)]
 

@@ -166,7 +166,7 @@ def register_run(
     described = f"{summary['algorithm']}, {summary['dataset']}, seed {summary['seed']}"
     found, _ = registry.model({"name": name, "description": f"Personalized federated model of {summary['dataset']}"})
     model_id = _id(found, name)
-    body = {"name": version, "registeredModelId": model_id, "state": "LIVE"}
+    body: dict[str, Any] = {"name": version, "registeredModelId": model_id, "state": "LIVE"}
     body |= {"description": f"{described}, round {round}", "customProperties": known}
     made, created = registry.version(body)
     if not created:

@@ -253,28 +253,6 @@ def federate_task(
 
 
 @step
-def register_task(
-    model: Path, registry: str, run_id: str, name: str = "", version: str = "", checkpoint: str = "last", uri: str = ""
-) -> str:
-    """Register a run's model: see :func:`fedloom.kubeflow.registration.register_run`; return the version's id."""
-    from fedloom.cluster.api import SERVICE_ACCOUNT
-    from fedloom.kubeflow.registration import Lineage, RegistrySettings, register_run
-
-    namespace = SERVICE_ACCOUNT / "namespace"
-    found = register_run(
-        RegistrySettings.of(registry).connect(),
-        str(model),
-        model=name or None,
-        version=version or None,
-        checkpoint=checkpoint,
-        uri=uri or None,
-        lineage=Lineage(run_id, namespace.read_text().strip() if namespace.exists() else None),
-    )
-    say(f"{found.model} {found.version}: version {found.version_id} of model {found.model_id} in {registry}")
-    return found.version_id
-
-
-@step
 def evaluate_task(
     model: Path, shards: Path, checkpoint: str, out: Path, serve: str = "", credentials: Path = CREDENTIALS
 ) -> dict[str, Any]:

@@ -114,12 +114,12 @@ def request_inputs(listed: Sequence[Any], model: SavedModel) -> dict[str, NDArra
 
 def _array(given: Mapping[str, Any], spec: InputSpec, classes: int) -> NDArray[Any]:
     """Return the array of an input, checked against its description."""
-    name, dtype, shape = given["name"], DTYPES[spec.kind], given.get("shape")
+    name, dtype = given["name"], DTYPES[spec.kind]
     datatype = DATATYPES[str(dtype)]
     if given.get("datatype") != datatype:
         raise _invalid(f"{name}: datatype must be {datatype}")
-    sized = isinstance(shape, list) and all(type(size) is int for size in shape)
-    if not sized or len(shape) != 1 + len(spec.shape) or shape[0] < 1 or tuple(shape[1:]) != spec.shape:
+    shape = sizes if isinstance(sizes := given.get("shape"), list) else []
+    if not all(type(size) is int for size in shape) or shape[:1] < [1] or tuple(shape[1:]) != spec.shape:
         raise _invalid(f"{name}: shape must be [b, {', '.join(map(str, spec.shape))}] with b of at least 1")
     numbers = _numbers(name, given.get("data"), shape)
     kinds = {int} if dtype.kind in "iu" else {int, float}

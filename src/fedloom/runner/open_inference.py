@@ -41,7 +41,7 @@ from fedloom.runner.inference_request import (
 )
 from fedloom.runner.saved_models import MODELS, ModelFolder, SavedModel
 from fedloom.security.access import Access, Denied, PeerCredentials
-from fedloom.security.audit import Audit
+from fedloom.security.audit import Audit, Value
 from fedloom.security.identities import Action, Identity
 from fedloom.security.options import Protection
 from fedloom.transport.address import split_address
@@ -242,12 +242,21 @@ class OpenInference:
         if not np.isfinite(found).all():
             raise DataError(f"the model of {client} gives numbers that are not finite, which JSON cannot hold")
         if identity is not None:
-            told = {"client": client, "round": model.round, "digest": model.digest}
+            told: dict[str, Value] = {"client": client, "round": model.round, "digest": model.digest}
             self._audit.write("predicted", identity=identity.name, host=environ["REMOTE_ADDR"], **told)
-        output = {"name": OUTPUT, "shape": [*found.shape], "datatype": DATATYPES[str(found.dtype)]}
-        answer = {"model_name": self._name, "model_version": client, "outputs": [output | {"data": _flat(found)}]}
-        answer["parameters"] = {"round": model.round, "digest": model.digest}
-        return answer | ({"id": request["id"]} if "id" in request else {})
+        output = {
+            "name": OUTPUT,
+            "shape": [*found.shape],
+            "datatype": DATATYPES[str(found.dtype)],
+            "data": _flat(found),
+        }
+        return {
+            "model_name": self._name,
+            "model_version": client,
+            **({"id": request["id"]} if "id" in request else {}),
+            "parameters": {"round": model.round, "digest": model.digest},
+            "outputs": [output],
+        }
 
 
 class _Counted:
