@@ -6,10 +6,12 @@ import hashlib
 import json
 import shutil
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +218,29 @@ def test_a_refusal_has_the_exit_code_of_its_class(
     assert isinstance(ended.exception, FedloomError)
     assert int(ended.exception.exit_code) == code
     assert mentions(str(ended.exception), registry.url, *facts)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["[]", "<html>", "{", "\xff", "{}", '{"id": 7}', '{"name": "reg_1"}', '{"items": [3], "name": "reg_1", "id": "1"}'],
+)
+def test_answers_that_are_not_a_registrys_are_told(run: Path, answer: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode("latin-1"))
+
+        do_POST = do_GET
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises((DataError, ExperimentError)):
+            register_run(ModelRegistry(f"http://127.0.0.1:{server.server_port}"), str(run))
+        server.shutdown()
 
 
 def test_an_address_that_is_not_a_registrys_is_told(run: Path, registry: StandIn) -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from torch import Tensor, nn
 import fedloom
 from fedloom.errors import DataError, ExperimentError
 from fedloom.runner.client_models import client_models, save_models
+from fedloom.runner.inference_request import RequestRefused
+from fedloom.runner.open_inference import InferenceLimits, OpenInference
 from fedloom.runner.saved_models import ModelFolder
 from fedloom.runner.serve import ModelServerSettings, serve_run
 from fedloom.security.options import Protection, ServerOptions
@@ -314,6 +317,23 @@ def test_bodies_are_bounded(at: Client) -> None:
         raw.sendall(b"POST /v2/models/run/versions/client-0000/infer HTTP/1.1\r\nContent-Length: 9\r\n\r\n{}")
         raw.shutdown(socket.SHUT_WR)
         assert raw.recv(100).split()[1] == b"400"
+
+
+def test_answers_are_bounded(run: Path) -> None:
+    with served(run, settings=ModelServerSettings(body_bytes=2048)) as at:
+        x = np.ones((200, 4), np.float32)
+        assert at.infer("client-0000", requested(x[:64])).status == 200
+        many = requested(x)
+        many["inputs"][0]["data"] = [1] * 800
+        assert len(json.dumps(many, separators=(",", ":"))) < 2048
+        found = at.infer("client-0000", json.dumps(many, separators=(",", ":")).encode())
+    assert found.status == 200  # 400 numbers
+    model = ModelFolder(run / "models").of("client-0000")
+    serving = OpenInference("run", ModelFolder(run / "models"), InferenceLimits(body_bytes=2048))
+    wide = replace(model, outputs=(100,))
+    with pytest.raises(RequestRefused) as refused:
+        serving._computed(wide, json.dumps(requested(x[:21])).encode())
+    assert refused.value.status == 413
 
 
 def test_requests_at_once_get_their_own_answers(at: Client, run: Path) -> None:

@@ -260,8 +260,13 @@ def _id(found: Mapping[str, Any], name: str) -> str:
 
 
 def _text(found: Mapping[str, Any], key: str) -> str | None:
-    value = ((found.get("customProperties") or {}).get(key) or {}).get("string_value")
-    return None if value is None else str(value)
+    """Return a custom property that is a text; None without."""
+    match found.get("customProperties"):
+        case {**known}:
+            match known.get(key):
+                case {"string_value": str(value)}:
+                    return value
+    return None
 
 
 def _check_same(model: str, version: str, found: str | None, wanted: str | None, what: str) -> None:

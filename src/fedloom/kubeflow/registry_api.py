@@ -28,8 +28,8 @@ TIMEOUT_S = 30.0
 ANSWER_BYTES = 16 << 20
 """Largest answer that is read."""
 
-PAGE = 100
-"""Objects per page of a list."""
+PAGE, MOST_PAGES = 100, 10_000
+"""Objects per page of a list, and pages that are read."""
 
 
 class _NotFound(ExperimentError):
@@ -130,13 +130,16 @@ class ModelRegistry:
 
     def _items(self, path: str) -> Iterator[dict[str, Any]]:
         token = ""
-        while True:
+        for _ in range(MOST_PAGES):
             query = {"pageSize": str(PAGE), **({"nextPageToken": token} if token else {})}
             page = self._ask("GET", f"{path}?{urlencode(query)}")
-            yield from page.get("items") or ()
-            if not (following := page.get("nextPageToken")) or following == token:
+            items, token = page.get("items") or [], str(page.get("nextPageToken") or "")
+            if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+                raise self._other(f"its list {path} has items of another kind")
+            yield from items
+            if not token:
                 return
-            token = str(following)
+        raise self._other(f"its list {path} does not end")
 
     def _ask(self, verb: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request, and return the object that answers it."""
@@ -157,8 +160,11 @@ class ModelRegistry:
             raise StorageError(f"{self.url} cannot be reached: {why}", hint="check the URL and the network") from error
         found = _object(content)
         if found is None or len(content) > ANSWER_BYTES:
-            raise DataError(f"{self.url} does not answer as a model registry does.", hint=self._needed)
+            raise self._other("an answer is not a JSON object")
         return found
+
+    def _other(self, why: str) -> DataError:
+        return DataError(f"{self.url} does not answer as a model registry does: {why}.", hint=self._needed)
 
     @property
     def _needed(self) -> str:
@@ -172,20 +178,18 @@ class ModelRegistry:
             said = {}
         message = " ".join(str(said.get("message") or error.reason or "").split())[:500]
         told = f"{self.url}: {what}: {message} (status {status})"
+        if status == 404 and not {"code", "message"} <= set(said):
+            return ExperimentError(f"{told}; this is not a model registry.", hint=self._needed, key="registry")
         if status == 401 or 300 <= status < 400:  # a redirect to a login page
             needed = "the token is not accepted" if self._token is not None else "it requires a token"
             return RefusedError(f"{told}; {needed}", hint="give a valid one in the file of the registry's settings")
-        if status == 403:
-            return RefusedError(told, hint="check your rights")
-        if status == 404 and {"code", "message"} <= set(said):
-            return _NotFound(told)
-        if status in (404, 405):
-            return ExperimentError(f"{told}; this is not a model registry.", hint=self._needed, key="registry")
-        if status == 409:
-            return _Conflict(told)
         if 400 <= status < 500 and status != 429:
-            return ExperimentError(told)
+            return _KINDS.get(status, ExperimentError)(told)
         return StorageError(told, hint="retry later")
+
+
+_KINDS: Mapping[int, type[FedloomError]] = {403: RefusedError, 404: _NotFound, 409: _Conflict}
+"""Classes of errors by status; of others, ExperimentError."""
 
 
 def _bearer(token: str) -> str:

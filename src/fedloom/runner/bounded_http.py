@@ -65,7 +65,7 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
     Parameters
     ----------
     connections, connection_s
-        As :data:`CONNECTIONS` and :data:`CONNECTION_S`.
+        Other limits than :data:`CONNECTIONS` and :data:`CONNECTION_S`.
 
     Raise OSError if the port is taken or the address is not one of this machine's.
     """
@@ -78,10 +78,11 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
         host: str,
         port: int,
         application: Application,
-        connections: int = CONNECTIONS,
-        connection_s: float = CONNECTION_S,
+        connections: int | None = None,
+        connection_s: float | None = None,
     ) -> None:
-        self._most, self._longest_s = connections, connection_s
+        self._most = CONNECTIONS if connections is None else connections
+        self._longest_s = CONNECTION_S if connection_s is None else connection_s
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], found[0][4]
         self._lock = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from itertools import chain
@@ -87,21 +88,23 @@ def checked_request(content: bytes) -> dict[str, Any]:
         raise _invalid("the body must be an object with a list of inputs")
     if "id" in request and not (isinstance(request["id"], str) and len(request["id"]) <= LONGEST_ID):
         raise _invalid(f"id must be a text of at most {LONGEST_ID} characters")
-    outputs = request.get("outputs", [])
-    wrong = not isinstance(outputs, list) or any(
-        not isinstance(one, dict) or one.get("name") != OUTPUT for one in outputs
-    )
-    if wrong:
+    if any(name != OUTPUT for name in _names(request.get("outputs", []))):
         raise _invalid(f"outputs may name {OUTPUT} only")
     return request
+
+
+def _names(listed: Any) -> list[str | None]:
+    """Return the names of listed tensors; None of something else."""
+    if not isinstance(listed, list):
+        return [None]
+    named = (one.get("name") if isinstance(one, dict) else None for one in listed)
+    return [name if isinstance(name, str) else None for name in named]
 
 
 def request_inputs(listed: Sequence[Any], model: SavedModel) -> dict[str, NDArray[Any]]:
     """Return the arrays of a request's inputs by the names of the model's."""
     known = {name or INPUT: (name, spec) for name, spec in model.specs.items()}
-    if any(not isinstance(one, dict) for one in listed) or sorted(str(one.get("name")) for one in listed) != sorted(
-        known
-    ):
+    if Counter(_names(listed)) != Counter([*known]):  # a mapping would be counts
         raise _invalid(f"the inputs must be {', '.join(known)}")
     found = {}
     for one in listed:
@@ -115,19 +118,16 @@ def request_inputs(listed: Sequence[Any], model: SavedModel) -> dict[str, NDArra
 def _array(given: Mapping[str, Any], spec: InputSpec, classes: int) -> NDArray[Any]:
     """Return the array of an input, checked against its description."""
     name, dtype = given["name"], DTYPES[spec.kind]
-    datatype = DATATYPES[str(dtype)]
+    datatype, whole = DATATYPES[str(dtype)], dtype.kind != "f"
     if given.get("datatype") != datatype:
         raise _invalid(f"{name}: datatype must be {datatype}")
-    shape = sizes if isinstance(sizes := given.get("shape"), list) else []
-    if not all(type(size) is int for size in shape) or shape[:1] < [1] or tuple(shape[1:]) != spec.shape:
-        raise _invalid(f"{name}: shape must be [b, {', '.join(map(str, spec.shape))}] with b of at least 1")
+    shape = _shape(given, spec)
     numbers = _numbers(name, given.get("data"), shape)
-    kinds = {int} if dtype.kind in "iu" else {int, float}
-    if not set(map(type, numbers)) <= kinds:
-        raise _invalid(f"{name}: data must be {'whole ' if dtype.kind in 'iu' else ''}numbers")
+    if not set(map(type, numbers)) <= ({int} if whole else {int, float}):
+        raise _invalid(f"{name}: data must be {'whole ' if whole else ''}numbers")
     try:
         with np.errstate(over="ignore"):
-            array = np.array(numbers, np.float64 if dtype.kind == "f" else dtype).astype(dtype).reshape(shape)
+            array = np.array(numbers, dtype if whole else np.float64).astype(dtype).reshape(shape)
     except (OverflowError, ValueError):
         raise _invalid(f"{name}: a number is out of the range of {datatype}") from None
     if (fault := spec.values_fault(array, classes)) is not None:
@@ -135,6 +135,15 @@ def _array(given: Mapping[str, Any], spec: InputSpec, classes: int) -> NDArray[A
     if spec.high is not None and int(array.max()) >= spec.high:
         raise _invalid(f"{name}: an integer is {array.max()}; it must be below {spec.high}")
     return array
+
+
+def _shape(given: Mapping[str, Any], spec: InputSpec) -> list[int]:
+    """Return the shape of an input, checked against its description."""
+    shape = given.get("shape")
+    if isinstance(shape, list) and {*map(type, shape)} == {int} and shape[0] >= 1 and tuple(shape[1:]) == spec.shape:
+        return shape
+    wanted = ", ".join(["b", *map(str, spec.shape)])
+    raise _invalid(f"{given['name']}: shape must be [{wanted}] with b of at least 1")
 
 
 def _numbers(name: str, data: Any, shape: Sequence[int]) -> list[Any]:

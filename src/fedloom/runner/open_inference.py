@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ log = logging.getLogger("fedloom.runner.open_inference")
 log.addFilter(RateLimitFilter())
 
 PLATFORM = "pytorch_export"
-CONNECTIONS, CONNECTION_S = 256, 60.0
+CONNECTIONS, CONNECTION_S = 128, 60.0
 """Maximum number of open connections, and of seconds that one may last."""
 
 RETRY_AFTER_S = 1
@@ -64,7 +65,7 @@ class InferenceLimits:
     Attributes
     ----------
     body_bytes
-        Largest body of a request.
+        Largest body of a request, and number of outputs in an answer.
     wait_s
         Seconds that a request waits for others to be answered.
     drain_s
@@ -229,14 +230,12 @@ class OpenInference:
     def _prediction(
         self, model: SavedModel, client: str, identity: Identity | None, environ: Mapping[str, Any]
     ) -> dict[str, Any]:
-        request = checked_request(request_body(environ, self._limits.body_bytes))
-        x = {name: torch.from_numpy(array) for name, array in request_inputs(request["inputs"], model).items()}
+        body = request_body(environ, self._limits.body_bytes)
         if not self._computing.acquire(timeout=self._limits.wait_s):
             reason = f"other requests take longer than {self._limits.wait_s:g} s"
             raise RequestRefused(HTTPStatus.SERVICE_UNAVAILABLE, reason, **{"Retry-After": str(RETRY_AFTER_S)})
-        try:
-            with torch.no_grad():
-                found = model.predict(x.get("", x)).numpy()
+        try:  # one at a time, since a body takes much more memory as Python's numbers than as text
+            request, found = self._computed(model, body)
         finally:
             self._computing.release()
         if not np.isfinite(found).all():
@@ -257,6 +256,17 @@ class OpenInference:
             "parameters": {"round": model.round, "digest": model.digest},
             "outputs": [output],
         }
+
+    def _computed(self, model: SavedModel, body: bytes) -> tuple[dict[str, Any], NDArray[Any]]:
+        """Return the request in a body, and the model's outputs."""
+        request = checked_request(body)
+        x = {name: torch.from_numpy(array) for name, array in request_inputs(request["inputs"], model).items()}
+        examples, most = len(next(iter(x.values()))), max(1, self._limits.body_bytes // math.prod(model.outputs))
+        if examples > most:
+            reason = f"the answer would be too large; ask for {most} examples at once (got {examples})"
+            raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+        with torch.no_grad():
+            return request, model.predict(x.get("", x)).numpy()
 
 
 class _Counted:

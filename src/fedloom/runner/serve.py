@@ -63,7 +63,11 @@ class ModelServerSettings(Settings):
         description="Name of the model in requests for predictions; by default the run's name.",
     )
     models_kept: int = Field(default=64, ge=1, description="Maximum number of saved models in memory.")
-    body_bytes: int = Field(default=4 << 20, ge=1024, description="Largest body of a request for predictions.")
+    body_bytes: int = Field(
+        default=4 << 20,
+        ge=1024,
+        description="Largest body of a request for predictions, and number of outputs in an answer.",
+    )
 
 
 def about(parts: RunContext, folder: RunFolder | None = None) -> About:
