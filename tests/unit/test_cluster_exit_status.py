@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from facts import mentions
 
 from fedloom.cluster.exit_status import End, Exit, aggregator_failure, end_of, exits, workers_failure
 from fedloom.errors import (
@@ -119,3 +120,19 @@ def test_exits_in_their_order() -> None:
         {"metadata": {"name": "e"}, "status": {}},
     ]
     assert [(found.pod, found.code) for found in exits(pods, "worker")] == [("a", 5), ("b", 7)]
+
+
+def test_a_pod_that_its_node_rejected_is_reported_with_the_nodes_reason() -> None:
+    """No container ever started, such as for a second part of a shared GPU (NVIDIA's device plugin, README)."""
+    reason = "Allocate failed due to rpc error: request for 'nvidia.com/gpu: 2' too large"
+    status = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": reason}
+    labels = {"labels": {"app.kubernetes.io/component": "worker"}}
+    rejected = {"metadata": {"name": "w", **labels}, "status": status}
+    (found,) = exits([rejected], "worker")
+    assert (found.code, found.reason, found.summary) == (0, "UnexpectedAdmissionError", reason)
+    job = {"spec": {"completions": 2, "maxFailedIndexes": 0}, "status": {"failedIndexes": "0"}}
+    failure = workers_failure(job, BACKOFF, [found])
+    assert isinstance(failure, WorkerLostError)
+    assert mentions(str(failure), "UnexpectedAdmissionError", reason)
+    running = {"metadata": {"name": "w", **labels}, "status": {"phase": "Running"}}
+    assert exits([running], "worker") == []

@@ -51,7 +51,8 @@ FULL = dataclasses.replace(
         "image": "fedloom:0.1.0", "worker_image": "fedloom-cuda@sha256:00", "image_pull_secrets": ["pull"],
         "clients_per_worker": 10, "worker": {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi"}},
         "aggregator": {"limits": {"cpu": 4}, "tolerations": [{"operator": "Exists"}], "node_selector": {"a": "b"}},
-        "gpu": {"count": 2}, "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "gpu": {"count": 2}, "runtime_class": "nvidia",
+        "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
         "node_selector": {"disk": "fast"}, "affinity": {"nodeAffinity": {}}, "env": {"SSL_CERT_FILE": "/ca/ca.crt"},
         "volumes": [{"name": "ca", "configMap": {"name": "ca"}}], "volume_mounts": [{"name": "ca", "mountPath": "/ca"}],
         "service_account": "pods", "priority_class": "low", "queue_name": "team", "max_failed_workers": 7, "retries": 4,
@@ -261,9 +262,57 @@ def test_gpus_and_what_the_task_says_are_for_the_workers() -> None:
     assert aggregator["spec"]["template"]["spec"]["nodeSelector"] == {"a": "b"}
     assert "LOG" not in environment(aggregator)
     assert pod["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
+    assert pod["runtimeClassName"] == "nvidia"
+    assert "runtimeClassName" not in aggregator["spec"]["template"]["spec"]
     for job in (aggregator, workers):
         assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
         assert environment(job)["SSL_CERT_FILE"] == "/ca/ca.crt"
+
+
+@pytest.mark.parametrize(
+    ("told", "made"),
+    [
+        (None, [("kubernetes.io/hostname", 1, "ScheduleAnyway", "ours")]),
+        ([], None),
+        (
+            [
+                {"topologyKey": "topology.kubernetes.io/zone", "maxSkew": 2, "whenUnsatisfiable": "DoNotSchedule"},
+                {
+                    "topologyKey": "rack", "maxSkew": 1, "whenUnsatisfiable": "ScheduleAnyway",
+                    "labelSelector": {"matchLabels": {"team": "a"}},
+                },
+            ],
+            [
+                ("topology.kubernetes.io/zone", 2, "DoNotSchedule", "ours"),
+                ("rack", 1, "ScheduleAnyway", {"matchLabels": {"team": "a"}}),
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_workers_are_spread_as_told_and_a_constraint_counts_them_alone(
+    told: list[dict[str, Any]] | None, made: Any
+) -> None:
+    spread = None if told is None else tuple(told)
+    settings = ClusterSettings.model_validate({**PLAIN.settings.model_dump(), "topology_spread": spread})
+    job = worker_job(dataclasses.replace(PLAIN, settings=settings))
+    kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
+    template = job["spec"]["template"]
+    found = template["spec"].get("topologySpreadConstraints")
+    if made is None:
+        assert found is None
+        return
+    for constraint, (key, skew, otherwise, selector) in zip(found, made, strict=True):
+        assert (constraint["topologyKey"], constraint["maxSkew"], constraint["whenUnsatisfiable"]) == (
+            key,
+            skew,
+            otherwise,
+        )
+        if selector == "ours":
+            chosen = constraint["labelSelector"]["matchLabels"].items()
+            assert chosen <= template["metadata"]["labels"].items()
+            assert not chosen <= aggregator_job(PLAIN)["spec"]["template"]["metadata"]["labels"].items()
+        else:
+            assert constraint["labelSelector"] == selector
 
 
 def test_environment_of_the_task_replaces_ours() -> None:

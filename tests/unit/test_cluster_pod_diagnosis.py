@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from facts import mentions
 
 from fedloom.cluster.pod_diagnosis import PodMonitor, Verdict, count_missing, diagnose
 from fedloom.errors import ExperimentError, QuorumError, RefusedError
@@ -171,3 +172,19 @@ def test_without_rights_to_events_a_start_is_given_up_in_the_end() -> None:
 )
 def test_pods_that_are_lacking(of: dict[str, Any], phases: list[str], expected: int) -> None:
     assert count_missing(of, [pod(phase=phase) for phase in phases]) == expected
+
+
+def test_a_pod_that_does_not_leave_its_node_is_told_once_with_what_frees_it() -> None:
+    """A lost node: the API server keeps its pods, and their Job replaces none of them."""
+    watched, leaving = Watched(), pod("w", phase="Running")
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    leaving["spec"] = {"nodeName": "node-7"}
+    assert watched.check(0.0, leaving, of=job(0)) == (True, None)
+    assert watched.check(119.0, leaving, of=job(0)) == (True, None)
+    assert watched.said == []
+    for now in (120.0, 300.0):
+        assert watched.check(now, leaving, of=job(0)) == (True, None)  # the quorum decides, not the launcher
+    (said,) = watched.said
+    assert mentions(said, "w", "node-7", "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute")
+    del leaving["spec"]["nodeName"]
+    assert Watched().check(1000.0, leaving, of=job(0)) == (True, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from facts import refusing
 
-from fedloom.cluster.settings import ClusterSettings, TaskConfig, check_image
+from fedloom.cluster.settings import ClusterSettings, TaskConfig, check_image, is_gpu
 from fedloom.errors import ExperimentError
 
 
@@ -55,6 +55,7 @@ def test_images_that_may_change_are_refused(image: str) -> None:
         ('{"image": "fedloom:latest"}', ["image: ", "NAME:TAG", "NAME@sha256:DIGEST"]),
         ('{"gpu": {"resource": "gpu"}}', ["gpu.resource: ", '"gpu"']),
         ('{"worker": {"limits": {"cpu": "two"}}}', ["cpu: ", "500m", '"two"']),
+        ('{"worker": {"limits": {"nvidia.com/gpu": "500m"}}}', ["nvidia.com/gpu: ", '"500m"']),
         ('{"deadline_s": 0}', ["deadline_s: ", "0", "1"]),
         ('{"labels": {"fedloom.dev/run-id": "x"}}', ["labels: ", "fedloom.dev/run-id"]),
     ],
@@ -83,3 +84,20 @@ def test_the_page_of_keys_is_that_of_the_code() -> None:
     docs = Path(__file__).parents[2] / "docs"
     made = runpy.run_path(str(docs / "generate_keys.py"))["cluster_page"]()
     assert (docs / "cluster-keys.md").read_text(encoding="utf-8") == made, "run: make docs"
+
+
+@pytest.mark.parametrize(
+    ("resource", "expected"),
+    [
+        ("nvidia.com/gpu", True),
+        ("nvidia.com/gpu.shared", True),
+        ("nvidia.com/mig-1g.10gb", True),
+        ("amd.com/gpu", True),
+        ("aliyun.com/gpu-mem", True),
+        ("rdma/hca", False),
+        ("memory", False),
+        ("gpu", False),
+    ],
+)
+def test_parts_of_a_gpu_are_gpus(resource: str, expected: bool) -> None:
+    assert is_gpu(resource) is expected

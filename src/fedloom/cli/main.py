@@ -24,6 +24,7 @@ from fedloom.cli import (
     certificates,
     cluster,
     data,
+    device,
     ledger,
     pack,
     pipeline,
@@ -80,6 +81,7 @@ app.command("register")(register.register_command)
 app.command("privacy")(privacy.privacy_command)
 app.command("ledger")(ledger.ledger_command)
 app.command("schema")(schema.schema)
+app.command("device")(device.device_command)
 
 data_app = typer.Typer(help="Data sets, and clients' own data.", no_args_is_help=True, rich_markup_mode=None)
 data_app.command("fetch")(data.fetch_command)

@@ -25,7 +25,10 @@ class End:
 
 @dataclass(frozen=True)
 class Exit:
-    """Termination of a pod's container; ``message`` has the reports of its process, or the end of its log."""
+    """Termination of a pod's container; ``message`` has the reports of its process, or the end of its log.
+
+    ``code`` is 0 if no container ended: the node rejected the pod, such as for a second GPU where GPUs are shared.
+    """
 
     pod: str
     code: int
@@ -44,6 +47,8 @@ class Exit:
 
     def explain(self, component: str) -> tuple[str, str | None]:
         """Return a sentence on how the container ended, and the remedy if one is known."""
+        if self.code == 0:
+            return f"failed: {self.reason}: {self.summary}", None
         failure = ChildReport(self.message).failure
         summary, hint = self.summary, None if failure is None else failure.hint
         if self.code == KILLED and self.reason == "OOMKilled":
@@ -60,7 +65,7 @@ def end_of(job: Mapping[str, Any]) -> End | None:
 
 
 def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
-    """Return the failed containers of a component, in the order in which they ended."""
+    """Return the failed containers of a component, in the order in which they ended; pods without one come first."""
     own = [pod for pod in pods if (pod["metadata"].get("labels") or {}).get(COMPONENT) == component]
     found = [
         (str(ended.get("finishedAt") or ""), _exit(pod, ended))
@@ -68,7 +73,12 @@ def exits(pods: Iterable[Mapping[str, Any]], component: str) -> list[Exit]:
         for container in (pod.get("status") or {}).get("containerStatuses") or ()
         if (ended := (container.get("state") or {}).get("terminated")) and ended.get("exitCode")
     ]
-    return [failed for _, failed in sorted(found, key=lambda pair: pair[0])]
+    rejected = [
+        _exit(pod, {"exitCode": 0, "message": pod["status"].get("message")})
+        for pod in own
+        if (pod.get("status") or {}).get("phase") == "Failed" and not pod["status"].get("containerStatuses")
+    ]
+    return rejected + [failed for _, failed in sorted(found, key=lambda pair: pair[0])]
 
 
 def _exit(pod: Mapping[str, Any], ended: Mapping[str, Any]) -> Exit:

@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.cluster import local
 from fedloom.cluster.api import FORWARDING, Api, Unreachable, in_cluster, own_pod, rights_hint
-from fedloom.cluster.manifests import INSTANCE, RUN_ID, FederationSpec, Manifest, identity, label, owners_of_pod
-from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig
+from fedloom.cluster.manifests import (
+    INSTANCE,
+    RUN_ID,
+    FederationSpec,
+    Manifest,
+    identity,
+    label,
+    owners_of_pod,
+    resources,
+)
+from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig, is_gpu
 from fedloom.core import digests
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError, ExperimentError, FedloomError, InterruptedRun, RefusedError, argument
@@ -349,15 +358,26 @@ def check_cluster_settings(experiment: Experiment, cluster: ClusterSettings, tas
 
 
 def _check_device(device: str, cluster: ClusterSettings, task_config: TaskConfig) -> None:
-    limits = {**cluster.worker.limits, **((task_config.resources or {}).get("limits") or {})}
-    gpu = cluster.gpu is not None or any("gpu" in resource for resource in limits)
-    if gpu and device == "cpu":
+    own = {} if cluster.gpu is None else {cluster.gpu.resource: cluster.gpu.count}
+    workers = resources(cluster.worker, own, task_config.resources)
+    for component, needs in (("worker", workers), ("aggregator", resources(cluster.aggregator))):
+        limits = needs.get("limits", {})
+        for resource, amount in needs.get("requests", {}).items():
+            if "/" in resource and limits.get(resource) != amount:
+                raise ExperimentError(
+                    f"cluster.{component}.requests has {resource}: {amount}, and its limit is "
+                    f"{limits.get(resource, 'not set')}; set the limit alone: Kubernetes requests as many devices",
+                    key=f"cluster.{component}.requests",
+                    found=amount,
+                )
+    devices = [resource for resource in workers.get("limits", {}) if "/" in resource]
+    if device == "cpu" and any(map(is_gpu, devices)):
         raise ExperimentError(
-            "cluster.gpu asks for a GPU for each worker, and runtime.device is cpu; set that to cuda, or remove "
-            "cluster.gpu",
+            f"cluster.gpu asks for a GPU for each worker ({', '.join(filter(is_gpu, devices))}), and runtime.device "
+            "is cpu; set that to cuda, or remove cluster.gpu",
             key="cluster.gpu",
         )
-    if device == "cuda" and not gpu and not any("/" in resource for resource in limits):
+    if device == "cuda" and not devices:
         raise ExperimentError(
             "cluster.gpu is not set, and runtime.device is cuda; set cluster.gpu, or runtime.device to cpu",
             key="cluster.gpu",

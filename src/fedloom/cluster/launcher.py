@@ -297,7 +297,8 @@ class Launcher:
             if one.pod not in self._reported:
                 self._reported.add(one.pod)
                 reason = f", {one.reason}" if one.reason not in ("", "Error") else ""
-                self._say(f"{one.pod} ended with code {one.code} ({name_of(one.code)}{reason}): {one.summary}")
+                ended = f"ended with code {one.code} ({name_of(one.code)}{reason})" if one.code else f"failed{reason}"
+                self._say(f"{one.pod} {ended}: {one.summary}")
 
     def _report_pods(self) -> None:
         """Report the pods' phases if they can be read: their lines come before those of the rounds."""

@@ -42,6 +42,11 @@ STARTUP_S = 600
 """Seconds that an aggregator may take to serve: image pull, imports, and fetching its last checkpoint."""
 
 
+SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+"""Default topology spread constraint of workers. It has no zone: a node without the label of one constraint is ignored
+by all of them (Kubernetes, pkg/scheduler/framework/plugins/podtopologyspread/scoring.go), and many have no zone."""
+
+
 def identity(run_id: str, task: str) -> str:
     """Return 12 hex digits that identify the federation of one task of one pipeline run, across retries."""
     return hashlib.sha256(f"{run_id}/{task}".encode()).hexdigest()[:12]
@@ -190,14 +195,11 @@ def worker_job(federation: FederationSpec) -> Manifest:
     )
     pod = pod_spec(s, container, WORKER_GRACE_S, where, task.affinity or s.affinity)
     pod["volumes"] += [*(task.volumes or ())]
-    pod["topologySpreadConstraints"] = [
-        {
-            "maxSkew": 1,
-            "topologyKey": "kubernetes.io/hostname",
-            "whenUnsatisfiable": "ScheduleAnyway",
-            "labelSelector": {"matchLabels": {INSTANCE: f.name, COMPONENT: WORKER}},
-        }
-    ]
+    if s.runtime_class is not None:
+        pod["runtimeClassName"] = s.runtime_class
+    ours = {"labelSelector": {"matchLabels": {INSTANCE: f.name, COMPONENT: WORKER}}}
+    if spread := (SPREAD,) if s.topology_spread is None else s.topology_spread:
+        pod["topologySpreadConstraints"] = [{**ours, **constraint} for constraint in spread]
     spec = {
         "completionMode": "Indexed",
         "completions": f.workers,

@@ -108,6 +108,10 @@ def count_missing(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> 
     return max(0, int(spec.get("completions") or 1) - live - int(status.get("succeeded") or 0) - given_up)
 
 
+STUCK_S = 120.0
+"""Seconds after which a pod that is being deleted is reported: longer than every grace period of a federation."""
+
+
 class PodMonitor:
     """Monitor of pods that do not run, with the duration and reason of each.
 
@@ -137,6 +141,7 @@ class PodMonitor:
         self._say = say
         self._pending: dict[str, float] = {}  # start of not running, whatever the reason
         self._failing: dict[str, float] = {}  # start of a problem that waiting has not solved
+        self._leaving: dict[str, float] = {}  # first sight of pods that are being deleted
         self._said: set[tuple[str, str]] = set()
 
     def check(
@@ -158,6 +163,7 @@ class PodMonitor:
         error
             Reason to give up the federation, if there is one.
         """
+        self._report_stuck(pods, now)
         found: dict[str, Diagnosis] = {}
         for pod in pods:
             seen = diagnose(pod)
@@ -191,3 +197,17 @@ class PodMonitor:
         if seen.verdict is not Verdict.START and (who, seen.reason) not in self._said:
             self._said.add((who, seen.reason))
             self._say(f"{who} waits: {seen.reason}: {seen.message}")
+
+    def _report_stuck(self, pods: Sequence[Mapping[str, Any]], now: float) -> None:
+        """Report pods that stay in deletion: on a lost node only an operator can say that they are gone."""
+        for pod in pods:
+            who, node = pod["metadata"]["name"], (pod.get("spec") or {}).get("nodeName")
+            if not pod["metadata"].get("deletionTimestamp") or node is None:
+                continue
+            if now - self._leaving.setdefault(who, now) >= STUCK_S and (who, "Terminating") not in self._said:
+                self._said.add((who, "Terminating"))
+                self._say(
+                    f"{who} does not end on node {node}, so it is not replaced; if the node is lost: "
+                    f"kubectl taint nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute "
+                    "(docs/nodes.md)"
+                )

@@ -59,7 +59,15 @@ def _are_quantities(quantities: dict[str, str | int]) -> dict[str, str | int]:
     for resource, quantity in quantities.items():
         if not QUANTITY.fullmatch(str(quantity)):
             raise ValueError(f"{resource}: give a quantity such as 2, 500m or 4Gi (got {abbreviated(quantity)})")
+        if "/" in resource and not str(quantity).isdigit():
+            raise ValueError(f"{resource}: devices are requested in whole numbers (got {abbreviated(quantity)})")
     return quantities
+
+
+def is_gpu(resource: str) -> bool:
+    """Return True for a GPU or a part of one, such as ``nvidia.com/mig-1g.10gb`` or ``amd.com/gpu``."""
+    vendor, _, name = resource.rpartition("/")
+    return vendor in ("nvidia.com", "amd.com") or (vendor != "" and "gpu" in name)
 
 
 Quantities = Annotated[dict[str, str | int], AfterValidator(_are_quantities)]
@@ -92,9 +100,13 @@ class AggregatorPod(Resources):
 
 
 class Gpu(Settings):
-    """GPUs per worker."""
+    """GPUs per worker, whole or shared (docs/gpu.md)."""
 
-    resource: str = Field(default="nvidia.com/gpu", pattern=r"^[^/\s]+/[^/\s]+$", description="Name of the resource.")
+    resource: str = Field(
+        default="nvidia.com/gpu",
+        pattern=r"^[^/\s]+/[^/\s]+$",
+        description="Name of the resource, such as nvidia.com/mig-1g.10gb, nvidia.com/gpu.shared or amd.com/gpu.",
+    )
     count: int = Field(default=1, ge=1, description="GPUs per worker.")
 
 
@@ -122,6 +134,12 @@ class ClusterSettings(Settings):
     tolerations: tuple[KubernetesObject, ...] = Field(default=(), description="Tolerations of worker pods.")
     node_selector: dict[str, str] = Field(default={}, description="Node selector of worker pods.")
     affinity: KubernetesObject | None = Field(default=None, description="Affinity of worker pods.")
+    topology_spread: tuple[KubernetesObject, ...] | None = Field(
+        default=None,
+        description="Topology spread constraints of worker pods, each for the federation's workers unless it has a "
+        "`labelSelector`; null: spread over nodes where possible; `[]`: none.",
+    )
+    runtime_class: str | None = Field(default=None, description="Runtime class of worker pods, such as `nvidia`.")
     env: dict[str, str] = Field(
         default={}, description="Environment of aggregator and workers, such as proxies and SSL_CERT_FILE."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,7 @@ from fedloom.models.fitting import fitted
 from fedloom.models.predictors import Predictors
 from fedloom.privacy.examples import ExamplePrivacy
 from fedloom.runner.constants import digests_of_run
+from fedloom.runner.device import missing_device
 from fedloom.runner.evaluation_plan import evaluation_plan
 from fedloom.runner.open_federation import run_digest
 from fedloom.runner.training_privacy import (
@@ -52,6 +54,7 @@ from fedloom.security.signing import NO_SIGNING, Signing
 from fedloom.storage import is_url, open_store
 
 DTYPE = torch.float32
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -333,18 +336,15 @@ def use_device(name: str, threads: int) -> torch.device:
     torch.set_num_threads(threads)
     if name == "cuda":
         if not torch.cuda.is_available():
-            raise ExperimentError(
-                "runtime.device is cuda, but this machine has no usable CUDA device; set it to cpu.",
-                key="runtime.device",
-                found=name,
-                allowed=["cpu"],
-            )
+            raise missing_device()
         # cuBLAS reads this on first use; without it, its sums may differ from call to call.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
+        free, total = (amount // 2**20 for amount in torch.cuda.mem_get_info())
+        _log.info("computing on %s, %d of %d MiB free", torch.cuda.get_device_name(), free, total)
     return torch.device(name)
 
 

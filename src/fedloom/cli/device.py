@@ -1,0 +1,60 @@
+"""``fedloom device``: check that a device computes what a CPU computes."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class Device(StrEnum):
+    """Device to check."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+def device_command(
+    device: Annotated[Device, typer.Argument(help="Device to check, as in runtime.device.")] = Device.CUDA,
+    clients: Annotated[int, typer.Option(help="Clients that train together.", min=1, metavar="N")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Check that a device computes what a CPU computes, and the same bits twice; show its speed and memory."""
+    import dataclasses
+    import json
+
+    import torch
+
+    from fedloom.cli.tables import print_table
+    from fedloom.errors import ExperimentError
+    from fedloom.runner.assemble import use_device
+    from fedloom.runner.device import compare_with_cpu
+
+    found = use_device(device.value, 1)
+    name = torch.cuda.get_device_name() if found.type == "cuda" else "CPU"
+    rows = compare_with_cpu(found, clients)
+    if as_json:
+        about = {"device": name, "torch": torch.__version__, "clients": clients}
+        typer.echo(json.dumps({**about, "comparisons": [dataclasses.asdict(row) for row in rows]}))
+    else:
+        cells = [
+            (
+                f"{row.model}, {row.dtype}",
+                f"{row.difference:.1e}",
+                f"{row.limit:.0e}",
+                "yes" if row.repeats else "no",
+                f"{row.steps_per_s:.0f}",
+                "–" if row.bytes_per_client is None else f"{row.bytes_per_client / 2**20:.1f}",
+            )
+            for row in rows
+        ]
+        headings = ("model", "difference", "at most", "same bits twice", "client steps/s", "MiB per client")
+        print_table(f"{name} · torch {torch.__version__} · {clients} clients at once", headings, cells)
+    if wrong := [f"{row.model} in {row.dtype}" for row in rows if not row.passes]:
+        raise ExperimentError(
+            f"{name} does not compute what a CPU computes, or not the same bits twice: {', '.join(wrong)}",
+            hint="use another device, driver or torch; results from this one would be wrong",
+            key="runtime.device",
+            found=device.value,
+        )

@@ -1,0 +1,75 @@
+"""The check of a computing device: ``fedloom device``, and a worker whose device is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from facts import mentions
+from typer.testing import CliRunner
+
+from fedloom.cli.main import app
+from fedloom.errors import ExperimentError
+from fedloom.models.mlp import MLP
+from fedloom.runner import device as checks
+from fedloom.runner.assemble import use_device
+
+CPU = torch.device("cpu")
+runner = CliRunner()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clients_together_compute_what_clients_alone_do(dtype: torch.dtype) -> None:
+    found = checks.compare("mlp", MLP(checks.IMAGE, [4], checks.CLASSES), dtype, CPU, 3)
+    assert found.passes
+    assert found.difference < checks.LIMITS[dtype]
+    assert found.steps_per_s > 0
+    assert found.bytes_per_client is None
+
+
+def test_a_device_fails_by_its_values_or_by_other_bits_the_second_time() -> None:
+    good = checks.Comparison("mlp", "float32", 1e-7, 1e-3, True, 10.0, None)
+    assert good.passes
+    assert not dataclasses.replace(good, repeats=False).passes
+    assert not dataclasses.replace(good, difference=2e-3).passes
+    assert not dataclasses.replace(good, difference=math.nan).passes
+
+
+def test_the_command_compares_each_model_in_each_type_and_says_so_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = runner.invoke(app, ["device", "cpu", "--clients", "2", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["device"], report["torch"], report["clients"]) == ("CPU", torch.__version__, 2)
+    rows = [(row["model"], row["dtype"], row["repeats"]) for row in report["comparisons"]]
+    assert rows == [(model, dtype, True) for model in ("mlp", "lenet", "lstm") for dtype in ("float64", "float32")]
+    monkeypatch.setitem(checks.LIMITS, torch.float32, 0.0)  # a limit that no rounding can keep
+    failed = runner.invoke(app, ["device", "cpu", "--clients", "2"])
+    assert isinstance(failed.exception, ExperimentError)
+    assert int(failed.exception.exit_code) == 2
+    assert mentions(str(failed.exception), "float32")
+    assert "float64" not in str(failed.exception)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_device_is_refused_with_torchs_reason() -> None:
+    with pytest.raises(ExperimentError) as error:
+        use_device("cuda", 1)
+    assert (error.value.key, error.value.found, error.value.allowed) == ("runtime.device", "cuda", ["cpu"])
+
+
+def test_a_device_that_torch_cannot_use_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod was given a GPU, and its image has the torch of the CPU."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "/nvidia" not in str(checks.missing_device(tmp_path))
+    for name in ("nvidia0", "nvidiactl", "kfd", "null"):
+        (tmp_path / name).touch()
+    said = str(checks.missing_device(tmp_path))
+    assert mentions(said, torch.__version__, str(tmp_path / "nvidia0"), str(tmp_path / "kfd"), "worker-cuda")
+    assert str(tmp_path / "nvidiactl") not in said  # there on every node with a driver
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    if not torch.cuda.is_available():
+        assert mentions(str(checks.missing_device(tmp_path)), str(tmp_path / "nvidia0"), "limits")
