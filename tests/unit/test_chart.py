@@ -164,7 +164,7 @@ def test_rendered_twice_the_bytes_are_equal(scenario: str) -> None:
     assert helm.rendered(scenario) == first
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "member"])
 def test_the_aggregator_is_one_and_is_probed_where_probes_can(scenario: str) -> None:
     text = helm.rendered(scenario)
     (aggregator,) = [item for item in of_kind(text, "StatefulSet") if item["metadata"]["name"].endswith("-aggregator")]
@@ -215,6 +215,113 @@ def test_models_are_served_by_pods_that_scale_drain_and_are_spread() -> None:
     assert secrets == {"store-readers"}
     startup = container["startupProbe"]  # what waits for the first round is not killed meanwhile
     assert startup["periodSeconds"] * startup["failureThreshold"] >= int(serving_settings(container)["wait_s"]) + 60
+
+
+def spread(text: str, name: str) -> Any:
+    (pod,) = [pod for found, pod in helm.pods(text) if found == name]
+    return pod.get("topologySpreadConstraints")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_pods_are_spread_over_nodes_where_that_is_possible(scenario: str) -> None:
+    """Never as a condition; of a Deployment, which has pods of two revisions during an upgrade, those of one."""
+    text = helm.rendered(scenario)
+    for item in (*of_kind(text, "StatefulSet"), *of_kind(text, "Deployment")):
+        if item["metadata"]["name"].endswith(("-aggregator", "-seaweedfs")):
+            assert "topologySpreadConstraints" not in item["spec"]["template"]["spec"]
+            continue
+        (constraint,) = item["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        assert constraint["whenUnsatisfiable"] == "ScheduleAnyway"
+        assert constraint["topologyKey"] == "kubernetes.io/hostname"
+        assert constraint["labelSelector"] == item["spec"]["selector"]
+        revisions = ["pod-template-hash"] if item["kind"] == "Deployment" else None
+        assert constraint.get("matchLabelKeys") == revisions
+
+
+def test_constraints_of_ones_own_count_the_pods_of_their_component(tmp_path: Path) -> None:
+    base = yaml.safe_load((CHART / "ci" / "silos-values.yaml").read_text())
+    zone = {"topologyKey": "topology.kubernetes.io/zone", "maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule"}
+    chosen = {"labelSelector": {"matchLabels": {"team": "a"}}}
+    own = {"workers": {"topologySpreadConstraints": [zone, {**zone, **chosen}]}}
+    text = installed(merged(base, own), tmp_path)
+    (workers,) = [item for item in of_kind(text, "StatefulSet") if named(item)[1].endswith("-worker")]
+    ours = {"labelSelector": workers["spec"]["selector"]}
+    assert spread(text, "fed-fedloom-worker") == [{**zone, **ours}, {**zone, **chosen}]
+    none = {"topologySpreadConstraints": None}
+    text = installed(merged(base, {"workers": none, "serve": none}), tmp_path)
+    assert spread(text, "fed-fedloom-worker") is spread(text, "fed-fedloom-serve") is None
+
+
+def test_workers_with_a_gpu_are_placed_by_what_its_node_tells(tmp_path: Path) -> None:
+    base = yaml.safe_load((CHART / "ci" / "silos-values.yaml").read_text())
+    base["workers"]["resources"]["limits"] = {"memory": "16Gi", "nvidia.com/mig-1g.10gb": 1}
+    own = {
+        "runtimeClassName": "nvidia", "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"},
+    }  # fmt: skip
+    text = installed(merged(base, {"workers": own}), tmp_path)
+    for name, pod in helm.pods(text):
+        given = pod["containers"][0]["resources"]["limits"]
+        if name == "fed-fedloom-worker":
+            assert (pod["runtimeClassName"], pod["nodeSelector"]) == ("nvidia", own["nodeSelector"])
+            assert {resource for resource in given if "/" in resource} == {"nvidia.com/mig-1g.10gb"}
+            assert "--set=runtime.device=cuda" in pod["containers"][0]["args"]
+        else:
+            assert not {"runtimeClassName", "nodeSelector"} & set(pod)
+            assert not any("/" in resource for resource in given)
+
+
+def test_with_a_store_no_volume_has_to_move() -> None:
+    """A lost node takes with it only what a restart makes anew: no claim, and no folder of the node."""
+    text = helm.rendered("silos")
+    assert not of_kind(text, "PersistentVolumeClaim")
+    for name, pod in helm.pods(text):
+        kinds = {kind for volume in pod["volumes"] for kind in set(volume) - {"name"}}
+        assert kinds <= {"emptyDir", "secret", "configMap"}, name
+    assert not any("volumeClaimTemplates" in item["spec"] for item in of_kind(text, "StatefulSet"))
+    (aggregator,) = [pod for name, pod in helm.pods(text) if name.endswith("-aggregator")]
+    assert {"--resume", "--out=/work/run", "--publish=s3://federations/silos/runs/fed-fedloom"} <= set(
+        aggregator["containers"][0]["args"]
+    )
+
+
+def test_a_drain_is_never_blocked() -> None:
+    """Every budget allows a disruption, also of one pod, and also of pods that are not ready."""
+    for scenario in SCENARIOS:
+        text = helm.rendered(scenario)
+        for budget in of_kind(text, "PodDisruptionBudget"):
+            assert budget["spec"]["maxUnavailable"]
+            assert "minAvailable" not in budget["spec"]
+            assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_a_member_elsewhere_has_its_worker_and_nothing_else() -> None:
+    text = helm.rendered("member")
+    kinds = {named(item) for item in helm.objects(text)}
+    assert kinds == {("NetworkPolicy", "north-worker"), ("Service", "north-worker"), ("StatefulSet", "north-worker")}
+    ((_, pod),) = helm.pods(text)
+    (container,) = pod["containers"]
+    arguments = [argument.partition("=")[::2] for argument in container["args"]]
+    told = dict(arguments)
+    assert told["--aggregator"] == "fl.example.org:443"
+    assert told["--data"] == "/data/packed"
+    assert not {"--partition", "--clients", "--insecure"} & set(told)
+    (policy,) = of_kind(text, "NetworkPolicy")
+    assert policy["spec"]["ingress"] == []
+    assert rule_of(policy, "egress", 443) == [{"ipBlock": {"cidr": "203.0.113.10/32"}}]
+    assert not rule_of(policy, "egress", 7733)  # there is no aggregator here
+    issued = ("--set", "tls.mode=certManager", "--set", "tls.certManager.issuerRef.name=company")
+    (certificate,) = of_kind(helm.rendered("member", *issued), "Certificate")
+    assert certificate["spec"]["uris"] == ["urn:fedloom:north-workers"]
+    assert certificate["spec"]["issuerRef"]["name"] == "company"
+    assert not of_kind(helm.rendered("member", *issued), "Issuer")
+
+
+def test_a_member_of_the_aggregators_own_cluster_may_have_its_own_data(tmp_path: Path) -> None:
+    base = yaml.safe_load((CHART / "ci" / "members-values.yaml").read_text())
+    own = {"workers": {"kind": "StatefulSet", "replicas": 1, "data": "/data"}}
+    found = dict(helm.pods(installed(merged(base, own), tmp_path)))
+    assert not any("--partition" in argument for pod in found.values() for argument in pod["containers"][0]["args"])
+    assert "--data=/data" in found["fed-fedloom-worker"]["containers"][0]["args"]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -637,6 +744,53 @@ REFUSED = {
     "a GPU that is not asked for": (
         {"workers": {"device": "cuda"}},
         ["workers.device: ", "cuda", "workers.resources.limits"],
+    ),
+    "a GPU that no worker would use": (
+        {"workers": {"resources": {"limits": {"nvidia.com/mig-1g.10gb": 1}}}},
+        ["workers.device: ", "cpu", "nvidia.com/mig-1g.10gb"],
+    ),
+    "other GPUs than the limit": (
+        {"workers": {"device": "cuda", "resources": {"requests": {"amd.com/gpu": 2}, "limits": {"amd.com/gpu": 1}}}},
+        ["workers.resources.requests: ", "amd.com/gpu: 2", "1"],
+    ),
+    "a device without a limit": (
+        {"serve": {"resources": {"requests": {"example.com/card": "1"}}}},
+        ["serve.resources.requests: ", "example.com/card: 1", "not set"],
+    ),
+    "half a GPU": (
+        {"workers": {"device": "cuda", "resources": {"limits": {"nvidia.com/gpu": "500m"}}}},
+        ["/workers/resources/limits/nvidia.com~1gpu", "integer"],
+    ),
+    "one folder of clients and two workers": (
+        {"workers": {"kind": "Deployment", "data": "/data"}},
+        ["workers.data: ", "workers.kind Deployment", "workers.replicas 2"],
+    ),
+    "a partition and a folder of clients": (
+        {
+            "workers": {
+                "kind": "StatefulSet",
+                "replicas": 1,
+                "data": "/data",
+                "partition": {"url": "s3://bucket/partition"},
+            }
+        },
+        ["workers.data: ", "workers.partition.url"],
+    ),
+    "a release of nothing": (
+        {"aggregator": {"enabled": False}},
+        ["aggregator.enabled: ", "workers.kind", "workers.aggregator: ", "tls.certManager.issuerRef.name: "],
+    ),
+    "an experiment, and its aggregator elsewhere": (
+        {"aggregator": {"enabled": False}, "seaweedfs": {"enabled": True}},
+        ["experiment: ", "seaweedfs.enabled: ", "aggregator.enabled"],
+    ),
+    "a member without a certificate": (
+        {
+            "aggregator": {"enabled": False},
+            "tls": {"mode": "secret"},
+            "workers": {"kind": "StatefulSet", "replicas": 1, "data": "/data", "aggregator": "fl.example.org:443"},
+        },
+        ["workers.tls.existingSecret: ", "tls.mutual", "networkPolicy.workersEgress: "],
     ),
     "serving from nowhere": ({"serve": {"enabled": True}}, ["serve.enabled: ", "storage.url"]),
     "serving nobody": (

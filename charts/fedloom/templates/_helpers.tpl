@@ -99,8 +99,11 @@ securityContext:
   {{- include "fedloom.podSecurityContext" . | nindent 2 }}
 {{- end }}
 
-{{/* Scheduling of a component: (dict "root" . "component" "workers" "own" .Values.workers). */}}
+{{/* Scheduling of a component: (dict "root" . "component" "workers" "own" .Values.workers). With "revisions" true, as for a Deployment, only pods of one revision are spread, so that the pods that an upgrade replaces do not count. */}}
 {{- define "fedloom.placing" -}}
+{{- with .own.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
 {{- with .own.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -117,17 +120,13 @@ affinity:
 priorityClassName: {{ . }}
 {{- end }}
 {{- if hasKey .own "topologySpreadConstraints" }}
+{{- $ours := dict "labelSelector" (dict "matchLabels" (include "fedloom.selector" . | fromYaml)) }}
+{{- $nodes := dict "maxSkew" 1 "topologyKey" "kubernetes.io/hostname" "whenUnsatisfiable" "ScheduleAnyway" }}
+{{- if .revisions }}{{ $_ := set $nodes "matchLabelKeys" (list "pod-template-hash") }}{{ end }}
+{{- $all := list }}
+{{- range default (list $nodes) .own.topologySpreadConstraints }}{{ $all = append $all (ternary . (merge (dict) . $ours) (hasKey . "labelSelector")) }}{{ end }}
 topologySpreadConstraints:
-  {{- if .own.topologySpreadConstraints }}
-  {{- toYaml .own.topologySpreadConstraints | nindent 2 }}
-  {{- else }}
-  - maxSkew: 1
-    topologyKey: kubernetes.io/hostname
-    whenUnsatisfiable: ScheduleAnyway
-    labelSelector:
-      matchLabels:
-        {{- include "fedloom.selector" . | nindent 8 }}
-  {{- end }}
+  {{- toYaml $all | nindent 2 }}
 {{- end }}
 {{- end }}
 
@@ -205,7 +204,8 @@ topologySpreadConstraints:
 {{- if and (ne .Values.tls.mode "none") .Values.tls.mutual }}true{{ end -}}
 {{- end }}
 {{- define "fedloom.known" -}}
-{{- if or (include "fedloom.mutual" .) .Values.auth.tokens.existingSecret }}true{{ end -}}
+{{- if or (include "fedloom.mutual" .) .Values.auth.tokens.existingSecret }}true
+{{- else if and (not .Values.aggregator.enabled) .Values.workers.token.existingSecret }}true{{ end -}}
 {{- end }}
 {{- define "fedloom.unprotected" -}}
 {{- if or (eq .Values.tls.mode "none") (not (include "fedloom.known" .)) }}true{{ end -}}
@@ -284,11 +284,13 @@ topologySpreadConstraints:
 
 {{/* "true" if `helm test` has the credentials it needs, and the CA certificates to verify the aggregator. */}}
 {{- define "fedloom.tested" -}}
+{{- if .Values.aggregator.enabled -}}
 {{- $secret := or .Values.test.tls.existingSecret .Values.workers.tls.existingSecret -}}
 {{- if include "fedloom.mutual" . -}}
 {{- if or (include "fedloom.ownCertificates" .) $secret }}true{{ end -}}
 {{- else if and (eq .Values.tls.mode "secret") (not .Values.tls.secret.ca) -}}
 {{- else if or (include "fedloom.testToken" .) (not .Values.auth.tokens.existingSecret) }}true{{ end -}}
+{{- end -}}
 {{- end }}
 
 {{/* TLS and token options of a member's command: (dict "root" . "gateway" true) if it connects through a gateway, which may terminate TLS. */}}
@@ -316,6 +318,11 @@ topologySpreadConstraints:
 {{- if .Values.test.data }}{{ $_ := set (last $own) "clients" (list "*") }}{{ end }}
 {{- end }}
 {{- toYaml (dict "version" 1 "identities" (concat .Values.auth.identities $own)) }}
+{{- end }}
+
+{{/* "true" if the workers serve a published partition, and not a member's own data. */}}
+{{- define "fedloom.closed" -}}
+{{- if and (ne .Values.workers.kind "none") (not .Values.workers.data) }}true{{ end -}}
 {{- end }}
 
 {{- define "fedloom.experimentConfigMap" -}}

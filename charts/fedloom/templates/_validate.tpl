@@ -15,7 +15,8 @@
 {{- if ne (int $v.aggregator.replicas) 1 }}
 {{- $wrong = append $wrong (printf "aggregator.replicas: is %d; set it to 1. Two aggregators would be two federations; add workers for more clients" (int $v.aggregator.replicas)) }}
 {{- end }}
-{{- if and (not $v.experiment.values) (not $v.experiment.configMap.name) }}
+{{- $here := $v.aggregator.enabled }}
+{{- if and $here (not $v.experiment.values) (not $v.experiment.configMap.name) }}
 {{- $wrong = append $wrong "experiment: no experiment is set; set experiment.values, or experiment.configMap.name to an existing ConfigMap" }}
 {{- end }}
 {{- if and $v.experiment.values $v.experiment.configMap.name }}
@@ -25,11 +26,42 @@
 {{- $wrong = append $wrong "image.tag: is latest, which may point to another image tomorrow; set a version, or image.digest" }}
 {{- end }}
 {{- $url := include "fedloom.storageUrl" . }}
-{{- if and (eq $v.state.kind "objectStore") (not $url) }}
+{{- if and $here (eq $v.state.kind "objectStore") (not $url) }}
 {{- $wrong = append $wrong "state.kind: is objectStore, but there is no store; set storage.url or seaweedfs.enabled" }}
 {{- end }}
-{{- if and (ne $v.workers.kind "none") (not $url) }}
-{{- $wrong = append $wrong (printf "workers.kind: is %s, but there is no store for their partition and states; set storage.url" $v.workers.kind) }}
+{{- if and (include "fedloom.closed" .) (not $url) }}
+{{- $wrong = append $wrong (printf "workers.kind: is %s, but there is no store for their partition and states; set storage.url, or workers.data to the folder of a member's own clients" $v.workers.kind) }}
+{{- end }}
+{{- if and $v.workers.data (or (ne $v.workers.kind "StatefulSet") (ne (int $v.workers.replicas) 1)) }}
+{{- $wrong = append $wrong (printf "workers.data: is set with workers.kind %s and workers.replicas %d; set StatefulSet and 1, because one worker serves a folder of clients, and two would refuse each other" $v.workers.kind (int $v.workers.replicas)) }}
+{{- end }}
+{{- if and $v.workers.data $v.workers.partition.url }}
+{{- $wrong = append $wrong "workers.data: workers.partition.url is set, too; set one of them" }}
+{{- end }}
+{{- if not $here }}
+{{- if eq $v.workers.kind "none" }}
+{{- $wrong = append $wrong "aggregator.enabled: is false and workers.kind is none, so that nothing would be installed; set workers.kind" }}
+{{- end }}
+{{- if not $v.workers.aggregator }}
+{{- $wrong = append $wrong "workers.aggregator: is not set, but aggregator.enabled is false; set the address of the aggregator, such as fl.example.org:443" }}
+{{- end }}
+{{- if and (eq $v.tls.mode "certManager") (not $v.tls.certManager.issuerRef.name) }}
+{{- $wrong = append $wrong "tls.certManager.issuerRef.name: is not set, but aggregator.enabled is false: the aggregator would not trust a CA of this release; name an issuer of the aggregator's CA, or set tls.mode secret" }}
+{{- end }}
+{{- $elsewhere := dict
+  "experiment" (or $v.experiment.values $v.experiment.configMap.name)
+  "auth.tokens.existingSecret" $v.auth.tokens.existingSecret "auth.identities" $v.auth.identities
+  "workers.partition.prepare" $v.workers.partition.prepare "serve.enabled" $v.serve.enabled
+  "gateway.tlsRoute.enabled" $v.gateway.tlsRoute.enabled "gateway.grpcRoute.enabled" $v.gateway.grpcRoute.enabled
+  "ingress.enabled" $v.ingress.enabled "seaweedfs.enabled" $v.seaweedfs.enabled
+  "metrics.serviceMonitor.enabled" $v.metrics.serviceMonitor.enabled
+  "metrics.prometheusRule.enabled" $v.metrics.prometheusRule.enabled
+  "metrics.dashboard.enabled" $v.metrics.dashboard.enabled }}
+{{- range $key, $set := $elsewhere }}
+{{- if $set }}
+{{- $wrong = append $wrong (printf "%s: is set, but aggregator.enabled is false; set it in the release with the aggregator" $key) }}
+{{- end }}
+{{- end }}
 {{- end }}
 {{- if and $url (not $v.storage.existingSecret) }}
 {{- $wrong = append $wrong "storage.existingSecret: is not set; set it to a Secret with the credentials of the store, created outside the chart" }}
@@ -37,10 +69,25 @@
 {{- if and $v.workers.partition.prepare (eq $v.workers.kind "none") }}
 {{- $wrong = append $wrong "workers.partition.prepare: needs workers to serve the partition; set workers.kind" }}
 {{- end }}
-{{- if and (eq $v.workers.device "cuda") (not (include "fedloom.hasGpu" .)) }}
+{{- $devices := include "fedloom.devices" . | fromJsonArray }}
+{{- if and (eq $v.workers.device "cuda") (not $devices) }}
 {{- $wrong = append $wrong "workers.device: is cuda, but workers.resources.limits has no GPU; add one, such as nvidia.com/gpu: 1" }}
 {{- end }}
-{{- if and (eq $v.tls.mode "secret") (not $v.tls.secret.name) }}
+{{- range $devices }}
+{{- if and (eq $v.workers.device "cpu") (regexMatch "^(nvidia|amd)\\.com/|/.*gpu" .) }}
+{{- $wrong = append $wrong (printf "workers.device: is cpu, but workers.resources.limits has %s, which no worker would use; set cuda, or remove it" .) }}
+{{- end }}
+{{- end }}
+{{- range $component := list "aggregator" "workers" "serve" }}
+{{- $resources := (index $v $component).resources }}
+{{- range $name, $amount := $resources.requests }}
+{{- $limit := dig "limits" $name "not set" $resources | toString }}
+{{- if and (contains "/" $name) (ne (toString $amount) $limit) }}
+{{- $wrong = append $wrong (printf "%s.resources.requests: has %s: %v, and its limit is %s; set the limit alone: Kubernetes requests as many devices" $component $name $amount $limit) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if and $here (eq $v.tls.mode "secret") (not $v.tls.secret.name) }}
 {{- $wrong = append $wrong "tls.secret.name: is not set, but tls.mode is secret; set it to a Secret with the aggregator's certificate" }}
 {{- end }}
 {{- if and (eq $v.tls.mode "secret") $v.tls.mutual (not $v.tls.secret.ca) }}
@@ -49,8 +96,8 @@
 {{- if and (eq $v.tls.mode "secret") (not $v.tls.mutual) (ne $v.workers.kind "none") (not $v.tls.secret.ca) }}
 {{- $wrong = append $wrong "tls.secret.ca: is not set; workers verify the aggregator with it: set the Secret's key with its authorities" }}
 {{- end }}
-{{- if and (eq $v.tls.mode "secret") $v.tls.mutual (ne $v.workers.kind "none") (not $v.workers.tls.existingSecret) }}
-{{- $wrong = append $wrong "workers.tls.existingSecret: is not set, but tls.mode is secret and tls.mutual is on; set it to a Secret with the workers' certificate" }}
+{{- if and (eq $v.tls.mode "secret") (or $v.tls.mutual (not $here)) (ne $v.workers.kind "none") (not $v.workers.tls.existingSecret) }}
+{{- $wrong = append $wrong (printf "workers.tls.existingSecret: is not set, but tls.mode is secret and %s; set it to a Secret with the workers' certificate, or without tls.mutual the CA certificates alone" (ternary "tls.mutual is on" "aggregator.enabled is false" $v.tls.mutual)) }}
 {{- end }}
 {{- if and (include "fedloom.unprotected" .) (not $v.insecure) }}
 {{- if eq $v.tls.mode "none" }}
@@ -91,7 +138,7 @@
 {{- if and $v.networkPolicy.enabled (not $v.networkPolicy.peers) (ne $v.workers.kind "none") $public }}
 {{- $wrong = append $wrong (printf "networkPolicy.peers: is empty, so that nobody could connect through %s; list the peers, such as [{ipBlock: {cidr: 203.0.113.0/24}}], or set networkPolicy.enabled: false" $public) }}
 {{- end }}
-{{- if and $v.networkPolicy.enabled (not $v.networkPolicy.peers) (eq $v.workers.kind "none") }}
+{{- if and $here $v.networkPolicy.enabled (not $v.networkPolicy.peers) (eq $v.workers.kind "none") }}
 {{- $wrong = append $wrong "networkPolicy.peers: is empty and workers.kind is none, so that nobody could connect to the aggregator; list the peers, such as [{ipBlock: {cidr: 203.0.113.0/24}}], or set networkPolicy.enabled: false" }}
 {{- end }}
 {{- if and $v.networkPolicy.enabled $v.workers.aggregator (not $v.networkPolicy.workersEgress) (ne $v.workers.kind "none") }}
@@ -175,6 +222,9 @@
 {{- end }}
 {{- end }}
 
-{{- define "fedloom.hasGpu" -}}
-{{- range $name, $count := (.Values.workers.resources).limits }}{{ if contains "/" $name }}true{{ end }}{{ end -}}
+{{/* Devices of the workers, as a JSON list: whatever resources of theirs have a vendor. */}}
+{{- define "fedloom.devices" -}}
+{{- $found := list }}
+{{- range $name, $count := (.Values.workers.resources).limits }}{{ if contains "/" $name }}{{ $found = append $found $name }}{{ end }}{{ end -}}
+{{- toJson $found }}
 {{- end }}
