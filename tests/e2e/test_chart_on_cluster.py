@@ -92,13 +92,20 @@ def published_round(place: Place, name: str) -> int:
 
 
 def test_a_release_lives_through_what_happens_to_it(place: Place, case: Case, tmp_path: Path) -> None:
-    """The aggregator crashes in a round; the run is that of one process; it stays; it goes on with more rounds."""
+    """The aggregator crashes in a round; its node is drained; the run is that of one process; it stays; it goes on."""
     given = values(place, case, tmp_path)
     with release(place, tmp_path, "inside") as fed:
         aggregator = f"{fed.name}-aggregator-0"
         fed.upgrade(given)
         until(lambda: published_round(place, fed.name) >= 2, f"{fed.name} trains", place.patience_s)
         place.crash(aggregator)
+        until(lambda: published_round(place, fed.name) >= 6, f"{fed.name} trains again", place.patience_s)
+        drained = [aggregator, *(f"{fed.name}-worker-{i}" for i in range(2))]
+        left = {pod: uid(place, pod) for pod in drained}
+        for pod in drained:  # as a drain of the only node does; their folders go with it
+            place.evict(pod)
+        for pod, before in left.items():
+            until(lambda pod=pod, before=before: uid(place, pod) not in (before, None), "another", place.patience_s)
 
         def over() -> bool:
             names = {entry.name for entry in place.store.under(f"runs/{fed.name}").entries()}

@@ -124,7 +124,9 @@ priorityClassName: {{ . }}
 {{- $nodes := dict "maxSkew" 1 "topologyKey" "kubernetes.io/hostname" "whenUnsatisfiable" "ScheduleAnyway" }}
 {{- if .revisions }}{{ $_ := set $nodes "matchLabelKeys" (list "pod-template-hash") }}{{ end }}
 {{- $all := list }}
-{{- range default (list $nodes) .own.topologySpreadConstraints }}{{ $all = append $all (ternary . (merge (dict) . $ours) (hasKey . "labelSelector")) }}{{ end }}
+{{- range default (list $nodes) .own.topologySpreadConstraints }}
+{{- if hasKey . "labelSelector" }}{{ $all = append $all . }}{{ else }}{{ $all = append $all (merge (dict) . $ours) }}{{ end }}
+{{- end }}
 topologySpreadConstraints:
   {{- toYaml $all | nindent 2 }}
 {{- end }}
