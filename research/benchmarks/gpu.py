@@ -56,11 +56,12 @@ from fedloom.models.lstm import LSTM
 from fedloom.models.mlp import MLP
 from fedloom.models.resnet import ResNet20
 from fedloom.runner.assemble import use_device
+from fedloom.runner.device import CLASSES, IMAGE, TOKENS
+from fedloom.runner.device import random_clients as clients
 from fedloom.runs.journal import Attempt
 from fedloom.storage import open_store
 
 ROOT = Path(__file__).parents[2]
-IMAGE, CLASSES, TOKENS = (3, 32, 32), 10, 80
 METHODS: dict[str, dict[str, Any]] = {
     "pefll": {"local": {"steps": 5}, "embedding": {"network": "mlp"}},
     "apfl": {"local": {"steps": 3}},
@@ -97,20 +98,6 @@ def models(tiny: bool) -> dict[str, FlatModel]:
     if tiny:
         return {"lenet": LeNet(IMAGE, CLASSES), "lstm": LSTM(TOKENS, 4, 8, 1)}
     return {"lenet": LeNet(IMAGE, CLASSES), "resnet20": ResNet20(IMAGE, CLASSES), "lstm": LSTM(TOKENS)}
-
-
-def clients(model: FlatModel, count: int, dtype: torch.dtype, device: torch.device) -> list[ClientData]:
-    """Return clients with 96 to 128 random examples."""
-    found = []
-    for i in range(count):
-        random, n = torch.Generator().manual_seed(i), 96 + i % 33
-        if isinstance(model, LSTM):
-            x, classes = torch.randint(TOKENS, (n, 20), generator=random).to(torch.uint8), TOKENS
-        else:
-            x, classes = torch.randn(n, *IMAGE, generator=random, dtype=torch.float64).to(dtype), CLASSES
-        split = Split(x.to(device), torch.randint(classes, (n,), generator=random).to(device))
-        found.append(ClientData(f"client-{i:04d}", split, split, split, classes))
-    return found
 
 
 def group(members: Sequence[ClientData]) -> ClientGroup:
