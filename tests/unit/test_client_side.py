@@ -252,6 +252,21 @@ def test_a_group_loses_only_the_client_that_cannot_train(at_once: int) -> None:
     assert tells(lost.reason, "client c1", "one class")
 
 
+def test_a_group_that_does_not_fit_into_memory_is_computed_one_by_one_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The error is torch's own; a CPU never raises it, so it comes from one client's data here."""
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of")
+    found, alone = Clients(4, broken="c3", failure=full), Clients(broken="c3", failure=full)
+    with caplog.at_level(logging.WARNING):
+        answers, expected = found.ask(0, range(4)), alone.ask(0, range(4))
+    told = [record.getMessage() for record in caplog.records if "runtime.clients_at_once" in record.getMessage()]
+    assert [("4 clients" in line, "CUDA out of memory" in line) for line in told] == [(True, True)]
+    for row in range(3):
+        near(answers[row], expected[row])
+    assert isinstance(answers[3], Lost)
+
+
 @pytest.mark.parametrize(("failure", "traceback"), [(None, False), (ValueError("found 7"), True)])
 def test_a_mistake_in_a_clients_data_is_a_line_of_the_log_and_no_traceback(
     caplog: pytest.LogCaptureFixture, failure: Exception | None, traceback: bool

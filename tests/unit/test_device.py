@@ -24,7 +24,7 @@ runner = CliRunner()
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_clients_together_compute_what_clients_alone_do(dtype: torch.dtype) -> None:
-    found = checks.compare("mlp", MLP(checks.IMAGE, [4], checks.CLASSES), dtype, CPU, 3)
+    found = checks.check_model("mlp", MLP(checks.IMAGE, [4], checks.CLASSES), dtype, CPU, 3)
     assert found.passes
     assert found.difference < checks.LIMITS[dtype]
     assert found.steps_per_s > 0
@@ -32,7 +32,7 @@ def test_clients_together_compute_what_clients_alone_do(dtype: torch.dtype) -> N
 
 
 def test_a_device_fails_by_its_values_or_by_other_bits_the_second_time() -> None:
-    good = checks.Comparison("mlp", "float32", 1e-7, 1e-3, True, 10.0, None)
+    good = checks.DeviceCheck("mlp", "float32", 1e-7, 1e-3, True, 10.0, None)
     assert good.passes
     assert not dataclasses.replace(good, repeats=False).passes
     assert not dataclasses.replace(good, difference=2e-3).passes
@@ -44,7 +44,7 @@ def test_the_command_compares_each_model_in_each_type_and_says_so_by_its_code(mo
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert (report["device"], report["torch"], report["clients"]) == ("CPU", torch.__version__, 2)
-    rows = [(row["model"], row["dtype"], row["repeats"]) for row in report["comparisons"]]
+    rows = [(row["model"], row["dtype"], row["repeats"]) for row in report["checks"]]
     assert rows == [(model, dtype, True) for model in ("mlp", "lenet", "lstm") for dtype in ("float64", "float32")]
     monkeypatch.setitem(checks.LIMITS, torch.float32, 0.0)  # a limit that no rounding can keep
     failed = runner.invoke(app, ["device", "cpu", "--clients", "2"])

@@ -29,14 +29,14 @@ def device_command(
     from fedloom.cli.tables import print_table
     from fedloom.errors import ExperimentError
     from fedloom.runner.assemble import use_device
-    from fedloom.runner.device import compare_with_cpu
+    from fedloom.runner.device import check_device
 
     found = use_device(device.value, 1)
     name = torch.cuda.get_device_name() if found.type == "cuda" else "CPU"
-    rows = compare_with_cpu(found, clients)
+    rows = check_device(found, clients)
     if as_json:
         about = {"device": name, "torch": torch.__version__, "clients": clients}
-        typer.echo(json.dumps({**about, "comparisons": [dataclasses.asdict(row) for row in rows]}))
+        typer.echo(json.dumps({**about, "checks": [dataclasses.asdict(row) for row in rows]}))
     else:
         cells = [
             (

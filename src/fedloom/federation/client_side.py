@@ -254,6 +254,13 @@ class ClientSide:
             raise
         except Exception as error:  # lose the client, not the worker
             if len(rows) > 1:
+                if isinstance(error, torch.OutOfMemoryError):
+                    _log.warning(
+                        "%d clients together do not fit into the device's memory, and are computed one by one; a "
+                        "smaller runtime.clients_at_once is faster: %s",
+                        len(rows),
+                        str(error).partition(". ")[0],
+                    )
                 for row in rows:
                     self._start(request, (row,))
                 return

@@ -31,7 +31,7 @@ FILES = ("nvidia[0-9]*", "kfd", "dxg")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DeviceCheck:
     """Clients that train together on a device, compared with the same clients one after another on a CPU.
 
     Attributes
@@ -93,7 +93,7 @@ def _reason() -> str:
     return "no device is visible"
 
 
-def compare_with_cpu(device: torch.device, count: int) -> list[Comparison]:
+def check_device(device: torch.device, count: int) -> list[DeviceCheck]:
     """Train clients together on a device, and one after another on a CPU, in float64 and float32.
 
     Parameters
@@ -105,16 +105,16 @@ def compare_with_cpu(device: torch.device, count: int) -> list[Comparison]:
 
     Returns
     -------
-    list of Comparison
+    list of DeviceCheck
         One for each model and data type: a perceptron, a convolutional and a recurrent network.
     """
     models: dict[str, FlatModel] = {
         "mlp": MLP(IMAGE, [64], CLASSES), "lenet": LeNet(IMAGE, CLASSES), "lstm": LSTM(TOKENS, 8, 32, 1),
     }  # fmt: skip
-    return [compare(name, model, dtype, device, count) for name, model in models.items() for dtype in LIMITS]
+    return [check_model(name, model, dtype, device, count) for name, model in models.items() for dtype in LIMITS]
 
 
-def compare(name: str, model: FlatModel, dtype: torch.dtype, device: torch.device, count: int) -> Comparison:
+def check_model(name: str, model: FlatModel, dtype: torch.dtype, device: torch.device, count: int) -> DeviceCheck:
     """Return the comparison of one model in one data type."""
     cpu = torch.device("cpu")
     start = torch.stack([model.init(torch.Generator().manual_seed(i), dtype) for i in range(count)])
@@ -134,7 +134,7 @@ def compare(name: str, model: FlatModel, dtype: torch.dtype, device: torch.devic
         torch.cuda.synchronize()
     elapsed_s = time.perf_counter() - begun
     expected = torch.cat(alone)
-    return Comparison(
+    return DeviceCheck(
         model=name,
         dtype=str(dtype).removeprefix("torch."),
         difference=float((first.double().cpu() - expected.double()).abs().max() / expected.double().abs().max()),
