@@ -648,6 +648,25 @@ def test_the_experiment_in_the_config_map_is_the_one_that_was_given(scenario: st
     )
 
 
+def test_the_page_of_several_clusters_installs_as_it_says(tmp_path: Path) -> None:
+    """Its hub lets in the members that it names, under the name to which its member connects."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    hub, member = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.S))
+    assert member == yaml.safe_load((CHART / "ci" / "member-values.yaml").read_text())
+    text = installed(hub, tmp_path)
+    (config,) = [item for item in of_kind(text, "ConfigMap") if "experiment.yaml" in item["data"]]
+    (tmp_path / "experiment.yaml").write_text(config["data"]["experiment.yaml"])
+    assert experiments.load_experiment(tmp_path / "experiment.yaml").name == "hospitals"
+    (certificate,) = [c for c in of_kind(text, "Certificate") if named(c)[1].endswith("-aggregator")]
+    (route,) = of_kind(text, "TLSRoute")
+    name, _, port = member["workers"]["aggregator"].partition(":")
+    assert name in certificate["spec"]["dnsNames"]
+    assert route["spec"]["hostnames"] == [name]
+    assert [rule["ports"][0]["port"] for rule in member["networkPolicy"]["workersEgress"]] == [int(port)]
+    allowed = {entry["certificate"] for entry in hub["auth"]["identities"]}
+    assert allowed == {f"URI:urn:fedloom:{member}" for member in ("north", "south", "east")}
+
+
 @pytest.mark.parametrize("tool", ["argocd", "flux"])
 def test_an_example_of_gitops_names_what_is_there_and_installs(tool: str, tmp_path: Path) -> None:
     """Not applied by the tools themselves: their values pass the schema and render, and their names agree."""
