@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from facts import failing, refusing, tells
 from fake_cluster import FakeCluster
 from forked import Popen
@@ -221,6 +222,18 @@ def test_impossible_federations_are_refused_before_anything_is_created(
         place.federate(*overrides, **changes)
     assert said in str(error.value)
     assert place.cluster.api.requests == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_worker_that_does_not_see_its_gpu_ends_the_federation_with_the_reason(place: Place) -> None:
+    """The node hands out parts of a GPU that its pods cannot use; nothing is tried twice."""
+    place.cluster.node.capacity["nvidia.com/mig-1g.10gb"] = "2"
+    gpu = {"gpu": {"resource": "nvidia.com/mig-1g.10gb"}, "workers": 1, "retries": 2}
+    with pytest.raises(ExperimentError) as error:
+        place.federate("runtime.device=cuda", **gpu)
+    assert tells(str(error.value), "-worker-", "code 2", "runtime.device is cuda")
+    assert sum("-worker-" in line and "ended with code 2" in line for line in place.said) == 1
 
 
 def test_a_store_that_cannot_be_used_is_said_before_anything_is_created(
