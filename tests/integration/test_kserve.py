@@ -23,6 +23,7 @@ import pytest
 import torch
 import yaml
 from facts import refusing
+from forked import Popen
 from typer.testing import CliRunner
 
 import fedloom
@@ -213,7 +214,7 @@ class Container:
         assert container["command"] == ["fedloom"]
         environment = {entry["name"]: entry["value"] for entry in container["env"]}
         self.told = work / "termination-log"
-        self.process = subprocess.Popen(
+        self.process = Popen(
             [sys.executable, "-m", "fedloom", *container["args"]],
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             cwd=work,

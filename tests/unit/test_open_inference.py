@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import shutil
 import socket
@@ -334,6 +335,45 @@ def test_answers_are_bounded(run: Path) -> None:
     with pytest.raises(RequestRefused) as refused:
         serving._computed(wide, json.dumps(requested(x[:21])).encode())
     assert refused.value.status == 413
+
+
+class Held(io.BytesIO):
+    """Body that arrives when it is released."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Wait, and return the content."""
+        self.asked.set()
+        assert self.released.wait(WAIT_S)
+        return super().read(size)
+
+
+def test_a_server_that_stops_answers_open_requests_first(run: Path) -> None:
+    content = json.dumps(requested(ROWS[:2])).encode()
+    body, answers = Held(content), []
+    serving = OpenInference("run", ModelFolder(run / "models"), InferenceLimits(drain_s=WAIT_S), ready=lambda: False)
+
+    def ask() -> None:
+        path = "/v2/models/run/versions/client-0000/infer"
+        environ = {"PATH_INFO": path, "REQUEST_METHOD": "POST", "CONTENT_LENGTH": str(len(content)), "wsgi.input": body}
+        answer = serving(environ, lambda status, headers: answers.append(status))
+        answers.extend(answer)
+        answer.close()  # type: ignore[attr-defined]
+
+    asking, draining = threading.Thread(target=ask), threading.Thread(target=serving.drain)
+    asking.start()
+    assert body.asked.wait(WAIT_S)
+    draining.start()
+    draining.join(0.05)
+    assert draining.is_alive()
+    body.released.set()
+    asking.join(WAIT_S)
+    draining.join(WAIT_S)
+    assert not draining.is_alive()
+    assert answers[0].startswith("200")
 
 
 def test_requests_at_once_get_their_own_answers(at: Client, run: Path) -> None:
