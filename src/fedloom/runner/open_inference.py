@@ -183,10 +183,13 @@ class OpenInference:
 
     def _model_ready(self, name: str, client: str | None) -> dict[str, Any]:
         self._ready()
-        if name != self._name or (client is not None and client not in self._models):
-            raise RequestRefused(HTTPStatus.NOT_FOUND, "there is no such model")
-        if client is not None:
-            self._models.of(client)
+        try:
+            if name != self._name:
+                raise KeyError(name)
+            if client is not None:
+                self._models.of(client)
+        except KeyError:
+            raise RequestRefused(HTTPStatus.NOT_FOUND, "there is no such model") from None
         return {"name": self._name, "ready": True}
 
     # ---- models

@@ -91,9 +91,6 @@ class ModelFolder:
         names = (path.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}"))
         return sorted(name for name in names if CLIENT_ID.fullmatch(name))
 
-    def __contains__(self, client: str) -> bool:
-        return CLIENT_ID.fullmatch(client) is not None and self._path(client).is_file()
-
     def of(self, client: str) -> SavedModel:
         """Return a client's model.
 
