@@ -110,16 +110,23 @@ def test_pages_show_manifests_that_kubernetes_accepts() -> None:
 
 
 def test_pages_show_values_of_the_chart_that_render_to_accepted_manifests(tmp_path: Path) -> None:
+    """They are whole, or belong to values such as those of a scenario."""
     keys = set(yaml.safe_load((helm.CHART / "values.yaml").read_text()))
-    files = []
-    for page in PAGES:
-        for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S):
-            given = next(iter(yaml.safe_load_all(block)))
-            if isinstance(given, dict) and len(given) > 1 and given.keys() <= keys:
-                files.append(tmp_path / f"{len(files)}.yaml")
-                files[-1].write_text(block)
-    assert files
-    for file in files:
-        for item in helm.objects(helm.rendered("silos", "-f", str(file))):
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S)
+        if isinstance(given := next(iter(yaml.safe_load_all(block))), dict) and given.keys() <= keys
+    ]
+    assert len(blocks) > 1
+    file = tmp_path / "values.yaml"
+    for block in blocks:
+        file.write_text(block)
+        for before in ([], *(["-f", helm.CHART / "ci" / f"{scenario}-values.yaml"] for scenario in helm.SCENARIOS)):
+            done = helm.run("template", "fed", helm.CHART, "-n", "fl", *before, "-f", file, "--kube-version", "1.37.0")
+            if done.returncode == 0:
+                break
+        assert done.returncode == 0, (block, done.stderr)
+        for item in helm.objects(done.stdout):
             if item["apiVersion"].rpartition("/")[0] not in OTHERS:
                 kubernetes_schemas.check(item)
