@@ -141,6 +141,8 @@ def options(
     shown.setFormatter(JsonLines() if as_json else _Printable("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[shown])
     logging.getLogger("fedloom").setLevel(logging.DEBUG if verbose else logging.INFO)
+    if not verbose:
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # it warns of each request made again
     if tracing and context.invoked_subcommand in TRACED:
         from fedloom.core.tracing import start_tracing, stop_tracing
 
