@@ -13,9 +13,10 @@ A process that has been forked starts its own ``python -m ...`` in the same way,
 ``fedloom run --workers 2``: before it does anything else it forks a server of its own, which waits beside it.
 ``children`` and ``cmdline`` leave those out.
 
-There is a server for each set of what environment variables say that are read at a start (``STARTS``). Started as usual
-are other programs, commands with another ``PYTHON...`` than ours, with packages on ``PYTHONPATH``, with ``preexec_fn``
-or ``pass_fds``, and all where there is no Linux. Tests of the start itself, of imports, and of signals that arrive
+There is a server for each set of what environment variables say that are read at a start (``STARTS``), and another,
+which has not imported FedLoom, for commands with packages on ``PYTHONPATH``, whose plugins FedLoom looks for when it is
+imported. Started as usual are other programs, commands with another ``PYTHON...`` than ours, with ``preexec_fn`` or
+``pass_fds``, and all where there is no Linux. Tests of the start itself, of imports, and of signals that arrive
 meanwhile use ``subprocess``. Processes that FedLoom itself starts in a test's process are forks where the test uses
 the fixture ``forks``.
 """
@@ -28,6 +29,7 @@ import gc
 import importlib
 import inspect
 import io
+import itertools
 import json
 import os
 import pkgutil
@@ -49,13 +51,23 @@ STARTS = (
     "CUDA", "FORCE_COLOR", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "MPL", "OMP_", "OPENBLAS_",
     "PYTHON", "TERMINAL_WIDTH", "TORCH", "TYPER_",
 )  # fmt: skip
-"""Beginnings of environment variables that are read once, when a process or a library starts.
+"""Beginnings of environment variables that are read once, when a process or a library starts."""
 
-``PYTHONPATH`` is one that a fork can take over: see ``_take_search_path``.
-"""
+TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+"""Those of them that a fork takes over: see ``_become``."""
+
+FLAGS = ("-P", "-u")
+"""Flags of the interpreter that a fork heeds."""
 
 SERVER = "forked-server"  # what a server calls itself, in its command line
 TITLE_BYTES = 4096
+OTHERS = (
+    "torch", "torch.func", "numpy", "pydantic", "grpc", "grpc_health.v1.health", "yaml", "typer", "rich.progress",
+    "safetensors.torch", "cryptography.x509", "cryptography.hazmat.primitives.asymmetric.x25519", "polyagamma", "isal",
+    "google.protobuf.message", "google.protobuf.descriptor_pb2",
+)  # fmt: skip
+"""Packages that a server imports for commands with packages of their own, whose plugins FedLoom has yet to find."""
+
 LEFT_OUT = (
     "fedloom.__main__", "fedloom.kubeflow", "fedloom.cluster",  # kfp and kubernetes: slow, and needed by few
     "fedloom.trackers",  # each needs a package that need not be there
@@ -111,25 +123,34 @@ class Server:
         return int(answer)
 
 
-_servers: dict[frozenset[tuple[str, str]], Server] = {}
+Key = tuple[bool, frozenset[tuple[str, str]]]
+
+_servers: dict[Key, Server] = {}
 _starting = threading.Lock()
 
 
 def _read_at_start(environment: Mapping[str, str], names: tuple[str, ...] = STARTS) -> frozenset[tuple[str, str]]:
+    """Return the variables that count; an empty one is none to those who read them."""
     return frozenset(
-        (name, value) for name, value in environment.items() if name.startswith(names) and name != "PYTHONPATH"
+        (name, value)
+        for name, value in environment.items()
+        if value and name.startswith(names) and name not in TAKEN_OVER
     )
+
+
+def _key(environment: Mapping[str, str]) -> Key:
+    return _has_packages(environment), _read_at_start(environment)
 
 
 def _server(environment: Mapping[str, str]) -> Server:
     """The server for commands with this environment, which the first of them starts."""
-    key = _read_at_start(environment)
+    key = _key(environment)
     with _starting:
         if key not in _servers:
             _prctl(PR_SET_CHILD_SUBREAPER, 1)
             ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with its:
-                command = [sys.executable, __file__, str(its.fileno()), " " * TITLE_BYTES]
+                command = [sys.executable, __file__, str(its.fileno()), str(key[0]), " " * TITLE_BYTES]
                 process = subprocess.Popen(
                     command, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, env=dict(environment)
                 )
@@ -155,8 +176,13 @@ def _as_python(words: Sequence[str]) -> list[str] | None:
         except OSError:
             return None
         words = [sys.executable, *words]
-    first = words[2 if words[1:2] == ["-P"] else 1 :][:1]
+    first = words[1 + len(_flags(words)) :][:1]
     return list(words) if first and (first[0] in ("-m", "-c") or first[0][0] != "-") else None
+
+
+def _flags(words: Sequence[str]) -> list[str]:
+    """Return the flags of ``python FLAGS ...``."""
+    return list(itertools.takewhile(FLAGS.__contains__, words[1:]))
 
 
 _real_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -173,7 +199,7 @@ def _execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:
     if sys.platform == "linux" and not any(given[name] for name in ("shell", "preexec_fn", "pass_fds", "executable")):
         python = _as_python(words)
     other = _read_at_start(environment, ("PYTHON",)) != _read_at_start(os.environ, ("PYTHON",))
-    if python is None or other or _has_packages(environment):
+    if python is None or other:
         if dies_with_parent and shutil.which("setpriv"):
             given["args"] = ["setpriv", "--pdeathsig", "KILL", "--", *words]
         _real_execute_child(*given.values())
@@ -195,7 +221,7 @@ def _execute_child(self: subprocess.Popen[Any], *arguments: Any) -> None:
 
 
 def _has_packages(environment: Mapping[str, str]) -> bool:
-    """Return True if packages lie on the search path, whose plugins FedLoom looks for when it is imported."""
+    """Return True if packages lie on the search path."""
     folders = environment.get("PYTHONPATH", "").split(os.pathsep)
     return any(True for folder in folders if folder for _ in Path(folder).glob("*.dist-info"))
 
@@ -296,15 +322,16 @@ def _become(request: dict[str, Any]) -> None:
     for name in set(os.environ) - set(request["environment"]):
         del os.environ[name]
     os.environ.update(request["environment"])
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in _flags(request["words"])
     time.tzset()
     tempfile.tempdir = None
     # What stands on the server's files remembers whether those could seek.
     for own, (name, mode) in enumerate((("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb"))):
-        before = getattr(sys, name)
+        before, through = getattr(sys, name), unbuffered and name != "stdin"
         file = io.TextIOWrapper(
-            open(own, mode, buffering=0 if before.write_through else -1, closefd=False),  # noqa: SIM115
-            before.encoding, before.errors, line_buffering=name == "stderr" or os.isatty(own),
-            write_through=before.write_through,
+            open(own, mode, buffering=0 if through else -1, closefd=False),  # noqa: SIM115
+            before.encoding, before.errors, line_buffering=name == "stderr" or os.isatty(own), write_through=through,
         )  # fmt: skip
         _before.append(before)  # closing it would close the file
         setattr(sys, name, file)
@@ -345,7 +372,7 @@ def _split() -> socket.socket | None:
     its.close()
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _servers.clear()
-    _servers[_read_at_start(os.environ)] = Server(ours)
+    _servers[sys.argv[2] == "True", _read_at_start(os.environ)] = Server(ours)
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     return None
 
@@ -356,10 +383,10 @@ def _stand_by() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _import() -> None:
-    import torch  # noqa: F401
-
-    import fedloom
+def _import(packages: bool) -> None:
+    """Import what commands use; not FedLoom for commands with ``packages`` of their own."""
+    for name in OTHERS:
+        importlib.import_module(name)
 
     def walk(package: Any) -> None:
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -368,15 +395,17 @@ def _import() -> None:
                 if module.ispkg:
                     walk(found)
 
-    walk(fedloom)
+    if not packages:
+        walk(importlib.import_module("fedloom"))
     tasks = len(list(Path("/proc/self/task").iterdir()))
     assert tasks == 1, f"the server that forks processes has {tasks} threads; forks of it could hang"
 
 
 def _run(words: Sequence[str]) -> None:
     """Run ``python WORDS``."""
-    safe = words[1] == "-P"
-    words = [words[0], *words[2 if safe else 1 :]]
+    flags = _flags(words)
+    safe = "-P" in flags
+    words = [words[0], *words[1 + len(flags) :]]
     kind, sys.argv = words[1], list(words[1:])
     if safe:
         del sys.path[0]
@@ -433,8 +462,9 @@ def _exit(code: int) -> NoReturn:
 def _main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as the command does, which comes too late for an imported gRPC
     channel: socket.socket | None = socket.socket(fileno=int(sys.argv[1]))
+    packages = sys.argv[2] == "True"
     gc.disable()
-    _import()
+    _import(packages)
     gc.freeze()  # neither this nor forks need look through what imports made
     gc.enable()
     _stand_by()
