@@ -213,17 +213,28 @@ class Federation:
         transport: Transport | None = None,
         replay: str | None = None,
         stop: threading.Event | None = None,
+        upto: int | None = None,
     ) -> Loop:
-        """A loop over the run's folder ``name``; ``replay`` names the folder whose journal is repeated."""
+        """A loop over the run's folder ``name``; ``replay`` names the folder whose journal is repeated.
+
+        One that goes ``upto`` a round does not evaluate that round, where :meth:`Loop.advance` makes its rounds.
+        """
         folder = RunFolder(self.tmp / name)
         folder.make()
         again = None if replay is None else Replay(RunFolder(self.tmp / replay))
         stop = threading.Event() if stop is None else stop
-        return loops.loop(self.parts, transport or self.transport(name), folder, LoopHooks(Quiet(), stop), replay=again)
+        transport, hooks = transport or self.transport(name), LoopHooks(Quiet(), stop)
+        return loops.loop(self.parts, transport, folder, hooks, replay=again, upto=upto, measure_last=upto is None)
 
     def run(self, name: str, transport: Transport | None = None, replay: str | None = None) -> EvaluationResult:
         """Run from the beginning to the end."""
         return self.loop(name, transport, replay).run()
+
+    def advance(self, name: str, transport: Transport | None = None, replay: str | None = None) -> Loop:
+        """Run from the beginning through the last round, which is not evaluated: that takes half of a tiny run."""
+        loop = self.loop(name, transport, replay, upto=self.parts.experiment.federation.rounds)
+        loop.advance()
+        return loop
 
     def resume(self, name: str) -> EvaluationResult:
         """Go on in a folder, in new objects only."""
@@ -248,7 +259,7 @@ class Federation:
         """The exchanges of an undisturbed training round, found by running it."""
         name = f"exchanges-{round}"
         transport = Faulty(self.transport(name))
-        self.changed(federation__rounds=round).run(name, transport)
+        self.changed(federation__rounds=round).advance(name, transport)
         return [
             Exchange(call.key.conversation, call.exchange, call.rows)
             for call in transport.calls
