@@ -491,4 +491,5 @@ def restored() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:  # it imports torch's compiler, in a second
+            torch.use_deterministic_algorithms(deterministic)
