@@ -14,14 +14,19 @@ from fedloom.experiment.sections import Experiment
 
 
 def json_schema(algorithms: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the JSON schema of an experiment file, for editors and documentation.
+    """Return the JSON schema of an experiment file, for editors and documentation; it is shared, and not to be changed.
 
     Parameters
     ----------
     algorithms
         Names of the methods whose settings may stand under ``algorithm``; default: all registered methods.
     """
-    choices: list[Any] = [_settings_with_name(name) for name in (available() if algorithms is None else algorithms)]
+    return _schema(tuple(available() if algorithms is None else algorithms))
+
+
+@functools.cache
+def _schema(algorithms: tuple[str, ...]) -> dict[str, Any]:
+    choices: list[Any] = [_settings_with_name(name) for name in algorithms]
     described = Field(description=Experiment.model_fields["algorithm"].description)
     fields: dict[str, Any] = {"algorithm": (functools.reduce(operator.or_, choices), described)}
     whole = create_model("Experiment", __base__=Experiment, **fields)

@@ -7,6 +7,7 @@ A bound that exceeds a claim refutes it; one below proves nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -20,11 +21,17 @@ LARGEST = 700.0
 
 def log_binomial(n: int, p: float) -> NDArray[np.float64]:
     """Return log P[X = k] for k = 0 ... n and X binomial with n trials of probability p in [0, 1], ``[n + 1]``."""
-    k = torch.arange(n + 1, dtype=torch.float64)
-    ways = math.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
+    k, ways = _log_choices(n)
     x, y = torch.tensor(p, dtype=torch.float64), torch.tensor(1 - p, dtype=torch.float64)
     found: NDArray[np.float64] = (ways + torch.xlogy(k, x) + torch.xlogy(n - k, y)).numpy()
     return found
+
+
+@functools.lru_cache(maxsize=16)  # a bound asks for many probabilities of one n
+def _log_choices(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return k = 0 ... n and log (n choose k), each ``[n + 1]``."""
+    k = torch.arange(n + 1, dtype=torch.float64)
+    return k, math.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
 
 
 def binomial_tail(k: int, n: int, p: float) -> float:
