@@ -77,8 +77,7 @@ def training_claimed(where: str, client: str | None = None) -> ClaimedTraining:
     except ValidationError as error:
         raise DataError(f"{path}: training_privacy was not written by FedLoom: {text_fault(error)}") from None
     if folder is not None and client is not None and cost.unit == "examples":
-        cost = cost.model_copy(update={"releases": _own(folder, client)})
-        cost = TrainingCost.model_validate(cost.model_dump())
+        cost = TrainingCost.model_validate({**cost.model_dump(), "releases": _own(folder, client)})
     return ClaimedTraining(name, digests.short_digest(text.encode()), cost)
 
 
