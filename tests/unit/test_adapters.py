@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from adapter_models import IMAGE, LENGTH, WORDS
 from facts import refusing
+from lazy import lazy_or_skip
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -34,8 +36,8 @@ from fedloom.runner.serve import serve_run
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.registry import task_of
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+peft = lazy_or_skip("peft")
+lazy_or_skip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 N, CLASSES = 40, 3
@@ -45,7 +47,7 @@ IMAGES = RNG.integers(0, 256, (2 * N, *IMAGE), dtype=np.uint8)
 LABELS = TOKENS[:, 0] % CLASSES
 SHAPE = {"": SingleInput("integers", (LENGTH,), WORDS)}
 LORA = {"rank": 2, "targets": ["query", "value"], "train": ["classifier"]}
-OF_IMAGES = ["query", "value"] if transformers.__version__.startswith("4.") else ["q_proj", "v_proj"]
+OF_IMAGES = ["query", "value"] if version("transformers").startswith("4.") else ["q_proj", "v_proj"]
 LOCAL = {"steps": 3, "batch_size": 8, "lr": 0.1}
 FEDAVG = {"name": "fedavg", "local": LOCAL, "personalize_steps": 3}
 PEFLL = {

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from facts import refusing
 from federations import CLASSES, IMAGE, Federation, answers_as_alone, clients, federation, setup
+from lazy import lazy_or_skip
 from torch import Tensor, nn
 
 from fedloom.algorithms.base import Algorithm
@@ -23,7 +24,7 @@ from fedloom.federation.randomness import generator
 from fedloom.models.mlp import MLP
 from fedloom.models.module import ModuleModel
 
-peft = pytest.importorskip("peft")
+peft = lazy_or_skip("peft")
 
 SIZES = (4, 9, 6)
 SEED = 7  # of the federations

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn import metrics as sk
+from lazy import Lazy
 from task_runs import write_task_run
 from test_task_evaluation import SIZES, client, evaluated
 from test_tasks import TASK
@@ -26,6 +26,8 @@ from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.multilabel import Multilabel
 from fedloom.tasks.regression import Regression
 from fedloom.tasks.segmentation import Segmentation
+
+sk = Lazy("sklearn.metrics")
 
 
 def entries(sizes: tuple[int, ...], seen: tuple[bool, ...] = (True, True, True)) -> list[ClientEntry]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from facts import refusing
-from sklearn import metrics as sk
+from lazy import Lazy
 from test_tasks import SHAPES, TASK, K, batch, measured, targets
 from torch import Tensor
 
@@ -41,6 +41,8 @@ from fedloom.tasks.base import PredictionTask
 from fedloom.tasks.classification import CLASSIFICATION
 from fedloom.tasks.own_metric import OwnMetric
 from fedloom.tasks.regression import Regression
+
+sk = Lazy("sklearn.metrics")
 
 
 class Scaled(FlatModel):

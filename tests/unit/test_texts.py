@@ -10,6 +10,7 @@ import pandas
 import pytest
 import safetensors.torch
 from facts import mentions, refusing
+from lazy import lazy_or_skip
 from typer.testing import CliRunner
 
 import fedloom
@@ -26,8 +27,8 @@ from fedloom.errors import DataError, ExperimentError
 from fedloom.experiment.sections import Data
 from fedloom.runner.assemble import make_data
 
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
+tokenizers = lazy_or_skip("tokenizers")
+transformers = lazy_or_skip("transformers")
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "good", "bad", "film", "very"]
 TEXTS = [f"very {word} film" + " very" * extra for extra in range(5) for word in ("good", "bad")] * 6
