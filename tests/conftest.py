@@ -43,6 +43,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+_imported = len(sys.modules)
+
+
+def pytest_runtest_logfinish() -> None:
+    """Leave out of collections, too, what a test has imported, where that is much."""
+    global _imported
+    if len(sys.modules) > _imported + 100:
+        gc.collect()
+        gc.freeze()
+        _imported = len(sys.modules)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Try a quarter of the examples of a property where what is exhaustive is left out."""
     hypothesis.settings.load_profile("first tier" if "not exhaustive" in config.option.markexpr else "exhaustive")
