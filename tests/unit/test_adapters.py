@@ -273,6 +273,7 @@ def logits_of(model: str, module: nn.Module, personal: Any) -> Tensor:
     return found
 
 
+@pytest.mark.sampled(2)  # of a table of odd width: each model and each method is in it
 @pytest.mark.parametrize("model", ["bert", "vit", "gpt"])
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "pefll"])
 def test_peft_opens_the_adapter_of_every_client(model: str, method: str, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_report_shows_the_audit(run: fedloom.Run) -> None:
     assert "membership" in run.figures
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_report_of_a_damaged_audit_says_so(run: fedloom.Run, tmp_path: Path) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(run.folder, copy.path)
@@ -167,6 +168,7 @@ def test_canaries_of_a_method_with_state(tmp_path: Path) -> None:
     assert found.audit["canaries"]["norm"] == 0.5
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_command_with_canaries_says_what_the_bound_says(tmp_path: Path, fedloom: Command) -> None:
     path = tmp_path / "experiment.yaml"
     path.write_text(yaml.safe_dump(experiment(tmp_path)))

@@ -31,24 +31,37 @@ from fedloom.storage import open_store
 NAME = "somebodys_models:small"
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A run's folder as another user gets it, whose factory can be imported here and says when that happens."""
-    code = tmp_path / "code"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with code that says when it is imported, and with a run of it by its user."""
+    folder = tmp_path_factory.mktemp("made")
+    code = folder / "code"
     code.mkdir()
     (code / "somebodys_models.py").write_text(
-        f"from pathlib import Path\nfrom torch import nn\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+        "import os\nfrom pathlib import Path\nfrom torch import nn\nPath(os.environ['RAN']).touch()\n"
         "def small(classes, input_shape):\n    return nn.Linear(input_shape[0], classes)\n"
     )
-    monkeypatch.syspath_prepend(str(code))
-    monkeypatch.delenv(FACTORIES, raising=False)
-    monkeypatch.setattr(factories, "_permitted", set())
-    data = fl.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
+    data = fl.Federated.from_arrays(people(), root=folder / "data", held_out_fraction=0.25)
     model = {"name": "module", "factory": NAME}
-    made = fl.run(TASK, data=data, model=model, out=tmp_path / "made", report=False, progress=False)
-    assert made.models("ann")(torch.zeros(1, 3)).shape == (1, 2)  # the process whose user named it goes on
-    shutil.copytree(made.folder, tmp_path / "published")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(code))
+        patch.setenv("RAN", str(folder / "ran"))
+        patch.delenv(FACTORIES, raising=False)
+        patch.setattr(factories, "_permitted", set())
+        run = fl.run(TASK, data=data, model=model, out=folder / "run", report=False, progress=False)
+        assert run.models("ann")(torch.zeros(1, 3)).shape == (1, 2)  # the process whose user named it goes on
+    sys.modules.pop("somebodys_models")
+    return folder
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run's folder as another user gets it, whose factory can be imported here and says when that happens."""
+    monkeypatch.syspath_prepend(str(made / "code"))
+    monkeypatch.setenv("RAN", str(tmp_path / "ran"))
+    monkeypatch.delenv(FACTORIES, raising=False)
     forget(tmp_path, monkeypatch)
+    shutil.copytree(made / "run", tmp_path / "published")
     yield tmp_path / "published"
     sys.modules.pop("somebodys_models", None)
 
@@ -108,6 +121,7 @@ def test_code_that_a_published_run_names_is_not_imported(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_looking_at_a_run_imports_nothing(run: Path, tmp_path: Path) -> None:
     found = fl.load(run)
     assert found.experiment.model.factory == found.factory == NAME  # type: ignore[attr-defined]

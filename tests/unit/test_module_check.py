@@ -140,6 +140,7 @@ def test_modes_of_several_threads_do_not_meet() -> None:
     assert all(torch.equal(logits, expected[i % 2]) for i, logits in enumerate(found))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["fedavg", "q-fedavg", "knn-per", "fedrod", "pfedgp", "drfa", "comfedl", "ditto"])
 def test_a_run_trains_in_training_mode_and_measures_and_saves_in_evaluation_mode(method: str, tmp_path: Path) -> None:
     seen: list[tuple[bool, bool]] = []

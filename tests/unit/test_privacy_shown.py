@@ -116,6 +116,7 @@ def test_report_has_the_claim_and_its_course(tmp_path: Path) -> None:
     assert rounded_up(CLAIM.epsilon) in head
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_report_of_a_damaged_claim_says_so(tmp_path: Path) -> None:
     private = made_private(run(tmp_path / "run"))
     summary = json.loads((private / "summary.json").read_text())
@@ -127,6 +128,7 @@ def test_report_of_a_damaged_claim_says_so(tmp_path: Path) -> None:
         compare_runs([private])
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_comparison_has_a_column_and_a_section(tmp_path: Path) -> None:
     private, plain = made_private(run(tmp_path / "private")), run(tmp_path / "plain", algorithm="fedavg")
     found = compare_runs([private, plain])
@@ -165,6 +167,7 @@ def test_problem_of_a_server_tells_the_guarantee_and_nothing_else() -> None:
         Problem.from_json(json.dumps(problem | {"training_privacy": asdict(private) | {"unit": "\x1b[2J"}}))
 
 
+@pytest.mark.usefixtures("unrendered")
 def test_titles_of_sections_stay_in_order(tmp_path: Path) -> None:
     page = write_report(made_private(run(tmp_path / "run"))).read_text()
     titles = re.findall(r"<h2>(.*?)</h2>", page)
