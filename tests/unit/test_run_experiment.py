@@ -93,6 +93,7 @@ def test_a_run_does_not_go_back(tmp_path: Path) -> None:
         check_folder(folder, fewer, resume=True)
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_in_which_nobody_could_be_measured_fails(workers: int, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
