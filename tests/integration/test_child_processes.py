@@ -76,7 +76,9 @@ ALONE = ["--out", "run"]
 BESIDE = ["--out", "sweep", "--seeds", "1-2", "--parallel", "2", "--set", "runtime.workers=0"]
 
 
-@pytest.mark.parametrize("how", [ALONE, BESIDE], ids=["alone", "beside others"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(ALONE, id="alone"), pytest.param(BESIDE, id="beside others", marks=pytest.mark.exhaustive)]
+)
 def test_modules_in_the_current_folder_are_not_imported(how: list[str], tmp_path: Path) -> None:
     (tmp_path / "e.json").write_text(json.dumps(task(tmp_path)))
     (tmp_path / "random.py").write_text("open('ran', 'w').close()\nraise SystemExit('somebody else is random')\n")
