@@ -53,8 +53,8 @@ STARTS = (
 )  # fmt: skip
 """Beginnings of environment variables that are read once, when a process or a library starts."""
 
-TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
-"""Those of them that a fork takes over: see ``_become``."""
+TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR")
+"""Those of them that a fork takes over: see ``_become``. The last is set where torch's compiler is imported."""
 
 FLAGS = ("-P", "-u")
 """Flags of the interpreter that a fork heeds."""
