@@ -72,6 +72,32 @@ def test_search_path(way: Way, also: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert "ModuleNotFoundError" in done.stderr
 
 
+@WAYS
+@pytest.mark.parametrize("flags", [[], ["-u"], ["-P", "-u"]])
+@pytest.mark.parametrize("value", ["", "1"])
+def test_buffers_and_compiled_modules(way: Way, flags: list[str], value: str) -> None:
+    code = "import sys; print(sys.stdout.write_through, sys.dont_write_bytecode, sys.path[0])"
+    environment = os.environ | {"PYTHONUNBUFFERED": value, "PYTHONDONTWRITEBYTECODE": value}
+    done = way([sys.executable, *flags, "-c", code], env=environment, capture_output=True, text=True)
+    first = done.stdout.split()[2:] or [""]
+    assert done.stdout.split()[:2] == [str(bool(value or flags)), str(bool(value))]
+    assert (first == [""]) is ("-P" not in flags)
+
+
+@WAYS
+def test_packages_on_the_search_path_have_their_plugins(way: Way, tmp_path: Path) -> None:
+    about = tmp_path / "odd-0.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 0.1\n")
+    (about / "entry_points.txt").write_text("[fedloom.algorithms]\nodd = nowhere:ODD\n")
+    code = "import sys; print('fedloom' in sys.modules); from fedloom.algorithms import base; print(*base.available())"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = way([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    before, names = done.stdout.splitlines()
+    assert before == "False"
+    assert {"odd", "fedavg"} <= set(names.split())
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_it_is_a_child_that_signals_reach(number: signal.Signals) -> None:
     command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(600)"]
