@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections.abc import Sequence
@@ -14,14 +15,14 @@ from fedloom.experiment.sections import Experiment
 
 
 def json_schema(algorithms: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the JSON schema of an experiment file, for editors and documentation; it is shared, and not to be changed.
+    """Return the JSON schema of an experiment file, for editors and documentation.
 
     Parameters
     ----------
     algorithms
         Names of the methods whose settings may stand under ``algorithm``; default: all registered methods.
     """
-    return _schema(tuple(available() if algorithms is None else algorithms))
+    return copy.deepcopy(_schema(tuple(available() if algorithms is None else algorithms)))
 
 
 @functools.cache
