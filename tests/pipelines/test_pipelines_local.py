@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import yaml
 from facts import tells
 from run_processes import ENVIRONMENT, FEDLOOM, WAIT_S, children, ended, experiment, fedloom, started, until
 
+from fedloom.cluster.manifests import identity
 from fedloom.data.manifest import read_manifest
 
 pytestmark = [
@@ -143,6 +145,43 @@ def test_new_clients_ask_a_server_for_their_models(small_run: tuple[Path, Path],
     assert found == {key: bare[key] for key in found}
     assert (found["seen"], found["unseen"]["clients"]) == (None, 10)
     assert "| unseen |" in (tmp_path / "out" / "report.md").read_text()
+
+
+FEDERATE = """
+import json, sys
+from pathlib import Path
+from fedloom.kubeflow.steps import federate_task
+from fedloom import experiment
+file, shards, out, storage = sys.argv[1:]
+text = json.dumps(experiment.load_experiment(file, [f"storage={storage}"]).model_dump(mode="json"))
+federate_task(text, Path(shards), Path(out), backend="local", cluster="", storage_secret="", run_id="run",
+              task="federate", task_config=None)
+"""
+
+
+def test_a_task_whose_pod_was_killed_goes_on_from_its_store(
+    small_run: tuple[Path, Path], personalized: Path, tmp_path: Path
+) -> None:
+    """A pod's folder is lost with it; the rounds of the attempt before are in the store, where no other run is."""
+    shards, claim = personalized / "partition" / "shards", tmp_path / "claims" / "shared"
+    claim.mkdir(parents=True)
+
+    def attempt(out: str) -> subprocess.Popen[bytes]:
+        arguments = [small_run[0], shards, tmp_path / out / "model", "pvc://shared/fed"]
+        environment = {**os.environ, **ENVIRONMENT, "FEDLOOM_CLAIMS": str(claim.parent)}
+        return subprocess.Popen([sys.executable, "-c", FEDERATE, *map(str, arguments)], env=environment)
+
+    with attempt("first") as first:
+        until(lambda: list(claim.glob("fed/runs/*/published/*")), "a published round")
+        for pid in (*children(first.pid), first.pid):
+            os.kill(pid, signal.SIGKILL)
+    (published,) = claim.glob("fed/runs/*")
+    assert published.name == f"small-{identity('run', 'federate')}"
+    with attempt("second") as second:
+        assert second.wait(WAIT_S) == 0
+    run = tmp_path / "second" / "model"
+    assert summary(run) == summary(small_run[1])
+    assert (published / "summary.json").read_bytes() == (run / "summary.json").read_bytes()
 
 
 def test_methods_times_seeds(small_run: tuple[Path, Path], tmp_path: Path) -> None:

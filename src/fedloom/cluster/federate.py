@@ -24,6 +24,7 @@ from fedloom.cluster.manifests import (
     label,
     owners_of_pod,
     resources,
+    run_path,
 )
 from fedloom.cluster.settings import ALLOWED_IMAGE, ClusterSettings, TaskConfig, is_gpu
 from fedloom.core import digests
@@ -259,7 +260,7 @@ def _prepared(step: _Step) -> tuple[Store, Launcher | None]:
     experiment = step.experiment.located()  # as the aggregator records it
     manifest = read_manifest(step.partition)
     store, plain = _store(experiment, cluster)
-    run = store.under(f"runs/{experiment.name}-{identity(step.run_id, step.task)}")
+    run = store.under(run_path(experiment.name, step.run_id, step.task))
     store.check()
     if _finished(run, experiment):
         return run, None

@@ -31,7 +31,13 @@ STOP_S = 60.0
 
 
 def run_locally(
-    experiment: Path, partition: Path, out: Path, *, deadline_s: float | None = None, say: Callable[[str], None]
+    experiment: Path,
+    partition: Path,
+    out: Path,
+    *,
+    publish: str | None = None,
+    deadline_s: float | None = None,
+    say: Callable[[str], None],
 ) -> None:
     """Run an experiment on a partition in separate processes.
 
@@ -43,6 +49,8 @@ def run_locally(
         The partition's folder; no partition is made.
     out
         The run's folder. An existing run of the same experiment is resumed.
+    publish
+        URL at which the run is published as it grows, and from which a run of which only that is left is resumed.
     deadline_s
         Maximum duration of the run.
     say
@@ -55,7 +63,8 @@ def run_locally(
     """
     command = python("-c", _ENDS_WITH_ITS_PARENT, str(os.getpid()))
     command += ["run", str(experiment), "--partition", str(partition)]
-    command += ["--out", str(out), *(["--resume"] if (out / "experiment.yaml").exists() else [])]
+    command += ["--out", str(out), *([] if publish is None else ["--publish", publish])]
+    command += ["--resume"] if publish is not None or (out / "experiment.yaml").exists() else []
     late = threading.Event()
     last = ""
     temporary = tempfile.TemporaryDirectory(prefix="fedloom-run-")

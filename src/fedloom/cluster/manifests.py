@@ -52,6 +52,11 @@ def identity(run_id: str, task: str) -> str:
     return hashlib.sha256(f"{run_id}/{task}".encode()).hexdigest()[:12]
 
 
+def run_path(name: str, run_id: str, task: str) -> str:
+    """Return where below the storage the run of an experiment of this name is published."""
+    return f"runs/{name}-{identity(run_id, task)}"
+
+
 def label(text: str) -> str:
     """Return text as a label value: unchanged if it is valid, else its hash."""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):

@@ -228,7 +228,8 @@ def federate_task(
         with tempfile.TemporaryDirectory() as folder:  # `fedloom run` validates it; doing so here would import torch
             path = Path(folder) / "experiment.yaml"
             path.write_text(experiment, encoding="utf-8")
-            local.run_locally(path, shards, out, deadline_s=settings.deadline_s, say=say)
+            url = _run_url(experiment, run_id, task)
+            local.run_locally(path, shards, out, publish=url, deadline_s=settings.deadline_s, say=say)
     else:
         from fedloom import experiment as experiments
         from fedloom.cluster.federate import federate as launch
@@ -250,6 +251,17 @@ def federate_task(
     from fedloom.runs.folder import RunFolder
 
     return {"label": task, **_metadata(RunFolder(out).json("summary.json"))}
+
+
+def _run_url(experiment: str, run_id: str, task: str) -> str | None:
+    """Return the URL of a run's own place in the store; None if the experiment has no store."""
+    from fedloom.cluster.manifests import run_path
+    from fedloom.storage import is_url
+
+    e = json.loads(experiment)
+    if not is_url(e.get("storage") or ""):
+        return None
+    return f"{e['storage'].rstrip('/')}/{run_path(e['name'], run_id, task)}"
 
 
 @step
