@@ -83,7 +83,7 @@ class ModelFolder:
         if not self.clients():
             raise DataError(
                 f"{folder} has no models of clients ({SUFFIX}).",
-                hint=f"write them where the clients' data are: fedloom personalize RUN --out {folder} --format pt2",
+                hint=f"write them where the clients' data are: fedloom personalize RUN --format pt2 --out {folder}",
             )
 
     def clients(self) -> list[str]:
