@@ -7,11 +7,15 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from http.client import LineTooLong
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from fedloom.errors import ExperimentError, argument
+from fedloom.transport.address import split_address
 
 log = logging.getLogger(__name__)
 
@@ -135,3 +139,47 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log that a connection broke."""
         log.debug("a connection from %s broke", client_address, exc_info=True)
+
+
+@contextmanager
+def http_served(
+    name: str,
+    address: str,
+    application: Application,
+    connections: int | None = None,
+    connection_s: float | None = None,
+) -> Iterator[BoundedServer]:
+    """Serve an application in separate threads for the duration of the block.
+
+    Parameters
+    ----------
+    name
+        Argument that gives the address.
+    address
+        ``host:port``.
+    application, connections, connection_s
+        See :class:`BoundedServer`.
+
+    Raises
+    ------
+    ExperimentError
+        If the address is invalid or not of this machine, or the port is taken.
+    """
+    host, port = split_address(address, what=argument(name), lowest=0)
+    try:
+        server = BoundedServer(host.strip("[]"), port, application, connections, connection_s)
+    except OSError as error:
+        raise ExperimentError(
+            f"{argument(name)} cannot be served on {address}: the port is taken, or the address is not of this "
+            "machine.",
+            key=name,
+            found=address,
+        ) from error
+    thread = threading.Thread(target=server.serve_forever, name=name, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

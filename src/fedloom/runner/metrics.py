@@ -6,7 +6,6 @@ status``. Counters start at zero in each process; Prometheus detects such resets
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_args
@@ -14,9 +13,8 @@ from typing import Any, get_args
 import fedloom
 from fedloom.errors import ExperimentError, argument
 from fedloom.federation.activity import Activity, LastEvaluation, LivePhase
-from fedloom.runner.bounded_http import BoundedServer
+from fedloom.runner.bounded_http import http_served
 from fedloom.security.options import Protection
-from fedloom.transport.address import split_address
 from fedloom.transport.personalization import ServingLoad
 
 
@@ -33,7 +31,6 @@ def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -
     if address is None:
         yield
         return
-    host, port = split_address(address, what=argument("metrics"), lowest=0)
     try:
         import prometheus_client as prometheus
     except ImportError as error:
@@ -47,23 +44,8 @@ def metrics_served(address: str | None, families: Callable[[], Iterable[Any]]) -
     prometheus.PlatformCollector(registry=registry)
     prometheus.GCCollector(registry=registry)
     registry.register(_Collector(families))
-    try:
-        server = BoundedServer(host.strip("[]"), port, prometheus.make_wsgi_app(registry))
-    except OSError as error:
-        raise ExperimentError(
-            f"{argument('metrics')} cannot be served on {address}: the port is taken, or the address is not of this "
-            "machine.",
-            key="metrics",
-            found=address,
-        ) from error
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-    try:
+    with http_served("metrics", address, prometheus.make_wsgi_app(registry)):
         yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 class _Collector:

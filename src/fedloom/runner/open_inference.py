@@ -30,7 +30,7 @@ import fedloom
 from fedloom.core.words import printable
 from fedloom.data.input_spec import DTYPES
 from fedloom.errors import DataError, ExperimentError, argument
-from fedloom.runner.bounded_http import BoundedServer
+from fedloom.runner.bounded_http import http_served
 from fedloom.runner.inference_request import (
     DATATYPES,
     INPUT,
@@ -324,28 +324,15 @@ def inference_served(
     if address is None:
         yield
         return
-    host, port = split_address(address, what=argument("rest"), lowest=0)
+    host, _ = split_address(address, what=argument("rest"), lowest=0)
     protection.check_plaintext(host, "rest")
     answering = application()
-    try:
-        server = BoundedServer(host.strip("[]"), port, answering, CONNECTIONS, CONNECTION_S)
-    except OSError as error:
-        raise ExperimentError(
-            f"{argument('rest')} cannot be served on {address}: the port is taken, or the address is not of this "
-            "machine.",
-            key="rest",
-            found=address,
-        ) from error
-    thread = threading.Thread(target=server.serve_forever, name="rest", daemon=True)
-    thread.start()
-    say(f"{host}:{server.server_port}")
-    try:
-        yield
-    finally:
-        answering.drain()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_served("rest", address, answering, CONNECTIONS, CONNECTION_S) as server:
+        say(f"{host}:{server.server_port}")
+        try:
+            yield
+        finally:
+            answering.drain()
 
 
 def models_folder(run: Path | None, given: str | None) -> Path:
