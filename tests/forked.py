@@ -54,7 +54,7 @@ STARTS = (
 """Beginnings of environment variables that are read once, when a process or a library starts."""
 
 TAKEN_OVER = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR")
-"""Those of them that a fork takes over: see ``_become``. The last is set where torch's compiler is imported."""
+"""Variables among these that a fork can still adopt (``_become``). Importing torch's compiler sets the last one."""
 
 FLAGS = ("-P", "-u")
 """Flags of the interpreter that a fork heeds."""

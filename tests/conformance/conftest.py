@@ -29,7 +29,7 @@ DEAR = {
     "test_a_worker_that_is_killed_at_a_step_and_started_again": ("fedavg", "scaffold"),
     "test_an_aggregator_that_is_killed_in_a_secure_sum_and_resumed": ("fedrep", "pfedbayes"),
 }
-"""Those of them that `make test` takes through the faults that take longest; each is taken through two or three."""
+"""Methods, two or three for each of the slowest tests of faults, with which `make test` runs it."""
 
 THOROUGH = ("pefll", "fedrep")
 """Three exchanges and a server that puts work off; one exchange and clients that keep a state."""

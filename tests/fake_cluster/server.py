@@ -139,7 +139,7 @@ class Api:
         )
 
     def _terminating(self, request: Request) -> str:
-        """As in apiserver/pkg/admission/plugin/namespace/lifecycle/admission.go of Kubernetes."""
+        """Refuse what Kubernetes refuses (apiserver/pkg/admission/plugin/namespace/lifecycle/admission.go)."""
         named = f'{request.resource.qualified} "{request.body["metadata"]["name"]}" is forbidden'
         return f"{named}: unable to create new content in namespace {request.namespace} because it is being terminated"
 

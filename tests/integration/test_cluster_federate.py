@@ -410,7 +410,7 @@ def test_a_federation_is_submitted_looked_at_and_stopped(place: Place, settings_
 
 
 def test_stopping_a_federation_frees_a_namespace_that_is_being_deleted(place: Place, settings_file: Path) -> None:
-    """As docs/cluster.md says: without it, the failed pods of workers wait for others for ever."""
+    """Free a namespace (docs/cluster.md); without the command, failed pods of workers wait for others for ever."""
     settings_file.write_text(json.dumps(SETTINGS | {"retries": 1}))
     place.program("exec sleep 60")
     submit = ["submit", place.file, "--cluster", settings_file, "--set", f"storage={place.storage}"]

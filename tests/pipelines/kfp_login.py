@@ -1,4 +1,4 @@
-"""How a Kubeflow for many users admits a request: its gateway, and the API's own check of a token.
+"""Stand-in for the login of a multi-user Kubeflow: its gateway, and the API's own check of a token.
 
 The names of the source files say which project shows it:
 
@@ -78,7 +78,7 @@ class Page(NamedTuple):
 
 @dataclass
 class Gateway:
-    """What stands before the API.
+    """Gateway before the API.
 
     Attributes
     ----------

@@ -26,7 +26,7 @@ Right = tuple[str, str, str]
 
 
 def allows(rules: Iterable[dict[str, Any]], right: Right) -> bool:
-    """Whether rules allow a right, as the API server reads them: `*` is any; a subresource is its own resource."""
+    """Return True if rules allow a right, as the API server reads them: `*` is any, subresources count apart."""
     keys = ("verbs", "apiGroups", "resources")
     return any(all({one, "*"} & {*rule[key]} for one, key in zip(right, keys, strict=True)) for rule in rules)
 

@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 def admits(policies: list[dict[str, Any]], labels: dict[str, str], call: Call) -> bool:
-    """Whether a pod's sidecar admits a connection without HTTP: some rule of some policy matches it in every part.
+    """Return True if a pod's sidecar admits a connection without HTTP: a rule of some policy matches all of it.
 
     Istio, "Authorization Policy": without policies all is admitted; a part of a rule that asks for a principal, a path,
     a method or a header matches none here.
