@@ -182,7 +182,7 @@ def _submit(
 
 
 def remove_versions(api: Kubeflow, pipeline: str, keep: int | None) -> None:
-    """Remove old versions of a pipeline, if asked for; a failure is told, because the run has started already."""
+    """Remove old versions of a pipeline if requested; only report a failure, because the run has already started."""
     from fedloom.errors import FedloomError
     from fedloom.kubeflow.versions import remove_old_versions
 

@@ -310,7 +310,7 @@ def _template(federation: FederationSpec, component: str, pod: Manifest) -> Mani
 
 
 def sidecar(settings: ClusterSettings) -> dict[str, str]:
-    """Return the label, which is the annotation of old, that decides on Istio's sidecar: none, unless it is asked for.
+    """Return the label, formerly an annotation, that tells Istio to add a sidecar or not: not, unless requested.
 
     A sidecar that is no native one keeps a Job from ending, and breaks calls before it is ready.
     """

@@ -1,4 +1,4 @@
-"""Registration of a run's model in the Kubeflow Model Registry, with what it is worth and where it comes from."""
+"""Registration of a run's model in the Kubeflow Model Registry, with its metrics and its origin."""
 
 from __future__ import annotations
 

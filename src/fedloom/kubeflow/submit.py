@@ -47,7 +47,7 @@ INTERNAL = re.compile(
     r".*-driver|root|executor|iteration-item|iteration-iterations(\(\d+:\d+\))?"
     r"|(exit-handler|for-loop|condition|condition-branches)-\d+(\.onExit)?"
 )
-"""Pattern of names of the workflow's own nodes, but the workflow's; all other nodes are tasks named by the author."""
+"""Pattern of the names of nodes that Kubeflow adds, except the workflow; all others are the author's tasks."""
 
 ATTEMPT = re.compile(r"(.+?)\((\d+)\)")
 """Pattern of an attempt's name: a node that Argo may retry has a child for each attempt, numbered from 0."""
