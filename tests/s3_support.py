@@ -128,6 +128,8 @@ def serving(folder: Path) -> Iterator[S3Server]:
             f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}", f"-admin.port={admin}",
             f"-s3.port={s3}", f"-s3.config={folder / 's3.json'}", "-admin.ui=false", "-webdav=false",
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.cacheCapacityMB=0",
+            # Each bucket takes a volume, and the free disk bounds the sum of the volumes' largest sizes.
+            "-master.volumeSizeLimitMB=16",
         ]  # fmt: skip
         with log.open("wb") as out:
             process = subprocess.Popen(
