@@ -189,7 +189,7 @@ def read_identities(path: Path) -> Identities:
                 "anyone who can read this file can use the token: revoke it (`fedloom token revoke`) and create another"
             ),
         )
-    value, origins = parse_yaml(text, str(path), quick=True)
+    value, origins = parse_yaml(text, str(path))
     if not isinstance(value, dict):
         raise ExperimentError(f"{path} must be a mapping with the keys version, identities")
     try:
