@@ -40,8 +40,8 @@ run: setup ## train PeFLL, FedAvg and Local on Fashion-MNIST and compare what ea
 # One thread per process: the tests run in several, and two that fight over a core are slower than one.
 test test-cluster test-all: export OMP_NUM_THREADS = 1
 test test-cluster test-all: export MKL_NUM_THREADS = 1
-test: style ## lint, and the tests that need no cluster (what is exhaustive is sampled): minutes
-	$(call tested,-m "not cluster and not exhaustive")
+test: style ## lint, and the quick tests: minutes
+	$(call tested,-m "not cluster and not exhaustive and not slow")
 
 test-cluster: setup ## federations as pods (on a stand-in, or on a cluster: docs/e2e.md), pipelines from end to end
 	@$(BIN)/python -m pytest -m cluster $(PYTEST_ARGS)

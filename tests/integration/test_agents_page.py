@@ -64,6 +64,7 @@ def run(place: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_recipes_train(place: Path) -> None:
     fedloom = (sys.executable, "-m", "fedloom")
     run(place, *fedloom, "data", "fetch", "readings", "--from", "brought")

@@ -66,6 +66,7 @@ def test_bound_stays_below_the_claim_in_20_trainings(tmp_path: Path) -> None:
     assert sum(check_bounds(tmp_path, range(20))) / 20 == pytest.approx(1, rel=0.4)
 
 
+@pytest.mark.slow
 def test_bound_exceeds_a_claim_whose_noise_was_left_out(tmp_path: Path) -> None:
     claim = audited(tmp_path, 0, CLIENTS)["claim"]
     found = audited(tmp_path, 0, {**CLIENTS, "noise_multiplier": 1e-6})
@@ -73,6 +74,7 @@ def test_bound_exceeds_a_claim_whose_noise_was_left_out(tmp_path: Path) -> None:
     assert mentions(audit_verdict(found["canaries"], claim), "exceeds")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "settings"), [("scaffold", PLAIN), ("fedrep", UNIFORM), ("fedadam", UNIFORM)])
 def test_other_methods_keep_their_claims(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -80,6 +82,7 @@ def test_other_methods_keep_their_claims(method: str, settings: dict[str, Any], 
     assert found["canaries"]["epsilon"] <= found["claim"]["epsilon"]
 
 
+@pytest.mark.slow
 def test_shares_of_noise_under_secure_aggregation_keep_the_claim(tmp_path: Path) -> None:
     federation = {
         "rounds": 2, "clients_per_round": 12, "secure_aggregation": {},
@@ -89,6 +92,7 @@ def test_shares_of_noise_under_secure_aggregation_keep_the_claim(tmp_path: Path)
     assert found["canaries"]["epsilon"] <= found["claim"]["epsilon"]
 
 
+@pytest.mark.slow
 def test_privacy_of_examples_hides_canary_examples(tmp_path: Path) -> None:
     privacy = {"of": "examples", "clip": 1.0, "noise_multiplier": 2.0, "delta": 1e-4}
     local = {"steps": 20, "lr": 0.2, "momentum": 0.0, "batch_size": 8}

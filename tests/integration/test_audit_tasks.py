@@ -16,6 +16,7 @@ DISCRETE = ("next token", "named inputs")
 """Cases whose inputs no gradient reconstructs."""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
 def test_every_task_can_be_audited(case: str, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_modules_in_the_current_folder_are_not_imported(how: list[str], tmp_path
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_workers_find_the_factory_of_a_script_beside_it(tmp_path: Path) -> None:
     (tmp_path / "e.json").write_text(json.dumps(task(tmp_path, model=MODULE)))
     (tmp_path / "childrens_models.py").write_text(FACTORY.format(condition="False", action="pass"))
@@ -100,6 +101,7 @@ def test_workers_find_the_factory_of_a_script_beside_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_workers_of_the_run_are_waited_for_while_they_live(tmp_path: Path) -> None:
     options = RunOptions(out=tmp_path / "run", report=False, wait_s=0.001)
     assert carry_out(of(task(tmp_path)), options, progress=False).finished

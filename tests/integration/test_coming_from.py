@@ -103,6 +103,7 @@ def test_each_framework_has_a_block() -> None:
     assert titles == [framework for framework, *_ in EXAMPLES.values()]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_first_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

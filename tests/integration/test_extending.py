@@ -69,6 +69,7 @@ def fedloom(environment: dict[str, str], *arguments: str | Path) -> subprocess.C
     return run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_the_examples_train_in_worker_processes(environment: dict[str, str], people: Path, tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "run"
     fetched = fedloom(environment, "data", "fetch", "people", "--from", people, "--root", data)
@@ -130,6 +131,7 @@ def waits(folder: Path, **changes: Any) -> None:
     (folder / "waits.yaml").write_text(yaml.safe_dump(experiment | changes))
 
 
+@pytest.mark.slow
 def test_the_task_of_the_example_trains(environment: dict[str, str], tmp_path: Path) -> None:
     waits(tmp_path)
     for workers in (0, 1):
@@ -204,6 +206,7 @@ def test_a_package_that_cannot_be_loaded_is_named(environment: dict[str, str], t
     ), said
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("value", "facts"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 from run_processes import ENVIRONMENT, FEDLOOM, WAIT_S, experiment
 
 from fedloom.errors import ExitCode
 
 
+@pytest.mark.slow
 def test_an_address_of_another_machine(fresh_root: Path, tmp_path: Path) -> None:
     path = experiment(tmp_path, fresh_root)
     there = ("--listen", "192.0.2.1:7733", "--insecure")  # of nobody, RFC 5737

@@ -334,6 +334,7 @@ def test_an_archive_that_is_downloaded(
     assert stored(tmp_path) == tiny_files
 
 
+@pytest.mark.slow
 def test_a_python_source_package_is_found_with_pip_and_nothing_of_it_is_run(
     tmp_path: Path,
     server: Server,

@@ -258,6 +258,7 @@ def running(mounted: Path, work: Path) -> Iterator[Container]:
         container.process.communicate()
 
 
+@pytest.mark.slow
 def test_the_container_serves_a_mounted_run_over_rest_and_grpc(run: Path, tmp_path: Path) -> None:
     mounted = tmp_path / "mnt"
     mounted.symlink_to(run)
@@ -282,6 +283,7 @@ def test_the_container_serves_a_mounted_run_over_rest_and_grpc(run: Path, tmp_pa
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files  # KServe mounts it read-only
 
 
+@pytest.mark.slow
 def test_a_killed_container_starts_again_and_one_without_models_says_why(run: Path, tmp_path: Path) -> None:
     with running(run, tmp_path / "first") as container:
         before = container.infer("client-0000")

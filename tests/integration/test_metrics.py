@@ -188,6 +188,7 @@ with metrics_served(f"127.0.0.1:{port}", lambda: ()):
 """
 
 
+@pytest.mark.slow
 def test_idle_connections_take_neither_descriptors_nor_the_place_of_a_scrape(tmp_path: Path) -> None:
     """Three times as many connections as the process may have files; later none can be accepted for a while."""
     program = tmp_path / "crowded.py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import pytest
 from run_processes import ended
 from safetensors.torch import load_file
 from test_open_federation import EXPERIMENT, GIVEN, Federation, members
@@ -39,6 +40,7 @@ def trained(folder: Path, members: Path) -> dict[str, Tensor]:
         return load_file(sorted((federation.run / "checkpoints").glob("*.safetensors"))[-1])
 
 
+@pytest.mark.slow
 def test_the_noise_of_members_does_not_follow_from_the_seed(tmp_path: Path, members: Path) -> None:
     one, other = (trained(tmp_path / name, members) for name in ("one", "other"))
     for state in (one, other):

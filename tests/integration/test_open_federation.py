@@ -222,6 +222,7 @@ def test_below_min_clients_it_waits_and_says_so_until_it_is_told_to_stop(federat
     kill(alone)
 
 
+@pytest.mark.slow
 def test_a_rejected_member_gets_the_reason_and_the_others_continue(
     federation: Federation, tmp_path: Path, members: Path
 ) -> None:
@@ -299,6 +300,7 @@ def test_a_copy_that_was_made_while_it_ran_is_a_backup(federation: Federation, t
     equal_to_the_replay(federation, tmp_path / "replay")
 
 
+@pytest.mark.slow
 def test_a_method_whose_clients_keep_states_and_descriptors(federation: Federation, tmp_path: Path) -> None:
     for name, settings in (
         ("pfedbayes", "{name: pfedbayes, steps: 2}"),
@@ -318,6 +320,7 @@ def test_a_method_whose_clients_keep_states_and_descriptors(federation: Federati
         federation.experiment.write_text(EXPERIMENT)
 
 
+@pytest.mark.slow
 def test_replies_to_a_killed_aggregator_count(federation: Federation) -> None:
     """Rounds after the last checkpoint are cut from the journal and run again: their descriptors were told."""
 
@@ -349,6 +352,7 @@ def test_replies_to_a_killed_aggregator_count(federation: Federation) -> None:
     assert found["noise"] == "secret"
 
 
+@pytest.mark.slow
 def test_draws_of_private_clients_follow_the_roster_and_count_whatever_becomes_of_them(federation: Federation) -> None:
     """Sampling rates are those of each round's roster; the clipping norm adapts and survives a kill."""
     privacy = "{clip: 0.05, noise_multiplier: 1.0, delta: 1e-3, adaptive_clip: {count_noise: 1.0}}"
@@ -376,6 +380,7 @@ def test_draws_of_private_clients_follow_the_roster_and_count_whatever_becomes_o
     assert float(load(final(federation.run))["federation/clip"]) != 0.05
 
 
+@pytest.mark.slow
 def test_changes_that_resume_does_not_allow_are_refused(federation: Federation) -> None:
     aggregator = federation.aggregator("--set", "federation.rounds=2")
     worker = federation.worker(0, 1, name="first")
@@ -407,6 +412,7 @@ def two_members_end_the_run(federation: Federation, aggregator: Any, crowd: Sile
         ended(worker, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observes", [False, True], ids=["ghosts that train", "ghosts that observe"])
 def test_a_member_whose_clients_stay_silent_ends_no_run_and_stops_it_for_no_longer_than_said(
     federation: Federation, tmp_path: Path, *, observes: bool
@@ -453,6 +459,7 @@ def test_a_crowd_that_does_not_answer_leaves_no_room_in_larger_cohorts_and_ends_
     assert "ghost-299" in federation.told("joined")
 
 
+@pytest.mark.slow
 def test_a_crowd_that_refuses_before_others_have_joined_ends_no_run(federation: Federation) -> None:
     """Three hundred refuse all that they are asked; the two that train come once a round has failed."""
     changed = ("rounds=4", "deadline_s=5", "min_clients=2", "clients_per_round=5", "heartbeat_timeout_s=60")

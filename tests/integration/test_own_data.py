@@ -98,6 +98,7 @@ def of(path: Path, *overrides: str) -> Experiment:
     return load_experiment(path, overrides)
 
 
+@pytest.mark.slow
 def test_own_data_give_the_same_numbers_in_process_and_with_workers_and_on_replay(
     packed: Path, experiment: Path, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_own_data_give_the_same_numbers_in_process_and_with_workers_and_on_repla
     assert final(tmp_path / "c") == final(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_a_member_without_labels_trains_by_a_method_that_can_and_by_no_other(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_member_without_labels_trains_by_a_method_that_can_and_by_no_other(
     assert mentions(str(refused.value), "s5", "observe")
 
 
+@pytest.mark.slow
 def test_noise_of_clients_with_workers_is_secret_and_a_replay_says_that_it_cannot_repeat_it(
     packed: Path, experiment: Path, tmp_path: Path
 ) -> None:
@@ -164,6 +167,7 @@ def test_noise_of_clients_with_workers_is_secret_and_a_replay_says_that_it_canno
     assert sum(mentions(text, "replay", "noise", "secret") for text in told.texts) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of_what", "least"), [("clients", 0.3), ("examples", 0.1)])
 def test_canaries_among_packed_clients_are_found(
     packed: Path, experiment: Path, tmp_path: Path, of_what: Any, least: float
@@ -212,6 +216,7 @@ GIVEN = f"data.own.normalization={{mean: {[0.0] * 9}, std: {[1.0] * 9}}}"
 OF_CLIENTS = "federation.privacy={clip: 1.0, noise_multiplier: 4.0, delta: 1e-4}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("private", [OF_EXAMPLES, OF_CLIENTS])
 def test_a_ledger_counts_the_training_that_its_owner_took_part_in(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run, private: str
@@ -241,6 +246,7 @@ def test_a_ledger_counts_the_training_that_its_owner_took_part_in(
     assert cost.with_ledger.epsilon > found["epsilon"]
 
 
+@pytest.mark.slow
 def test_a_client_that_training_never_asked_has_spent_nothing(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
 ) -> None:
@@ -254,6 +260,7 @@ def test_a_client_that_training_never_asked_has_spent_nothing(
     assert (code, json.loads(out)["epsilon"], len(json.loads(out)["trainings"])) == (0, 0.0, 1)
 
 
+@pytest.mark.slow
 def test_ledger_completes_a_claim_and_refuses_trainings_that_protect_nobody(
     packed: Path, experiment: Path, tmp_path: Path, fedloom: Run
 ) -> None:
@@ -281,6 +288,7 @@ def test_ledger_completes_a_claim_and_refuses_trainings_that_protect_nobody(
     assert (code, mentions(said, "summary.json", "unit")) == (3, True)
 
 
+@pytest.mark.slow
 def test_descriptors_of_a_client_that_trained_without_privacy_have_no_total(
     packed: Path, experiment: Path, tmp_path: Path
 ) -> None:
@@ -296,6 +304,7 @@ def test_descriptors_of_a_client_that_trained_without_privacy_have_no_total(
     assert (card.privacy.requests, card.privacy.trainings) == (1, 0)
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_with_the_same_clients_alone(packed: Path, experiment: Path, tmp_path: Path) -> None:
     run_experiment(of(experiment, "federation.rounds=2"), options(packed, tmp_path / "a"))
     more = dataclasses.replace(options(packed, tmp_path / "a"), resume=True)
@@ -330,6 +339,7 @@ def test_clients_of_their_own_are_measured_and_get_models(packed: Path, experime
         assert "--data" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_given_normalization_is_the_one_that_is_used(packed: Path, experiment: Path, tmp_path: Path) -> None:
     numbers = ", ".join(["0.5"] * 9)
     e = of(experiment, f"data.own.normalization={{mean: [{numbers}], std: [{numbers}]}}")
@@ -428,6 +438,7 @@ def test_unusable_folders_are_refused(packed: Path, experiment: Path, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_columns_in_another_order_get_no_model(packed: Path, experiment: Path, tmp_path: Path, fedloom: Run) -> None:
     rows = [line.split(",") for line in (tmp_path / "speaker-4.csv").read_text().splitlines()]
     swapped = tmp_path / "swapped.csv"

@@ -199,6 +199,7 @@ def test_steps_of_the_client_that_trained_most_are_claimed_toward_everyone(tmp_p
     assert "Update.loss" not in told["does_not_cover"]  # it is not sent
 
 
+@pytest.mark.slow
 def test_noise_of_examples_is_found_for_an_epsilon_that_few_visits_exceed(tmp_path: Path) -> None:
     asked = {**OF_EXAMPLES, "noise_multiplier": None, "epsilon": 3.0}
     run = trained(tmp_path, privacy=asked, rounds=12)

@@ -98,6 +98,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """A process of its own, whose peak memory in KiB has no part of the tests before, as that of a pytest worker does."""
 
 
+@pytest.mark.slow
 def test_shakespeares_roles_in_time_and_memory() -> None:
     start = time.monotonic()
     official = had("shakespeare")
@@ -146,6 +147,7 @@ def test_the_protocol_of_the_papers(root: Path) -> None:
     assert float(sum(x.sum() for x in pooled) / sum(x.numel() for x in pooled)) == pytest.approx(0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Path) -> None:
     def made(seed: int, reserve: Reserve | None, clients: int) -> FederatedDataset:
         scheme = ClassesScheme(clients=clients, classes_per_client=2, reserve=reserve)
@@ -191,6 +193,7 @@ assert "torch" not in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_processes_that_partition_at_once_make_one_partition_without_torch(root: Path) -> None:
     processes = [
         subprocess.Popen([sys.executable, "-c", PARTITION, str(root)], stdout=subprocess.PIPE, text=True)

@@ -24,7 +24,7 @@ from fedloom.runner.run_experiment import run_experiment
 from fedloom.runs.checkpoint import Checkpoints
 from fedloom.runs.folder import RunFolder
 
-pytestmark = [pytest.mark.data, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
+pytestmark = [pytest.mark.data, pytest.mark.timeout(600), pytest.mark.xdist_group("runs")]
 
 
 @pytest.fixture
@@ -165,6 +165,7 @@ def test_a_damaged_checkpoint(small_run: tuple[Path, Path], copy: Path) -> None:
     assert scores(copy) == scores(small_run[1])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written(small_run: tuple[Path, Path], copy: Path) -> None:
     """A limit on the size of files fails a write in the middle, as a full disk does."""
     back_to(copy, 3)

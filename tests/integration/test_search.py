@@ -80,6 +80,7 @@ def in_process(
     return run_search(plan, make, out, options, observer, parallel=parallel)
 
 
+@pytest.mark.slow
 def test_validation_chooses_and_the_chosen_trial_alone_shows_test_results(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "s"
     done = search(root, out, {**SPACE, "trials": 4}, "--report")
@@ -174,6 +175,7 @@ class Events(SweepObserver):
         self.before.append(number)
 
 
+@pytest.mark.slow
 def test_trials_that_fall_behind_are_stopped_between_rounds(root: Path, tmp_path: Path) -> None:
     seen = Events()
     rates = {"algorithm.local.lr": {"choices": [0.2, 0.21, 0.22, 0.23, 0.24, 1e-5, 2e-5]}}
@@ -193,6 +195,7 @@ def test_trials_that_fall_behind_are_stopped_between_rounds(root: Path, tmp_path
     assert found.chosen.state == "done"
 
 
+@pytest.mark.slow
 def test_a_trial_that_diverges_is_a_result(root: Path, tmp_path: Path) -> None:
     seen = Events()
     space = {"parameters": {"algorithm.local.lr": {"choices": [0.1, 1e30]}}, "sampler": "grid"}
@@ -218,6 +221,7 @@ def test_parallel_trials_of_a_grid_equal_sequential_ones(root: Path, tmp_path: P
     assert {**two.summary, "digest": "", "parallel": 1} == {**one.summary, "digest": ""}
 
 
+@pytest.mark.slow
 def test_the_budget_of_epsilon_ends_trials(root: Path, tmp_path: Path) -> None:
     noise = {"federation.privacy.noise_multiplier": {"choices": [1.0, 20.0]}}
     private = ("federation.privacy={clip: 1.0, noise_multiplier: 1.0, delta: 1.0e-3}", "algorithm.weighting=uniform")

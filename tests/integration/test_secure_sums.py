@@ -62,6 +62,7 @@ def credentials(folder: Path, *speakers: int) -> dict[int, Path]:
     return folders
 
 
+@pytest.mark.slow
 def test_members_know_each_other_by_a_register_of_keys(federation: Federation, tmp_path: Path) -> None:
     """One is killed in the middle, and the run goes on; its journal's replay gives the same bits."""
     folders = credentials(tmp_path, *range(5))
@@ -121,6 +122,7 @@ def test_a_member_without_a_signature_key_says_which_files_it_needs(federation: 
     assert mentions(ended(federation.worker(0, name="w0"), 2), "signing.key", "signing-keys.txt", "--credentials")
 
 
+@pytest.mark.slow
 def test_measured_normalization_is_that_of_all_examples_and_restarted_members_remember_it(
     tmp_path: Path, members: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_entries_by_prefix_in_order_with_sizes(store: Store) -> None:
     assert list(store.entries("none/")) == []
 
 
+@pytest.mark.slow
 def test_more_entries_than_one_answer_holds(store: Store) -> None:
     names = [f"shards/{i:04d}" for i in range(1001)]  # S3 lists, and removes, a thousand at a time
     with ThreadPoolExecutor(8) as pool:

@@ -54,6 +54,7 @@ def sweep(root: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess
     return run(command, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "sweep"
     first = sweep(root, out, "--seeds", "1,2")
@@ -84,6 +85,7 @@ def test_a_sweep_goes_on_where_it_was_and_survives_a_setting_that_diverges(root:
     assert (tmp_path / "wild" / "comparison" / "compare.csv").exists()
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_in_a_run_beside_others_is_told_of(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +114,7 @@ class Counts(SweepObserver):
         return RunObserver()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unfrozen")
 def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path) -> None:
     changes = (f"data.root={root}", "federation.rounds=1", "algorithm.personalize_steps=1")
@@ -130,6 +133,7 @@ def test_a_sweep_holds_the_data_of_one_run_at_a_time(root: Path, tmp_path: Path)
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unfrozen")
 def test_a_run_leaves_no_data_to_the_process(root: Path, tmp_path: Path) -> None:
     gc.collect()  # what other tests left

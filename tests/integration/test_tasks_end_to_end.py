@@ -150,6 +150,7 @@ OF_CLASSES = {"confusion.json", "confusion.csv", "calibration.json"}
 REPORTED = {"Confusion matrix", "Calibration", "Client by client"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["regression", "segmentation", "classes"])
 def test_only_classification_has_the_files_and_sections_of_classes(case: str, tmp_path: Path) -> None:
     of_classes = case == "classes"
@@ -214,6 +215,7 @@ def test_newcomers_get_the_same_model_from_a_folder_and_over_the_network(
         fedloom.personalize(run.folder, some, y[:19], client="new")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["knn-per", "pfedgp", "pefll"])
 def test_methods_that_need_one_tensor_refuse_named_inputs(method: str, tmp_path: Path) -> None:
     x = {"row": ROWS, "codes": CODES}

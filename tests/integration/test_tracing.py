@@ -61,6 +61,7 @@ def collector() -> Iterator[Collector]:
     server.stop(None).wait()
 
 
+@pytest.mark.slow
 def test_each_clients_work_is_in_its_exchange_of_its_round(
     collector: Collector, tmp_path: Path, fresh_root: Path
 ) -> None:

@@ -605,6 +605,7 @@ worker.thread.join(10)
 """
 
 
+@pytest.mark.slow
 def test_idle_connections_leave_descriptors_for_files(tmp_path):
     """More connections than the process may have files: it goes on, and says that it is full."""
     program = tmp_path / "crowded.py"

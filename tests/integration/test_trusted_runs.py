@@ -146,6 +146,7 @@ def test_mistakes_are_said_before_anything_is_read_or_made(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_member_that_is_revoked_is_out_and_the_run_waits_for_another(
     tmp_path: Path, fashion_mnist_root: Path
 ) -> None:

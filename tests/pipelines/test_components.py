@@ -96,6 +96,7 @@ def test_every_component_is_thin_documented_and_asks_for_no_package() -> None:
             assert f"`{key}`" in readme or key == "Output", (name, key)
 
 
+@pytest.mark.slow
 def test_plan_fills_in_defaults_and_takes_overrides(made: Chain) -> None:
     e = json.loads(made.plan.experiment)
     assert e["federation"]["rounds"] == 2
@@ -140,6 +141,7 @@ def test_grid(made: Chain, capsys: pytest.CaptureFixture[str]) -> None:
         assert expected in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fetch_from_a_folder_and_from_a_store(
     fashion_mnist_root: Path, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +238,7 @@ def evaluated(folder: Path, model: Any, shards: Any, checkpoint: str = "last") -
     return found
 
 
+@pytest.mark.slow
 def test_tasks_that_need_no_torch_do_without_it(made: Chain, tmp_path: Path) -> None:
     """It takes seconds to import, in every task."""
     found = evaluated(tmp_path, made.model, made.shards)
@@ -277,6 +280,7 @@ def test_evaluate_refuses_other_data(made: Chain, tmp_path: Path, capsys: pytest
     assert "mnist" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_report_and_compare(made: Chain, tmp_path: Path) -> None:
     found = evaluated(tmp_path, made.model, made.shards)
     page, table = artifact(dsl.HTML, tmp_path / "page"), artifact(dsl.Markdown, tmp_path / "table")

@@ -135,6 +135,7 @@ def test_objective_and_early_stopping_follow_the_experiment() -> None:
     assert known_headline(planned().base) == METRICS["accuracy"]
 
 
+@pytest.mark.slow
 def test_names_of_searches() -> None:
     first, second = planned().title, planned(seed=1).title
     assert first != second

@@ -107,6 +107,7 @@ class Container:
         os.kill(int(child), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_trials_command_reports_each_round_and_can_be_stopped_early(
     storage: str, tmp_path: Path, s3_server: S3Server
 ) -> None:

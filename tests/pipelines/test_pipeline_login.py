@@ -92,6 +92,7 @@ def client(api: KubeflowApi, **login: Any) -> Kubeflow:
     return Kubeflow(access(api.host, **login), PROFILE)
 
 
+@pytest.mark.slow
 def test_a_long_wait_outlives_its_tokens(
     api: KubeflowApi, submit: Callable[..., Result], issuer: Callable[..., str], tmp_path: Path
 ) -> None:

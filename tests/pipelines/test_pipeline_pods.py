@@ -76,6 +76,7 @@ def tasks(spec: dict[str, Any]) -> dict[str, Any]:
     return {name: task for group in groups for name, task in group.get("dag", {}).get("tasks", {}).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", compiling.NAMES)
 def test_without_settings_the_pipeline_is_the_same_to_the_byte(name: str, tmp_path: Path) -> None:
     compiling.compile_to(name, tmp_path / "by_kfp.yaml")

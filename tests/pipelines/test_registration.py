@@ -167,6 +167,7 @@ def test_an_object_on_a_later_page_is_found(run: Path, registry: StandIn) -> Non
     assert register_run(api, str(run), version="a_a").version_id == found.version_id
 
 
+@pytest.mark.slow
 def test_runs_registered_at_once_are_one_version(run: Path, registry: StandIn) -> None:
     def register(_: int) -> bool:
         return register_run(connected(registry), str(run)).created
@@ -306,6 +307,7 @@ def test_the_component_registers_with_the_artifacts_uri(
     assert ended.value.code == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_format", ["fedloom", "onnx"])
 def test_models_are_exported_in_the_layout_that_kserve_serves(run: Path, tmp_path: Path, model_format: str) -> None:
     shards = next(path.parent for path in (run.parent / "data" / "partitions").rglob("*.json"))

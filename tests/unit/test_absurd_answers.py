@@ -304,6 +304,7 @@ def test_a_state_that_was_poisoned_in_place_never_reaches_a_checkpoint(tmp_path:
     again.run()
 
 
+@pytest.mark.slow
 def test_refusals_that_are_counted_while_an_attempt_is_written_down_harm_nothing(tmp_path: Path) -> None:
     """The wire counts in a thread of its own: here, whenever a number is looked at."""
 

@@ -43,6 +43,7 @@ def without_replacement(z: float, population: int = 900, cohort: int = 45) -> Re
     return sampled("fixed", population, cohort, z)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "m", "rounds", "at_8", "at_2"), SETTINGS)
 def test_epsilon_of_poisson_samples_is_the_package_s_own(n: int, m: int, rounds: int, at_8: float, at_2: float) -> None:
     delta = n**-1.1
@@ -54,6 +55,7 @@ def test_epsilon_of_poisson_samples_is_the_package_s_own(n: int, m: int, rounds:
         assert found < by_renyi * 1.05  # figures with three digits, by a looser accountant
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("n", "m", "rounds", "at_8", "at_2"), SETTINGS)
 def test_noise_for_an_epsilon_spends_it_and_no_more(n: int, m: int, rounds: int, at_8: float, at_2: float) -> None:
@@ -144,6 +146,7 @@ def test_many_rates_are_rounded_up() -> None:
     assert smallest < found < 1.03 * largest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q", "z", "rounds"), [(1e-6, 0.5, 10**5), (0.3, 1e-12, 3), (0.05, 1e6, 5000), (0.5, 0.1, 10)])
 def test_extreme_releases_take_little_memory_and_are_within_the_bound(q: float, z: float, rounds: int) -> None:
     counts = {poisson(z, q): rounds}

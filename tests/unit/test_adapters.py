@@ -169,6 +169,7 @@ def test_a_hypernetwork_that_starts_at_a_model_gives_it_to_everyone() -> None:
     assert h(moved, v).std(0).min() > 0  # after one update, models of different clients differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", [PEFLL, {"name": "pfedhn", "local": LOCAL, "start": "model"}], ids=["pefll", "pfedhn"]
 )
@@ -273,6 +274,7 @@ def logits_of(model: str, module: nn.Module, personal: Any) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)  # of a table of odd width: each model and each method is in it
 @pytest.mark.parametrize("model", ["bert", "vit", "gpt"])
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "pefll"])
@@ -305,6 +307,7 @@ def run_size(run: fedloom.Run) -> int:
     return int(assemble.make_parts(run.experiment, RunFolder(run.folder).manifest()).setup.model.layout.size)
 
 
+@pytest.mark.slow
 def test_layers_trained_beside_the_adapter_are_saved_with_it(tmp_path: Path) -> None:
     personal = ran("sentences", FEDAVG, tmp_path).models("a")
     personal.save(tmp_path / "a.peft")
@@ -317,6 +320,7 @@ def test_layers_trained_beside_the_adapter_are_saved_with_it(tmp_path: Path) -> 
     torch.testing.assert_close(whole.eval()(x).softmax(1), personal(x), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_adapter_saved_over_another_keeps_none_of_its_files(tmp_path: Path) -> None:
     for name in ("sentences", "bert"):  # only the first trains layers beside the adapter
         ran(name, FEDAVG, tmp_path / name).models("a").save(tmp_path / "a.peft")
@@ -369,6 +373,7 @@ def test_a_server_gives_the_adapter_that_the_folder_gives(tmp_path: Path) -> Non
     assert (tmp_path / "here.peft" / weights).read_bytes() == (tmp_path / "there.peft" / weights).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_adapters(tmp_path: Path) -> None:
     whole, resumed = ran("bert", PEFLL, tmp_path / "whole", rounds=3), ran("bert", PEFLL, tmp_path / "part", rounds=1)
     again = fedloom.run(
@@ -379,6 +384,7 @@ def test_a_resumed_run_has_the_same_adapters(tmp_path: Path) -> None:
             assert torch.equal(tensor, b.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_models_without_one_adapter_are_refused(tmp_path: Path) -> None:
     neighbours = ran("bert", {"name": "knn-per", "local": LOCAL}, tmp_path / "knn").models("a")
     with refusing(ExperimentError, ".peft", "adapters"):
@@ -393,6 +399,7 @@ def test_models_without_one_adapter_are_refused(tmp_path: Path) -> None:
         del MODELS["plain"]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_changes_its_base_is_refused(tmp_path: Path) -> None:
     config = peft.LoraConfig(r=2, target_modules=["query"], init_lora_weights="olora", modules_to_save=["classifier"])
     x, y = inputs("bert")
@@ -425,6 +432,7 @@ FLOWDUP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm",
     [FLOWDUP, {**PEFLL, "hypernetwork": {"start": "model", "subspace": {"size": 20}}}],

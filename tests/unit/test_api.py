@@ -108,6 +108,7 @@ def test_the_models_are_those_that_were_measured(run: fedloom.Run) -> None:
         run.models("client-0003", predictor="nobody")
 
 
+@pytest.mark.slow
 def test_figures_are_matplotlibs(run: fedloom.Run, tmp_path: Path) -> None:
     assert run.figures
     figure = run.figure(run.figures[0])
@@ -118,6 +119,7 @@ def test_figures_are_matplotlibs(run: fedloom.Run, tmp_path: Path) -> None:
         run.figure("nothing")
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_again_when_a_file_changes_and_keeps_its_size(run: fedloom.Run, tmp_path: Path) -> None:
     folder = shutil.copytree(run.folder, tmp_path / "run")
     copy = fedloom.load(folder)

@@ -89,12 +89,14 @@ def test_a_second_audit_keeps_what_other_attacks_found(run: fedloom.Run) -> None
     assert run.audit["inversion"] == before
 
 
+@pytest.mark.slow
 def test_report_shows_the_audit(run: fedloom.Run) -> None:
     page = write_report(run.folder).read_text()
     assert mentions(page, "Privacy audit", "Membership inference", "Gradient inversion", "one mini-batch")
     assert "membership" in run.figures
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
 def test_report_of_a_damaged_audit_says_so(run: fedloom.Run, tmp_path: Path) -> None:
     copy = RunFolder(tmp_path / "copy")
@@ -136,6 +138,7 @@ def test_secure_aggregation_has_no_single_update(run: fedloom.Run) -> None:
     assert mentions(inversion_note(found), "Secure aggregation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of", "steps", "least"), [("clients", 5, 0.5), ("examples", 30, 0.1)])
 def test_canaries_of_a_run_without_noise_are_found(tmp_path: Path, of: str, steps: int, least: float) -> None:
     found = fedloom.audit(
@@ -168,6 +171,7 @@ def test_canaries_of_a_method_with_state(tmp_path: Path) -> None:
     assert found.audit["canaries"]["norm"] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unrendered")
 def test_command_with_canaries_says_what_the_bound_says(tmp_path: Path, fedloom: Command) -> None:
     path = tmp_path / "experiment.yaml"

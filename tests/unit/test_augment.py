@@ -173,6 +173,7 @@ def final(root: Path, out: str) -> dict[str, Any]:
     return {"state": {k: v.tolist() for k, v in state.items()}, "seen": summary["seen"], "global": summary["global"]}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("forks")
 def test_a_run_has_the_same_bits_for_any_number_of_workers_when_resumed_and_when_replayed(tmp_path: Path) -> None:
@@ -191,6 +192,7 @@ def test_a_run_has_the_same_bits_for_any_number_of_workers_when_resumed_and_when
     assert final(tmp_path, "plain")["state"] != whole["state"]
 
 
+@pytest.mark.slow
 def test_objects_and_keys_say_the_same(tmp_path: Path) -> None:
     """In the data, in the call, and as the section of a file, of a module in memory too."""
     objects = v2.Compose([v2.RandomCrop(12, padding=2), v2.RandomHorizontalFlip()])
@@ -371,6 +373,7 @@ def test_images_that_differ_at_every_reading_are_refused(tmp_path: Path, then: l
         fedloom.Federated.from_torchvision(given, {"scheme": "iid", "clients": 2}, root=tmp_path)
 
 
+@pytest.mark.slow
 def test_images_with_separate_transforms_train_alike(tmp_path: Path) -> None:
     data = fedloom.Federated.from_torchvision(
         Pictures(v2.ToDtype(torch.float32, scale=True)),

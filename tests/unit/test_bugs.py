@@ -227,6 +227,7 @@ class Late(nn.Module):
         return logits
 
 
+@pytest.mark.slow
 def test_a_bug_of_a_module_that_no_check_finds_is_raised(tmp_path: Path) -> None:
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data")
     with pytest.raises(KeyError, match="nobody tried") as raised:

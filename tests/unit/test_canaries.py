@@ -84,6 +84,7 @@ def noisy_sum(seed: int, multiplier: float, *, canaries: int, size: int, rounds:
     return members.scores(change), coins
 
 
+@pytest.mark.slow
 def test_bound_stays_below_the_claim_with_noise_and_exceeds_it_without() -> None:
     delta, rounds, multiplier = 1e-5, 4, 3.0
     claim = gaussian_epsilon(multiplier, delta, rounds)

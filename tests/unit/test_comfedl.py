@@ -567,6 +567,7 @@ def test_traffic_is_the_model_both_ways_and_a_few_scalars(tmp_path: Path, scale:
     assert attempt.payload_up == 8 * 3 * (d + up)
 
 
+@pytest.mark.slow
 def test_one_client_is_trained_without_sympy() -> None:
     """It takes torch seconds to import (docs/design.md, §9)."""
     program = """

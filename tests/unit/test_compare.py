@@ -605,6 +605,7 @@ def written(many: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_comparison(compare_runs([many]), tmp_path_factory.mktemp("out") / "comparison").parent
 
 
+@pytest.mark.slow
 def test_a_comparison_on_paper(many: Path, written: Path) -> None:
     files = sorted(str(path.relative_to(written)) for path in written.rglob("*") if path.is_file())
     figures = ["figures/accuracy.svg", "figures/clients.svg", "figures/pairs.svg", "figures/training-loss.svg"]
@@ -766,6 +767,7 @@ def test_settings_leave_out_what_changes_no_number(many: Path) -> None:
     assert not {"name", "seed", "data.root", "runtime.workers"} & set(settings)
 
 
+@pytest.mark.slow
 def test_many_methods_are_drawn_once_each_with_room_for_them(tmp_path: Path) -> None:
     """Leave room beside the legend, which alone filled the figure of sixteen methods with two models each."""
     methods = ("apfl", "ditto", "fedavg", "fedbabu", "fedprox", "fedrod", "per-fedavg", "pfedme", "scaffold")

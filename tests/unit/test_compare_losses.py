@@ -109,6 +109,7 @@ def with_losses(run_folder: Path, values: Sequence[float], validation: float) ->
     put(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_rows_have_the_losses_of_their_runs(real: Path) -> None:
     found = compare_runs([real / "one"])
     assert found.scale == LOSS

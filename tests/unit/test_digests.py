@@ -67,6 +67,7 @@ def test_other_programs_read_the_files(folder: RunFolder) -> None:
     assert (folder.path / "clients.csv").read_text() == WHOLE["clients.csv"]
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_a_file_of_lines_is_found(folder: RunFolder) -> None:
     """But that which takes the end of the last line away: that line was perhaps never written."""
     path = folder.path / "metrics.jsonl"
@@ -191,6 +192,7 @@ def test_killed_between_the_digest_and_the_file_both_hold(folder: RunFolder, nam
     assert folder.text(name) == WHOLE[name]
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(st.text(), st.integers() | st.text()), max_size=4), st.randoms(use_true_random=False))
 def test_a_chain_of_any_objects(values: list[dict[str, Any]], rng: random.Random) -> None:
     before, lines = digests.beginning("x"), []

@@ -56,6 +56,7 @@ def accuracies(found: dict[str, Any]) -> list[float]:
     return [found[group]["accuracy_pooled"] for group in ("seen", "unseen")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["there", "gone"])
 def test_a_finished_run_is_used_from_elsewhere(elsewhere: Path, source: str) -> None:
     if source == "gone":
@@ -87,6 +88,7 @@ def test_a_run_is_resumed_from_elsewhere(elsewhere: Path, file: str) -> None:
         command("run", "../e.yaml", "--out", "new")
 
 
+@pytest.mark.slow
 def test_a_sweep_is_resumed_from_elsewhere(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(elsewhere)
     assert command("run", "e.yaml", "--seeds", "1", "--out", "s", "--no-report").exit_code == 0

@@ -336,6 +336,7 @@ def test_files_that_are_no_experiment(write: Write, text: str, expected: list[st
     assert tells(refusal(write(text)), *expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

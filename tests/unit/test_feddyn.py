@@ -87,6 +87,7 @@ def test_many_steps_on_a_quadratic_end_where_the_objective_is_least() -> None:
     close(members.kept[0]["g"], curvature * (found - c))
 
 
+@pytest.mark.slow
 def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_steps(tmp_path: Path) -> None:
     """The mean of the clients' means, which FedAvg misses: there, who makes more steps pulls further."""
     centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)

@@ -84,6 +84,7 @@ def test_buffers_and_compiled_modules(way: Way, flags: list[str], value: str) ->
     assert (first == [""]) is ("-P" not in flags)
 
 
+@pytest.mark.slow
 @WAYS
 def test_packages_on_the_search_path_have_their_plugins(way: Way, tmp_path: Path) -> None:
     about = tmp_path / "odd-0.1.dist-info"

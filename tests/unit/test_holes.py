@@ -48,6 +48,7 @@ def running(code: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "shell"
 
 
+@pytest.mark.slow
 def test_nothing_runs_what_it_is_given() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"

@@ -86,6 +86,7 @@ def test_the_reverse_pass_changes_no_parameter() -> None:
     assert not any(value.requires_grad for value in p.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_clients_model_has_the_same_bits_whoever_else_is_in_the_cohort(threads: int) -> None:
     """In float32, in every cohort size from 1 to 17, at every position."""

@@ -409,6 +409,7 @@ def test_notes_reach_the_caller_in_python(tmp_path: Path, caplog: pytest.LogCapt
     assert tells(told[0], source, "1 image converted from L to RGB")
 
 
+@pytest.mark.slow
 def test_notes_are_told_of_each_use_in_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = folder(tmp_path / "pictures", 6, 6, 3, each=20)
     Image.fromarray(pixels(6, 6)).save(source / "cat" / "0.png")

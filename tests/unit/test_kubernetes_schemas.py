@@ -109,6 +109,7 @@ def test_pages_show_manifests_that_kubernetes_accepts() -> None:
         assert item["metadata"]["name"], page
 
 
+@pytest.mark.slow
 def test_pages_show_values_of_the_chart_that_render_to_accepted_manifests(tmp_path: Path) -> None:
     """They are whole, or belong to values such as those of a scenario."""
     keys = set(yaml.safe_load((helm.CHART / "values.yaml").read_text()))

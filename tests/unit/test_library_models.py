@@ -120,6 +120,7 @@ def test_next_tokens_are_learned() -> None:
     assert falls(model, x.to(torch.uint8), y)
 
 
+@pytest.mark.slow
 def test_the_unet_is_monais() -> None:
     nets = pytest.importorskip("monai.networks.nets")
     model = UNetSettings(channels=[4, 8]).build((2, 8, 8), 3, "pixels", Segmentation(), (8, 8))

@@ -43,6 +43,7 @@ def people(n: int = 30) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     return {name: (random.normal(size=(n, 3)), random.integers(0, 2, n)) for name in names}
 
 
+@pytest.mark.slow
 def test_arrays_are_run_resumed_and_loaded_in_the_same_bits(tmp_path: Path) -> None:
     data = fedloom.Federated.from_arrays(people(), root=tmp_path / "data", held_out_fraction=0.25)
     run = fedloom.run(TASK, data=data, out=tmp_path / "run", report=False, progress=False)

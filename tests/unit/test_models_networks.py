@@ -271,6 +271,7 @@ def test_the_lstm_starts_as_documented() -> None:
         assert spread(part) == pytest.approx(bounds.get(name, 0), rel=0.02), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "x"),
     [

@@ -408,6 +408,7 @@ def test_the_old_weight_normalization_is_that_of_the_parametrization() -> None:
     assert remember(module).startswith("memory:")
 
 
+@pytest.mark.slow
 def test_compiled_modules_are_unwrapped_and_criteria_give_a_loss_of_each_example() -> None:
     class Criterion(Small):
         def __init__(self) -> None:

@@ -114,6 +114,7 @@ def net():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "per-fedavg", "pfedbayes", "pfedgp", "fedrod"])
 def test_a_run_with_draws_has_the_same_bits_again_and_resumed(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -189,6 +189,7 @@ def predicted(answer: Answer) -> np.ndarray:
     return np.array(output["data"], np.float32).reshape(output["shape"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_predictions_are_those_of_the_clients_model_to_the_bit(kind: str, tmp_path: Path) -> None:
     run = trained(tmp_path, kind)

@@ -75,6 +75,7 @@ def test_names_and_functions_give_metrics_of_a_run(tmp_path: Path) -> None:
     assert made.summary["metrics"]["Right"] == {"name": "Right", "higher_is_better": True, "percent": True}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forks")
 def test_named_functions_run_in_workers_too(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
@@ -83,6 +84,7 @@ def test_named_functions_run_in_workers_too(tmp_path: Path, module: str, monkeyp
     assert there.summary["seen"]["metrics"] == here.summary["seen"]["metrics"]
 
 
+@pytest.mark.slow
 def test_metrics_that_no_run_could_compute_are_refused_before_it_starts(tmp_path: Path, module: str) -> None:
     with refusing(ExperimentError, "runtime.workers", "0"):
         run(tmp_path, [likelihood], runtime__workers=1)
@@ -97,6 +99,7 @@ def test_metrics_that_no_run_could_compute_are_refused_before_it_starts(tmp_path
     assert not (tmp_path / "run").exists() or not RunFolder(tmp_path / "run").has("journal.jsonl")
 
 
+@pytest.mark.slow
 def test_a_metric_that_only_a_run_or_an_aggregator_names_is_not_imported(
     tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +128,7 @@ def test_the_task_of_an_experiment_must_be_that_of_its_data(tmp_path: Path) -> N
         run(tmp_path, (), task={"name": "clustering"})
 
 
+@pytest.mark.slow
 def test_settings_of_the_loss_reach_training(tmp_path: Path) -> None:
     plain = run(tmp_path / "a", (), runtime__workers=0)
     smoothed = run(tmp_path / "b", (), task={"name": "classification", "label_smoothing": 0.5}, runtime__workers=0)

@@ -116,6 +116,7 @@ def dealt(train: list[int], test: list[int], how: PartitionSettings) -> Assignme
         return None
 
 
+@pytest.mark.slow
 @given(problems())
 @example(
     ([30, 30, 68, 74, 83], [5] * 5, PartitionSettings(DominantScheme(clients=1, rho=1.0), 0, 0.0, 0.1))
@@ -148,6 +149,7 @@ def test_no_example_is_dealt_twice_and_each_comes_from_its_pool(
     assert deal.owners == (None,) * n
 
 
+@pytest.mark.slow
 @given(problems())
 @settings(max_examples=300)
 def test_all_splits_of_a_client_have_its_mix_to_within_one_example(

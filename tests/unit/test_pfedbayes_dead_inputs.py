@@ -44,6 +44,7 @@ def dead_weights(model: MLP) -> Tensor:
     return weights.nonzero()[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("n", "options"),

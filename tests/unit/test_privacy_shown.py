@@ -105,6 +105,7 @@ def test_run_that_its_budget_ended_is_finished_and_has_not_failed(tmp_path: Path
     assert not has_ended(experiment, {"rounds": 4}, 4)
 
 
+@pytest.mark.slow
 def test_report_has_the_claim_and_its_course(tmp_path: Path) -> None:
     plain = write_report(run(tmp_path / "plain")).read_text()
     assert "<h2>Privacy</h2>" not in plain

@@ -457,6 +457,7 @@ def state(root: Path, out: str) -> dict[str, Tensor]:
     return load_file(sorted((root / out / "checkpoints").glob("*.safetensors"))[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("noise", ["central", "distributed"])
 @pytest.mark.usefixtures("forks")

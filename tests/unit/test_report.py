@@ -324,6 +324,7 @@ def test_failed_attempts_pauses_and_the_rest_are_part_of_the_time(small: Path) -
         assert label in svg
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_and_many_classes_stay_small(tmp_path: Path) -> None:
     names = tuple("0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz")
     run = write_run(tmp_path / "r", n=1000, unseen=20, rounds=(0, 5, 9), class_names=names, equal=False)
@@ -413,6 +414,7 @@ def test_a_run_without_training_or_unseen_clients(tmp_path: Path) -> None:
     assert not (run / "figures" / "learning-curve.svg").exists()
 
 
+@pytest.mark.slow
 def test_clients_whose_models_are_distributions(tmp_path: Path) -> None:
     run = write_run(tmp_path / "r", algorithm="pfedbayes", predictors=("personal", "global"), ensemble=True)
     page = write_report(run).read_text()

@@ -103,6 +103,7 @@ def test_sums_of_different_runs_are_not_compared(tmp_path: Path) -> None:
     assert remembers(RevealedSums(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_killed_process_has_written_all_that_it_allowed(tmp_path: Path) -> None:
     code = f"""
 import os, signal, pathlib

@@ -95,6 +95,7 @@ def test_c_is_the_mean_of_what_the_counted_clients_keep(tmp_path: Path) -> None:
     assert f.state["c"].abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_it_converges_to_the_optimum_where_clients_make_different_numbers_of_steps(tmp_path: Path) -> None:
     """The mean of the clients' means, which FedAvg misses: there, who makes more steps pulls further."""
     centres, sizes = torch.tensor([[1.0, 0.0], [0.0, -2.0], [5.0, 3.0]]).double(), (1, 2, 4)

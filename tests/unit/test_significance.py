@@ -142,6 +142,7 @@ def test_coverage_of_the_intervals(seeds: int, of_seeds: float, of_clients: floa
         assert pooled / times < 0.4  # a test over clients x seeds rejects most of what is nothing
 
 
+@pytest.mark.slow
 def test_claims_about_a_reference_that_validation_chose() -> None:
     """Eight methods as good as each other, three seeds, whose luck validation shares: docs/evaluation.md."""
     random, times, k, seeds = np.random.default_rng(4), 800, 8, 3

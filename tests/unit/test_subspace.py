@@ -76,6 +76,7 @@ def test_over_the_draw_the_projection_is_unbiased_and_signs_are_fair() -> None:
     assert abs(float(signs)) < 5 / (draws * D) ** 0.5
 
 
+@pytest.mark.slow
 def test_another_seed_gives_another_subspace_and_another_process_the_same() -> None:
     one, other = drawn(seed=3), drawn(seed=4)
     assert not torch.equal(one.origin, other.origin)

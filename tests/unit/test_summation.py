@@ -48,6 +48,7 @@ def trained(
     return run.loop.server.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_sums_in_the_clear_and_masked_are_the_plain_mean(name: str, tmp_path: Path) -> None:
     plain = trained(tmp_path / "plain", name, None, sums=False)

@@ -62,6 +62,7 @@ def test_nothing_is_allowed_by_a_budget_once_something_was_not_counted() -> None
     assert tally.sums == 1
 
 
+@pytest.mark.slow
 def test_thousand_clients_of_many_sizes_are_judged_in_a_moment() -> None:
     tally = Tally(1e-5, 50.0)
     told = {str(i): {steps(100 + i % 40): 10} for i in range(1000)}

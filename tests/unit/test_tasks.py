@@ -152,6 +152,7 @@ def test_auroc_of_labels_equals_scikit_learn(n: int, seed: int, levels: int) -> 
             assert math.isnan(found[label])
 
 
+@pytest.mark.slow
 def test_multilabel_metrics_equal_scikit_learn_and_torchmetrics() -> None:
     outputs, y = batch(Multilabel(), 60)
     y[:, 3] = 0  # a label that no example has
@@ -191,6 +192,7 @@ def test_regression_metrics_are_in_own_units(std: tuple[float, ...]) -> None:
     assert constant["rmse"] > 0
 
 
+@pytest.mark.slow
 def test_segmentation_metrics_equal_scikit_learn_and_torchmetrics() -> None:
     outputs, y = batch(Segmentation(), 8)
     y[y == 3] = 0  # no pixel is of this class
@@ -206,6 +208,7 @@ def test_segmentation_metrics_equal_scikit_learn_and_torchmetrics() -> None:
     assert found["mean_iou"] == pytest.approx(float(expected))
 
 
+@pytest.mark.slow
 def test_next_token_metrics_equal_torchmetrics() -> None:
     outputs, y = batch(NextToken(), 8)
     y[:, -2:] = -100
