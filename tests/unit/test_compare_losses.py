@@ -25,11 +25,9 @@ from fedloom.core.words import as_csv
 from fedloom.errors import ExperimentError
 from fedloom.reporting.compare import compare_runs
 from fedloom.reporting.compare_report import write_comparison
-from fedloom.reporting.compare_rows import MeanStd, Scale
+from fedloom.reporting.compare_rows import MeanStd
 from fedloom.reporting.compare_tables import as_latex, as_text, headings, rows_as_csv
 from fedloom.tasks.names import MODEL_LOSS
-
-LOSS = Scale(MODEL_LOSS)
 
 pytestmark = pytest.mark.xdist_group("losses")
 
@@ -112,7 +110,7 @@ def with_losses(run_folder: Path, values: Sequence[float], validation: float) ->
 @pytest.mark.slow
 def test_rows_have_the_losses_of_their_runs(real: Path) -> None:
     found = compare_runs([real / "one"])
-    assert found.scale == LOSS
+    assert found.headline == MODEL_LOSS
     assert [row.label for row in found.rows] == ["Alone", "Bias Correction"]
     assert found.groups == ("users", "seen")
     assert found.chosen == ()  # validation is over all clients, the models are for user 0
@@ -219,7 +217,7 @@ def test_the_command_fits_eighty_columns(real: Path) -> None:
     assert "test loss, ± over seeds" in done.output
     assert "…" not in done.output
     spread = compare_runs([real / "one"]).rows[0].over_seeds("users")
-    assert LOSS.shown(spread) in re.sub(r" +", " ", done.output)
+    assert spread.shown(MODEL_LOSS) in re.sub(r" +", " ", done.output)
 
 
 def test_losses_of_different_models_are_not_compared(real: Path, copied: Path) -> None:
@@ -250,7 +248,7 @@ def test_runs_with_classes_and_without_are_not_mixed(real: Path, tmp_path: Path)
 
 def test_digits_of_a_loss() -> None:
     values = {9.29: "9.2900", 0.0024412: "0.0024412", 123456.0: "1.2346e+05", 12345.0: "12345"}
-    assert {value: LOSS.shown(MeanStd(value, None)) for value in values} == values
-    assert LOSS.shown(MeanStd(1.0, 0.6)) == "1.0000 ± 0.60"
-    assert LOSS.shown(MeanStd(100.0, 12.0)) == "100.00 ± 12"
-    assert (LOSS.shown_difference(-0.25), LOSS.shown_difference(0.0)) == ("-0.25", "0")
+    assert {value: MeanStd(value, None).shown(MODEL_LOSS) for value in values} == values
+    assert MeanStd(1.0, 0.6).shown(MODEL_LOSS) == "1.0000 ± 0.60"
+    assert MeanStd(100.0, 12.0).shown(MODEL_LOSS) == "100.00 ± 12"
+    assert (MODEL_LOSS.shown_difference(-0.25), MODEL_LOSS.shown_difference(0.0)) == ("-0.25", "0")

@@ -123,7 +123,7 @@ def test_comparison_finds_the_better_method(tmp_path: Path, task: str) -> None:
         for method, quality in (("ditto", 0.8), ("pefll", 0.6)):
             write_task_run(tmp_path / f"{method}-{seed}", task, method=method, quality=quality + 0.01 * seed, seed=seed)
     found = compare_runs([tmp_path])
-    assert found.scale.headline == metric
+    assert found.headline == metric
     assert found.groups == ("seen", "unseen")
     rows = {(row.runs[0].method, row.predictor): i for i, row in enumerate(found.rows)}
     good, bad = rows["ditto", "personal"], rows["pefll", "personal"]

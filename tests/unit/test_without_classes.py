@@ -31,6 +31,7 @@ from fedloom.reporting.report import write_report
 from fedloom.reporting.run_results import read_results
 from fedloom.runner import assemble, loops, results
 from fedloom.runs.folder import RunFolder
+from fedloom.tasks.names import MODEL_LOSS
 
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:
@@ -149,7 +150,7 @@ def test_a_run_ends_with_losses(tmp_path: Path) -> None:
     assert "<h2>Learning curves" in page
     assert "is not what FedLoom writes" not in page
     read = read_results(folder)
-    assert read.by_loss
+    assert read.headline == MODEL_LOSS
     loss = user["loss_mean"]  # of the only user
     assert read.results["personal"].groups["users"] == (1, loss, 0.0, loss, pytest.approx(loss), None)
 

@@ -23,7 +23,7 @@ def show_sweep(folder: Path) -> None:
     }
     chosen = {run.path for choice in comparison.chosen for run in comparison.rows[choice.row].runs}
     shown: dict[Path, None] = {}
-    title = f"Validation {comparison.scale.words} (seen clients, pooled)"
+    title = f"Validation {comparison.headline.heading} (seen clients, pooled)"
     rows: list[tuple[str, ...]] = []
     for row in comparison.rows:
         paths = [run.path for run in row.runs]
@@ -31,7 +31,7 @@ def show_sweep(folder: Path) -> None:
         personal = [r for r in comparison.rows if r.runs == row.runs and r.predictor == "personal"]
         if candidate and (row in personal or not personal):  # without fine-tuning, every client has the global model
             mark = "  <- chosen" if chosen.issuperset(paths) else ""
-            rows.append((row.label + mark, *(row.scale.shown(row.validation(best=best)) for best in (False, True))))
+            rows.append((row.label + mark, *(comparison.shown(row.validation(best=best)) for best in (False, True))))
         if not candidate or chosen.issuperset(paths):
             shown |= dict.fromkeys(paths)
     if comparison.chosen:

@@ -333,11 +333,11 @@ def show_comparison(runs: Sequence[Path], out: Path | None, against: str | None 
         typer.echo(textwrap.fill(tables.marks_note(comparison), 80))
     if comparison.chosen:
         typer.echo()
-        title = f"Best on validation ({comparison.scale.words})"
+        title = f"Best on validation ({comparison.headline.heading})"
         print_table(title, tables.choice_headings(comparison), tables.choices_as_text(comparison))
     for label, (headings, steps) in tables.own_steps_as_text(comparison).items():
         typer.echo()
-        title = f"Unseen clients, {comparison.scale.words}"
+        title = f"Unseen clients, {comparison.headline.heading}"
         print_table(f"{title}\n{label}" if several else title, headings, steps)
     typer.echo()
     for text in (*(sentence(comparison, finding) for finding in findings(comparison)), caution(comparison)):

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.errors import ExperimentError, argument
-from fedloom.reporting.compare_rows import Row, Scale, block_labels, comparison_rows, differing, mean_of
-from fedloom.reporting.page import check_installed
+from fedloom.reporting.compare_rows import MeanStd, Row, block_labels, comparison_rows, differing, mean_of
+from fedloom.reporting.page import DASH, check_installed
 from fedloom.reporting.run_results import GROUPS, USERS, RunResults, read_results
 from fedloom.runs.listing import finished_runs
-from fedloom.tasks.names import Headline
+from fedloom.tasks.names import MODEL_LOSS, Headline
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare_pairs import Pair
@@ -61,9 +61,13 @@ class RunComparison:
     against: str | None = None
 
     @property
-    def scale(self) -> Scale:
-        """Measure of all rows' quality."""
-        return self.rows[0].scale
+    def headline(self) -> Headline:
+        """Metric that compares the rows, on test data."""
+        return self.rows[0].headline
+
+    def shown(self, value: MeanStd | None) -> str:
+        """Return a value of the headline metric as tables show it; a dash if unknown."""
+        return DASH if value is None else value.shown(self.headline)
 
     @cached_property
     def groups(self) -> tuple[str, ...]:
@@ -127,7 +131,7 @@ class RunComparison:
             validated = self._validated(candidates)
             values = validated[1] if validated else dict.fromkeys(candidates, 0.0)
             because = "named" if self.against is not None else "best on validation" if validated else "first"
-            found[block] = Reference(max(values, key=lambda i: self.scale.sign * values[i]), because)
+            found[block] = Reference(max(values, key=lambda i: self.headline.sign * values[i]), because)
         return found
 
     @cached_property
@@ -196,7 +200,7 @@ class RunComparison:
         if validated is None:
             return None
         seeds, means = validated
-        first, second, *_ = sorted(candidates, key=lambda i: -self.scale.sign * means[i])
+        first, second, *_ = sorted(candidates, key=lambda i: -self.headline.sign * means[i])
         edges = _edges(self.rows[first].settings, [self.rows[i].settings for i in candidates])
         return Choice(first, len(candidates), tuple(sorted(seeds)), means[first], means[second], edges)
 
@@ -228,8 +232,8 @@ class RunComparison:
     def best(self, members: Sequence[int], group: str, statistic: str = "mean") -> list[int]:
         """Return the rows with the best statistic, several on ties; none if fewer than two rows have it."""
         found = {i: value.mean for i in members if (value := self.rows[i].over_seeds(group, statistic)) is not None}
-        best = max((self.scale.sign * value for value in found.values()), default=None)
-        return [i for i, value in found.items() if self.scale.sign * value == best] if len(found) > 1 else []
+        best = max((self.headline.sign * value for value in found.values()), default=None)
+        return [i for i, value in found.items() if self.headline.sign * value == best] if len(found) > 1 else []
 
 
 def compare_runs(run_folders: Sequence[str | Path], against: str | None = None) -> RunComparison:
@@ -302,7 +306,7 @@ def _notices(comparison: RunComparison) -> list[str]:
     if any(len({comparison.rows[i].seeds for i in members}) > 1 for members in blocks):
         found.append("Not all rows have the same seeds, so their means are over different partitions.")
     if len(blocks) > 1:
-        unlike_data = "data or models" if comparison.scale.is_own_loss else "data"
+        unlike_data = "data or models" if comparison.headline == MODEL_LOSS else "data"
         found.append(
             f"The runs are of different {unlike_data}: each block of the table has its own best, and clients of "
             "different blocks are never paired."

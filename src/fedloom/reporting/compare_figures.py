@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from fedloom.reporting.compare import FEATURED
 from fedloom.reporting.compare_findings import GROUP_NAMES
-from fedloom.reporting.compare_rows import MeanStd, Row, Scale, differences, mean_std, own_steps_of
+from fedloom.reporting.compare_rows import MeanStd, Row, differences, mean_std, own_steps_of
 from fedloom.reporting.drawing import (
     FULL,
     INK,
@@ -30,6 +30,7 @@ from fedloom.reporting.drawing import (
 )
 from fedloom.reporting.page import FEWEST_POINTS
 from fedloom.reporting.run_results import GROUPS, USERS
+from fedloom.tasks.names import Headline
 
 COLOURS = {
     "m0": "#0072b2", "m1": "#d55e00", "m2": "#009e73", "m3": "#cc79a7",
@@ -91,7 +92,7 @@ def draw_curves(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
     grid = figure.subplots(len(shown), len(over), sharex="col", sharey="row", squeeze=False)
     for group, line in zip(shown, grid, strict=True):
         _draw_curves_of(group, line, rows, styles)
-    _label_spent(grid, rows[0].scale, over, "over")
+    _label_spent(grid, rows[0].headline, over, "over")
     _legend(figure, grid[0][0], grid[-1][0])
     return figure
 
@@ -105,7 +106,7 @@ def _draw_curves_of(group: str, line: Sequence[Axes], rows: Sequence[Row], style
         for k, axes in enumerate(line if curve else ()):
             _draw_curve(axes, [(x[k], point) for x, point in curve], styles[row.label], row.label)
     line[0].set_ylabel(GROUP_NAMES[group])
-    if rows[0].scale.percent:
+    if rows[0].headline.percent:
         line[0].set_ylim(max(0.0, min([0.95, *trained]) - 0.05), 1.0)
         percent(line[0].yaxis)
     elif trained:
@@ -132,19 +133,19 @@ def draw_spent(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
                         total.mean, value.mean, yerr=value.std, color=COLOURS[look.name], marker=look.marker,
                         markersize=5, linewidth=0.9, linestyle="none", label=row.label,
                     )  # fmt: skip
-    if rows[0].scale.percent:
+    if rows[0].headline.percent:
         percent(*(line[0].yaxis for line in grid))
-    _label_spent(grid, rows[0].scale, _SPENT[1:], "and")
+    _label_spent(grid, rows[0].headline, _SPENT[1:], "and")
     for axes in grid[-1]:
         axes.set_xmargin(0.08)
     _legend(figure, grid[0][0], grid[-1][0])
     return figure
 
 
-def _label_spent(grid: Any, scale: Scale, over: Sequence[tuple[str, str]], link: str) -> None:
+def _label_spent(grid: Any, headline: Headline, over: Sequence[tuple[str, str]], link: str) -> None:
     """Label the columns of panels by the measure of cost."""
     for top, bottom, (title, label) in zip(grid[0], grid[-1], over, strict=True):
-        top.set_title(f"Test {scale.name} {link} {title}")
+        top.set_title(f"Test {headline.title} {link} {title}")
         bottom.set_xlabel(label)
         bottom.set_xlim(left=0)
         _scale_of_spent(bottom, title)
@@ -196,9 +197,9 @@ def draw_own_steps(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figu
             axes.plot(x, dots, ".", color=COLOURS[look.name], markersize=4, alpha=0.6)
     axes.set_xticks(range(len(ticks)), [str(k) for k in ticks])
     axes.set_xlabel("local steps of the client")
-    axes.set_ylabel(f"test {rows[0].scale.name}")
+    axes.set_ylabel(f"test {rows[0].headline.title}")
     axes.set_title("Client never seen in training")
-    if rows[0].scale.percent:
+    if rows[0].headline.percent:
         percent(axes.yaxis)
     _legend(figure, axes)
     return figure
@@ -214,19 +215,19 @@ def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure
         values = {row.label: sorted(row.client_values(group)) for row in rows}
         all_values = [value for found in values.values() for value in found]
         left, right = around(all_values or [0.0])
-        if rows[0].scale.percent:
+        if rows[0].headline.percent:
             left, right = max(0.0, min([1.0, *all_values]) - 0.02), 1.005
             percent(axes.xaxis)
         for label, found in values.items():
             if found:
                 x, y = _steps(found)
                 axes.plot(
-                    [*x, min(1.0, right) if rows[0].scale.percent else right],
+                    [*x, min(1.0, right) if rows[0].headline.percent else right],
                     [*y, 1.0],
                     **styles[label].line,
                     label=label,
                 )
-        axes.set(title=f"{group.capitalize()} clients", xlabel=f"test {rows[0].scale.name}", ylim=(0, 1.01))
+        axes.set(title=f"{group.capitalize()} clients", xlabel=f"test {rows[0].headline.title}", ylim=(0, 1.01))
         axes.set_xlim(left, right)
         axes.grid(visible=True, axis="x")
     percent(panels[0].yaxis)
@@ -238,7 +239,7 @@ def draw_clients(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure
 def _best_of(rows: Sequence[Row], group: str) -> Row | None:
     """Return the row with the best mean, the first on ties; None without results."""
     measured = [row for row in rows if row.over_seeds(group) is not None]
-    return max(measured, key=lambda row: row.scale.sign * row.mean(group), default=None)
+    return max(measured, key=lambda row: row.headline.sign * row.mean(group), default=None)
 
 
 def has_losses(rows: Sequence[Row]) -> bool:
@@ -268,9 +269,9 @@ def draw_pairs(rows: Sequence[Row], styles: Mapping[str, LineStyle]) -> Figure:
         title = textwrap.fill(f"{group.capitalize()} clients: difference to {best.label}", 56)
         axes.set(title=title, xlabel="share of clients, sorted by difference", xlim=(0, 1))
         percent(axes.xaxis)
-        factor = 100 if best.scale.percent else 1
+        factor = 100 if best.headline.percent else 1
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _, by=factor: f"{by * v:+.10g}" if v else "0"))
-    grid[0].set_ylabel(f"difference in {rows[0].scale.name}" + (", points" if rows[0].scale.percent else ""))
+    grid[0].set_ylabel(f"difference in {rows[0].headline.title}" + (", points" if rows[0].headline.percent else ""))
     _legend(figure, *grid)
     return figure
 

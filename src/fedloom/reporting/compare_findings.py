@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fedloom.core.words import pluralize
 from fedloom.reporting.compare import LEVEL, RunComparison
 from fedloom.reporting.compare_pairs import Pair
-from fedloom.reporting.compare_rows import Row, Scale
+from fedloom.reporting.compare_rows import Row
 from fedloom.reporting.run_results import USERS
 from fedloom.reporting.significance import least_p
 
@@ -63,7 +63,7 @@ def findings(comparison: RunComparison) -> Iterator[Finding]:
 
 
 def _finding(comparison: RunComparison, block: str, group: str, best: int) -> Finding:
-    rows, sign = comparison.rows, comparison.scale.sign
+    rows, sign = comparison.rows, comparison.headline.sign
     measured = [i for i in comparison.blocks[block] if i != best and rows[i].over_seeds(group) is not None]
     others = sorted(measured, key=lambda i: -sign * rows[i].mean(group))
     pairs = comparison.pairs_of(best, group)
@@ -93,13 +93,14 @@ def sentence(comparison: RunComparison, finding: Finding) -> str:
     """Return a finding in words: the winner if there is one, its lead, interval and seeds."""
     title = comparison.title(finding.block)
     whom = GROUP_NAMES[finding.group].capitalize() + (f" ({title})" if title else "")
-    result = f"{comparison.scale.shown(finding.best.over_seeds(finding.group))}{comparison.scale.unit}"
+    result = f"{comparison.shown(finding.best.over_seeds(finding.group))}{comparison.headline.unit}"
     lead = _lead(comparison, finding)
     if finding.group == USERS:
         return f"{whom}: {finding.best.label} is best ({result}), {lead}. There is no test, as user 0 is one client."
     if finding.winner:
         return f"{whom}: {finding.best.label} wins with {result}, {lead}."
-    text = f"{whom}: no clear winner. {finding.best.label} has the {comparison.scale.best} mean ({result}), {lead}."
+    mean = f"{comparison.headline.superlative} mean"
+    text = f"{whom}: no clear winner. {finding.best.label} has the {mean} ({result}), {lead}."
     if finding.close == finding.others:
         text += " No other row is significantly worse." if len(finding.others) > 1 else ""
     elif finding.close:
@@ -113,22 +114,23 @@ def sentence(comparison: RunComparison, finding: Finding) -> str:
 
 def _lead(comparison: RunComparison, finding: Finding) -> str:
     """Return the distance to the second best row, with its interval, seeds and p-value."""
-    scale, pair = comparison.scale, finding.pair
+    pair = finding.pair
     difference = finding.best.mean(finding.group) - finding.second.mean(finding.group)
     if pair is not None and pair.mean is not None:
         difference = pair.mean
     text = f"level with {finding.second.label}"
     if difference:
-        amount = scale.shown_difference(abs(difference)).lstrip("+")
-        text = f"{amount}{scale.step} {'above' if difference > 0 else 'below'} {finding.second.label}"
-    return text if pair is None or finding.p is None else f"{text} ({_evidence(scale, pair, finding.p)})"
+        points = " points" if comparison.headline.percent else ""
+        amount = comparison.headline.shown_difference(abs(difference)).lstrip("+")
+        text = f"{amount}{points} {'above' if difference > 0 else 'below'} {finding.second.label}"
+    return text if pair is None or finding.p is None else f"{text} ({_evidence(comparison, pair, finding.p)})"
 
 
-def _evidence(scale: Scale, pair: Pair, p: float) -> str:
+def _evidence(comparison: RunComparison, pair: Pair, p: float) -> str:
     """Return the interval of a difference, the number of seeds or clients, and the p-value."""
     ends = pair.interval or pair.bootstrap
     assert ends is not None, "the pair was tested"
-    low, high = map(scale.shown_difference, ends)
+    low, high = map(comparison.headline.shown_difference, ends)
     seeds = f"{len(pair.seeds)} seeds" if len(pair.seeds) > 1 else f"1 seed, {pluralize(pair.clients, 'client')}"
     return f"95 % interval {low} to {high}; {seeds}; p {'< 0.001' if p < 0.001 else f'= {p:.2g}'}"
 

@@ -94,7 +94,7 @@ def _corrected(p: Sequence[float | None]) -> list[float | None]:
 
 def _paired(rows: Sequence[Row], i: int, j: int, group: str) -> Pair:
     first, second = (j, i) if _goodness(rows[j], group) > _goodness(rows[i], group) else (i, j)
-    a, b, sign = rows[first], rows[second], rows[first].scale.sign
+    a, b, sign = rows[first], rows[second], rows[first].headline.sign
     by_seed = differences(a, b, group)
     if why := _untested(a, b, group, paired=bool(by_seed)):
         return Pair(first, second, group, why=why)
@@ -131,4 +131,4 @@ def _untested(a: Row, b: Row, group: str, *, paired: bool) -> str:
 
 
 def _goodness(row: Row, group: str) -> float:
-    return -math.inf if row.over_seeds(group) is None else row.scale.sign * row.mean(group)
+    return -math.inf if row.over_seeds(group) is None else row.headline.sign * row.mean(group)

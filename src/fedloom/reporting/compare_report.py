@@ -91,7 +91,7 @@ def page_of(comparison: RunComparison) -> ReportPage:
         if len(comparison.blocks) == 1:
             colour = styles[label].name if label in styles else ""
             name = f"best, {GROUP_NAMES[finding.group]}"
-            facts.append(Fact(name, f"{best}{comparison.scale.unit}", label, colour))
+            facts.append(Fact(name, f"{best}{comparison.headline.unit}", label, colour))
     if note := caution(comparison):
         leads.append(Lead(note, {}))
     return ReportPage(

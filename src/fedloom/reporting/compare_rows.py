@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fedloom.reporting.page import DASH
 from fedloom.reporting.run_results import GROUPS, PREDICTORS, USERS, NewClient, Result, RunResults
-from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline
+from fedloom.tasks.names import MODEL_LOSS, Headline
 
 
 class MeanStd(NamedTuple):
@@ -21,74 +20,14 @@ class MeanStd(NamedTuple):
     mean: float
     std: float | None
 
-
-@dataclass(frozen=True)
-class Scale:
-    """Quality measure of rows: the headline metric of their task, on test data."""
-
-    headline: Headline
-
-    @property
-    def name(self) -> str:
-        """Name of the metric in sentences."""
-        return self.headline.title
-
-    @property
-    def sign(self) -> int:
-        """Factor that makes higher values better: 1, or -1 where lower ones are."""
-        return self.headline.sign
-
-    @property
-    def unit(self) -> str:
-        """Unit of displayed values."""
-        return self.headline.unit
-
-    @property
-    def step(self) -> str:
-        """Unit of displayed differences."""
-        return " points" if self.percent else ""
-
-    @property
-    def best(self) -> str:
-        """Adjective of the best value: ``highest`` or ``lowest``."""
-        return self.headline.superlative
-
-    @property
-    def percent(self) -> bool:
-        """True if values are fractions, shown in percent."""
-        return self.headline.percent
-
-    @property
-    def is_accuracy(self) -> bool:
-        """True if the metric is the accuracy of classification, which has two readings."""
-        return self.headline == ACCURACY
-
-    @property
-    def is_own_loss(self) -> bool:
-        """True if the metric is the loss of each model itself."""
-        return self.headline.name == MODEL_LOSS.name
-
-    @property
-    def words(self) -> str:
-        """Name with its unit, for a table's title."""
-        return self.headline.heading
-
-    def shown(self, value: MeanStd | None) -> str:
+    def shown(self, headline: Headline) -> str:
         """Return percent with one decimal, or five digits; with ± if there is a standard deviation."""
-        if value is None:
-            return DASH
-        if self.percent:
-            return f"{100 * value.mean:.1f}" + (f" ± {100 * value.std:.1f}" if value.std is not None else "")
-        mean = f"{value.mean:#.5g}".rstrip(".")
-        if value.std is None:
+        if headline.percent:
+            return f"{100 * self.mean:.1f}" + (f" ± {100 * self.std:.1f}" if self.std is not None else "")
+        mean = f"{self.mean:#.5g}".rstrip(".")
+        if self.std is None:
             return mean
-        return f"{mean} ± " + (f"{value.std:#.2g}".rstrip(".") if value.std < 100 else f"{value.std:.5g}")
-
-    def shown_difference(self, difference: float) -> str:
-        """Return a difference with its sign, in percentage points or with three digits."""
-        if not difference:
-            return "0"
-        return f"{100 * difference:+.1f}" if self.percent else f"{difference:+.3g}"
+        return f"{mean} ± " + (f"{self.std:#.2g}".rstrip(".") if self.std < 100 else f"{self.std:.5g}")
 
 
 @dataclass(frozen=True)
@@ -154,9 +93,9 @@ class Row:
         return NewClient(*(mean_of(column) for column in columns))
 
     @property
-    def scale(self) -> Scale:
-        """Measure of the row's quality."""
-        return Scale(self.runs[0].headline)
+    def headline(self) -> Headline:
+        """Metric of the results."""
+        return self.runs[0].headline
 
     def over_seeds(self, group: str, statistic: str = "mean") -> MeanStd | None:
         """Return a statistic of :class:`GroupStatistics` over seeds; None unless every run has it."""
@@ -258,7 +197,7 @@ def _block(run: RunResults) -> str:
 
 def of_block(run: RunResults) -> dict[str, Any]:
     """Return the settings that define a block: those of the data and, if models have their own losses, of the model."""
-    wanted = ("data.", "model.") if run.by_loss else ("data.",)
+    wanted = ("data.", "model.") if run.headline == MODEL_LOSS else ("data.",)
     return {key: value for key, value in run.settings.items() if key.startswith(wanted)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from fedloom.reporting.compare_tables import cost_cells, edge_note, marks_note, 
 from fedloom.reporting.page import DASH, Cell, PageSection, Panel, Part, Table, TableRow
 from fedloom.reporting.run_results import GROUPS, USERS
 from fedloom.reporting.words import human_bytes, human_time
+from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
 if TYPE_CHECKING:
     from fedloom.reporting.compare_figures import LineStyle
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
     from fedloom.reporting.drawing import Drawing
 
 TESTS = {
-    "clients": "With one seed the test is Wilcoxon's signed-rank test over its clients (equal pairs ranked as Pratt "
-    "does), and the interval a bootstrap over them. A small p says that, of these clients after this training, one "
-    "method is better more often or by more than chance explains. It says nothing about another training, because the "
-    "clients of a federation share one training; that takes several seeds.",
-    "seeds": "With several seeds the test is a t test over the seeds' mean differences, and the interval Student's. "
-    "The clients of a seed share its training, so each seed is one observation. A small p says that training again "
-    "with other seeds would show the same; with two or three seeds, only large and consistent differences have one.",
+    "clients": "With one seed, the test is Wilcoxon's signed-rank test over its clients (equal pairs are ranked as "
+    "Pratt does), and the interval is a bootstrap over them. A small p means that, among these clients after this "
+    "training, one method is better more often or by a larger margin than chance explains. Whether another training "
+    "would show the same takes several seeds, because the clients of a federation share one training.",
+    "seeds": "With several seeds, the test is a t test over the seeds' mean differences, and the interval Student's. "
+    "The clients of a seed share its training, so each seed is one observation. A small p means that training again "
+    "with other seeds would show the same. With two or three seeds, only large and consistent differences reach it.",
 }
 """Explanation of the test by its unit of observation."""
 
@@ -44,37 +46,26 @@ def sections(comparison: RunComparison) -> tuple[PageSection, ...]:
     """Return the sections that have content."""
     from fedloom.reporting import compare_figures as draw
 
-    def drawn(rows: Sequence[Row]) -> bool:
-        return bool(comparison.groups)
-
-    def figures(
-        name: str,
-        paint: Callable[[Sequence[Row], Mapping[str, LineStyle]], Drawing],
-        text: str,
-        wanted: Callable[[Sequence[Row]], bool] = drawn,
-    ) -> tuple[Part, ...]:
-        return _figures(comparison, name, paint, text, lambda rows: bool(comparison.groups) and wanted(rows))
-
-    scale = comparison.scale.name
+    headline, metric = comparison.headline, comparison.headline.title
+    better, worse = ("right", "left") if headline.higher_is_better else ("left", "right")
+    figures = partial(_figures, comparison)
     curves = (
-        f"Mean test {scale} over clients: mean over seeds, with a band of ± one standard deviation over several seeds. "
-        "A method without rounds is a level line. An untrained model may lie outside the figure."
+        f"Mean test {metric} over clients. Lines are means over seeds; with several seeds, bands are ± one standard "
+        "deviation. A method without rounds is a horizontal line. An untrained model may lie outside the figure."
         + (" Communication: payload of all clients, both directions." if len(comparison.rows) > 1 else "")
     )
     losses = (
         "Each method's own loss, mean over the cohort of each round and over seeds. Methods minimize different losses. "
-        "Of many rounds, a point is the mean of neighbours."
+        "With many rounds, each point is the mean of adjacent rounds."
     )
     spent = (
-        f"Test {scale} in the last round against the cost of training: payload of all clients, both directions, and "
+        f"Test {metric} in the last round against the cost of training: payload of all clients, both directions, and "
         "client steps. Bars are ± one standard deviation over seeds."
     )
-    better = "right" if comparison.scale.headline.higher_is_better else "left"
-    clients = f"Share of the clients whose test {scale} in the last round is at or below a value: {better} is better."
-    side = "left" if comparison.scale.headline.higher_is_better else "right"
+    clients = f"Share of clients whose test {metric} in the last round is at or below each value: {better} is better."
     pairs = (
-        f"Each client's {scale} minus its {scale} under the method of {comparison.scale.best} mean, sorted. Clients to "
-        f"the {side} of a line's zero are served better by the method of {comparison.scale.best} mean."
+        f"Each client's {metric} minus its {metric} under the method with the {headline.superlative} mean, sorted. "
+        f"Clients to the {worse} of the point where a line crosses zero are better served by that method."
     )
     found = [
         PageSection("Results", (_results(comparison), _costs(comparison))),
@@ -82,7 +73,7 @@ def sections(comparison: RunComparison) -> tuple[PageSection, ...]:
         PageSection(
             "Learning curves",
             (
-                *figures(comparison.scale.headline.name, draw.draw_curves, curves, draw.has_curves),
+                *figures(headline.name, draw.draw_curves, curves, draw.has_curves),
                 *figures("training-loss", draw.draw_training_losses, losses, draw.has_losses),
             ),
         ),
@@ -105,18 +96,18 @@ def _figures(
     name: str,
     draw: Callable[[Sequence[Row], Mapping[str, LineStyle]], Drawing],
     text: str,
-    wanted: Callable[[Sequence[Row]], bool],
+    wanted: Callable[[Sequence[Row]], bool] = lambda rows: True,
 ) -> tuple[Part, ...]:
     """Return the figure of each block that has data for it, with one explanation below the last."""
     styles, parts = line_styles_of(comparison), []
     for number, (block, featured) in enumerate(comparison.featured.items(), start=1):
         rows, all_rows = [comparison.rows[i] for i in featured], len(comparison.blocks[block])
-        if not wanted(rows):
+        if not comparison.groups or not wanted(rows):
             continue
         note = ""
         if len(rows) < all_rows:
-            kept = ", and of these the clients' own models" if len(rows) > FEATURED else ""
-            note = f"{len(rows)} of {all_rows} rows: of each method the setting chosen on validation{kept}."
+            kept = ", and only clients' own models" if len(rows) > FEATURED else ""
+            note = f"{len(rows)} of {all_rows} rows: each method's setting chosen on validation{kept}."
         title = comparison.title(block)
         file = f"{name}-{number}" if title else name
         parts.append(Part(title, (Panel(file, draw(rows, styles), wide=True),), text=note))
@@ -129,7 +120,7 @@ def _with_text(parts: list[Part], text: str) -> tuple[Part, ...]:
 
 
 def _results(comparison: RunComparison) -> Part:
-    columns = ("worst_decile", "pooled", "other") if comparison.scale.is_accuracy else _known_columns(comparison)
+    columns = ("worst_decile", "pooled", "other") if comparison.headline == ACCURACY else _known_columns(comparison)
     marks = {(g, c): comparison.marks(g, c) for g in comparison.groups for c in ("mean", *columns)}
 
     def cells(i: int, row: Row) -> tuple[Cell, ...]:
@@ -143,7 +134,7 @@ def _results(comparison: RunComparison) -> Part:
     titles = {"worst_decile": "worst decile", "pooled": "pooled", "other": _other_reading(comparison)}
     names = ("mean", *(titles[column] for column in columns))
     groups = [(GROUP_NAMES[group], ("mean",) if group == USERS else names) for group in comparison.groups]
-    headings = (f"test {comparison.scale.words}", "seeds", *(name for _, under in groups for name in under))
+    headings = (f"test {comparison.headline.heading}", "seeds", *(name for _, under in groups for name in under))
     above = (("", 2), *((title, len(under)) for title, under in groups))
     table = Table(headings, _by_block(comparison, cells), above=above)
     return Part(tables=(table,), text=_about_results(comparison))
@@ -169,23 +160,23 @@ def _about_results(comparison: RunComparison) -> str:
         _about_metric(comparison),
     ]
     if USERS in comparison.groups:
-        sentences.append("The model is made for user 0; the other columns are about all clients.")
+        sentences.append("The model is made for user 0; the other columns cover all clients.")
     if len(comparison.rows) > 1:
         sentences.append(marks_note(comparison))
     return " ".join(sentences)
 
 
 def _about_metric(comparison: RunComparison) -> str:
-    scale = comparison.scale
-    if scale.is_own_loss:
+    headline = comparison.headline
+    if headline == MODEL_LOSS:
         return "The data have no classes: the loss is the model's own, and lower is better."
-    if scale.is_accuracy:
+    if headline == ACCURACY:
         return (
             "Pooled: correct predictions over examples. Masked: only labels of the client's own training data can be "
             "predicted."
         )
-    better = "higher" if scale.headline.higher_is_better else "lower"
-    return f"Pooled: over all clients' examples together. Of {scale.name}, {better} is better."
+    better = "higher" if headline.higher_is_better else "lower"
+    return f"Pooled: over all clients' examples together. For {headline.title}, {better} is better."
 
 
 def _costs(comparison: RunComparison) -> Part:
@@ -226,18 +217,18 @@ def _own_steps(comparison: RunComparison) -> tuple[Part, ...]:
         steps = own_steps_of(rows)
         lines = tuple(
             TableRow(
-                (Cell(row.label), *(Cell(comparison.scale.shown(row.own_steps.get(k))) for k in steps)),
+                (Cell(row.label), *(Cell(comparison.shown(row.own_steps.get(k))) for k in steps)),
                 styles[row.label].name,
                 styles[row.label].svg_dash,
             )
             for row in rows
         )
-        table = Table((f"local steps: test {comparison.scale.words}", *map(str, steps)), (("", lines),))
+        table = Table((f"local steps: test {comparison.headline.heading}", *map(str, steps)), (("", lines),))
         file = f"own-steps-{number}" if title else "own-steps"
         parts.append(Part(title, (Panel(file, draw_own_steps(rows, styles), wide=True),), (table,)))
     text = (
-        f"Test {comparison.scale.name} of the unseen clients after this many steps of local training from the method's "
-        "model; Local starts at random. Mean over clients"
+        f"Test {comparison.headline.title} of the unseen clients after each number of local steps, from the method's "
+        "model; Local starts from a random one. Mean over clients"
         + (", ± one standard deviation over seeds." if comparison.several_seeds else ".")
     )
     return _with_text(parts, text)
@@ -253,16 +244,15 @@ def _pairs(comparison: RunComparison) -> tuple[Part, ...]:
         text = "Only rows that were measured on the same clients can be compared client by client."
     else:
         sentences = [
-            f"{comparison.scale.headline.capitalized} minus that of {reference_note(comparison)}, over the clients "
+            f"{comparison.headline.capitalized} minus that of {reference_note(comparison)}, over the clients "
             "that both have. Median: over clients. Mean: over seeds, of the mean over clients, with its 95 % interval. "
             f"p: two-sided, with Holm's correction over the comparisons with the reference ({tested['seen']} seen, "
             f"{tested['unseen']} unseen).",
             *(TESTS[over] for over in comparison.tested_over.split(" or ")),
             ""
             if comparison.against
-            else "The reference was chosen on validation data of the same trainings, so a small p says that a method "
-            "is not the best of these. To test whether it is worse than a certain method, name that method beforehand "
-            "(against).",
+            else "The reference was chosen on validation data of the same trainings, so a small p means that a method "
+            "is not the best of these. To test against a particular method, name it beforehand (against).",
             "pairs.csv has all pairs.",
         ]
         text = " ".join(filter(None, sentences))
@@ -282,14 +272,18 @@ def _pair_blocks(comparison: RunComparison) -> Iterator[tuple[str, tuple[TableRo
 
 
 def _pair_row(comparison: RunComparison, pair: Pair) -> TableRow:
-    name, ends, shown = comparison.rows[pair.first].label, pair.interval or pair.bootstrap, comparison.scale
+    name, ends, shown = (
+        comparison.rows[pair.first].label,
+        pair.interval or pair.bootstrap,
+        comparison.headline.shown_difference,
+    )
     if pair.median is None or pair.mean is None or pair.p_against is None or ends is None:
         return TableRow((Cell(name), Cell(f"not comparable: {pair.why}", span=9)))
     equal = pair.clients - pair.better - pair.worse
     p = "< 0.001" if pair.p_against < 0.001 else f"{pair.p_against:.3f}"
     counts = (len(pair.seeds), pair.clients, pair.better, equal, pair.worse)
-    differences = (shown.shown_difference(value) for value in (pair.median, pair.mean))
-    interval = " to ".join(map(shown.shown_difference, ends))
+    differences = (shown(value) for value in (pair.median, pair.mean))
+    interval = " to ".join(map(shown, ends))
     return TableRow(
         (
             *map(Cell, (name, *map(str, counts), *differences, interval)),
@@ -317,7 +311,8 @@ def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
 
 
 def _validation(comparison: RunComparison) -> Part:
-    shown, groups, scale = comparison.scale.shown, comparison.groups, comparison.scale
+    shown, groups, headline = comparison.shown, comparison.groups, comparison.headline
+    metric = headline.title
 
     def cells(i: int, row: Row) -> tuple[Cell, ...]:
         rounds = [DASH if result.best is None else str(result.best.round) for result in row.results]
@@ -329,12 +324,13 @@ def _validation(comparison: RunComparison) -> Part:
 
     names = ("validation", *(GROUP_NAMES[USERS] if group == USERS else group for group in groups))
     text = (
-        f"Validation: {'mean' if scale.is_own_loss else 'pooled'} {scale.name} of the clients' own predictors on the "
-        f"validation data of seen clients. The best round has the {scale.best} validation {scale.name}, the earliest "
-        f"on ties; test data are not used to choose it. The round of best test {scale.name} would flatter every method."
+        f"Validation: {'mean' if headline == MODEL_LOSS else 'pooled'} {metric} of the clients' own predictors on the "
+        f"validation data of seen clients. The best round has the {headline.superlative} validation {metric}, the "
+        f"earliest on ties. Test data do not choose it: the round with the best test {metric} would flatter every "
+        "method."
     )
     table = Table(
-        (scale.words, *names, "round", *names),
+        (headline.heading, *names, "round", *names),
         _by_block(comparison, cells),
         above=(("", 1), ("last round", len(names)), ("best round by validation", 1 + len(names))),
     )
@@ -344,7 +340,7 @@ def _validation(comparison: RunComparison) -> Part:
 def _chosen(comparison: RunComparison) -> tuple[Part, ...]:
     if not comparison.chosen:
         return ()
-    styles, shown, scale = line_styles_of(comparison), comparison.scale.shown, comparison.scale
+    styles, shown, headline = line_styles_of(comparison), comparison.shown, comparison.headline
     lines: dict[str, list[TableRow]] = {}
     for choice in comparison.chosen:
         row = comparison.rows[choice.row]
@@ -359,8 +355,8 @@ def _chosen(comparison: RunComparison) -> tuple[Part, ...]:
         line = TableRow(tuple(map(Cell, (row.label, *texts))), style.name, style.svg_dash)
         lines.setdefault(comparison.title(row.block), []).append(line)
     text = (
-        f"Setting of each method with the {scale.best} validation {scale.name} in the last round, mean over the seeds "
-        f"that all its settings have. Its test {scale.name} was not used to choose it."
+        f"For each method, the setting with the {headline.superlative} validation {headline.title} in the last round, "
+        "mean over the seeds that all its settings share. Test data were not used to choose it."
     )
     headings = (
         "settings", "of", "seeds", "validation", "second best", *(f"test, {g}" for g in comparison.groups), "note"

@@ -13,6 +13,7 @@ from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_val
 from fedloom.reporting.page import DASH, Cell, check_installed
 from fedloom.reporting.run_results import GROUPS, USERS
 from fedloom.reporting.words import human_bytes
+from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -31,7 +32,7 @@ def headings(comparison: RunComparison) -> tuple[str, ...]:
 
 def text_title(comparison: RunComparison) -> str:
     """Return the title of :func:`as_text`."""
-    return f"Results for each client (test {comparison.scale.words}, {spread_note(comparison)})"
+    return f"Results for each client (test {comparison.headline.heading}, {spread_note(comparison)})"
 
 
 def as_text(comparison: RunComparison) -> dict[str, list[tuple[Cell, ...]]]:
@@ -57,7 +58,7 @@ def choice_headings(comparison: RunComparison) -> tuple[str, ...]:
 
 def choices_as_text(comparison: RunComparison) -> list[tuple[str, ...]]:
     """Return rows under :func:`choice_headings`: each method's setting chosen on validation, with its test results."""
-    found, shown = [], comparison.scale.shown
+    found, shown = [], comparison.shown
     for choice in comparison.chosen:
         row = comparison.rows[choice.row]
         tests = [shown(row.over_seeds(group)) for group in comparison.groups]
@@ -114,14 +115,14 @@ def value_cell(comparison: RunComparison, row: Row, group: str) -> str:
     """Return the mean test value ± its standard deviation: over seeds, or over clients if no row has several."""
     found = row.over_seeds(group)
     if found is None or comparison.several_seeds:
-        return comparison.scale.shown(found)
+        return comparison.shown(found)
     over_clients = None if group == USERS else row.over_seeds(group, "std")  # user 0 is one client
-    return comparison.scale.shown(MeanStd(found.mean, None if over_clients is None else over_clients.mean))
+    return comparison.shown(MeanStd(found.mean, None if over_clients is None else over_clients.mean))
 
 
 def mean_only(comparison: RunComparison, value: MeanStd | None) -> str:
     """Return a mean without its standard deviation, as the table shows it."""
-    return comparison.scale.shown(None if value is None else MeanStd(value.mean, None))
+    return comparison.shown(None if value is None else MeanStd(value.mean, None))
 
 
 def cost_cells(row: Row) -> tuple[str, str, str]:
@@ -142,7 +143,7 @@ def rows_as_csv(comparison: RunComparison) -> str:
     for i, row in enumerate(comparison.rows):
         line = _identity(comparison, row)
         for group in groups:
-            line |= _group_columns(comparison.scale.headline.name, row, group) | {f"{group}_mark": marks[group][i]}
+            line |= _group_columns(comparison.headline.name, row, group) | {f"{group}_mark": marks[group][i]}
         line |= _with_std("validation_last", row.validation(best=False))
         line |= _with_std("validation_best", row.validation(best=True))
         line["best_rounds"] = " ".join("" if r.best is None else str(r.best.round) for r in row.results)
@@ -166,7 +167,7 @@ def _identity(comparison: RunComparison, row: Row) -> dict[str, Any]:
         "predictor": row.predictor,
         "dataset": run.dataset,
         "model": run.model,
-        "reading": ("masked" if run.masked else "unmasked") if row.scale.is_accuracy else run.headline.name,
+        "reading": ("masked" if run.masked else "unmasked") if row.headline == ACCURACY else run.headline.name,
         **{key: shown_value(row.settings[key]) if key in row.settings else None for key in comparison.differing},
         "n_seeds": len(row.seeds),
         "seeds": " ".join(map(str, row.seeds)),
@@ -179,9 +180,9 @@ def _group_columns(name: str, row: Row, group: str) -> dict[str, Any]:
     found[f"{group}_{name}_over_clients"] = _mean(row.over_seeds(group, "std"))
     found[f"{group}_clients"] = _mean(row.over_seeds(group, "clients"))
     found |= _with_std(f"{group}_worst_decile", row.over_seeds(group, "worst_decile"))
-    if not row.scale.is_own_loss:
+    if row.headline != MODEL_LOSS:
         found |= _with_std(f"{group}_pooled", row.over_seeds(group, "pooled"))
-    if row.scale.is_accuracy:
+    if row.headline == ACCURACY:
         reading = "unmasked" if row.runs[0].masked else "masked"
         found |= _with_std(f"{group}_{reading}", row.over_seeds(group, "other"))
     return found
@@ -231,7 +232,7 @@ def own_steps_as_csv(comparison: RunComparison) -> str:
                 "seed": run.seed,
                 "steps": k,
                 "clients": group.clients,
-                comparison.scale.headline.name: group.mean,
+                comparison.headline.name: group.mean,
                 "worst_decile": group.worst_decile,
                 "other_reading": group.other,
             }
@@ -275,7 +276,7 @@ def as_latex(comparison: RunComparison) -> str:
         about = [*([comparison.labels[row.block]] if several else []), row.label, str(len(row.seeds))]
         lines.append([*map(escaped, about), *map(_latex, values[i]), *map(escaped, cost_cells(row))])
     text = 2 if several else 1
-    what = f"Test {comparison.scale.name}" + (" in percent" if comparison.scale.percent else "")
+    what = f"Test {comparison.headline.title}" + (" in percent" if comparison.headline.percent else "")
     latex: str = _frame(lines, columns=pandas.MultiIndex.from_tuples(columns)).to_latex(
         index=False,
         escape=False,

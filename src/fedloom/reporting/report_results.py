@@ -274,8 +274,8 @@ def _changed(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str
     shown = []
     for row, before, after in both[:half] + both[len(both) - half :]:
         gain = headline.sign * (after - before)
-        said = f"{100 * gain:+.1f}" if headline.percent else f"{gain:+.3g}"
-        shown.append(client_row(row, headline.shown(before), headline.shown(after), said))
+        values = (headline.shown(before), headline.shown(after), headline.shown_difference(gain))
+        shown.append(client_row(row, *values))
     headings = ("client", "global, %", "personalized, %", "gain, points")
     if not headline.percent:
         gain_of = "gain" if headline.higher_is_better else f"{headline.title} saved"

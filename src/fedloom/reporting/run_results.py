@@ -17,7 +17,7 @@ from fedloom.reporting.words import client_column, is_masked
 from fedloom.runs.files import METRICS, SUMMARY
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import headline_of, validation_value, values_of
-from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline
+from fedloom.tasks.names import ACCURACY, Headline
 
 GROUPS = ("seen", "unseen")
 USERS = "users"
@@ -125,11 +125,6 @@ class RunResults:
     def name(self) -> str:
         """Name of the folder."""
         return self.path.name
-
-    @property
-    def by_loss(self) -> bool:
-        """True if the results are losses of the model itself, as the data have no targets."""
-        return self.headline.name == MODEL_LOSS.name
 
     @property
     def method(self) -> str:

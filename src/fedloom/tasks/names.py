@@ -82,6 +82,12 @@ class Headline(NamedTuple):
         """Return a value for a table under :attr:`heading`: in percent with one decimal, or four significant digits."""
         return f"{100 * value:.1f}" if self.percent else significant(value)
 
+    def shown_difference(self, difference: float) -> str:
+        """Return a difference with its sign, in percentage points or with three digits."""
+        if not difference:
+            return "0"
+        return f"{100 * difference:+.1f}" if self.percent else f"{difference:+.3g}"
+
     def exact(self, value: float) -> str:
         """Return a value for a line of text: a fraction with four decimals, or four significant digits."""
         return f"{value:.4f}" if self.percent else significant(value)
