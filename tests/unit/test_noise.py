@@ -12,7 +12,7 @@ from scipy import stats
 
 from fedloom.errors import ExperimentError
 from fedloom.privacy.adaptive_clip import default_count_noise, next_clip, update_multiplier
-from fedloom.privacy.distributed import distributed_multiplier, rounded_sensitivity, share_deviation
+from fedloom.privacy.distributed import distributed_multiplier, rounded_sensitivity
 from fedloom.privacy.gaussian_mechanism import compose
 from fedloom.privacy.noise import NoiseSource
 
@@ -110,7 +110,7 @@ def test_impossible_noise_is_refused() -> None:
 def test_sum_of_shares_has_the_noise_of_the_sum() -> None:
     """20 shares of discrete Gaussian noise, of which 15 are needed: the sum is at least as noisy as claimed."""
     clip, step, z = 1.0, 1e-4, 2.0
-    share = share_deviation(z, clip, 15)
+    share = z * clip / math.sqrt(15)
     source = NoiseSource.seeded(b"shares")
     total = sum(source.discrete_gaussian(50_000, share / step) for _ in range(15)) * step
     assert np.std(total) == pytest.approx(z * clip, rel=0.02)
@@ -118,12 +118,12 @@ def test_sum_of_shares_has_the_noise_of_the_sum() -> None:
 
 def test_multiplier_of_shares_is_that_of_the_sum_on_a_fine_grid() -> None:
     for m in (2, 15, 1000):
-        share = share_deviation(1.7, 0.5, m)
+        share = 1.7 * 0.5 / math.sqrt(m)
         assert distributed_multiplier(share, m, 0.5, 1e-9, 100) == pytest.approx(1.7, rel=1e-6)
 
 
 def test_multiplier_of_shares_counts_rounding_collusion_and_coarse_grids() -> None:
-    share = share_deviation(2.0, 1.0, 10)
+    share = 2.0 / math.sqrt(10)
     rounded = distributed_multiplier(share, 10, 1.0, 0.01, 10_000)
     assert rounded == pytest.approx(2.0 / (1 + 0.01 * 100 / 2))
     assert distributed_multiplier(share, 10, 1.0, 1e-9, 100, colluding=5) == pytest.approx(2.0 / math.sqrt(2))

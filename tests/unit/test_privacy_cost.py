@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import fedloom
 from fedloom import experiment as experiments
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Experiment
-from fedloom.privacy.accounting import epsilon_of, noise_multiplier_for, sampled
+from fedloom.privacy.accounting import epsilon_of, least_multiplier, sampled
 from fedloom.privacy.gaussian_mechanism import gaussian_epsilon
 from fedloom.runner.training_privacy import Planned, Population, with_multiplier, with_noise
 
@@ -61,7 +62,9 @@ def test_two_of_epsilon_noise_and_rounds_give_the_third() -> None:
     by_noise = cost(noise_multiplier=3.0, rounds=200)
     assert by_noise.by_rounds[-1].to_readers == epsilon_of({sampled("poisson", 900, 45, 3.0): 200}, 1e-5)
     by_epsilon = cost(epsilon=4.0)
-    assert by_epsilon.noise_multiplier == noise_multiplier_for(4.0, 1e-5, release, 400)
+    assert by_epsilon.noise_multiplier == least_multiplier(
+        4.0, lambda z: epsilon_of({dataclasses.replace(release, noise_multiplier=z): 400}, 1e-5)
+    )
     assert by_epsilon.asked_epsilon == 4.0
     both = cost(epsilon=4.0, noise_multiplier=2.0)
     assert epsilon_of({release: both.rounds}, 1e-5) <= 4.0 < epsilon_of({release: both.rounds + 1}, 1e-5)

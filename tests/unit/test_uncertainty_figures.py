@@ -17,7 +17,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 from fedloom.cli.main import app
-from fedloom.evaluation.uncertainty import BINS, EXAMPLES, INFORMATION, RIGHT, client_document, edges
+from fedloom.evaluation.uncertainty import BINS, EDGES, EXAMPLES, INFORMATION, RIGHT, client_document
 from fedloom.reporting.uncertainty_figures import (
     _groups,
     draw_accuracy_by_uncertainty,
@@ -31,7 +31,7 @@ def rows(examples: int, accuracy: float) -> list[list[float]]:
 
 
 def document(**groups: Any) -> dict[str, Any]:
-    return {"round": 3, "edges": edges(), "personal": {"seen": None, "unseen": None}, "global": None} | groups
+    return {"round": 3, "edges": EDGES, "personal": {"seen": None, "unseen": None}, "global": None} | groups
 
 
 def test_the_global_curve_is_over_the_examples_of_both_groups() -> None:

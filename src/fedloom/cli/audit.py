@@ -129,7 +129,7 @@ def show_audit(run: Path) -> None:
 
 def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
     from fedloom.cli.tables import print_table
-    from fedloom.reporting.words import epsilon_shown
+    from fedloom.reporting.words import shown_bound
 
     rows = [
         (
@@ -137,7 +137,7 @@ def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) 
             f"{result['auc']:.3f}",
             f"{result['auc_clients']['highest']:.3f}",
             f"{100 * result['tpr_at_low_fpr']:.1f}",
-            epsilon_shown(result["epsilon"]),
+            shown_bound(result["epsilon"]),
         )
         for name, groups in found["predictors"].items()
         for group, result in groups.items()
@@ -156,7 +156,7 @@ def _show_membership(found: Mapping[str, Any], claim: Mapping[str, Any] | None) 
 
 
 def _show_canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> None:
-    from fedloom.reporting.words import audit_verdict, epsilon_shown
+    from fedloom.reporting.words import audit_verdict, shown_bound
 
     guesses = found["guesses_in"] + found["guesses_out"]
     typer.echo(
@@ -164,11 +164,11 @@ def _show_canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) ->
         f"{found['right']} of {pluralize(guesses, 'guess', 'guesses')} right"
     )
     typer.echo(
-        f"  ε at least {epsilon_shown(found['epsilon'])} with {100 * found['confidence']:g} % confidence at δ = "
-        f"{found['delta']:g}; so many canaries can show up to {epsilon_shown(found['largest_bound'])}"
+        f"  ε at least {shown_bound(found['epsilon'])} with {100 * found['confidence']:g} % confidence at δ = "
+        f"{found['delta']:g}; this number of canaries can show up to {shown_bound(found['largest_bound'])}"
     )
-    if found.get("normal_estimate") is not None:
-        typer.echo(f"  ε about {epsilon_shown(found['normal_estimate']['epsilon'])} from scores taken for normal")
+    if (estimate := found.get("normal_estimate")) is not None:
+        typer.echo(f"  ε about {shown_bound(estimate['epsilon'])} if the scores are normally distributed")
     _say(audit_verdict(found, claim))
 
 

@@ -117,6 +117,17 @@ def dotted_keys(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def shortest_suffixes(keys: Sequence[str]) -> list[str]:
+    """Return for each dotted key its shortest suffix that no other key ends in; the whole key if there is none."""
+    found = []
+    for i, key in enumerate(keys):
+        steps = key.split(".")
+        others = [other.split(".") for j, other in enumerate(keys) if j != i]
+        lengths = (n for n in range(1, len(steps)) if all(other[-n:] != steps[-n:] for other in others))
+        found.append(".".join(steps[-next(lengths, len(steps)) :]))
+    return found
+
+
 def as_csv(rows: Sequence[Mapping[str, str]]) -> str:
     """Return rows with the same columns as CSV text with a header line; empty text if there are no rows."""
     if not rows:

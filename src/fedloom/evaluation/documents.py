@@ -7,10 +7,12 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.plan import READINGS
 from fedloom.evaluation.summary import EvaluationResult
-from fedloom.evaluation.uncertainty import calibration_rows, edges
+from fedloom.evaluation.uncertainty import EDGES, calibration_rows
 from fedloom.tasks.classification import calibration_errors
 
 ELSEWHERE_OF_CLASSES = ("accuracy", "log_loss", "ece")
@@ -80,18 +82,11 @@ def confusion_document(evaluation: EvaluationResult, class_names: Sequence[str])
     ``round``, ``classes``, and for each predictor (None if the method lacks it) ``seen`` and ``unseen``: sums over the
     group's clients, a row per class and a column per predicted class, None for a group without clients.
     """
-    document: dict[str, Any] = {
-        "round": evaluation.round,
-        "classes": list(class_names),
-        "personal": None,
-        "global": None,
-    }
-    for p, predictor in enumerate(evaluation.predictors):
-        document[predictor] = {}
-        for name, group in (("seen", evaluation.seen), ("unseen", ~evaluation.seen)):
-            members = evaluation.confusion[group & evaluation.present, p]
-            document[predictor][name] = members.sum(0).tolist() if len(members) else None
-    return document
+
+    def summed(p: int, members: Tensor) -> Any:
+        return evaluation.confusion[members, p].sum(0).tolist() if members.any() else None
+
+    return {"round": evaluation.round, "classes": list(class_names), **evaluation.by_group(summed)}
 
 
 def confusion_table(evaluation: EvaluationResult) -> str:
@@ -120,10 +115,5 @@ def calibration_document(evaluation: EvaluationResult) -> dict[str, Any]:
     for each bin the number of examples of the group, their mean confidence and their accuracy. None for a group without
     examples.
     """
-    document: dict[str, Any] = {"round": evaluation.round, "edges": edges(), "personal": None, "global": None}
-    for p, predictor in enumerate(evaluation.predictors):
-        document[predictor] = {
-            name: calibration_rows(evaluation.calibration[group & evaluation.present, p])
-            for name, group in (("seen", evaluation.seen), ("unseen", ~evaluation.seen))
-        }
-    return document
+    rows = evaluation.by_group(lambda p, members: calibration_rows(evaluation.calibration[members, p]))
+    return {"round": evaluation.round, "edges": EDGES, **rows}

@@ -10,6 +10,7 @@ from torch import Tensor
 from fedloom.evaluation.moments import summed_mean
 from fedloom.evaluation.uncertainty import group_uncertainty
 from fedloom.tasks.classification import calibration_errors
+from fedloom.tasks.headline import GROUPS
 
 if TYPE_CHECKING:
     from fedloom.evaluation.summary import EvaluationResult
@@ -17,33 +18,30 @@ if TYPE_CHECKING:
 
 def uncertainties(evaluation: EvaluationResult) -> dict[str, dict[str, float] | None]:
     """Return the uncertainty of ``seen``, ``unseen`` (personal) and ``global``: see ``group_uncertainty``."""
-    everyone = torch.ones_like(evaluation.seen)
-    wanted = {
-        "seen": ("personal", evaluation.seen),
-        "unseen": ("personal", ~evaluation.seen),
-        "global": ("global", everyone),
-    }
-    return {name: _uncertainty(evaluation, predictor, group) for name, (predictor, group) in wanted.items()}
+    return {group: _uncertainty(evaluation, group) for group in GROUPS}
+
+
+def _uncertainty(evaluation: EvaluationResult, group: str) -> dict[str, float] | None:
+    predictor, members = _members(evaluation, group)
+    if predictor not in evaluation.predictors:
+        return None
+    p, members = evaluation.predictors.index(predictor), members & evaluation.present
+    return group_uncertainty(evaluation.calibration[members, p], evaluation.uncertainty[members, p])
 
 
 def calibration_of_clients(evaluation: EvaluationResult, group: str) -> float | None:
     """Return the mean calibration error over the clients of ``seen``, ``unseen`` or ``global``."""
-    wanted = {"seen": evaluation.seen, "unseen": ~evaluation.seen}.get(group, torch.ones_like(evaluation.seen))
+    predictor, members = _members(evaluation, group)
     if evaluation.moments is not None:
-        return summed_mean(evaluation, _predictor_of(group), wanted, "ece")
-    errors = calibration_errors(evaluation.calibration[:, evaluation.predictors.index(_predictor_of(group))])
-    errors = errors[wanted & evaluation.present]
+        return summed_mean(evaluation, predictor, members, "ece")
+    errors = calibration_errors(evaluation.calibration[:, evaluation.predictors.index(predictor)])
+    errors = errors[members & evaluation.present]
     errors = errors[~errors.isnan()]
     return float(errors.mean()) if len(errors) else None
 
 
-def _predictor_of(group: str) -> str:
-    return "global" if group == "global" else "personal"
-
-
-def _uncertainty(evaluation: EvaluationResult, predictor: str, group: Tensor) -> dict[str, float] | None:
-    """Return the uncertainty of one predictor over the present clients in ``group`` ``[n]`` bool; None without any."""
-    if predictor not in evaluation.predictors:
-        return None
-    p, members = evaluation.predictors.index(predictor), group & evaluation.present
-    return group_uncertainty(evaluation.calibration[members, p], evaluation.uncertainty[members, p])
+def _members(evaluation: EvaluationResult, group: str) -> tuple[str, Tensor]:
+    """Return the predictor of a group, and its clients ``[n]`` bool."""
+    if group == "global":
+        return "global", torch.ones_like(evaluation.seen)
+    return "personal", evaluation.seen if group == "seen" else ~evaluation.seen

@@ -31,19 +31,17 @@ def output_document(evaluation: EvaluationResult) -> dict[str, Any] | None:
     if targets.task not in wanted:
         return None
     kind = "label" if targets.task == "multilabel" else "class"
-    document: dict[str, Any] = {
+
+    def rows(p: int, members: Tensor) -> list[dict[str, float | None]] | None:
+        sums = evaluation.sums[members, p, SPLITS.index("test")]
+        return _of_outputs(evaluation, sums.sum(0)) if len(sums) else None
+
+    return {
         "round": evaluation.round,
         "names": list(targets.names) or [f"{kind} {k}" for k in range(targets.outputs)],
         "metrics": list(wanted[targets.task]),
-        "personal": None,
-        "global": None,
+        **evaluation.by_group(rows),
     }
-    for p, predictor in enumerate(evaluation.predictors):
-        document[predictor] = {}
-        for name, group in (("seen", evaluation.seen), ("unseen", ~evaluation.seen)):
-            members = evaluation.sums[group & evaluation.present, p, SPLITS.index("test")]
-            document[predictor][name] = _of_outputs(evaluation, members.sum(0)) if len(members) else None
-    return document
 
 
 def _of_outputs(evaluation: EvaluationResult, sums: Tensor) -> list[dict[str, float | None]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -148,6 +148,18 @@ class EvaluationResult:
             rows = tuple(tensor.sum(0, keepdim=True) for tensor in rows)  # type: ignore[assignment]
         counts, confusion, calibration, sums = rows
         return self.plan.values(Counts(counts, confusion, calibration), sums, pooled=pooled)
+
+    def by_group(self, found: Callable[[int, Tensor], Any]) -> dict[str, Any]:
+        """Return, for each predictor, results of ``seen`` and ``unseen``; ``global`` is None for a method without it.
+
+        ``found`` is called with the position of a predictor, and the present clients of a group, ``[n]`` bool.
+        """
+        groups = {"seen": self.seen & self.present, "unseen": ~self.seen & self.present}
+        results = {
+            predictor: {name: found(p, members) for name, members in groups.items()}
+            for p, predictor in enumerate(self.predictors)
+        }
+        return {"personal": None, "global": None} | results
 
 
 ACCURACIES = ("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_worst_decile", "accuracy_pooled")

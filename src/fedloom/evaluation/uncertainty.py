@@ -17,6 +17,9 @@ from torch import Tensor
 BINS = 15
 """Bins of the highest class probability: bin m of 1 ... 15 is ((m - 1)/15, m/15]."""
 
+EDGES = [m / BINS for m in range(BINS + 1)]
+"""Edges of the bins."""
+
 EXAMPLES, CONFIDENCE, RIGHT = range(3)
 """Last axis of calibration: examples in the bin, their summed confidence, and the number predicted correctly."""
 
@@ -178,12 +181,7 @@ def client_document(
     }
     earlier = [one for one in before["rounds"] if one["round"] < round][:2] if before else []
     return {
-        "edges": edges(),
+        "edges": EDGES,
         "clients": {"ids": list(clients), "seen": seen.bool().tolist()},
         "rounds": [*earlier, this],
     }
-
-
-def edges() -> list[float]:
-    """Return the BINS + 1 bin edges."""
-    return [m / BINS for m in range(BINS + 1)]

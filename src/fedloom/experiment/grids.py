@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.core.words import shortened
+from fedloom.core.words import shortened, shortest_suffixes
 from fedloom.errors import ExperimentError, argument
 from fedloom.experiment.loading import of
 from fedloom.experiment.yaml_reader import as_yaml, parse_yaml
@@ -97,7 +97,7 @@ def points(
         If the grid is malformed, or an experiment in it is invalid; before anything runs.
     """
     axes = _axes(grid, seeds)
-    labels = _labels([key for key, _ in axes])
+    labels = shortest_suffixes([key for key, _ in axes])
     found: list[Point] = []
     for values in itertools.product(*(values for _, values in axes)):
         settings = [f"{key}={value}" for (key, _), value in zip(axes, values, strict=True)]
@@ -152,22 +152,6 @@ def seeds_of(text: str) -> list[int]:
             f"{argument('seeds')} must be at least one seed, each once (got {text!r}).", key="seeds", found=text
         )
     return seeds
-
-
-def _labels(keys: Sequence[str]) -> list[str]:
-    """Return the shortest unique suffix of each dotted key."""
-
-    def end(key: str, steps: int) -> str:
-        return ".".join(key.split(".")[-steps:])
-
-    labels = []
-    for key in keys:
-        others = [other for other in keys if other != key]
-        steps = 1
-        while any(end(key, steps) == end(other, steps) for other in others):
-            steps += 1
-        labels.append(end(key, steps))
-    return labels
 
 
 def _short(value: str) -> str:

@@ -29,7 +29,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from fedloom.errors import ExperimentError
-from fedloom.privacy.gaussian_mechanism import compose, gaussian_delta, gaussian_epsilon
+from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon
 
 Sampling = Literal["poisson", "fixed", "all"]
 
@@ -140,32 +140,12 @@ def epsilon_bound(counts: Mapping[Release, int], delta: float) -> float:
     exact = _without_sampling(found)
     if exact == 0 or _all_known(found):
         return _epsilon(found, delta, False)
-    by_renyi, _ = _rdp_package().compute_epsilon(_ORDERS, _renyi(found), delta)
+    by_renyi, _ = _package().rdp.compute_epsilon(_ORDERS, _renyi(found), delta)
     return min(gaussian_epsilon(exact, delta), float(by_renyi))
 
 
-def delta_of(counts: Mapping[Release, int], epsilon: float) -> float:
-    """Return the δ at ε ≥ 0 of all these releases together, 1 if one has no noise. Raise as :func:`epsilon_of`."""
-    found = _key(counts)
-    exact = _without_sampling(found)
-    if exact == 0 or _all_known(found):
-        return gaussian_delta(epsilon, exact)
-    if neighbouring_relation(counts) == "replace-one":
-        by_renyi, _ = _rdp_package().compute_delta(_ORDERS, _renyi(found), epsilon)
-        return min(gaussian_delta(epsilon, exact), float(by_renyi))
-    return min(gaussian_delta(epsilon, exact), float(_loss(found).get_delta_for_epsilon(epsilon)))
-
-
-def noise_multiplier_for(epsilon: float, delta: float, release: Release, rounds: int) -> float:
-    """Return the least noise multiplier for which this many releases of this kind are (ε, δ)-differentially private.
-
-    The multiplier of ``release`` is not used. The result is up to 0.1 % too large, never too small; 0 for ε = inf.
-    """
-    return least_multiplier(epsilon, lambda z: epsilon_of({replace(release, noise_multiplier=z): rounds}, delta))
-
-
 def least_multiplier(epsilon: float, cost: Callable[[float], float]) -> float:
-    """Return the least noise multiplier z with ``cost(z)`` ≤ ε, as :func:`noise_multiplier_for` does.
+    """Return the least noise multiplier z with ``cost(z)`` ≤ ε; up to 0.1 % too large, never too small, 0 for ε = inf.
 
     ``cost`` returns the ε of what a multiplier above 0 protects, which falls with z.
     """
@@ -366,10 +346,3 @@ def _package() -> Any:
         ) from None
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of each order at which a series does not converge
     return dp_accounting
-
-
-def _rdp_package() -> Any:
-    _package()
-    from dp_accounting.rdp import rdp_privacy_accountant
-
-    return rdp_privacy_accountant

@@ -11,11 +11,6 @@ from __future__ import annotations
 import math
 
 
-def share_deviation(noise_multiplier: float, clip: float, survivors: int) -> float:
-    """Return the standard deviation zC/√m of a client's share of the noise, if at least m ≥ 1 clients survive."""
-    return noise_multiplier * clip / math.sqrt(survivors)
-
-
 def rounded_sensitivity(clip: float, step: float, dimension: int) -> float:
     """Return the largest ℓ2 norm of a clipped update of d coordinates after rounding to multiples of a step.
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from fedloom.core.words import shortest_suffixes
 from fedloom.reporting.run_results import GROUPS, PREDICTORS, USERS, NewClient, Result, RunResults
 from fedloom.tasks.names import MODEL_LOSS, Headline
 
@@ -218,27 +219,16 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(key for key in keys if len({json.dumps(one[key]) if key in one else "" for one in settings}) > 1)
 
 
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest distinct suffix of each dotted key, ignoring a final ``name`` or ``scheme``."""
-    stems = {key: re.sub(r"\.(name|scheme)$", "", key).split(".") for key in keys}
-    found = {}
-    for key, steps in stems.items():
-        length = 1
-        while length < len(steps) and any(o != key and stems[o][-length:] == steps[-length:] for o in stems):
-            length += 1
-        found[key] = ".".join(steps[-length:])
-    return found
-
-
 def shown_value(value: Any) -> str:
     """Return a setting's value as a user would write it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def setting_labels(keys: Iterable[str], settings: Mapping[str, Any]) -> list[str]:
-    """Return ``key value`` for each existing setting, by the keys' short names."""
-    names = short_names(tuple(keys))
-    return [f"{name} {shown_value(settings[key])}" for key, name in names.items() if key in settings]
+    """Return ``key value`` for each existing setting; keys are shortened, without a final ``name`` or ``scheme``."""
+    known = list(keys)
+    names = shortest_suffixes([re.sub(r"\.(name|scheme)$", "", key) for key in known])
+    return [f"{name} {shown_value(settings[key])}" for key, name in zip(known, names, strict=True) if key in settings]
 
 
 def own_steps_of(rows: Iterable[Row]) -> list[int]:

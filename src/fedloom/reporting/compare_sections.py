@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedloom.core.words import pluralize, rounded_up
+from fedloom.core.words import pluralize
 from fedloom.reporting.compare import FEATURED, LEVEL, RunComparison
 from fedloom.reporting.compare_findings import GROUP_NAMES
 from fedloom.reporting.compare_rows import MeanStd, Row, own_steps_of, shown_value
 from fedloom.reporting.compare_tables import cost_cells, edge_note, marks_note, mean_only, reference_note, value_cell
-from fedloom.reporting.page import DASH, Cell, PageSection, Panel, Part, Table, TableRow
+from fedloom.reporting.page import DASH, Cell, PageSection, Panel, Part, Table, TableRow, table_row
 from fedloom.reporting.run_results import GROUPS, USERS
-from fedloom.reporting.words import human_bytes, human_time
+from fedloom.reporting.words import human_bytes, human_time, shown_epsilon
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
 if TYPE_CHECKING:
@@ -123,13 +123,13 @@ def _results(comparison: RunComparison) -> Part:
     columns = ("worst_decile", "pooled", "other") if comparison.headline == ACCURACY else _known_columns(comparison)
     marks = {(g, c): comparison.marks(g, c) for g in comparison.groups for c in ("mean", *columns)}
 
-    def cells(i: int, row: Row) -> tuple[Cell, ...]:
-        found = [Cell(row.label), Cell(str(len(row.seeds)))]
+    def cells(i: int, row: Row) -> Sequence[str | Cell]:
+        found: list[str | Cell] = [row.label, str(len(row.seeds))]
         for group in comparison.groups:
             found.append(Cell(value_cell(comparison, row, group), marks[group, "mean"][i]))
             for column in columns if group != USERS else ():
                 found.append(Cell(mean_only(comparison, row.over_seeds(group, column)), marks[group, column][i]))
-        return tuple(found)
+        return found
 
     titles = {"worst_decile": "worst decile", "pooled": "pooled", "other": _other_reading(comparison)}
     names = ("mean", *(titles[column] for column in columns))
@@ -180,9 +180,10 @@ def _about_metric(comparison: RunComparison) -> str:
 
 
 def _costs(comparison: RunComparison) -> Part:
-    def cells(i: int, row: Row) -> tuple[Cell, ...]:
+    def cells(i: int, row: Row) -> Sequence[str | Cell]:
         steps, rounds, time = row.training("client_steps"), row.training("round"), row.of_runs("duration_s")
-        texts = [
+        return [
+            row.label,
             *cost_cells(row),
             DASH if rounds is None else f"{rounds.mean:g}",
             _both_ways(row, "payload"),
@@ -190,7 +191,6 @@ def _costs(comparison: RunComparison) -> Part:
             DASH if steps is None else f"{steps.mean:,.0f}",
             DASH if time is None else human_time(time.mean),
         ]
-        return (Cell(row.label), *map(Cell, texts))
 
     headings = ("cost", "steps", "receives", "sends", "rounds", "payload", "on the wire", "client steps", "time")
     text = (
@@ -216,10 +216,11 @@ def _own_steps(comparison: RunComparison) -> tuple[Part, ...]:
         rows, title = [comparison.rows[i] for i in members], comparison.title(block)
         steps = own_steps_of(rows)
         lines = tuple(
-            TableRow(
-                (Cell(row.label), *(Cell(comparison.shown(row.own_steps.get(k))) for k in steps)),
-                styles[row.label].name,
-                styles[row.label].svg_dash,
+            table_row(
+                row.label,
+                *(comparison.shown(row.own_steps.get(k)) for k in steps),
+                colour=styles[row.label].name,
+                dash=styles[row.label].svg_dash,
             )
             for row in rows
         )
@@ -278,18 +279,14 @@ def _pair_row(comparison: RunComparison, pair: Pair) -> TableRow:
         comparison.headline.shown_difference,
     )
     if pair.median is None or pair.mean is None or pair.p_against is None or ends is None:
-        return TableRow((Cell(name), Cell(f"not comparable: {pair.why}", span=9)))
+        return table_row(name, Cell(f"not comparable: {pair.why}", span=9))
     equal = pair.clients - pair.better - pair.worse
     p = "< 0.001" if pair.p_against < 0.001 else f"{pair.p_against:.3f}"
     counts = (len(pair.seeds), pair.clients, pair.better, equal, pair.worse)
     differences = (shown(value) for value in (pair.median, pair.mean))
     interval = " to ".join(map(shown, ends))
-    return TableRow(
-        (
-            *map(Cell, (name, *map(str, counts), *differences, interval)),
-            Cell(p, "best" if pair.p_against < LEVEL else ""),
-        )
-    )
+    mark = "best" if pair.p_against < LEVEL else ""
+    return table_row(name, *map(str, counts), *differences, interval, Cell(p, mark))
 
 
 def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
@@ -298,12 +295,12 @@ def _privacy(comparison: RunComparison) -> tuple[Part, ...]:
     if not claims:
         return ()
 
-    def cells(i: int, row: Row) -> tuple[Cell, ...]:
-        epsilon, told = row.epsilon, row.runs[0].privacy
-        if told is None:
-            return (Cell(row.label), Cell("not private", span=5))
-        shown = ("none" if value is None else rounded_up(value) for value in (epsilon, told["epsilon_aggregator"]))
-        return (Cell(row.label), *map(Cell, (told["unit"], *shown, f"{told['delta']:g}", told["noise"])))
+    def cells(i: int, row: Row) -> Sequence[str | Cell]:
+        claim = row.runs[0].privacy
+        if claim is None:
+            return (row.label, Cell("not private", span=5))
+        shown = map(shown_epsilon, (row.epsilon, claim["epsilon_aggregator"]))
+        return (row.label, claim["unit"], *shown, f"{claim['delta']:g}", claim["noise"])
 
     headings = ("method", "unit", "ε", "ε toward the aggregator", "δ", "noise from")
     text = f"ε: the largest of the seeds, toward readers of the models. {' '.join(claims[0]['statement'])}"
@@ -314,13 +311,12 @@ def _validation(comparison: RunComparison) -> Part:
     shown, groups, headline = comparison.shown, comparison.groups, comparison.headline
     metric = headline.title
 
-    def cells(i: int, row: Row) -> tuple[Cell, ...]:
+    def cells(i: int, row: Row) -> Sequence[str | Cell]:
         rounds = [DASH if result.best is None else str(result.best.round) for result in row.results]
         last = [shown(row.over_seeds(group)) for group in groups]
         at_best = [shown(row.at_best(group)) for group in groups]
         which = ", ".join(rounds) if len(rounds) <= 4 else pluralize(len(set(rounds)), "round")
-        texts = (shown(row.validation(best=False)), *last, which, shown(row.validation(best=True)), *at_best)
-        return (Cell(row.label), *map(Cell, texts))
+        return (row.label, shown(row.validation(best=False)), *last, which, shown(row.validation(best=True)), *at_best)
 
     names = ("validation", *(GROUP_NAMES[USERS] if group == USERS else group for group in groups))
     text = (
@@ -352,7 +348,7 @@ def _chosen(comparison: RunComparison) -> tuple[Part, ...]:
             edge_note(choice.edges) if choice.edges else "",
         )
         style = styles[row.label]
-        line = TableRow(tuple(map(Cell, (row.label, *texts))), style.name, style.svg_dash)
+        line = table_row(row.label, *texts, colour=style.name, dash=style.svg_dash)
         lines.setdefault(comparison.title(row.block), []).append(line)
     text = (
         f"For each method, the setting with the {headline.superlative} validation {headline.title} in the last round, "
@@ -378,7 +374,7 @@ def _settings(comparison: RunComparison) -> Part:
     lines = []
     for key in comparison.differing:
         found = [[shown_value(r.settings[key]) for r in rows if key in r.settings] for rows in methods.values()]
-        lines.append(TableRow((Cell(key), *(Cell(", ".join(dict.fromkeys(values)) or DASH) for values in found))))
+        lines.append(table_row(key, *(", ".join(dict.fromkeys(values)) or DASH for values in found)))
     text = "The row of a method states its other settings. A dash: the method has no such setting."
     return Part(tables=(Table(tuple(headings), (("", tuple(lines)),)),), text=text)
 
@@ -389,14 +385,14 @@ def _runs(comparison: RunComparison) -> Part:
         for run in row.runs:
             machine = (str(run.environment.get(key, DASH)) for key in ("torch", "device"))
             texts = (run.name, row.label, str(run.seed), run.partition[:12], human_time(run.duration_s), *machine)
-            lines.setdefault(run.path, TableRow(tuple(map(Cell, texts))))
+            lines.setdefault(run.path, table_row(*texts))
     headings = ("run", "settings", "seed", "partition", "time", "torch", "device")
     text = "Partition: first digits of its fingerprint. Clients of the same partition are paired."
     return Part(tables=(Table(headings, (("", tuple(lines.values())),), left=2),), text=text)
 
 
 def _by_block(
-    comparison: RunComparison, cells: Callable[[int, Row], tuple[Cell, ...]]
+    comparison: RunComparison, cells: Callable[[int, Row], Sequence[str | Cell]]
 ) -> tuple[tuple[str, tuple[TableRow, ...]], ...]:
     """Return a table row per row, in blocks that have titles if there are several."""
     styles, blocks = line_styles_of(comparison), []
@@ -404,7 +400,7 @@ def _by_block(
         lines = []
         for i in members:
             style = styles.get(comparison.rows[i].label) if i in comparison.featured[block] else None
-            key = (style.name, style.svg_dash) if style else ()
-            lines.append(TableRow(cells(i, comparison.rows[i]), *key))
+            key = {"colour": style.name, "dash": style.svg_dash} if style else {}
+            lines.append(table_row(*cells(i, comparison.rows[i]), **key))
         blocks.append((comparison.title(block), tuple(lines)))
     return tuple(blocks)

@@ -89,11 +89,11 @@ def spread_note(comparison: RunComparison) -> str:
     return "± over seeds" if comparison.several_seeds else "± over clients"
 
 
-def marks_note(comparison: RunComparison, best: str = "bold", tied: str = "underlined") -> str:
-    """Return a note that explains the marks of :func:`as_text`, with the names of the styles."""
+def marks_note(comparison: RunComparison, tied: str = "underlined") -> str:
+    """Return a note that explains the marks of :func:`as_text`; ``tied`` is the style of tied rows."""
     over = {"clients": "the clients of one seed", "seeds": "seeds"}.get(comparison.tested_over, "seeds or clients")
     return (
-        f"{best.capitalize()}: best. {tied.capitalize()}: not significantly different from "
+        f"Bold: best. {tied.capitalize()}: not significantly different from "
         f"{reference_note(comparison)}, by a paired test over {over} with Holm's correction at {100 * LEVEL:g} %."
     )
 

@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from fedloom.reporting.words import GROUP_TITLES
+
 Array: TypeAlias = NDArray[np.float64]
 
 INK = "#24292f"
@@ -27,8 +29,6 @@ PAPER = "#fefefe"
 
 COLOURS = {"seen": "#0072b2", "unseen": "#d55e00", "global": "#009e73"}
 """Okabe and Ito's colours, distinct under any colour vision; :func:`inline` replaces them by CSS variables."""
-
-LABELS = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
 
 OTHER = "#c9ccd1"
 """Colour of elements without their own colour."""
@@ -145,7 +145,7 @@ def dots(axes: Axes, x: Array, y: Array, seen: NDArray[np.bool_]) -> None:
         if kind.any():
             axes.scatter(
                 x[kind], y[kind], s=13, color=COLOURS[name], marker=marker, alpha=0.65, linewidths=0,
-                label=LABELS[name], rasterized=len(x) > MANY_POINTS,
+                label=GROUP_TITLES[name], rasterized=len(x) > MANY_POINTS,
             )  # fmt: skip
     axes.grid(visible=True, axis="both")
 

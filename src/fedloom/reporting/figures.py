@@ -20,7 +20,6 @@ from fedloom.reporting.drawing import (
     FULL,
     HALF,
     INK,
-    LABELS,
     MANY_POINTS,
     MANY_ROUNDS,
     OTHER,
@@ -36,7 +35,7 @@ from fedloom.reporting.drawing import (
     percent,
     sheet,
 )
-from fedloom.reporting.words import client_column, human_time
+from fedloom.reporting.words import GROUP_TITLES, client_column, human_time
 from fedloom.tasks.headline import values_of
 from fedloom.tasks.names import Headline
 
@@ -95,7 +94,7 @@ def _draw_group(
         top = float(high.max())
     dash, marker = "--" if name == "global" else "-", "o" if len(measured) <= 25 else None
     clipped = not headline.percent
-    axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=LABELS[name], clip_on=clipped)
+    axes.plot(x, mean, dash, color=colour, marker=marker, markersize=2.6, label=GROUP_TITLES[name], clip_on=clipped)
     return [value for number, value in zip(x, mean.tolist(), strict=True) if number], top
 
 
@@ -134,7 +133,7 @@ def draw_distribution(rows: Sequence[Mapping[str, str]], headline: Headline, rea
         foot = slice(1, tenth + 1) if headline.higher_is_better else slice(n - tenth + 1, n + 1)
         x, y = np.array([left, *curve, right]), np.array([0.0, *(np.arange(n) + 1) / n, 1.0])
         dash, colour = "--" if name == "global" else "-", COLOURS[name]
-        axes.step(x, y, dash, where="post", color=colour, label=f"{LABELS[name]} ({n})")
+        axes.step(x, y, dash, where="post", color=colour, label=f"{GROUP_TITLES[name]} ({n})")
         axes.step(x[foot], y[foot], where="post", color=colour, linewidth=3.6, alpha=0.75)
         end = -1 if headline.higher_is_better else 0
         axes.plot([x[foot][end]], [y[foot][end]], "o", color=colour, markersize=3.6)

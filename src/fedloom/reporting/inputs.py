@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -383,7 +384,7 @@ class _Outputs(_Part):
         return self
 
 
-_OBJECTS: Mapping[str, type[BaseModel]] = {
+_FILES: Mapping[str, Any] = {
     AUDIT: AuditFile,
     "outputs.json": _Outputs,
     "examples.json": _Examples,
@@ -392,11 +393,14 @@ _OBJECTS: Mapping[str, type[BaseModel]] = {
     "calibration.json": _Calibration,
     "uncertainty.json": _Uncertainty,
     "descriptors.json": _Descriptors,
+    "metrics.jsonl": list[_Evaluation],
+    "journal.jsonl": list[_Attempt],
+    "clients.csv": list[_Row],
 }
-_LISTS: Mapping[str, tuple[TypeAdapter[Any], Callable[[RunFolder], Sequence[Any]]]] = {
-    "metrics.jsonl": (TypeAdapter(list[_Evaluation]), lambda run: list(run.metrics())),
-    "journal.jsonl": (TypeAdapter(list[_Attempt]), lambda run: list(run.objects("journal.jsonl"))),
-    "clients.csv": (TypeAdapter(list[_Row]), lambda run: run.clients()),
+_LISTS: Mapping[str, Callable[[RunFolder], Sequence[Any]]] = {
+    "metrics.jsonl": lambda run: list(run.metrics()),
+    "journal.jsonl": lambda run: list(run.objects("journal.jsonl")),
+    "clients.csv": lambda run: run.clients(),
 }
 
 
@@ -409,10 +413,7 @@ def checked(run: RunFolder, name: str) -> dict[str, Any]:
         If the file is missing, not JSON, or malformed; names the key and the fault.
     """
     found = run.json(name)
-    try:
-        _OBJECTS[name].model_validate(found, strict=False)
-    except ValidationError as error:
-        raise _broken(run, name, error) from None
+    _check(run, name, _FILES[name], found)
     return found
 
 
@@ -425,16 +426,8 @@ def check_files(run: RunFolder, names: Sequence[str]) -> None:
         For the first such file; names the key and the fault.
     """
     for name in names:
-        if not (run.path / name).exists():
-            continue
-        if name in _OBJECTS:
-            checked(run, name)
-        elif name in _LISTS:
-            adapter, read = _LISTS[name]
-            try:
-                adapter.validate_python(read(run), strict=False)
-            except ValidationError as error:
-                raise _broken(run, name, error) from None
+        if name in _FILES and (run.path / name).exists():
+            _check(run, name, _FILES[name], _LISTS[name](run) if name in _LISTS else run.json(name))
     if "partition.json" in names:
         _check_classes(run, len(run.manifest().class_names), names)
 
@@ -451,18 +444,12 @@ def check_compared(run: RunFolder) -> None:
     method = summary["algorithm"]
     check_files(run, ("clients.csv",))
     lines = list(run.metrics())
-    try:
-        TypeAdapter(list[_Compared]).validate_python(lines, strict=False)
-    except ValidationError as error:
-        raise _broken(run, "metrics.jsonl", error) from None
+    _check(run, "metrics.jsonl", list[_Compared], lines)
     for name, line in (("summary.json", summary), *(("metrics.jsonl", line) for line in lines)):
         own = line.get(method, {})
         if not isinstance(own, dict) or (line["global"] is None) != (summary["global"] is None):
             raise DataError(f"{run.path / name}: is damaged: it must have {method} and global like the other rounds")
-        try:
-            TypeAdapter(_Group | None).validate_python(own.get("users"), strict=False)
-        except ValidationError as error:
-            raise _broken(run, name, error) from None
+        _check(run, name, _Group | None, own.get("users"))
     if not all(row.get("test", "").isdecimal() for row in run.clients()):
         raise DataError(f"{run.path / 'clients.csv'}: is damaged, at test: numbers of examples are missing")
 
@@ -480,7 +467,16 @@ def _check_classes(run: RunFolder, classes: int, names: Sequence[str]) -> None:
             raise DataError(f"{run.path / name}: has class {number}, but the partition has {classes} classes")
 
 
-def _broken(run: RunFolder, name: str, error: ValidationError) -> DataError:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"]) or "the whole"
-    return DataError(f"{run.path / name}: is damaged, at {key}: {first['msg']:.200}")
+@cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
+def _check(run: RunFolder, name: str, schema: Any, content: Any) -> None:
+    """Raise DataError unless the content of a file fits its schema."""
+    try:
+        _adapter(schema).validate_python(content, strict=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the whole"
+        raise DataError(f"{run.path / name}: is damaged, at {key}: {first['msg']:.200}") from None

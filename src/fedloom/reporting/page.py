@@ -41,16 +41,17 @@ class TableRow:
     note: str = ""
 
 
-def table_row(*texts: str, colour: str = "", note: str = "") -> TableRow:
-    """Return a row of plain cells, with a dot if it has a colour."""
-    return TableRow(tuple(map(Cell, texts)), colour, None, note)
+def table_row(*cells: str | Cell, colour: str = "", dash: str | None = None, note: str = "") -> TableRow:
+    """Return a row of cells; text stands for a plain cell."""
+    return TableRow(tuple(Cell(each) if isinstance(each, str) else each for each in cells), colour, dash, note)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Table in titled blocks of rows; ``above`` are headings of groups of so many columns, ``left`` columns hold text.
+    """Table in titled blocks of rows.
 
-    A ``small`` table stands in the grid of the figures; a ``wide`` one takes the full width of it.
+    ``above`` has headings of groups of columns, each with its number of columns; the first ``left`` columns hold text.
+    A ``small`` table stands in the grid of the figures; a ``wide`` one takes the grid's full width.
     """
 
     headings: tuple[str, ...]
@@ -97,7 +98,8 @@ class ConfusionCard:
 class Part:
     """Figures and tables with one explanation, in the order of the attributes.
 
-    Figures and small tables share a grid of this many ``columns``. ``pairs`` are keys with values, ``pre`` is verbatim.
+    Figures and small tables share a grid with this number of ``columns``. ``pairs`` are keys with values; ``pre`` is
+    shown verbatim.
     """
 
     title: str = ""

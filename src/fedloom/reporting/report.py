@@ -13,7 +13,7 @@ from fedloom.errors import DataError, ExperimentError, StorageError
 from fedloom.experiment.yaml_reader import parse_yaml
 from fedloom.reporting import inputs, report_audit, report_classes, report_examples, report_results, report_setup
 from fedloom.reporting.page import DASH, Fact, PageSection, Part, ReportPage, check_installed
-from fedloom.reporting.words import human_bytes, human_time, method_title, number_range
+from fedloom.reporting.words import GROUP_TITLES, human_bytes, human_time, method_title, number_range
 from fedloom.runs.files import AUDIT, EXPERIMENT
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import headline_of, values_of
@@ -38,7 +38,7 @@ FILES: Mapping[str, Sequence[str]] = {
     "Time": ("journal.jsonl", "summary.json"),
     "Environment": ("environment.json",),
 }
-"""Files of each section, except those of every run."""
+"""Files that each section reads, besides those of every run."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _page(run: RunFolder) -> ReportPage:
 
 
 def _of_last_round(run: RunFolder) -> tuple[tuple[str, ...], Mapping[str, Any] | None]:
-    """Return notices about the evaluations, and the last of them; sections report a damaged file."""
+    """Return notices about the evaluations, and the last evaluation; a damaged file is reported by the sections."""
     notices = []
     try:
         lines = run.metrics()
@@ -140,7 +140,7 @@ def _of_last_round(run: RunFolder) -> tuple[tuple[str, ...], Mapping[str, Any] |
 
 
 def _followed(page: ReportPage, renewal: AutoRefresh) -> ReportPage:
-    """Return the page of a run in progress: its state in place of a notice, without the sections to come."""
+    """Return the page of a run in progress, with its state as a notice, without the sections that are still to come."""
     later = [section.title for section in page.sections if section.pending] if renewal.every_s else []
     state = f"{renewal.state} Sections written at the end: {', '.join(later)}." if later else renewal.state
     return replace(
@@ -216,7 +216,7 @@ def _unfinished_title(run: RunFolder) -> str:
 
 def _quality(summary: Mapping[str, Any]) -> tuple[Fact, ...]:
     facts, headline = [], headline_of(summary)
-    for key, label in (("seen", "seen clients"), ("unseen", "unseen clients"), ("global", "global model")):
+    for key, label in GROUP_TITLES.items():
         group = summary[key]
         if group is None:
             continue

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedloom.core.words import pluralize
 from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
-from fedloom.reporting.words import audit_verdict, epsilon_shown, in_percent, inversion_note
+from fedloom.reporting.words import audit_verdict, in_percent, inversion_note, shown_bound
 from fedloom.runs.files import AUDIT
 from fedloom.runs.folder import RunFolder
 
@@ -40,18 +40,18 @@ def _membership(found: Mapping[str, Any]) -> Part:
                         f"{exposed['mean']:.3f}",
                         f"{exposed['highest']:.3f} ({exposed['client']})",
                         in_percent(result["tpr_at_low_fpr"]),
-                        epsilon_shown(result["epsilon"]),
+                        shown_bound(result["epsilon"]),
                         f"{result['members']:,} / {result['others']:,}",
                         colour=group,
                     )
                 )
     headings = ("model", "AUC", "mean of clients", "highest of a client", "TPR at 1% FPR, %", "ε at least", "examples")
     text = (
-        f"Training against test examples of the same clients, told apart by the loss of the model after round "
-        f"{found['round']}. AUC 0.5 is chance. Examples: trained on / not. The global model has seen none of unseen "
-        f"clients. ε: lower bound with {100 * found['confidence']:g} % confidence at δ = {found['delta']:g}, of half "
-        "the examples by the threshold that is best for the others, if examples are independent; those of a single "
-        "training are only nearly so."
+        f"Training and test examples of the same clients, distinguished by the loss of the model after round "
+        f"{found['round']}. An AUC of 0.5 is chance. Examples: trained on / not trained on. The global model was not "
+        f"trained on any example of unseen clients. ε: lower bound with {100 * found['confidence']:g} % confidence at "
+        f"δ = {found['delta']:g}, from half of the examples, by the threshold that is best for the other half. The "
+        "bound assumes independent examples; those of a single training are only nearly independent."
     )
     panel = Panel("membership", audit_figures.draw_membership(found))
     return Part("Membership inference", (panel,), (Table(headings, (("", tuple(rows)),)),), columns=2, text=text)
@@ -63,21 +63,21 @@ def _canaries(found: Mapping[str, Any], claim: Mapping[str, Any] | None) -> Part
     pairs = [
         ("canaries", f"{pluralize(found['canaries'], kind)}, {found['in']} in"),
         ("guesses", f"{found['guesses_in']} in and {found['guesses_out']} out, {found['right']} of {guesses} right"),
-        ("ε at least", f"{epsilon_shown(found['epsilon'])} at δ = {found['delta']:g}"),
-        ("largest bound of so many", epsilon_shown(found["largest_bound"])),
+        ("ε at least", f"{shown_bound(found['epsilon'])} at δ = {found['delta']:g}"),
+        ("largest bound with this number", shown_bound(found["largest_bound"])),
     ]
-    if found.get("normal_estimate") is not None:
-        pairs.append(("ε of normal scores", f"about {epsilon_shown(found['normal_estimate']['epsilon'])}, no bound"))
+    if (estimate := found.get("normal_estimate")) is not None:
+        pairs.append(("ε if scores are normal", f"about {shown_bound(estimate['epsilon'])}, not a bound"))
     if claim is not None:
-        pairs.append(("claimed ε", f"{epsilon_shown(claim['epsilon'])} at δ = {claim['delta']:g}, for {claim['of']}"))
+        pairs.append(("claimed ε", f"{shown_bound(claim['epsilon'])} at δ = {claim['delta']:g}, for {claim['of']}"))
     what = {
-        "clients": "A canary client sends a random direction for an update, or zeros; the score is the dot product of "
+        "clients": "A canary client sends a random direction as its update, or zeros; the score is the dot product of "
         "the direction with the change of the model.",
         "examples": "A canary example has a wrong target, and is trained on or left out; the score is the decrease of "
         "its loss.",
     }[found["of"]]
     text = (
-        f"Each canary was in or out of this run by a fair coin. {what} The bound holds with "
+        f"A fair coin decided whether each canary was in this run. {what} The bound holds with "
         f"{100 * found['confidence']:g} % confidence (Steinke, Nasr, Jagielski 2023). {audit_verdict(found, claim)}"
     )
     return Part("Canaries", pairs=tuple(pairs), text=text)
@@ -98,12 +98,12 @@ def _inversion(found: Mapping[str, Any]) -> Part:
         )
         for case in found["cases"]
     ]
-    headings = ("update", "clients", "examples", "attack", "best PSNR, dB", "mean, dB", "of the mean input, dB")
+    headings = ("update", "clients", "examples", "attack", "best PSNR, dB", "mean, dB", "mean input, dB")
     pictured = [case for case in found["cases"] if case.get("original") and case.get("reconstruction")]
     panels = (Panel("inversion", audit_figures.draw_inversion(pictured)),) if pictured else ()
     text = (
-        f"Examples of {found['client']}, reconstructed from its update, or from its sum with others; the best of "
-        f"them is shown. {inversion_note(found)}"
+        f"Examples of {found['client']}, reconstructed from its update, or from the sum of several updates. The figure "
+        f"shows the best one. {inversion_note(found)}"
     )
     tables = (Table(headings, (("", tuple(rows)),)),)
     return Part("Gradient inversion", panels, tables, columns=2, text=text)

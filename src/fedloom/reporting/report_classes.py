@@ -10,9 +10,9 @@ from fedloom.core.words import pluralize
 from fedloom.errors import DataError
 from fedloom.reporting import inputs
 from fedloom.reporting.page import DASH, Cell, ConfusionCard, Panel, Part, Table, TableRow, table_row
-from fedloom.reporting.report_results import GROUPS, NAMED, client_row, group_of, main_reading, owner_of, small_table
+from fedloom.reporting.report_results import NAMED, client_row, group_of, main_reading, owner_of, small_table
 from fedloom.reporting.report_setup import summary_of
-from fedloom.reporting.words import in_percent
+from fedloom.reporting.words import GROUP_TITLES, in_percent
 from fedloom.runs.folder import RunFolder
 
 CARDS = 1000
@@ -132,7 +132,7 @@ def _errors(counts: Mapping[str, Sequence[Sequence[int]]], names: Sequence[str],
     for _, i, j in most:
         parts = [(each[i][j], sum(each[i])) for each in counts.values()]
         rows.append(table_row(f"{names[i]} → {names[j]}", *(in_percent(n / of) if of else DASH for n, of in parts)))
-    title = f"Most frequent errors, {GROUPS[next(iter(counts))]}"
+    title = f"Most frequent errors, {GROUP_TITLES[next(iter(counts))]}"
     return small_table(title, ("true → predicted, %", *counts), rows, wide=wide)
 
 
@@ -144,7 +144,7 @@ def calibration(run: RunFolder) -> Part:
     last, _ = run.last_evaluation() or ({}, 0)
     of_clients = {key: of.get("ece_clients") for key, of in summary_of(run).get("uncertainty", {}).items() if of}
     rows = []
-    for key, label in GROUPS.items():
+    for key, label in GROUP_TITLES.items():
         found = last.get("uncertainty", {}).get(key)
         if found is not None:
             own = DASH if of_clients.get(key) is None else in_percent(of_clients[key])

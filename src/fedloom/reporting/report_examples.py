@@ -9,7 +9,8 @@ from typing import Any
 from fedloom.core.words import pluralize
 from fedloom.errors import DataError
 from fedloom.reporting.page import DASH, Panel, Part, Table, table_row
-from fedloom.reporting.report_results import GROUPS, group_of, small_table
+from fedloom.reporting.report_results import group_of, small_table
+from fedloom.reporting.words import GROUP_TITLES
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import metric_title, significant
 
@@ -41,7 +42,7 @@ def outputs(run: RunFolder) -> Part:
             for metric in metrics
         ]
         rows.append(table_row(names[k], f"{first[k]['true']:,.0f}", *cells))
-    titles = {"seen": GROUPS["seen"], "unseen": GROUPS["unseen"], "global, seen": "global model, seen clients"}
+    titles = {**GROUP_TITLES, "global, seen": "global model, seen clients"}
     above = (("", 2), *((titles[key], len(metrics)) for key in columns))
     headings = ("name", "true", *(metric_title(metric) for _ in columns for metric in metrics))
     what = "label" if metrics[0] == "auroc" else "class"
@@ -49,7 +50,7 @@ def outputs(run: RunFolder) -> Part:
         f"Test split, round {document['round']}, all examples of a group together; the {what} with the lowest "
         f"{metric_title(metrics[0])} first. True: number of "
         + ("examples that have the label." if what == "label" else "pixels of the class.")
-        + (f" The {MANY_OUTPUTS} worst of {len(names)}." if len(names) > MANY_OUTPUTS else "")
+        + (f" Only the {MANY_OUTPUTS} worst of {len(names)} are listed." if len(names) > MANY_OUTPUTS else "")
     )
     return Part(tables=(Table(headings, (("", tuple(rows)),), above=above),), text=text)
 
@@ -114,10 +115,10 @@ def _masks(document: Mapping[str, Any]) -> Part:
         rows.append(table_row(client["id"], share, most, colour=group_of({"seen": str(client["seen"]).lower()})))
     panel = Panel("examples", example_figures.draw_segmentations(document), wide=True)
     text = (
-        f"Personalized models after round {document['round']}: of each of the "
+        f"Personalized models after round {document['round']}: for each of the "
         f"{pluralize(len(document['clients']), 'client')} with the worst results, the test image with the most wrong "
-        "pixels. Pixels without a class are grey. The table has the shown image's share of wrong pixels, and the true "
-        "class that is missed most."
+        "pixels. Pixels without a class are grey. The table gives each image's share of wrong pixels, and the true "
+        "class that was missed most."
     )
     table = small_table("Wrong pixels", ("client", "wrong, %", "missed most"), rows)
     return Part(panels=(panel,), tables=(table,), columns=2, text=text)

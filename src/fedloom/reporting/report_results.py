@@ -10,7 +10,7 @@ from fedloom.errors import DataError
 from fedloom.reporting import inputs
 from fedloom.reporting.page import DASH, FEWEST_POINTS, Panel, Part, Table, TableRow, table_row
 from fedloom.reporting.report_setup import summary_of
-from fedloom.reporting.words import client_column, is_masked
+from fedloom.reporting.words import GROUP_TITLES, client_column, is_masked
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.headline import MetricValues, headline_of, metrics_of, values_of
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS, Headline, metric_heading, shown_metric, significant
@@ -23,8 +23,6 @@ FEW_CLIENTS = 20
 
 MANY_METRICS = 3
 """Maximum number of metrics in a small table of clients; one of more takes the full width."""
-
-GROUPS = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
 
 
 def has_classes(run: RunFolder) -> bool:
@@ -74,7 +72,7 @@ def result_table(run: RunFolder) -> Part:
     if not lines:
         raise DataError(f"{run.path / 'metrics.jsonl'}: has no evaluated round")
     last, best, headline = lines[-1], _best(run), headline_of(lines[-1])
-    masked = any(is_masked(last[key]) for key in GROUPS if last[key] is not None)
+    masked = any(is_masked(last[key]) for key in GROUP_TITLES if last[key] is not None)
     main, other = ("masked", "unmasked") if masked else ("unmasked", "masked")
     is_best = best is not None and best["round"] == last["round"]
     which = f"Round {last['round']} ({'last and best by validation' if is_best else 'last'})"
@@ -107,7 +105,7 @@ def _about_results(headline: Headline) -> str:
 
 def _all_metrics(line: Mapping[str, Any], headline: Headline) -> tuple[Table, ...]:
     """Return a table of every metric of the task; none if the headline metric is the only one."""
-    found = {key: metrics_of(line[key]) for key in GROUPS if line[key] is not None}
+    found = {key: metrics_of(line[key]) for key in GROUP_TITLES if line[key] is not None}
     names = [
         name
         for name in dict.fromkeys(name for metrics in found.values() for name in metrics)
@@ -123,7 +121,7 @@ def _all_metrics(line: Mapping[str, Any], headline: Headline) -> tuple[Table, ..
             cells += [_shown(name, value) for value in (values.mean, values.worst_decile, values.pooled)]
         rows.append(table_row(metric_heading(name), *cells))
     headings = ("test metric", *(("mean", "worst decile", "pooled") * len(found)))
-    above = (("", 1), *((GROUPS[key], 3) for key in found))
+    above = (("", 1), *((GROUP_TITLES[key], 3) for key in found))
     return (Table(headings, ((f"Round {line['round']}, every metric", tuple(rows)),), above=above),)
 
 
@@ -137,7 +135,7 @@ def _last_evaluations(run: RunFolder, headline: Headline) -> list[str]:
     if found is None or found["evaluations"] < 2:  # a run of an older version, or one in progress
         return []
     means = []
-    for key, label in GROUPS.items():
+    for key, label in GROUP_TITLES.items():
         over = (found[key] or {}).get(f"{headline.name}_mean")
         if over is not None:
             mean, *ends = (headline.shown(over[name]) for name in ("mean", "lowest", "highest"))
@@ -164,7 +162,7 @@ def _best(run: RunFolder) -> Mapping[str, Any] | None:
 
 
 def _other_reading(groups: Mapping[str, Any], other: str) -> dict[str, Any]:
-    found: dict[str, Any] = {key: None if groups[key] is None else groups[key].get(other) for key in GROUPS}
+    found: dict[str, Any] = {key: None if groups[key] is None else groups[key].get(other) for key in GROUP_TITLES}
     if found["global"] is not None:
         inner = _other_reading({**groups["global"], "global": None}, other)
         found["global"] = {**found["global"], "seen": inner["seen"], "unseen": inner["unseen"]}
@@ -211,7 +209,7 @@ def client_results(run: RunFolder) -> Part:
 
     rows, reading, headline = run.clients(), main_reading(run), _headline(run)
     if not any(row[client_column("personal", headline.name, reading)] for row in rows):
-        return Part(text="No client's own results are known: metrics were summed securely, or nobody was measured.")
+        return Part(text="No client's own results are known: metrics were summed securely, or no client was measured.")
     panels = [Panel("clients", figures.draw_distribution(rows, headline, reading))]
     right, thick = ("right", "foot") if headline.higher_is_better else ("left", "top")
     which, value = ("last evaluation", "a value")
@@ -274,8 +272,8 @@ def _changed(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str
     shown = []
     for row, before, after in both[:half] + both[len(both) - half :]:
         gain = headline.sign * (after - before)
-        values = (headline.shown(before), headline.shown(after), headline.shown_difference(gain))
-        shown.append(client_row(row, *values))
+        points = f"{100 * gain:+.1f}" if headline.percent else f"{gain:+.3g}"
+        shown.append(client_row(row, headline.shown(before), headline.shown(after), points))
     headings = ("client", "global, %", "personalized, %", "gain, points")
     if not headline.percent:
         gain_of = "gain" if headline.higher_is_better else f"{headline.title} saved"

@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedloom.core.words import dotted_keys, pluralize, rounded_up
+from fedloom.core.words import dotted_keys, pluralize
 from fedloom.data.manifest import Manifest
 from fedloom.errors import DataError
 from fedloom.reporting import inputs
 from fedloom.reporting.page import Panel, Part, Table, TableRow, table_row
-from fedloom.reporting.words import number_range
+from fedloom.reporting.words import number_range, shown_epsilon
 from fedloom.runs.folder import RunFolder
 
 
@@ -74,8 +74,8 @@ def method(run: RunFolder) -> Part:
 def privacy(run: RunFolder) -> Part:
     """Return the claim of the training's differential privacy in sentences, its numbers, and ε by round."""
     claim = summary_of(run)["training_privacy"]
-    told = [(line["round"], line["privacy"]) for line in run.metrics() if line.get("privacy") is not None]
-    rows = tuple(table_row(str(round), shown_epsilon(now["epsilon"]), f"{now['sums']:,}") for round, now in told)
+    spent = [(line["round"], line["privacy"]) for line in run.metrics() if line.get("privacy") is not None]
+    rows = tuple(table_row(str(round), shown_epsilon(now["epsilon"]), f"{now['sums']:,}") for round, now in spent)
     table = Table(("round", "ε", "noisy sums"), (("", _thinned(rows)),), title="ε by round", small=True)
     return Part(
         tables=(table,) if rows else (),
@@ -86,20 +86,12 @@ def privacy(run: RunFolder) -> Part:
             ("ε toward readers of the models", shown_epsilon(claim["to_readers"]["epsilon"])),
             ("ε toward the aggregator", shown_epsilon(claim["to_aggregator"]["epsilon"])),
             ("δ", f"{claim['delta']:g}"),
-            (
-                "mechanism",
-                f"{claim['mechanism']} noise, sampling {', '.join(claim['sampling']) or 'none'}",
-            ),
+            ("mechanism", f"{claim['mechanism']} noise, sampling {', '.join(claim['sampling']) or 'none'}"),
             ("clipping norm, noise multiplier", f"{claim['clip']:g}, {claim['noise_multiplier']:.4g}"),
             ("source of noise", claim["noise"]),
             ("covers", ", ".join(claim["covers"])),
         ),
     )
-
-
-def shown_epsilon(epsilon: float | None) -> str:
-    """Return an ε with three digits; ``none`` without a guarantee."""
-    return "none" if epsilon is None else rounded_up(epsilon)
 
 
 def _thinned(rows: Sequence[TableRow]) -> tuple[TableRow, ...]:

@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from fedloom.reporting.drawing import COLOURS, FULL, HALF, INK, LABELS, OTHER, as_svg, dots, percent, sheet
+from fedloom.reporting.drawing import COLOURS, FULL, HALF, INK, OTHER, as_svg, dots, percent, sheet
+from fedloom.reporting.words import GROUP_TITLES
 
 PICTURED = 5
 """Number of clients shown individually, as in papers/003, Figure 3."""
@@ -27,7 +28,7 @@ def draw_reliability(document: Mapping[str, Any]) -> Figure:
     for name, rows in _groups(document).items():
         examples, confidence, accuracy = np.asarray(rows, dtype=np.float64).T
         filled, dash, colour = examples > 0, "--" if name == "global" else "-", COLOURS[name]
-        line = {"color": colour, "marker": "o", "markersize": 3, "label": LABELS[name]}
+        line = {"color": colour, "marker": "o", "markersize": 3, "label": GROUP_TITLES[name]}
         upper.plot(confidence[filled], accuracy[filled], dash, **line)
         lower.stairs(examples / examples.sum(), document["edges"], color=colour, linestyle=dash, linewidth=1.2)
     upper.set(title="Reliability diagram", xlim=(0, 1), ylim=(0, 1), ylabel="accuracy")

@@ -8,6 +8,9 @@ from typing import Any
 
 from fedloom.core.words import rounded_up
 
+GROUP_TITLES = {"seen": "seen clients", "unseen": "unseen clients", "global": "global model"}
+"""Groups of clients, and how pages call them."""
+
 
 def method_title(summary: Mapping[str, Any]) -> str:
     """Return the name of a finished run's method on pages: the shortest title of its predictors."""
@@ -15,8 +18,13 @@ def method_title(summary: Mapping[str, Any]) -> str:
     return min(titles.values(), key=len, default=str(summary["algorithm"]))
 
 
-def epsilon_shown(epsilon: float | None) -> str:
-    """Return ε with three digits; an infinite one, null in documents, as a sign."""
+def shown_epsilon(epsilon: float | None) -> str:
+    """Return the ε of a guarantee with three digits; ``none`` without a guarantee."""
+    return "none" if epsilon is None else rounded_up(epsilon)
+
+
+def shown_bound(epsilon: float | None) -> str:
+    """Return a lower bound on ε with three digits; ∞ for an infinite one, which is null in documents."""
     return "∞" if epsilon is None else rounded_up(epsilon)
 
 
