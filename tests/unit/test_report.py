@@ -530,6 +530,8 @@ WRONG: list[tuple[str, tuple[str | int, ...], object]] = [
     ("summary.json", ("seen", "accuracy_std"), None),
     ("summary.json", ("communication",), []),
     ("summary.json", ("duration_s",), "long"),
+    ("summary.json", ("duration_s",), "9.5"),
+    ("metrics.jsonl", ("communication", "payload_up"), "9"),
     ("summary.json", ("last_evaluations",), 3),
     ("summary.json", ("pefll",), 3),
     ("summary.json", ("best", "round"), -1),

@@ -71,7 +71,7 @@ class CanarySet:
 
 
 class CanaryClientAlgorithm(ClientAlgorithm):
-    """Client algorithm of a method in which canaries send their directions; all other clients do as the method says.
+    """Client algorithm of a method in which canaries send their directions; all other clients follow the method.
 
     A canary takes part in a conversation as any client does, with all its messages and its state, and replaces the
     update in its answer. Whatever happens to an answer after that, such as clipping, happens to it, too.

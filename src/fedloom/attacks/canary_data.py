@@ -1,4 +1,4 @@
-"""Partitions with canaries: a copy of a partition with clients or examples that are there only to be guessed about."""
+"""Partitions with canaries: copies of a partition with clients or examples that exist only for an audit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedloom.errors import ExperimentError, argument
 from fedloom.storage.folder import fill, make_private
 
 NAME = "canary"
-"""Beginning of the ids of canary clients."""
+"""Prefix of the ids of canary clients."""
 
 COPIED = 16
 """Maximum number of training examples of a canary client, which are copies of another client's."""
@@ -43,8 +43,8 @@ def canary_names(dataset: FederatedDataset, count: int) -> tuple[str, ...]:
 def write_with_clients(dataset: FederatedDataset, folder: Path, names: Sequence[str], seed: int) -> Manifest:
     """Write a partition with canary clients beside the others; return its manifest.
 
-    Each holds copies of a few training examples of some seen client, and no others, so that it can do whatever its
-    method does in a round, and enters no result.
+    Each holds copies of a few training examples of a seen client, so that it can take part in a round like any client,
+    and no validation or test examples, so that it enters no result.
     """
     random, hosts = make_rng(seed, "audit", "hosts"), dataset.manifest.roster
     made: list[ClientEntry] = []
@@ -65,7 +65,7 @@ def write_with_clients(dataset: FederatedDataset, folder: Path, names: Sequence[
 
 @dataclass(frozen=True)
 class CanaryExample:
-    """Training example of a client whose target is replaced by another, and which is in the training set or not.
+    """Training example whose target is replaced by another, and which is either in the training set or left out.
 
     Attributes
     ----------
@@ -131,9 +131,9 @@ def canary_targets(y: Tensor, canaries: Sequence[CanaryExample], classes: int) -
 def write_with_examples(
     dataset: FederatedDataset, folder: Path, canaries: Sequence[CanaryExample], coins: NDArray[np.bool_]
 ) -> Manifest:
-    """Write a partition whose canaries that are in have their wrong targets, and that lacks the others.
+    """Write a partition that has the canaries that are in, with their wrong targets, and lacks the others.
 
-    Returns its manifest.
+    Return its manifest.
     """
     make_private(folder / "shards")
     by_client: dict[str, list[int]] = {}
@@ -176,7 +176,7 @@ def _write_shard(folder: Path, entry: ClientEntry, tensors: Mapping[str, Tensor]
 
 
 def _link(dataset: FederatedDataset, folder: Path, clients: Sequence[str]) -> None:
-    """Give the new partition the shards of clients that stay as they are, without a copy where the disk allows."""
+    """Link the shards of unchanged clients into the new partition; copy them where the disk has no links."""
     dataset.verify(clients)
     for client in clients:
         source, target = dataset.shard_file(client), shard_path(folder, client)

@@ -50,7 +50,7 @@ def canary_document(
 ) -> dict[str, Any]:
     """Return the lower bound on ε from guesses about canaries, and the largest that their number allows.
 
-    The largest bound over :func:`guess_counts` counts; each holds with so much more confidence that all hold together.
+    The largest bound over :func:`guess_counts` counts; each holds with a higher confidence, so that all hold together.
     Infinite values are null.
     """
     m, counts = len(scores), guess_counts(len(scores))
@@ -76,19 +76,19 @@ def canary_document(
 def normal_estimate(scores: NDArray[np.float64], coins: NDArray[np.bool_], *, delta: float) -> dict[str, Any] | None:
     """Return means and deviations of the scores of canaries, and the ε at δ of normal scores with such means.
 
-    Two normal distributions of one deviation are those of the Gaussian mechanism with it as noise and the difference of
-    the means as sensitivity. G. Andrew et al., ICLR 2024, arXiv 2302.03098, Algorithm 2, estimate ε like this. It is no
-    bound, because means and deviation are estimates. None if fewer than two canaries are in, or out.
+    Two normal distributions with one deviation are those of a Gaussian mechanism with this noise, whose sensitivity is
+    the difference of the means. G. Andrew et al., ICLR 2024, arXiv 2302.03098, Algorithm 2, estimate ε like this. It is
+    not a bound, because means and deviation are estimates. None if fewer than two canaries are in, or out.
     """
     groups = {"in": scores[coins], "out": scores[~coins]}
     if min(map(len, groups.values())) < 2:
         return None
-    told = {name: {"mean": float(some.mean()), "std": float(some.std(ddof=1))} for name, some in groups.items()}
-    apart = abs(told["in"]["mean"] - told["out"]["mean"])
-    weighted = sum((len(some) - 1) * told[name]["std"] ** 2 for name, some in groups.items())
+    found = {name: {"mean": float(some.mean()), "std": float(some.std(ddof=1))} for name, some in groups.items()}
+    apart = abs(found["in"]["mean"] - found["out"]["mean"])
+    weighted = sum((len(some) - 1) * found[name]["std"] ** 2 for name, some in groups.items())
     deviation = math.sqrt(weighted / (len(scores) - 2))
     epsilon = gaussian_epsilon(deviation / apart, delta) if apart else 0.0
-    return {"epsilon": _or_null(epsilon), **told}
+    return {"epsilon": _or_null(epsilon), **found}
 
 
 def _or_null(epsilon: float) -> float | None:

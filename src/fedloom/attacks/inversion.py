@@ -26,13 +26,13 @@ LR = 0.1
 """Learning rate of the attacked step; the attacker knows it, and divides the update by it."""
 
 STEPS, ITERATIONS, RESTARTS = 800, 300, 2
-"""Steps by direction and iterations by distance for one example, and beginnings of which the closest end counts."""
+"""Steps by direction and iterations by distance for one example, and number of starts; the closest result counts."""
 
 MATCHED, EXPLAINED = 1e-5, 1e-2
 """Cosine distances that end the search, and below which a linear layer's input is believed."""
 
 STEPS_OF_MANY = 200
-"""Steps of gradient matching for several examples, from one beginning."""
+"""Steps of gradient matching for several examples, from one start."""
 
 STEP_SIZE = 0.1
 """Step size of gradient matching, in standard deviations of inputs; divided by 10 after 3/8, 5/8 and 7/8 of it."""
@@ -155,8 +155,8 @@ def match_gradient(target: Target, low: float, high: float) -> Tensor:
     """Return inputs ``[b, *shape]`` whose gradient is the target's; b is the length of ``target.y``, or 1.
 
     For one example first by its Euclidean distance (Zhu et al., Algorithm 1), which finds inputs of smooth networks
-    exactly, then by its direction (Geiping et al., eq. 4), which finds something of others. Inputs stay between ``low``
-    and ``high``. The attacker takes the end of the closest direction.
+    exactly, then by its direction (Geiping et al., eq. 4), which approximates inputs of others. Inputs stay between
+    ``low`` and ``high``. The result with the closest direction is returned.
     """
     distance = _cosine_distance(target)
     if target.y is not None and len(target.y) > 1:

@@ -84,7 +84,7 @@ class RocCurve:
     Attributes
     ----------
     thresholds
-        ``[k]`` descending: infinity, then each different score; examples of at least so much are called members.
+        ``[k]`` descending: infinity, then each different score; examples with at least this score are called members.
     fpr, tpr
         ``[k]`` ascending, from 0 to 1.
     """
@@ -137,7 +137,7 @@ def membership_epsilon(members: Scores, others: Scores, *, delta: float, confide
 
 
 def _expected_epsilon(curve: RocCurve, members: int, others: int, delta: float) -> Scores:
-    """Return about what bound each point of a curve gives, ``[k]``, by Wilson's bounds of rates in place of exact ones.
+    """Return the approximate bound at each point of a curve, ``[k]``, by Wilson's bounds of rates.
 
     E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 1927.
     """

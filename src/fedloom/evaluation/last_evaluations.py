@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedloom.tasks.headline import GROUPS, headline_of, values_of
+from fedloom.tasks.names import MODEL_LOSS, Headline
+
 LATE = 8
 """Number of evaluations at the end of training that are summarized together."""
 
@@ -33,29 +36,20 @@ def late(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not lines:
         return None
     found: dict[str, Any] = {"evaluations": len(lines), "rounds": [lines[0]["round"], lines[-1]["round"]]}
-    for group in ("seen", "unseen", "global"):
-        of_group = [_with_headline(line[group], line) for line in lines if line[group] is not None]
-        found[group] = _over_evaluations(of_group) if len(of_group) == len(lines) else None
+    for name in GROUPS:
+        groups = [line[name] for line in lines if line[name] is not None]
+        found[name] = _over_evaluations(groups, headline_of(lines[-1])) if len(groups) == len(lines) else None
     return found
 
 
-def _with_headline(group: Mapping[str, Any], line: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a group's statistics with mean and pooled value of the headline, where the task has another than loss."""
-    name = line.get("headline", {}).get("name", "accuracy")
-    values = (group.get("metrics") or {}).get(name)
-    if name in ("accuracy", "loss") or values is None:
-        return group
-    return {f"{name}_{key}": values[key] for key in ("mean", "pooled")} | {"loss_mean": group["loss_mean"]}
-
-
-def _over_evaluations(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def _over_evaluations(groups: Sequence[Mapping[str, Any]], headline: Headline) -> dict[str, dict[str, float]]:
     """Return mean, lowest and highest of a group's headline, or of its losses if there is none."""
-    found: dict[str, dict[str, float]] = {}
-    headline = [key for key in groups[0] if key.endswith(("_mean", "_pooled")) and key != "loss_mean"]
-    for keys in (headline, ["loss_mean"]):
-        for key in keys if not found else ():
-            values = [one[key] for one in groups if one.get(key) is not None]
-            if len(values) == len(groups):
-                mean = math.fsum(values) / len(values)
-                found[key] = {"mean": mean, "lowest": min(values), "highest": max(values)}
-    return found
+    values = [values_of(group, headline) for group in groups]
+    columns = {f"{headline.name}_{key}": [getattr(each, key) for each in values] for key in ("mean", "pooled")}
+    known = {key: column for key, column in columns.items() if None not in column}
+    if not known or headline == MODEL_LOSS:
+        known = {"loss_mean": [group["loss_mean"] for group in groups]}
+    return {
+        key: {"mean": math.fsum(column) / len(column), "lowest": min(column), "highest": max(column)}
+        for key, column in known.items()
+    }

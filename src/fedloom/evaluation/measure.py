@@ -273,7 +273,7 @@ def _measure_classes(
 
 
 class _SplitSums:
-    """Sums of a plan over the batches of a split; those of the whole split wait for all of its batches."""
+    """Sums of a plan over the batches of a split; those that need the whole split are computed at its end."""
 
     def __init__(self, plan: EvaluationPlan) -> None:
         self._parts = plan.sums

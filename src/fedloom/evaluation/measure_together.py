@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedloom.models.predictors import Predictor
 
 _MOST = 1 << 20
-"""Most log-probabilities that are held at once."""
+"""Maximum number of log-probabilities held at once."""
 
 
 def measured_together(
@@ -34,10 +34,10 @@ def measured_together(
     batch_size: int,
     plan: EvaluationPlan,
 ) -> Metrics | None:
-    """Measure the predictors of g clients; None where clients must be measured one by one.
+    """Measure the predictors of g clients; None if clients must be measured one by one.
 
-    That is for other tasks than classification, a split without labels or of more than a batch, a client without a
-    predictor or train examples, an ensemble, a prediction or measurement that is not finite, and large groups.
+    None is returned for tasks other than classification, splits without labels or larger than a batch, clients without
+    a predictor or training examples, ensembles, predictions or measurements that are not finite, and large groups.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedloom.evaluation.summary import EvaluationResult, Statistics
 
 ACCURACY, MEAN_LOSS, OWN = 0, 1, 2
-"""Places of the moments: accuracy and mean loss of a reading, then the metrics of the plan."""
+"""Positions of the moments: accuracy and mean loss of a reading, then the metrics of the plan."""
 
 NUMBER, SUM, SQUARES = range(3)
 """Last axis of moments: clients for which a metric is defined, sum of their values, sum of the squares."""

@@ -227,7 +227,7 @@ def _check_draws(c: _Combination) -> Iterator[SettingError]:
     if federation.min_replies > 1:
         yield _error(
             "federation.min_replies",
-            f"must be 1 with federation.privacy.sampling: poisson, whose small cohorts count, too (got "
+            f"must be 1 with federation.privacy.sampling: poisson, where small cohorts count, too (got "
             f"{federation.min_replies}); set sampling to fixed, or leave it out",
         )
     seen = e.data.seen if isinstance(e.data, Data) else None
@@ -244,8 +244,8 @@ def _check_secure_cohort(c: _Combination, secure: SecureAggregation) -> Iterator
     if secure.signatures is None and own:
         yield _error(
             "federation.secure_aggregation.signatures",
-            "must be set with data.own: keys or certificates, by which members know each other, or none, if they "
-            "trust the aggregator to tell them each other's keys (got null)",
+            "must be set with data.own: keys or certificates, by which members verify each other, or none, if they "
+            "trust the aggregator to pass on each other's keys (got null)",
         )
     for key in ("clients_per_round", "min_clients") if own else ("clients_per_round",):
         if (size := getattr(federation, key)) < SMALLEST_SUM:

@@ -187,13 +187,13 @@ class EarlyStopping(Section):
         default=None,
         ge=0,
         le=1,
-        description="Stop once the metric reaches this value, for accuracy and others of which higher is better.",
+        description="Stop once the metric reaches this value, for metrics where higher is better, such as accuracy.",
     )
     at_most: float | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
-        description="Stop once the metric falls to this value, for RMSE, perplexity and losses.",
+        description="Stop once the metric falls to this value, for metrics where lower is better, such as RMSE.",
     )
     not_better_for: int | None = Field(
         default=None, ge=1, description="Stop once the metric has not improved for this many rounds."
@@ -211,7 +211,7 @@ class EarlyStopping(Section):
         if (value := getattr(self, wrong)) is not None:
             better = "higher" if headline.higher_is_better else "lower"
             raise ExperimentError(
-                f"federation.until.{wrong} is {value:g}, but the runs stop by {headline.title}, of which {better} is "
+                f"federation.until.{wrong} is {value:g}, but training stops by {headline.title}, where {better} is "
                 f"better; give {right} instead.",
                 key=f"federation.until.{wrong}",
                 found=value,
@@ -259,8 +259,8 @@ class Federation(Section):
     min_replies: int = Field(
         default=1,
         ge=1,
-        description="Minimum number of clients that must answer every exchange of a round; none where privacy.sampling "
-        "is poisson.",
+        description="Minimum number of clients that must answer every exchange of a round; no minimum where "
+        "privacy.sampling is poisson.",
     )
     attempts: int = Field(
         default=3, ge=1, description="Failed attempts at one round after which the run stops; it can be resumed."
@@ -343,7 +343,7 @@ class WorkerRuntime(Section):
         default=1,
         ge=1,
         description="Clients vectorized together: faster on a GPU, and for many small clients on a CPU. Rounding then "
-        "depends on which clients are together, so workers and this number are part of what repeats a run.",
+        "depends on which clients are together, so a run repeats only with the same workers and the same number here.",
     )
 
 

@@ -246,8 +246,7 @@ def _allowed_values(schema: Schema, path: KeyPath, value: Any, found: Any) -> st
 
 
 def _allowed_keys(schema: Schema, path: KeyPath, value: Any) -> str:
-    parent, key = path[:-1], str(path[-1])
-    keys = [name for node in _walk(schema, parent, value)[1] for name in node.get("properties", {})]
+    keys, key = _keys_at(schema, path[:-1], value), str(path[-1])
     meant = closest(key, keys)
     if meant is None:
         sections = [s for s in schema.get("properties", {}) if key in _keys_at(schema, (s,), value)]

@@ -64,7 +64,7 @@ class Release:
     population, cohort
         Numbers of units to draw from, and expected (``poisson``) or fixed number of those drawn; None if unknown.
     sampling
-        Draw that really happened.
+        How the units were drawn.
     """
 
     rate: float
@@ -85,7 +85,7 @@ class Release:
     def without_sampling(self) -> Release:
         """Return the release toward an observer who knows which units take part: sampling hides nothing from it.
 
-        It is for the same neighbouring data sets: a ``fixed`` number of units still is one where a unit is replaced.
+        Neighbouring data sets stay the same: with a ``fixed`` number of units, one unit is still replaced.
         """
         sampling: Sampling = "fixed" if self.sampling == "fixed" else "all"
         return replace(self, rate=1.0, cohort=self.population, sampling=sampling)

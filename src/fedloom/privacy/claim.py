@@ -1,9 +1,9 @@
-"""Statement of what differential privacy a training has: of whom, toward whom, by which draws, and what it leaves out.
+"""Claim of a training's differential privacy: its unit, observers and draws, and what it does not cover.
 
-An ε without an observer means little. A claim has two readings. *To readers*: whoever sees the released models, which
-every client of the federation does; the random choice of cohorts is hidden from them and counts. *To the aggregator*,
-which knows who takes part: nothing if it adds the noise itself, since it is trusted then, and no amplification by the
-choice of a cohort otherwise.
+An ε without an observer means little. A claim has two readings. *To readers*: everyone who sees the released models,
+every client of the federation included; the random choice of cohorts is hidden from them and counts. *To the
+aggregator*, which knows who takes part: no guarantee if it adds the noise itself, since it is then trusted, and no
+amplification by the choice of a cohort otherwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from fedloom.core.words import pluralize, rounded_up
@@ -63,15 +63,15 @@ class Claim:
     clip, noise_multiplier
         Clipping norm C at the start, and the smallest noise multiplier of a sum; 0 if one had none.
     sampling
-        Draws that really happened: ``poisson``, ``fixed``, ``all``.
+        Kinds of draws: ``poisson``, ``fixed``, ``all``.
     sums
         Number of noisy sums counted; of examples, that of the client with the largest ε.
     delta, epsilon
         δ, and the ε toward readers; None if there is no guarantee.
     to_readers, to_aggregator
-        Guarantee toward whoever sees the models, and toward the aggregator.
+        Guarantee toward everyone who sees the models, and toward the aggregator.
     covers, does_not_cover
-        Messages and quantities that the ε is about, and others that it is not about.
+        Messages and quantities that the ε covers, and those that it does not.
     noise
         Source of the noise: ``secret``, or the experiment's ``seed`` in a simulation, which protects nobody.
     releases
@@ -128,7 +128,8 @@ def claim(
     secure
         True if the aggregator sees sums only (``federation.secure_aggregation``).
     covers, does_not_cover
-        Names of messages that are protected, and of those that are not, beside what no training protects.
+        Names of messages that are protected, and of those that are not; the latter are added to what no training
+        protects.
     unknown
         Reason why not everything was counted; no ε is claimed then.
     """
@@ -162,7 +163,7 @@ def claim(
         noise="seed" if simulated else "secret",
         releases=None if unknown is not None or not is_same_for_all(counts) else tuple(released(worst)),
     )
-    return Claim(**{**vars(found), "statement": tuple(_sentences(found, worst))})
+    return replace(found, statement=tuple(_sentences(found, worst)))
 
 
 def _reading(counts: Mapping[Release, int], delta: float, unknown: str | None, *, amplified: bool) -> Reading:
@@ -183,8 +184,8 @@ def _sentences(found: Claim, counts: Mapping[Release, int]) -> Iterable[str]:
     yield f"Not covered: {'; '.join(found.does_not_cover)}."
     if found.noise == "seed":
         yield (
-            "The noise was derived from the experiment's seed, as in a simulation: whoever knows the seed can subtract "
-            "it. The ε says what secret noise of this size would give."
+            "The noise was derived from the experiment's seed, as in a simulation: anyone who knows the seed can "
+            "subtract it. The ε is that of secret noise of this size."
         )
 
 

@@ -60,8 +60,8 @@ def noise_multiplier(epsilon: float, delta: float, releases: int = 1) -> float:
 
 def compose(multipliers: Iterable[float]) -> float:
     """Return the multiplier of one release that discloses as much as all of these together; inf for none."""
-    told = sum(z**-2 for z in multipliers)
-    return 1 / math.sqrt(told) if told else math.inf
+    disclosed = sum(z**-2 for z in multipliers)
+    return 1 / math.sqrt(disclosed) if disclosed else math.inf
 
 
 def on_grid(values: Tensor, deviation: float) -> Tensor:

@@ -43,9 +43,9 @@ class SecureAggregation(Settings):
     )
     signatures: Literal["none", "keys", "certificates"] | None = Field(
         default=None,
-        description="Signatures of the clients' keys, by which clients know each other: with keys of a register, or "
-        "with their certificates (docs/security.md); none: they believe the aggregator. Null: none, and with data.own "
-        "an error.",
+        description="Signatures of the clients' keys, by which clients verify each other: with keys from a register, "
+        "or with their certificates (docs/security.md); none: they trust the aggregator. Null: none; with data.own, an "
+        "error.",
     )
 
     @property
@@ -89,7 +89,7 @@ class TrainingPrivacy(Settings):
 
     of: Literal["clients", "examples"] = Field(
         default="clients",
-        description="Unit that is protected: a client with all its data, or one training example of a client.",
+        description="Protected unit: a client with all its data, or one training example of a client.",
     )
     clip: float = Field(gt=0, description="Clipping norm C: of a client's update, or of the gradient of an example.")
     noise_multiplier: float | None = Field(
@@ -112,8 +112,8 @@ class TrainingPrivacy(Settings):
     )
     noise: Literal["central", "distributed"] = Field(
         default="central",
-        description="Place where noise is added to sums over clients: at the aggregator, which is trusted then, or in "
-        "shares at the clients under secure aggregation.",
+        description="Place where noise is added to sums over clients: at the aggregator, which is then trusted, or in "
+        "shares at the clients, under secure aggregation.",
     )
     adaptive_clip: AdaptiveClip | None = Field(
         default=None, description="Adapts the clipping norm of clients, which starts at clip; null: constant."

@@ -42,10 +42,10 @@ class Tally:
         self.counts = {client: Counter(releases) for client, releases in counts.items()}
         self.is_known = is_known
 
-    def add(self, told: Counts) -> None:
+    def add(self, releases: Counts) -> None:
         """Count releases."""
-        for client, releases in told.items():
-            self.counts.setdefault(client, Counter()).update(releases)
+        for client, found in releases.items():
+            self.counts.setdefault(client, Counter()).update(found)
 
     @property
     def epsilon(self) -> float:
@@ -61,15 +61,15 @@ class Tally:
         """Return the releases about the client with the largest ε, those about everyone included."""
         return largest(self.counts, self.delta)
 
-    def may_release(self, told: Counts) -> bool:
+    def may_release(self, more: Counts) -> bool:
         """Return whether the budget allows these releases after the others."""
         if self.limit is None:
             return True
         if not self.is_known:
             return False
-        after = {who: self.counts.get(who, Counter()) + Counter(told.get(who, {})) for who in {*self.counts, *told}}
+        after = {who: self.counts.get(who, Counter()) + Counter(more.get(who, {})) for who in {*self.counts, *more}}
         everyone = after.pop(EVERYONE, Counter())
-        changed = [releases for who, releases in after.items() if who in told or EVERYONE in told]
+        changed = [releases for who, releases in after.items() if who in more or EVERYONE in more]
         each = _distinct(releases + everyone for releases in changed) or [everyone]
         return all(fits(counts, self.delta, self.limit) for counts in each)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
@@ -148,13 +148,10 @@ def _label_spent(grid: Any, headline: Headline, over: Sequence[tuple[str, str]],
         top.set_title(f"Test {headline.title} {link} {title}")
         bottom.set_xlabel(label)
         bottom.set_xlim(left=0)
-        _scale_of_spent(bottom, title)
-
-
-def _scale_of_spent(axes: Axes, title: str) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=title != "communication"))
-    plain = FuncFormatter(lambda x, _: f"{x:,.10g}")
-    axes.xaxis.set_major_formatter(EngFormatter("B") if title == "communication" else plain)
+        in_bytes = title == "communication"
+        bottom.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=not in_bytes))
+        plain = FuncFormatter(lambda x, _: f"{x:,.10g}")
+        bottom.xaxis.set_major_formatter(EngFormatter("B") if in_bytes else plain)
 
 
 @as_svg
@@ -335,16 +332,9 @@ def _draw_curve(axes: Axes, curve: Sequence[tuple[float, MeanStd]], look: LineSt
 
 
 def _steps(ascending: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the corners of the step function of sorted values: two per distinct value."""
-    x: list[float] = []
-    y: list[float] = []
-    below = 0
-    for value, same in itertools.groupby(ascending):
-        above = below + sum(1 for _ in same)
-        x += [value, value]
-        y += [below / len(ascending), above / len(ascending)]
-        below = above
-    return x, y
+    """Return the corners of the step function of sorted values."""
+    shares = np.arange(len(ascending) + 1) / len(ascending)
+    return np.repeat(ascending, 2).tolist(), np.repeat(shares, 2)[1:-1].tolist()
 
 
 def _legend(figure: Figure, *panels: Axes) -> None:

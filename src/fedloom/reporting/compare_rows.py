@@ -58,7 +58,7 @@ class Row:
 
     @property
     def is_own(self) -> bool:
-        """True if the row is about the clients' final models, which is so for one row of each run."""
+        """True if the row has the clients' final models; one row of each run has them."""
         return self.predictor == "personal" or "personal" not in _shown_predictors(self.runs)
 
     def matches(self, name: str | None) -> bool:

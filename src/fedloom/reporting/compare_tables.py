@@ -106,11 +106,6 @@ def reference_note(comparison: RunComparison) -> str:
     return f"{comparison.rows[found[0].row].label} ({found[0].because})"
 
 
-def reference_of(comparison: RunComparison, pair: Pair) -> Row:
-    """Return the reference row of a pair's block."""
-    return comparison.rows[comparison.references[comparison.rows[pair.first].block].row]
-
-
 def value_cell(comparison: RunComparison, row: Row, group: str) -> str:
     """Return the mean test value ± its standard deviation: over seeds, or over clients if no row has several."""
     found = row.over_seeds(group)
@@ -194,13 +189,14 @@ def pairs_as_csv(comparison: RunComparison) -> str:
 
 
 def _pair_columns(comparison: RunComparison, pair: Pair) -> dict[str, Any]:
+    rows, block = comparison.rows, comparison.rows[pair.first].block
     t_low, t_high = pair.interval or (None, None)
     bootstrap_low, bootstrap_high = pair.bootstrap or (None, None)
     return {
         "group": pair.group,
-        "first": comparison.rows[pair.first].label,
-        "second": comparison.rows[pair.second].label,
-        "data": comparison.labels[comparison.rows[pair.first].block],
+        "first": rows[pair.first].label,
+        "second": rows[pair.second].label,
+        "data": comparison.labels[block],
         "seeds": " ".join(map(str, pair.seeds)),
         "clients": pair.clients,
         "first_better": pair.better,
@@ -218,7 +214,7 @@ def _pair_columns(comparison: RunComparison, pair: Pair) -> dict[str, Any]:
         "p_of_seeds": " ".join(map(repr, pair.p_of_seeds)),
         "not_comparable": pair.why,
         "p_holm_against": pair.p_against,
-        "against": "" if pair.p_against is None else reference_of(comparison, pair).label,
+        "against": "" if pair.p_against is None else rows[comparison.references[block].row].label,
     }
 
 

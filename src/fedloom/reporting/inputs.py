@@ -18,6 +18,8 @@ from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS
 
 Matrix = list[list[Count]]
+Pair = Annotated[list[Number], Field(min_length=2, max_length=2)]
+Triple = Annotated[list[Number], Field(min_length=3, max_length=3)]
 
 
 OF_BROKEN_FILES = (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError)
@@ -83,10 +85,14 @@ class _Groups(_Part):
     all: _Global | None = Field(alias="global")
     headline: _Headline | None = None
 
+    @property
+    def _known(self) -> list[_Group]:
+        inner = () if self.all is None else (self.all, self.all.seen, self.all.unseen)
+        return [group for group in (self.seen, self.unseen, *inner) if group is not None]
+
     @model_validator(mode="after")
     def _one_reading(self) -> _Groups:
-        inner = () if self.all is None else (self.all, self.all.seen, self.all.unseen)
-        groups = [group for group in (self.seen, self.unseen, *inner) if group is not None]
+        groups = self._known
         others = {group.other for group in groups}
         if groups and others not in ({frozenset({"masked"})}, {frozenset({"unmasked"})}, {frozenset()}):
             raise ValueError("groups must have the same other reading, masked or unmasked, or all none")
@@ -97,10 +103,9 @@ class _Groups(_Part):
 
     @model_validator(mode="after")
     def _measured(self) -> _Groups:
-        inner = () if self.all is None else (self.all, self.all.seen, self.all.unseen)
         name = ACCURACY.name if self.headline is None else self.headline.name
-        for group in (self.seen, self.unseen, *inner):
-            if group is not None and name not in (ACCURACY.name, MODEL_LOSS.name, *(group.metrics or ())):
+        for group in self._known:
+            if name not in (ACCURACY.name, MODEL_LOSS.name, *(group.metrics or ())):
                 raise ValueError(f"metrics must have the headline metric, {name}")
         return self
 
@@ -243,8 +248,8 @@ class _Confusion(_Part):
 
 class _Calibration(_Part):
     edges: Annotated[list[Number], Field(min_length=2)]
-    personal: dict[str, list[tuple[Number, Number, Number]] | None] | None
-    all: dict[str, list[tuple[Number, Number, Number]] | None] | None = Field(alias="global")
+    personal: dict[str, list[Triple] | None] | None
+    all: dict[str, list[Triple] | None] | None = Field(alias="global")
 
     @model_validator(mode="after")
     def _bins(self) -> _Calibration:
@@ -291,8 +296,8 @@ class _Uncertainty(_Part):
 
 class _Mapped(_Part):
     round: Count
-    explained: tuple[Number, Number]
-    xy: list[tuple[Number, Number] | None]
+    explained: Pair
+    xy: list[Pair | None]
     descriptors: str
 
     @model_validator(mode="after")
@@ -475,7 +480,7 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
 def _check(run: RunFolder, name: str, schema: Any, content: Any) -> None:
     """Raise DataError unless the content of a file fits its schema."""
     try:
-        _adapter(schema).validate_python(content, strict=False)
+        _adapter(schema).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "the whole"

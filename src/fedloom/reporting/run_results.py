@@ -180,12 +180,12 @@ def read_results(run: RunFolder) -> RunResults:
         raise  # with intact files, it is a bug
 
 
-def _claim(told: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _claim(claim: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return what a comparison shows of a claim; raise KeyError or TypeError if it is damaged."""
-    if told is None:
+    if claim is None:
         return None
-    shown = {key: told[key] for key in ("unit", "epsilon", "delta", "noise", "statement")}
-    return shown | {"epsilon_aggregator": told["to_aggregator"]["epsilon"]}
+    shown = {key: claim[key] for key in ("unit", "epsilon", "delta", "noise", "statement")}
+    return shown | {"epsilon_aggregator": claim["to_aggregator"]["epsilon"]}
 
 
 def _int_or_none(value: Any) -> int | None:
@@ -226,7 +226,7 @@ def _result(
     return Result(
         groups={
             name: _measured(group, headline, tested.get(name, {}), masked=masked)
-            for name, group in _of(summary, predictor, method).items()
+            for name, group in _groups_of(summary, predictor, method).items()
         },
         clients=tested,
         curve=curve,
@@ -248,7 +248,7 @@ def _quotient(row: Mapping[str, str], column: str, headline: Headline) -> tuple[
     return int(value.scaleb(digits)), 10**digits
 
 
-def _of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str, Mapping[str, Any] | None]:
+def _groups_of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str, Mapping[str, Any] | None]:
     """Return a predictor's groups from a summary or a line of metrics; ``users`` if they are not all the seen ones."""
     groups = line if predictor == "personal" else line["global"]
     found = {group: groups[group] for group in GROUPS}
@@ -293,7 +293,7 @@ def _own_steps(
 
 
 def _point(line: Mapping[str, Any], predictor: str, method: str, headline: Headline) -> CurvePoint:
-    groups = _of(line, predictor, method).items()
+    groups = _groups_of(line, predictor, method).items()
     return CurvePoint(
         int(line["round"]),
         int(line["communication"]["payload_up"]) + int(line["communication"]["payload_down"]),

@@ -108,7 +108,7 @@ class RunStatus:
         if not self._is_open:
             return () if manifest is None else manifest.clients
         classes = 0 if manifest is None else manifest.classes
-        return [Member.read(told).entry(classes) for told in self._members.values()]
+        return [Member.read(member).entry(classes) for member in self._members.values()]
 
     def _read_journal(self) -> None:
         if not self._run.line_file(JOURNAL).has_line(self._end, self._digest):  # another run, or truncated on resume
@@ -125,7 +125,7 @@ class RunStatus:
         if attempt.outcome == EVALUATED:
             return
         if attempt.outcome == SPENT:
-            self._trouble = "training has ended: another round would exceed the budget of its privacy"
+            self._trouble = "training has ended: another round would exceed its privacy budget"
             return
         counts = attempt.outcome == DONE
         self._monitor.attempted(attempt, counts=counts)
