@@ -101,14 +101,14 @@ def sentence(comparison: RunComparison, finding: Finding) -> str:
         return f"{whom}: {finding.best.label} wins with {result}, {lead}."
     mean = f"{comparison.headline.superlative} mean"
     text = f"{whom}: no clear winner. {finding.best.label} has the {mean} ({result}), {lead}."
-    if finding.close == finding.others:
+    if finding.too_few is not None:
+        text += f" With {pluralize(finding.too_few, 'client')}, no difference can be significant."
+    elif finding.close == finding.others:
         text += " No other row is significantly worse." if len(finding.others) > 1 else ""
     elif finding.close:
         text += f" Not significantly worse: {_listed(finding.close)}."
     if finding.untested:
         text += f" Not measured on the same clients: {_listed(finding.untested)}."
-    if finding.too_few is not None:
-        text += f" With {pluralize(finding.too_few, 'client')}, no difference can be significant."
     return text
 
 

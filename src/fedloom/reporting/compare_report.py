@@ -15,6 +15,7 @@ from fedloom.reporting.compare_findings import GROUP_NAMES, caution, findings, s
 from fedloom.reporting.compare_sections import line_styles_of, sections
 from fedloom.reporting.compare_tables import as_latex, own_steps_as_csv, pairs_as_csv, rows_as_csv, value_cell
 from fedloom.reporting.page import Fact, Lead, ReportPage, check_installed
+from fedloom.reporting.run_results import USERS
 
 PAGE = "compare.html"
 
@@ -53,7 +54,7 @@ def write_comparison(comparison: RunComparison, out: str | Path) -> Path:
     if comparison.stepping:
         files["own_steps.csv"] = own_steps_as_csv(comparison)
     files |= {f"figures/{name}": svg for name, svg in page.figures().items()}
-    with _whole(out) as folder:
+    with _replacing(out) as folder:
         (folder / "figures").mkdir()
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8", newline="\n")
@@ -61,7 +62,7 @@ def write_comparison(comparison: RunComparison, out: str | Path) -> Path:
 
 
 @contextmanager
-def _whole(out: Path) -> Iterator[Path]:
+def _replacing(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that replaces ``out`` once it is complete."""
     part, old = (out.absolute().with_name(f".{out.name}.{os.getpid()}.{what}") for what in ("partial", "old"))
     try:
@@ -90,7 +91,8 @@ def page_of(comparison: RunComparison) -> ReportPage:
         label, best = finding.best.label, value_cell(comparison, finding.best, finding.group)
         if len(comparison.blocks) == 1:
             colour = styles[label].name if label in styles else ""
-            name = f"best, {GROUP_NAMES[finding.group]}"
+            is_best = finding.winner or finding.group == USERS
+            name = f"{'best' if is_best else f'{comparison.headline.superlative} mean'}, {GROUP_NAMES[finding.group]}"
             facts.append(Fact(name, f"{best}{comparison.headline.unit}", label, colour))
     if note := caution(comparison):
         leads.append(Lead(note, {}))
