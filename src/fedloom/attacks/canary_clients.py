@@ -28,7 +28,7 @@ UPDATE = "delta_theta"
 """Field of an answer that the server averages into the model ``theta`` of its state."""
 
 CLEARED = (Quantity.MODEL_UPDATE, Quantity.EMBEDDING_NETWORK_UPDATE, Quantity.DESCRIPTOR_UPDATE, Quantity.GRADIENT)
-"""Quantities of which a canary sends zeros, but for :data:`UPDATE`."""
+"""Quantities of which a canary sends zeros, except :data:`UPDATE`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class CanarySet:
     seed
         Seed of the directions, drawn for the audit alone.
     norm
-        ℓ2 norm of an update that is in; None for the norm of what the client would have sent.
+        ℓ2 norm of an update that is in; None: the norm of the update that the client would have sent.
     """
 
     names: tuple[str, ...]

@@ -24,7 +24,7 @@ LEAST = 8
 
 
 def guess_counts(canaries: int) -> list[tuple[int, int]]:
-    """Return the numbers of guesses "in" and "out" to try: as many of each, or all "in", the latter of half at most.
+    """Return the numbers of guesses "in" and "out" to try: equally many of each, or half as many guesses, all "in".
 
     A canary that is in shows itself only if it was sampled, so guesses "in" are the surer ones.
     """

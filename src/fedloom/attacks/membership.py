@@ -1,4 +1,4 @@
-"""Membership inference: tell training examples of a client from its test examples by the loss of a model.
+"""Membership inference: distinguish training examples of a client from its test examples by the loss of a model.
 
 S. Yeom, I. Giacomelli, M. Fredrikson, S. Jha, Privacy risk in machine learning, CSF 2018, arXiv 1709.01604: an example
 of low loss is likely a training example. N. Carlini et al., Membership inference attacks from first principles, S&P

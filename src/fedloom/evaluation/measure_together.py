@@ -1,7 +1,7 @@
 """Evaluation of several clients' classifiers together: each predicts alone, and their sums are taken in one step.
 
-The sums of a small client take longer than its predictions. Results are those of
-:func:`~fedloom.evaluation.measure.measure` but for the rounding of sums.
+The sums of a small client take longer than its predictions. Results are equal to those of
+:func:`~fedloom.evaluation.measure.measure` up to the rounding of sums.
 """
 
 from __future__ import annotations

@@ -55,8 +55,10 @@ def check_compatibility(experiment: Experiment) -> list[SettingError]:
         source = combination.source
     except ExperimentError as error:  # nothing else can be said of data that cannot be opened
         fault = _error_of(error, "data.source", ("data.",))
-        told = fault.path == ("data", "source", "task") and experiment.task is not None
-        return [_error("task.name", fault.text) if told else fault]  # by default the source has the experiment's task
+        by_task = fault.path == ("data", "source", "task") and experiment.task is not None
+        return [
+            _error("task.name", fault.text) if by_task else fault
+        ]  # by default the source has the experiment's task
     if source is not None:
         tell_notes(source.notes)
     found = [error for check in DATA_CHECKS for error in check(combination)]

@@ -312,7 +312,7 @@ class Evaluation(Section):
     metrics: tuple[Annotated[str, AfterValidator(_metric)], ...] = Field(
         default=(),
         description=(
-            "Metrics beside those of the task: auroc for classification, and your own as `package:function` "
+            "Additional metrics: auroc for classification, and your own as `package:function` "
             "(docs/tasks.md#more-metrics)."
         ),
     )
@@ -441,8 +441,8 @@ class Experiment(Section):
     )
 
     @model_validator(mode="after")
-    def _tell_source(self) -> Self:
-        """Let the experiment's task be that of a data set of one's own, unless the source names one."""
+    def _pass_task(self) -> Self:
+        """Pass the experiment's task to a local data set, unless its source names one."""
         data = self.data
         if self.task is not None and isinstance(data, Data) and data.source is not None and data.source.task is None:
             source = data.source.model_copy(update={"task": self.task.target_kind})

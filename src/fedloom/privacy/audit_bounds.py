@@ -75,7 +75,7 @@ def _log_ratio(above: float, below: float) -> float:
 
 
 def one_run_p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """Return the largest probability of so many correct guesses about an (ε, δ)-differentially private training.
+    """Return the largest probability of this many correct guesses about an (ε, δ)-differentially private training.
 
     Steinke et al., Theorem 5.2 and Appendix D: with W binomial of r guesses and probability e^ε/(1 + e^ε), at most
     P[W ≥ v] + 2 m δ max over i of P[v > W ≥ v - i]/i. Each of the m canaries is in by a fair coin of its own, and the

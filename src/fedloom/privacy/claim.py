@@ -114,7 +114,7 @@ def claim(
     does_not_cover: Sequence[str] = (),
     unknown: str | None = None,
 ) -> Claim:
-    """Return what a training with these noisy sums can claim.
+    """Return the claim of a training with these noisy sums.
 
     Parameters
     ----------

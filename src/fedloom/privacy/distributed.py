@@ -38,7 +38,7 @@ def distributed_multiplier(
     clip, step, dimension
         Clipping norm C, step γ of the integers, and number d of coordinates.
     colluding
-        Number of those clients who tell the observer their shares.
+        Number of those clients that disclose their shares to the observer.
 
     Raises
     ------
@@ -50,5 +50,5 @@ def distributed_multiplier(
         raise ValueError(f"no noise remains: {survivors} shares of deviation {share}, {colluding} of them known")
     rate = -2 * (math.pi * share / step) ** 2
     tau = 10 * sum(math.exp(rate * k / (k + 1)) for k in range(1, shares))
-    told = rounded_sensitivity(clip, step, dimension) / (math.sqrt(shares) * share)
-    return 1 / min(math.sqrt(told**2 + tau * dimension / 2), told + tau * math.sqrt(dimension))
+    disclosed = rounded_sensitivity(clip, step, dimension) / (math.sqrt(shares) * share)
+    return 1 / min(math.sqrt(disclosed**2 + tau * dimension / 2), disclosed + tau * math.sqrt(dimension))

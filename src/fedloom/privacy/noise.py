@@ -41,7 +41,7 @@ class NoiseSource:
 
     @classmethod
     def seeded(cls, seed: bytes) -> NoiseSource:
-        """Return the source of a seed, for simulations; whoever knows the seed can subtract the noise."""
+        """Return the source of a seed, for simulations; anyone who knows the seed can subtract the noise."""
         return cls(hashlib.sha256(b"fedloom/noise/" + seed).digest())
 
     def words(self, count: int) -> NDArray[np.uint64]:

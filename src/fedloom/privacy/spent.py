@@ -118,35 +118,37 @@ class Spent:
     trainings: tuple[TrainingCost, ...] = ()
 
     def total(self, delta: float) -> Total:
-        """Return the total at δ; a training of which only (ε, δ) is known adds its ε and δ to the total.
+        """Return the total at δ; a training with known ε and δ only adds these to the total.
 
         Raise ExperimentError if samples must be accounted for and ``dp-accounting`` is not installed.
         """
-        told = compose(self.descriptors)
+        multiplier = compose(self.descriptors)
         counts = _sum(training.counts for training in self.trainings)
-        epsilon = _of_mechanisms(counts, told, delta)
+        epsilon = _of_mechanisms(counts, multiplier, delta)
         claims = [training.for_replacing for training in self.trainings if training.releases is None]
         at = delta if counts or self.descriptors else 0.0
         return Total(epsilon + sum(e for e, _ in claims), at + sum(d for _, d in claims), bool(claims))
 
 
-def _of_mechanisms(counts: Counter[Release], told: float, delta: float) -> float:
+def _of_mechanisms(counts: Counter[Release], multiplier: float, delta: float) -> float:
     """Return the ε at δ of sums, and of descriptors of this noise multiplier together, for replacing one example.
 
     Samples of a fixed size end the amplification of Poisson samples in one account. The two kinds also cost at most the
     sum of what each costs at δ/2; the smaller one counts.
     """
     if not counts:
-        return 0.0 if math.isinf(told) else gaussian_epsilon(told, delta)
+        return 0.0 if math.isinf(multiplier) else gaussian_epsilon(multiplier, delta)
     fixed = Counter({release: times for release, times in counts.items() if release.sampling == "fixed"})
     account = counts.copy()
-    if not math.isinf(told):
-        # Sums count half of their noise where a term is replaced; that of descriptors is for replacing already.
-        account[Release(1.0, 2 * told, None, None, "fixed" if fixed else "all")] += 1
+    if not math.isinf(multiplier):
+        # Sums count half of their noise where a term is replaced; the noise of descriptors is for replacing already.
+        account[Release(1.0, 2 * multiplier, None, None, "fixed" if fixed else "all")] += 1
     together = epsilon_of(account, delta, replacing=True)
     if not fixed or fixed == counts:
         return together
-    return min(together, _of_mechanisms(fixed, math.inf, delta / 2) + _of_mechanisms(counts - fixed, told, delta / 2))
+    return min(
+        together, _of_mechanisms(fixed, math.inf, delta / 2) + _of_mechanisms(counts - fixed, multiplier, delta / 2)
+    )
 
 
 def _sum(each: Iterable[Counter[Release]]) -> Counter[Release]:

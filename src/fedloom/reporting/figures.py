@@ -147,7 +147,7 @@ def draw_distribution(rows: Sequence[Mapping[str, str]], headline: Headline, rea
 
 @as_svg
 def draw_gains(rows: Sequence[Mapping[str, str]], headline: Headline, reading: str) -> Figure:
-    """Draw test results of the global model against those of the personalized model, one point per client."""
+    """Draw each client's test result with the personalized model against that with the global one, as a point."""
     columns = [client_column(predictor, headline.name, reading) for predictor in ("global", "personal")]
     both = _measured(_measured(rows, columns[1]), columns[0])
     figure, axes = panel(3.3)

@@ -181,7 +181,7 @@ def read_results(run: RunFolder) -> RunResults:
 
 
 def _claim(claim: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return what a comparison shows of a claim; raise KeyError or TypeError if it is damaged."""
+    """Return the part of a claim that a comparison shows; raise KeyError or TypeError if it is damaged."""
     if claim is None:
         return None
     shown = {key: claim[key] for key in ("unit", "epsilon", "delta", "noise", "statement")}
@@ -259,7 +259,7 @@ def _groups_of(line: Mapping[str, Any], predictor: str, method: str) -> dict[str
 def _measured(
     group: Mapping[str, Any] | None, headline: Headline, clients: Mapping[str, tuple[int, int]], *, masked: bool
 ) -> GroupStatistics | None:
-    """Return a group's statistics; what the summary does not say of a loss is computed from the clients."""
+    """Return a group's statistics; those of a loss that the summary lacks are computed from the clients."""
     if group is None:
         return None
     mean, std, _, decile, pooled = values_of(group, headline)
