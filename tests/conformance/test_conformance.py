@@ -31,8 +31,8 @@ from conformance_kit import (
 )
 
 from fedloom.errors import DataError, ExitCode, InterruptedRun, QuorumError
+from fedloom.evaluation.group_statistics import groups
 from fedloom.evaluation.plan import EvaluationPlan
-from fedloom.evaluation.summary import groups
 from fedloom.federation.loop import Loop
 from fedloom.federation.transport import Call
 from fedloom.runner import assemble

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from fedloom.core.words import as_csv
 from fedloom.data.manifest import ClientEntry
 from fedloom.evaluation.documents import calibration_document, client_rows, confusion_document
+from fedloom.evaluation.group_statistics import calibration_of_clients, group_statistics, groups, uncertainties
 from fedloom.evaluation.last_evaluations import late
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import (
@@ -27,13 +28,9 @@ from fedloom.evaluation.summary import (
     RunCost,
     RunDescription,
     best,
-    calibration_of_clients,
-    group_statistics,
-    groups,
     left_out,
     metrics_line,
     summary,
-    uncertainties,
     validation_pooled,
 )
 from fedloom.evaluation.uncertainty import BINS, group_uncertainty

@@ -16,7 +16,8 @@ from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.batches import NothingToTrainOn
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import DataError
-from fedloom.evaluation.summary import EvaluationResult, groups
+from fedloom.evaluation.group_statistics import groups
+from fedloom.evaluation.summary import EvaluationResult
 from fedloom.models.predictors import predictor_of
 from fedloom.tasks.base import TOTAL
 

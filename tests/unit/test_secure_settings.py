@@ -13,7 +13,7 @@ from federations import IMAGE, clients, federation, problem_of
 from fedloom.algorithms.base import find_algorithm
 from fedloom.algorithms.sums import sums_of
 from fedloom.errors import ExitCode, ExperimentError, QuorumError
-from fedloom.evaluation.summary import groups
+from fedloom.evaluation.group_statistics import groups
 from fedloom.experiment import load_experiment
 from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.summation import Summation

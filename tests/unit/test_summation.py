@@ -13,7 +13,8 @@ from torch import Tensor
 
 from fedloom.algorithms.base import Algorithm, find_algorithm
 from fedloom.algorithms.sums import sums_of
-from fedloom.evaluation.summary import groups, left_out
+from fedloom.evaluation.group_statistics import groups
+from fedloom.evaluation.summary import left_out
 from fedloom.federation.held_answers import HeldAnswers
 from fedloom.federation.summation import Summation
 from fedloom.messages import SummedMetrics

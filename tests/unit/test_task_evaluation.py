@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fedloom.data.federated import ClientData, Split
 from fedloom.errors import ExperimentError
+from fedloom.evaluation.group_statistics import group_statistics, groups, metric_statistics
 from fedloom.evaluation.measure import implausible, metrics
-from fedloom.evaluation.metric_statistics import metric_statistics
 from fedloom.evaluation.plan import EvaluationPlan
 from fedloom.evaluation.summary import (
     Communication,
@@ -27,8 +27,6 @@ from fedloom.evaluation.summary import (
     RunCost,
     RunDescription,
     best,
-    group_statistics,
-    groups,
     line_score,
     metrics_line,
     summary,

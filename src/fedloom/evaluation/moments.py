@@ -17,7 +17,8 @@ from fedloom.messages import Metrics, SummedMetrics
 from fedloom.tasks.base import CORRECT, LOSS, TOTAL, Counts
 
 if TYPE_CHECKING:
-    from fedloom.evaluation.summary import EvaluationResult, Statistics
+    from fedloom.evaluation.group_statistics import Statistics
+    from fedloom.evaluation.summary import EvaluationResult
 
 ACCURACY, MEAN_LOSS, OWN = 0, 1, 2
 """Positions of the moments: accuracy and mean loss of a reading, then the metrics of the plan."""

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedloom.evaluation.group_uncertainties import calibration_of_clients, uncertainties
+from fedloom.evaluation.group_statistics import calibration_of_clients, groups, predictor_statistics, uncertainties
 from fedloom.evaluation.last_evaluations import late
-from fedloom.evaluation.metric_statistics import metric_statistics
 from fedloom.evaluation.moments import summed_group_statistics
 from fedloom.evaluation.plan import READINGS, SPLITS, EvaluationPlan
 from fedloom.tasks.base import CORRECT, LOSS, TOTAL, Counts
-
-Statistics: TypeAlias = dict[str, Any]
-"""Statistics of a group of clients: JSON values, see :func:`group_statistics`."""
 
 
 @dataclass(frozen=True)
@@ -160,99 +156,6 @@ class EvaluationResult:
             for p, predictor in enumerate(self.predictors)
         }
         return {"personal": None, "global": None} | results
-
-
-ACCURACIES = ("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_worst_decile", "accuracy_pooled")
-"""Keys of a group's statistics that are None for tasks other than classification."""
-
-
-def group_statistics(counts: Tensor, *, classes: bool = True) -> Statistics | None:
-    """Summarize the clients of a group under one reading.
-
-    Parameters
-    ----------
-    counts
-        ``[m, 3]`` (correct, total, summed loss) per client. Clients with total 0 (absent or untested) are left out;
-        ``clients`` is the number of the others.
-    classes
-        False for data without classes: every accuracy is None.
-
-    Returns
-    -------
-    dict or None
-        ``clients``; ``accuracy_mean`` and ``accuracy_std`` over clients, each counting once (population standard
-        deviation, ddof = 0: these are all the clients); ``accuracy_worst``; ``accuracy_worst_decile``, the mean of the
-        worst ⌈n/10⌉ clients; ``accuracy_pooled``, correct/total over all examples; ``loss_mean``, the mean over clients
-        of their mean loss in nats. Fractions, not percent. None for a group without tested clients.
-    """
-    counts = counts[counts[:, TOTAL] > 0].double()
-    n = len(counts)
-    if n == 0:
-        return None
-    loss = float((counts[:, LOSS] / counts[:, TOTAL]).mean())
-    if not classes:
-        return {"clients": n} | dict.fromkeys(ACCURACIES) | {"loss_mean": loss}
-    accuracy = counts[:, CORRECT] / counts[:, TOTAL]
-    worst = accuracy.sort().values[: math.ceil(n / 10)]
-    return {
-        "clients": n,
-        "accuracy_mean": float(accuracy.mean()),
-        "accuracy_std": float(accuracy.std(correction=0)),
-        "accuracy_worst": float(worst[0]),
-        "accuracy_worst_decile": float(worst.mean()),
-        "accuracy_pooled": float(counts[:, CORRECT].sum() / counts[:, TOTAL].sum()),
-        "loss_mean": loss,
-    }
-
-
-def predictor_statistics(
-    evaluation: EvaluationResult, predictor: str, group: Tensor, *, label_mask: bool
-) -> Statistics | None:
-    """Return test statistics of one predictor over the clients in ``group`` ``[n]`` bool, in both readings.
-
-    The reading selected by ``label_mask`` is at the top level, as :func:`group_statistics` returns it, with ``metrics``
-    (:func:`metric_statistics`). The other is under ``masked`` or ``unmasked``, None if no client could be measured that
-    way.
-    """
-    main, other = ("masked", "unmasked") if label_mask else ("unmasked", "masked")
-    statistics = _group_statistics(evaluation, predictor, group, main, classes=evaluation.classes > 0)
-    if statistics is None:
-        return None
-    return statistics | {
-        "metrics": metric_statistics(evaluation, predictor, group, reading=main),
-        other: _group_statistics(evaluation, predictor, group, other, classes=True),
-    }
-
-
-def _group_statistics(
-    evaluation: EvaluationResult, predictor: str, group: Tensor, reading: str, *, classes: bool
-) -> Statistics | None:
-    """Return the statistics of a group under one reading, from each client's counts or from sums over clients."""
-    if evaluation.moments is not None:
-        return summed_group_statistics(evaluation, predictor, group, reading, classes=classes)
-    return group_statistics(evaluation.of(predictor, "test", reading)[group], classes=classes)
-
-
-def groups(evaluation: EvaluationResult, *, label_mask: bool) -> dict[str, Statistics | None]:
-    """Return ``seen`` and ``unseen`` of the personal predictor, and ``global`` of the global one over all clients.
-
-    ``global`` contains ``seen`` and ``unseen`` for the two groups separately; it is None for a method without a global
-    predictor. A group without clients is None.
-    """
-    everyone = torch.ones_like(evaluation.seen)
-
-    def both(predictor: str) -> dict[str, Statistics | None]:
-        return {
-            "seen": predictor_statistics(evaluation, predictor, evaluation.seen, label_mask=label_mask),
-            "unseen": predictor_statistics(evaluation, predictor, ~evaluation.seen, label_mask=label_mask),
-        }
-
-    overall = None
-    if "global" in evaluation.predictors:
-        overall = predictor_statistics(evaluation, "global", everyone, label_mask=label_mask)
-        if overall is not None:
-            overall |= both("global")
-    return both("personal") | {"global": overall}
 
 
 def validation_pooled(evaluation: EvaluationResult, *, label_mask: bool) -> float | None:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from fedloom.errors import DataError
-from fedloom.reporting.audit_file import AuditFile
-from fedloom.reporting.claim_file import ClaimFile, Count, Number
+from fedloom.reporting.privacy_files import AuditFile, ClaimFile, Count, FileObject, Number
 from fedloom.runs.files import AUDIT
 from fedloom.runs.folder import RunFolder
 from fedloom.tasks.names import ACCURACY, MODEL_LOSS
@@ -26,19 +25,13 @@ OF_BROKEN_FILES = (KeyError, TypeError, ValueError, IndexError, AttributeError, 
 """Exceptions that malformed files may cause. Bugs cause them too; the files then pass the check."""
 
 
-class _Part(BaseModel):
-    """Object in a file; additional keys are allowed."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class _Headline(_Part):
+class _Headline(FileObject):
     name: str
     higher_is_better: bool
     percent: bool
 
 
-class _Values(_Part):
+class _Values(FileObject):
     mean: Number | None
     std: Number | None
     worst: Number | None
@@ -46,7 +39,7 @@ class _Values(_Part):
     pooled: Number | None
 
 
-class _Reading(_Part):
+class _Reading(FileObject):
     clients: Count
     metrics: dict[str, _Values | None] | None = None
     accuracy_mean: Number | None
@@ -79,7 +72,7 @@ class _Global(_Group):
     unseen: _Group | None
 
 
-class _Groups(_Part):
+class _Groups(FileObject):
     seen: _Group | None
     unseen: _Group | None
     all: _Global | None = Field(alias="global")
@@ -114,27 +107,27 @@ class _Round(_Groups):
     round: Count
 
 
-class _Traffic(_Part):
+class _Traffic(FileObject):
     payload_up: Count
     payload_down: Count
     wire_up: Count | None
     wire_down: Count | None
 
 
-class _Uncertain(_Part):
+class _Uncertain(FileObject):
     ece: Number
     entropy: Number
     mutual_information: Number
 
 
-class _LeftOut(_Part):
+class _LeftOut(FileObject):
     absent: Count = 0
     untested: Count = 0
 
 
 class _Evaluation(_Round):
     communication: _Traffic
-    uncertainty: dict[str, _Uncertain | None] = {}
+    uncertainty: dict[str, _Uncertain | None] = Field(default_factory=dict)
     left_out: _LeftOut = _LeftOut()
     client_steps: Count | None = None
 
@@ -147,18 +140,18 @@ class _Compared(_Evaluation):
     validation_loss: Number | None
 
 
-class _OwnSteps(_Part):
+class _OwnSteps(FileObject):
     steps: Count
     unseen: _Group | None
 
 
-class _Over(_Part):
+class _Over(FileObject):
     mean: Number
     lowest: Number
     highest: Number
 
 
-class _Late(_Part):
+class _Late(FileObject):
     evaluations: Count
     rounds: Annotated[list[Count], Field(min_length=2, max_length=2)]
     seen: dict[str, _Over] | None
@@ -166,11 +159,11 @@ class _Late(_Part):
     all: dict[str, _Over] | None = Field(alias="global")
 
 
-class _Calibrated(_Part):
+class _Calibrated(FileObject):
     ece_clients: Number | None = None
 
 
-class _NewClient(_Part):
+class _NewClient(FileObject):
     client_steps: Number
     payload_up: Number | None
     payload_down: Number | None
@@ -189,7 +182,7 @@ class _Summary(_Groups):
     best: _Round | None
     own_steps: list[_OwnSteps] | None = None
     last_evaluations: _Late | None = None
-    uncertainty: dict[str, _Calibrated | None] = {}
+    uncertainty: dict[str, _Calibrated | None] = Field(default_factory=dict)
     communication: _Traffic
     duration_s: Number
     client_steps_per_s: Number | None
@@ -210,11 +203,11 @@ class _Summary(_Groups):
         return value
 
 
-class _Pause(_Part):
+class _Pause(FileObject):
     seconds: Number = 0.0
 
 
-class _Attempt(_Part):
+class _Attempt(FileObject):
     round: Count | None = None
     outcome: str = "done"
     seconds: Number = 0.0
@@ -230,7 +223,7 @@ class _Attempt(_Part):
         return self
 
 
-class _Confusion(_Part):
+class _Confusion(FileObject):
     round: Count
     classes: list[str]
     personal: dict[str, Matrix | None]
@@ -246,7 +239,7 @@ class _Confusion(_Part):
         return self
 
 
-class _Calibration(_Part):
+class _Calibration(FileObject):
     edges: Annotated[list[Number], Field(min_length=2)]
     personal: dict[str, list[Triple] | None] | None
     all: dict[str, list[Triple] | None] | None = Field(alias="global")
@@ -259,12 +252,12 @@ class _Calibration(_Part):
         return self
 
 
-class _Clients(_Part):
+class _Clients(FileObject):
     ids: list[str]
     seen: list[bool]
 
 
-class _Measured(_Part):
+class _Measured(FileObject):
     round: Count
     examples: list[list[Count] | None]
     right: list[list[Count] | None]
@@ -272,7 +265,7 @@ class _Measured(_Part):
     mutual_information: list[Number | None]
 
 
-class _Uncertainty(_Part):
+class _Uncertainty(FileObject):
     edges: Annotated[list[Number], Field(min_length=2)]
     clients: _Clients
     rounds: Annotated[list[_Measured], Field(min_length=1)]
@@ -294,7 +287,7 @@ class _Uncertainty(_Part):
         return self
 
 
-class _Mapped(_Part):
+class _Mapped(FileObject):
     round: Count
     explained: Pair
     xy: list[Pair | None]
@@ -312,7 +305,7 @@ class _Points(_Clients):
     majority: list[Count] = Field(alias="class")
 
 
-class _Descriptors(_Part):
+class _Descriptors(FileObject):
     round: Annotated[list[Count], Field(min_length=1)]
     spearman: list[Number | None]
     spearman_std: list[Number | None]
@@ -330,7 +323,7 @@ class _Descriptors(_Part):
         return self
 
 
-class _Row(_Part):
+class _Row(FileObject):
     """Line of ``clients.csv``."""
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -350,7 +343,7 @@ class _Row(_Part):
         return self
 
 
-class _Example(_Part):
+class _Example(FileObject):
     id: str
     seen: bool
     true: Annotated[list[list[Number]], Field(min_length=1)]
@@ -364,7 +357,7 @@ class _Example(_Part):
         return self
 
 
-class _Examples(_Part):
+class _Examples(FileObject):
     round: Count
     task: Literal["regression", "segmentation"]
     names: list[str]
@@ -372,7 +365,7 @@ class _Examples(_Part):
     clients: list[_Example]
 
 
-class _Outputs(_Part):
+class _Outputs(FileObject):
     round: Count
     names: Annotated[list[str], Field(min_length=1)]
     metrics: list[str]

@@ -30,7 +30,7 @@ APART = ("name", "seed", "runtime.", "storage", "tracking", "data.root")
 class GroupStatistics(NamedTuple):
     """Statistics of a group of clients in a run, of its headline metric (:attr:`RunResults.headline`).
 
-    ``mean``, ``std`` and ``worst_decile`` are over clients (``evaluation.summary.group_statistics``), ``pooled`` over
+    ``mean``, ``std`` and ``worst_decile`` are over clients (``evaluation.group_statistics``), ``pooled`` over
     examples. Only accuracies have ``other``, the mean in the secondary reading (masked or unmasked).
     """
 

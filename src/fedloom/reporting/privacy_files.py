@@ -1,4 +1,4 @@
-"""Schema of ``audit.json`` for reports."""
+"""Schemas of ``audit.json``, and of the privacy of training in ``summary.json``, for reports."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Number = Annotated[float, Field(gt=-1e15, lt=1e15)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Epsilon = Annotated[float, Field(ge=0, lt=1e15)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
-Whole = Annotated[int, Field(ge=0, lt=2**63)]
 Decibel = Annotated[float, Field(gt=-1e6, lt=1e6)]
 Level = Annotated[int, Field(ge=0, le=255)]
 Picture = Annotated[list[list[Level | list[Level]]], Field(min_length=1)]
 
 
-class _Checked(BaseModel):
-    """Object in the file; additional keys are allowed."""
+class FileObject(BaseModel):
+    """Object in a file of a run; additional keys are allowed."""
 
     model_config = ConfigDict(strict=True)
 
 
-class _Exposed(_Checked):
+class _Exposed(FileObject):
     mean: Fraction
     highest: Fraction
     client: str
 
 
-class _Attack(_Checked):
+class _Attack(FileObject):
     clients: Positive
     members: Positive
     others: Positive
@@ -38,31 +39,31 @@ class _Attack(_Checked):
     curve: Annotated[list[Annotated[list[Fraction], Field(min_length=2, max_length=2)]], Field(min_length=2)]
 
 
-class _Attacks(_Checked):
+class _Attacks(FileObject):
     seen: _Attack | None
     unseen: _Attack | None
 
 
-class _Membership(_Checked):
-    round: Whole
+class _Membership(FileObject):
+    round: Count
     delta: Fraction
     confidence: Fraction
     predictors: dict[str, _Attacks]
 
 
-class _Canaries(_Checked):
+class _Canaries(FileObject):
     of: Literal["clients", "examples"]
     canaries: Positive
     epsilon: Epsilon | None
-    guesses_in: Whole
-    guesses_out: Whole
-    right: Whole
+    guesses_in: Count
+    guesses_out: Count
+    right: Count
     largest_bound: Epsilon | None
     delta: Fraction
     confidence: Fraction
 
 
-class _Case(_Checked):
+class _Case(FileObject):
     update: str
     clients: Positive
     examples: Positive
@@ -74,23 +75,49 @@ class _Case(_Checked):
     reconstruction: Picture | None = None
 
 
-class _Inversion(_Checked):
+class _Inversion(FileObject):
     client: str
     secure_aggregation: bool
     noisy_steps: bool = False
     cases: Annotated[list[_Case], Field(min_length=1)]
 
 
-class _Claim(_Checked):
+class _Claim(FileObject):
     of: Literal["clients", "examples"]
     epsilon: Epsilon
     delta: Fraction
 
 
-class AuditFile(_Checked):
+class AuditFile(FileObject):
     """The file: each attack that was made, and the run's claim."""
 
     claim: _Claim | None
     membership: _Membership | None = None
     canaries: _Canaries | None = None
     inversion: _Inversion | None = None
+
+
+class _Guarantee(FileObject):
+    """Guarantee toward one kind of observer."""
+
+    epsilon: Number | None
+    because: str | None = None
+
+
+class ClaimFile(FileObject):
+    """Claim of the privacy of training in ``summary.json``."""
+
+    unit: str
+    neighbouring: str
+    mechanism: str
+    clip: Number
+    noise_multiplier: Number
+    sampling: list[str]
+    sums: Count
+    delta: Number
+    epsilon: Number | None
+    to_readers: _Guarantee
+    to_aggregator: _Guarantee
+    covers: list[str]
+    noise: str
+    statement: list[str]
