@@ -31,7 +31,6 @@ from fedloom.evaluation.summary import (
     metrics_line,
     summary,
     validation_pooled,
-    validation_score,
 )
 from fedloom.models.flat import FlatModel, Layout
 from fedloom.models.predictors import Ensemble, ModelPredictor
@@ -157,8 +156,7 @@ def test_the_score_is_the_headline_on_validation_data_with_its_sign(task: Predic
     for e in (good, bad):
         pooled = validation_pooled(e, label_mask=False)
         assert pooled is not None
-        assert validation_score(e, label_mask=False) == (pooled if task.headline.higher_is_better else -pooled)
-        assert line_score(line(e)) == validation_score(e, label_mask=False)
+        assert line_score(line(e)) == (pooled if task.headline.higher_is_better else -pooled)
         together = e.metrics("personal", "validation", e.seen, pooled=True)[task.headline.name]
         assert pooled == pytest.approx(float(together))
 
@@ -179,7 +177,7 @@ def test_summaries_name_task_and_headline_and_choose_the_best_round_by_it(task: 
     assert found["task"] == task.name
     assert found["headline"] == task.headline._asdict()
     assert set(found["metrics"]) == {metric.name for metric in e[0].plan.metrics}
-    scores = [validation_score(each, label_mask=False) or -math.inf for each in e]
+    scores = [line_score(line(each)) or -math.inf for each in e]
     assert found["best"] == best(lines)
     assert found["best"]["round"] == 1 + int(np.argmax(scores))
     late, name = found["last_evaluations"]["seen"], task.headline.name

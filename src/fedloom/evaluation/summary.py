@@ -181,15 +181,6 @@ def validation_loss(evaluation: EvaluationResult) -> float | None:
     return float(counts[:, LOSS].sum()) / total if total and not evaluation.plan.targets.outputs else None
 
 
-def validation_score(evaluation: EvaluationResult, *, label_mask: bool) -> float | None:
-    """Return the score that the best round maximizes: the headline on validation data, negative if lower is better."""
-    loss = validation_loss(evaluation)
-    if loss is not None:
-        return -loss
-    pooled = validation_pooled(evaluation, label_mask=label_mask)
-    return pooled if pooled is None or evaluation.plan.task.headline.higher_is_better else -pooled
-
-
 def headline_keys(plan: EvaluationPlan) -> dict[str, Any]:
     """Return ``task`` and ``headline``, the metric that compares rounds and methods, of ``summary.json`` and lines."""
     return {"task": plan.task.name, "headline": plan.task.headline._asdict()}
@@ -284,7 +275,7 @@ def own_steps(after: Mapping[int, EvaluationResult], *, label_mask: bool) -> lis
 
 
 def line_score(line: Mapping[str, Any]) -> float | None:
-    """Return :func:`validation_score` from a line of ``metrics.jsonl``."""
+    """Return the score that the best round maximizes: the headline on validation data, negative if lower is better."""
     loss, pooled = line.get("validation_loss"), line["validation_pooled"]
     if loss is not None:
         return -float(loss)

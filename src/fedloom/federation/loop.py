@@ -17,7 +17,7 @@ from fedloom.algorithms.base import Algorithm, Statistics
 from fedloom.core import tracing
 from fedloom.core.words import pluralize
 from fedloom.errors import GO_ON, InterruptedRun, QuorumError, argument
-from fedloom.evaluation.summary import Communication, EvaluationResult, metrics_line, validation_score
+from fedloom.evaluation.summary import Communication, EvaluationResult, line_score, metrics_line
 from fedloom.federation.activity import PrivacySpent
 from fedloom.federation.cohort import RoundAttempt, TooFewReplies
 from fedloom.federation.evaluator import Evaluator
@@ -333,9 +333,6 @@ class Loop(Evaluator):
             self.round,
             time.perf_counter() - started,
         )
-        score = validation_score(evaluation, label_mask=self.schedule.label_mask)
-        if score is not None and (self.best is None or score > self.best.score):
-            self.best = Best(self.round, score)
         line = metrics_line(
             evaluation,
             label_mask=self.schedule.label_mask,
@@ -344,6 +341,9 @@ class Loop(Evaluator):
             client_steps=self.client_steps(),
             extra={**self.extra(evaluation), **self._tell_spent(due=True)},
         )
+        score = line_score(line)
+        if score is not None and (self.best is None or score > self.best.score):
+            self.best = Best(self.round, score)
         self.folder.append("metrics.jsonl", line)
         self._evaluated = self.round
         self.monitor.evaluated(line)
