@@ -331,28 +331,6 @@ def test_sums_that_no_client_can_have_are_told(task: PredictionTask) -> None:
                 assert part.implausible(lie, 20), (type(part), i, value)
 
 
-@TASK
-def test_targets_are_checked(task: PredictionTask) -> None:
-    _, y = batch(task, 5)
-    shape = SHAPES[task.name]
-    assert task.target_fault(y, K, shape) is None
-    assert task.target_fault(y.numpy(), K, shape) is None
-    assert task.target_fault(y[..., None], K, shape)
-    wrong = y.clone().float() if task.name == "regression" else y.clone()
-    wrong.flatten()[2] = math.nan if task.name == "regression" else K + 3
-    wrong.view(-1)[2] = math.nan if task.name == "regression" else K + 3
-    assert mentions(task.target_fault(wrong, K, shape) or "", "nan" if task.name == "regression" else str(K + 3))
-    if task.name not in ("regression", "multilabel"):
-        assert mentions(task.target_fault(y.double(), K, shape) or "", "float64")
-
-
-def test_ignored_targets_are_no_fault() -> None:
-    for task, ignored in ((Segmentation(), 255), (NextToken(), -100), (Segmentation(ignore_index=0), 0)):
-        _, y = batch(task, 3)
-        y.view(-1)[0] = ignored
-        assert task.target_fault(y, K, SHAPES[task.name]) is None
-
-
 def test_settings_that_do_not_fit_the_outputs_are_told() -> None:
     assert mentions(Classification(class_weights=(1.0, 2.0)).setting_fault(K) or "", "task.class_weights")
     assert mentions(Multilabel(pos_weight=(1.0,) * 5).setting_fault(K) or "", "task.pos_weight")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -52,17 +52,9 @@ class Quantile(PredictionTask):
     target_kind = "regression"
     headline = QuantileMetrics.metrics[0]
 
-    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``(1,)``."""
-        return (outputs,)
-
     def setting_fault(self, outputs: int) -> str | None:
         """Return why the settings do not fit K outputs; None if they do."""
         return None if outputs == 1 else f"task.name: quantile predicts one number, but there are {outputs}"
-
-    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return what is wrong with the numbers; None if they are valid."""
-        return NUMBERS.target_fault(y, outputs, target_shape)
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the pinball loss of each example, ``[b, 1], [b] -> [b]`` (Koenker and Bassett 1978)."""
@@ -71,10 +63,6 @@ class Quantile(PredictionTask):
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
         """Return the sums that a client computes."""
         return (QuantileMetrics(self.level, target.std[0] if target.std else 1.0),)
-
-    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
-        """Return 1."""
-        return NUMBERS.label_input_size(outputs, target_shape)
 
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return the number as the input of a network, ``[n, 1]``."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Annotated, ClassVar, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -85,13 +83,10 @@ class PredictionTask(Settings):
     class_axis: ClassVar[int | None] = None
     """Axis of a batch of outputs along which the loss takes a softmax; None if it takes none."""
 
-    @abstractmethod
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a model's output for one example, given K and the shape of one target."""
-
-    @abstractmethod
-    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return what is wrong with targets ``[n, *target_shape]``, an array or a tensor; None if they are valid."""
+        """Return the shape of a model's output for one example, given K and the shape of one target; default (K,)."""
+        del target_shape
+        return (outputs,)
 
     @abstractmethod
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -132,9 +127,10 @@ class PredictionTask(Settings):
         del outputs
         return None
 
-    @abstractmethod
     def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
-        """Return the length L of a target as an input of a network."""
+        """Return the length L of a target as an input of a network; default K."""
+        del target_shape
+        return outputs
 
     @abstractmethod
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
@@ -170,37 +166,3 @@ def weights_fault(key: str, weights: Sequence[float] | None, outputs: int) -> st
 def as_weights(weights: Sequence[float] | None, like: Tensor) -> Tensor | None:
     """Return weights as a tensor with the type and on the device of another."""
     return None if weights is None else torch.tensor(weights, dtype=like.dtype, device=like.device)
-
-
-def array_of(y: Any) -> NDArray[Any]:
-    """Return targets, an array or a tensor, as an array."""
-    return y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
-
-
-def target_shape_fault(y: NDArray[Any], target_shape: tuple[int, ...], kinds: str, meaning: str) -> str | None:
-    """Return what is wrong with the shape or type of targets ``[n, *target_shape]``; None if they are right.
-
-    Parameters
-    ----------
-    kinds
-        Allowed ``dtype.kind`` characters.
-    meaning
-        Description of one target for the message.
-    """
-    if y.shape[1:] != target_shape or y.ndim == 0:
-        expected = ", ".join(["n", *map(str, target_shape)])
-        return f"targets must have shape [{expected}] ({meaning}); they have {list(y.shape)}"
-    if y.dtype.kind not in kinds:
-        return f"targets must be {meaning}; their type is {y.dtype}"
-    return None
-
-
-def index_fault(y: NDArray[Any], outputs: int, ignored: int | None = None) -> str | None:
-    """Return which value is no index below K and not the ignored one; None if there is none."""
-    wrong = (y < 0) | (y >= outputs)
-    if ignored is not None:
-        wrong &= y != ignored
-    if not wrong.any():
-        return None
-    also = "" if ignored is None else f", or {ignored}, which is ignored"
-    return f"targets must be 0 ... {outputs - 1}{also}; they have {y[wrong].flat[0]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,7 @@ from fedloom.tasks.base import (
     Counts,
     TargetShape,
     Weights,
-    array_of,
     as_weights,
-    index_fault,
-    target_shape_fault,
     weights_fault,
 )
 from fedloom.tasks.names import METRICS
@@ -43,15 +40,6 @@ class Classification(CategoricalTask):
     target_kind = "classification"
     headline = METRICS["accuracy"]
     optional = ("auroc",)
-
-    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``(C,)``."""
-        return (outputs,)
-
-    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return what is wrong with classes ``[n]``; None if they are valid."""
-        array = array_of(y)
-        return target_shape_fault(array, (), "iu", "a class each, as whole numbers") or index_fault(array, outputs)
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the cross-entropy, ``[b, C], [b] -> [b]``, times the weight of each example's class."""
@@ -88,10 +76,6 @@ class Classification(CategoricalTask):
     def setting_fault(self, outputs: int) -> str | None:
         """Return why ``class_weights`` do not fit C classes; None if they do."""
         return weights_fault("class_weights", self.class_weights, outputs)
-
-    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
-        """Return C."""
-        return outputs
 
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return classes as indicator vectors, ``[n] -> [n, C]``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,7 @@ from fedloom.tasks.base import (
     PredictionTask,
     TargetShape,
     Weights,
-    array_of,
     as_weights,
-    target_shape_fault,
     weights_fault,
 )
 from fedloom.tasks.names import METRICS
@@ -35,19 +33,6 @@ class Multilabel(PredictionTask):
     )
     target_kind = "multilabel"
     headline = METRICS["auroc"]
-
-    def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``(K,)``."""
-        return (outputs,)
-
-    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return what is wrong with labels ``[n, K]``; None if they are valid."""
-        array = array_of(y)
-        fault = target_shape_fault(array, (outputs,), "biuf", "0 or 1 for each label")
-        wrong = (array != 0) & (array != 1)
-        if fault is None and wrong.any():
-            fault = f"targets must be 0 or 1 for each label; they have {array[wrong].flat[0]}"
-        return fault
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean binary cross-entropy over the labels, ``[b, K], [b, K] -> [b]``."""
@@ -74,10 +59,6 @@ class Multilabel(PredictionTask):
     def setting_fault(self, outputs: int) -> str | None:
         """Return why ``pos_weight`` does not fit K labels; None if it does."""
         return weights_fault("pos_weight", self.pos_weight, outputs)
-
-    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
-        """Return K."""
-        return outputs
 
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return the labels themselves, ``[n, K]``."""

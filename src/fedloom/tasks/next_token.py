@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.base import LOSS_CAP, CategoricalTask, TargetShape, array_of, index_fault, target_shape_fault
+from fedloom.tasks.base import LOSS_CAP, CategoricalTask, TargetShape
 from fedloom.tasks.names import IGNORED, METRICS
 from fedloom.tasks.sums import MetricSums, are_whole, ratio
 
@@ -38,12 +38,6 @@ class NextToken(CategoricalTask):
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return ``(T, V)``."""
         return (*target_shape, outputs)
-
-    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return what is wrong with tokens ``[n, T]``; None if they are valid."""
-        array = array_of(y)
-        fault = target_shape_fault(array, target_shape, "iu", "a token for each place, as whole numbers")
-        return fault or index_fault(array, outputs, self.ignore_index)
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean over the targets that count, ``[b, T, V], [b, T] -> [b]``; 0 if none does."""

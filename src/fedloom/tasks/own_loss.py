@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -24,10 +24,6 @@ class OwnLoss(PredictionTask):
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return an empty shape: outputs have no meaning."""
         return ()
-
-    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return None: labels are ignored."""
-        return None
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Raise TypeError: only the model has a loss."""

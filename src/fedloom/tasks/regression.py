@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.base import VALUE_CAP, PredictionTask, TargetShape, array_of, target_shape_fault
+from fedloom.tasks.base import VALUE_CAP, PredictionTask, TargetShape
 from fedloom.tasks.names import METRICS
 from fedloom.tasks.sums import MetricSums, mean_defined, ratio
 
@@ -33,14 +32,6 @@ class Regression(PredictionTask):
     def output_shape(self, outputs: int, target_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return ``(k,)``, or the shape of a field."""
         return target_shape if len(target_shape) > 1 else (outputs,)
-
-    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return what is wrong with numbers ``[n, *target_shape]``; None if they are valid."""
-        array = array_of(y)
-        fault = target_shape_fault(array, target_shape, "iuf", "numbers")
-        if fault is None and not np.isfinite(array).all():
-            fault = f"targets must be finite; they have {array[~np.isfinite(array)].flat[0]}"
-        return fault
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss over the numbers, ``[b, *output_shape], [b, *target_shape] -> [b]``."""
@@ -64,10 +55,6 @@ class Regression(PredictionTask):
         """Return the sums of errors; the numbers of a field are measured together."""
         field = len(target.shape) > 1
         return (Errors(1 if field else target.outputs, target.std, values=target.outputs if field else 1),)
-
-    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
-        """Return k."""
-        return outputs
 
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return the standardized numbers, ``[n, k]``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,7 @@ from fedloom.tasks.base import (
     CategoricalTask,
     TargetShape,
     Weights,
-    array_of,
     as_weights,
-    index_fault,
-    target_shape_fault,
     weights_fault,
 )
 from fedloom.tasks.names import IGNORED, METRICS
@@ -46,12 +43,6 @@ class Segmentation(CategoricalTask):
         """Return ``(C, height, width)``, or ``(C, depth, height, width)`` of volumes."""
         return (outputs, *target_shape)
 
-    def target_fault(self, y: Any, outputs: int, target_shape: tuple[int, ...]) -> str | None:
-        """Return what is wrong with masks ``[n, *target_shape]``; None if they are valid."""
-        array = array_of(y)
-        fault = target_shape_fault(array, target_shape, "iu", "a class for each pixel, as whole numbers")
-        return fault or index_fault(array, outputs, self.ignore_index)
-
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the mean over the pixels that count, ``[b, C, h, w], [b, h, w] -> [b]``; 0 if none does."""
         weight = as_weights(self.class_weights, outputs)
@@ -73,10 +64,6 @@ class Segmentation(CategoricalTask):
         if self.ignore_index == 255 and outputs > 255:
             return f"task.ignore_index is 255, one of {outputs} classes; set it to another number, such as -100"
         return weights_fault("class_weights", self.class_weights, outputs)
-
-    def label_input_size(self, outputs: int, target_shape: tuple[int, ...]) -> int:
-        """Return C."""
-        return outputs
 
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
         """Return the part of each class in the pixels that count, ``[n, h, w] -> [n, C]``."""
