@@ -16,9 +16,10 @@ from PIL import Image
 import fedloom
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import Manifest
-from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.newcomer import Newcomer
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
+from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError, ExperimentError
@@ -54,7 +55,7 @@ def targets_of(newcomer: Newcomer) -> torch.Tensor:
     return found
 
 
-def wanted_of(manifest: Manifest) -> Wanted:
+def wanted_of(manifest: Manifest) -> Problem:
     """Return what a run on a partition asks of a newcomer's data."""
     names = (
         "dataset",
@@ -67,7 +68,7 @@ def wanted_of(manifest: Manifest) -> Wanted:
         "inputs",
         "targets",
     )
-    return Wanted(**{name: getattr(manifest, name) for name in names})
+    return Problem(clients=1, **{name: getattr(manifest, name) for name in names})
 
 
 @pytest.mark.parametrize("given", [{}, {"outputs": 3}, {"classes": ["road", "car", "sky"]}, {"outputs": 20}])

@@ -15,8 +15,9 @@ from PIL import Image
 
 import fedloom
 from fedloom.data.input_spec import Normalization
-from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.newcomer import Newcomer
 from fedloom.data.pack.items import read_items
+from fedloom.data.problem import Problem
 from fedloom.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -231,7 +232,7 @@ def test_images_of_several_shapes_are_refused() -> None:
 
 # --- newcomers --------------------------------------------------------------------------------------------------------
 
-WANTED = Wanted("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)))
+WANTED = Problem("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)), clients=1)
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "u4", "u8", "i2", ">i4", "i8"])

@@ -42,8 +42,9 @@ from fedloom.algorithms.pefll import Descriptor, DescriptorRequest, Personalized
 from fedloom.cli.use import personalize_command as personalize
 from fedloom.core import digests
 from fedloom.data.input_spec import Normalization
-from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.newcomer import Newcomer
 from fedloom.data.pack import PackSettings, pack
+from fedloom.data.problem import Problem
 from fedloom.errors import DataError, ExperimentError, QuorumError, RefusedError, StorageError
 from fedloom.federation.loop import vocabulary
 from fedloom.privacy.gaussian_mechanism import compose, gaussian_epsilon, noise_multiplier
@@ -540,7 +541,7 @@ def test_labels_may_be_names_of_classes(run: Path) -> None:
     ],
 )
 def test_pixels_of_another_range_or_kind_are_a_sentence(x: Tensor, said: str) -> None:
-    wanted = Wanted("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)))
+    wanted = Problem("photos", "pixels", (1, 4, 4), ("a", "b"), Normalization((0.5,), (0.5,)), clients=1)
     with pytest.raises(DataError, match=re.escape(said)):
         Newcomer.from_arrays("eve", x, None, wanted)
 

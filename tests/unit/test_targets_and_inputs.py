@@ -20,7 +20,7 @@ import fedloom
 from fedloom.data.federated import FederatedDataset, OwnDataset
 from fedloom.data.input_spec import InputSpec, Normalization, without_defaults
 from fedloom.data.manifest import Manifest
-from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.newcomer import Newcomer
 from fedloom.data.overlap import overlap
 from fedloom.data.own import OwnClients, own_manifest, read_card
 from fedloom.data.pack import PackSettings, pack
@@ -566,12 +566,12 @@ def test_packing_checks_targets_against_the_experiment(tmp_path: Path) -> None:
     assert mentions(str(error.value), "[3]", "[2]")
 
 
-def described(dataset: FederatedDataset) -> Wanted:
+def described(dataset: FederatedDataset) -> Problem:
     """Return the requirements of a run on a partition, as a server sends them."""
     manifest = dataset.manifest
     names = ("kind", "input_shape", "class_names", "normalization", "channel_axis", "high", "inputs", "targets")
     about = without_defaults({"dataset": "d", "clients": 2, **{name: getattr(manifest, name) for name in names}})
-    return Wanted.of(Problem.from_json(json.dumps(about)), None)
+    return Problem.from_json(json.dumps(about))
 
 
 @pytest.mark.parametrize(
@@ -603,7 +603,7 @@ def test_newcomers_with_other_targets_or_inputs_are_refused(tmp_path: Path) -> N
         described(opened({"row": FEATURES}, CLASSES, tmp_path)),
     )
     labels = described(opened(FEATURES, RNG.integers(0, 2, (2 * N, 5)), tmp_path))
-    cases: list[tuple[Wanted, Any, Any, tuple[str, ...]]] = [
+    cases: list[tuple[Problem, Any, Any, tuple[str, ...]]] = [
         (numbers, FEATURES[:3], PRICES[:2], ("[2]", "[3]")),
         (numbers, FEATURES[:3], np.full(3, np.inf), ("finite",)),
         (labels, FEATURES[:3], np.full((3, 5), 2), ("0 to 1",)),

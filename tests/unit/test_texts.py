@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom.cli.main import app
 from fedloom.data.manifest import Manifest
-from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.newcomer import Newcomer
 from fedloom.data.own import OwnClients, own_manifest, read_card
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request, ValidationErrors
 from fedloom.data.pack.tokens import tokenized
+from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
 from fedloom.data.text_column import TextColumn
 from fedloom.errors import DataError, ExperimentError
@@ -195,7 +196,7 @@ def test_packed_clients_carry_the_digest_of_their_tokenizer(folder: str, tmp_pat
     with refusing(DataError, "attention_mask"):
         packed("f", needed, mask=False)
     names = ("kind", "input_shape", "class_names", "normalization")
-    wanted = Wanted("own", *(getattr(manifest, name) for name in names), inputs=manifest.inputs)
+    wanted = Problem("own", *(getattr(manifest, name) for name in names), clients=1, inputs=manifest.inputs)
     assert Newcomer.from_folder(tmp_path / "plain", wanted).client_id == "plain"
     with refusing(DataError, "tokenizer", digest):
         Newcomer.from_folder(tmp_path / "c", wanted)

@@ -25,10 +25,11 @@ import fedloom
 from fedloom.data.datasets.base import FetchFailed
 from fedloom.data.datasets.locations import uncompressed
 from fedloom.data.input_spec import Normalization
-from fedloom.data.newcomer import Newcomer, Wanted
+from fedloom.data.newcomer import Newcomer
 from fedloom.data.own import OwnClients
 from fedloom.data.pack import PackSettings, pack
 from fedloom.data.pack.examples import Request
+from fedloom.data.problem import Problem
 from fedloom.data.requirements import Own
 from fedloom.data.values import as_numbers, number
 from fedloom.errors import DataError, ExperimentError
@@ -333,7 +334,7 @@ def test_numbered_columns_are_found_and_levels_of_names_are_refused(tmp_path: Pa
 def test_a_newcomer_gives_labels_as_they_were_given_in_training(
     classes: tuple[str, ...], y: Any, positions: list[int]
 ) -> None:
-    wanted = Wanted("table", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)))
+    wanted = Problem("table", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
     found = Newcomer.from_arrays("eve", [[1, 2], [3, 4]], y, wanted).client("eve").train
     assert found.y is not None
     assert found.y.tolist() == positions
@@ -353,7 +354,7 @@ def test_classes_given_in_order_are_those_of_positions_and_newcomers_name_them(t
     first = {tuple(row) for row in x[y == 0].astype(np.float32).tolist()}
     for shard in held:
         assert {tuple(row) for row in shard["train_x"][shard["train_y"] == 0].tolist()} <= first
-    wanted = Wanted("t", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)))
+    wanted = Problem("t", "features", (2,), classes, Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
     with pytest.raises(DataError) as error:
         Newcomer.from_arrays("eve", x[:2], [2, 2], wanted)  # the class 2, or the third?
     assert tells(str(error.value), "10, 2, 30", "text")
@@ -363,22 +364,22 @@ def test_classes_given_in_order_are_those_of_positions_and_newcomers_name_them(t
 
 
 def test_a_newcomer_within_the_run_s_range_is_taken(tmp_path: Path) -> None:
-    wanted = Wanted("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (1e7,)))
+    wanted = Problem("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (1e7,)), clients=1)
     x = 1_700_000_000 + np.arange(20)[:, None]
     assert len(Newcomer.from_arrays("eve", x, None, wanted).client("eve").train) == 20
-    narrow = Wanted("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (20.0,)))
+    narrow = Problem("t", "features", (1,), ("a", "b"), Normalization((1.7e9,), (20.0,)), clients=1)
     with pytest.raises(DataError, match="32-bit"):
         Newcomer.from_arrays("eve", x, None, narrow)
-    named = Wanted("t", "features", (1,), ("a", "b"), Normalization((0.0,), (1.0,)), features=("age",))
+    named = Problem("t", "features", (1,), ("a", "b"), Normalization((0.0,), (1.0,)), clients=1)
     with pytest.raises(DataError) as error:
-        Newcomer.from_arrays("eve", pandas.DataFrame({"weight": [1.0, 2.0]}), None, named)
+        Newcomer.from_arrays("eve", pandas.DataFrame({"weight": [1.0, 2.0]}), None, named, ("age",))
     assert tells(str(error.value), "weight", "age")
 
 
 def test_a_packed_client_and_a_run_name_classes_alike(tmp_path: Path) -> None:
     for name, y in (("t.npz", np.arange(N) % 2 * 10 + 10), ("u.npz", np.arange(N) % 2)):
         np.savez(tmp_path / name, x=np.random.default_rng(0).normal(size=(N, 2)), y=y)
-    wanted = Wanted("t", "features", (2,), ("10", "20", "30"), Normalization((0.0, 0.0), (1.0, 1.0)))
+    wanted = Problem("t", "features", (2,), ("10", "20", "30"), Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
     packed = pack(tmp_path / "t.npz", tmp_path / "t", PackSettings(id="t"))
     assert packed.card.classes == ("10", "20")
     found = Newcomer.from_folder(tmp_path / "t", wanted).client("t").train.y
@@ -529,7 +530,7 @@ def test_numbers_of_other_types_are_refused() -> None:
             as_numbers(values_)
 
 
-WANTED = Wanted("values", "features", (2,), ("a", "caf\u00e9"), Normalization((0.0, 0.0), (1.0, 1.0)))
+WANTED = Problem("values", "features", (2,), ("a", "caf\u00e9"), Normalization((0.0, 0.0), (1.0, 1.0)), clients=1)
 FOUR = np.arange(8.0).reshape(4, 2)
 
 
@@ -591,7 +592,7 @@ def test_names_are_found_in_both_unicode_forms(tmp_path: Path) -> None:
 
 
 def test_gray_images_of_a_newcomer_need_no_axis_for_channels() -> None:
-    wanted = Wanted("values", "pixels", (1, 5, 5), ("a", "b"), Normalization((0.0,), (1.0,)))
+    wanted = Problem("values", "pixels", (1, 5, 5), ("a", "b"), Normalization((0.0,), (1.0,)), clients=1)
     assert Newcomer.from_arrays("me", np.zeros((4, 5, 5), np.uint8), None, wanted).client("me").train.x.shape == (
         4,
         1,

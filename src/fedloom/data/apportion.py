@@ -130,24 +130,14 @@ def largest_remainders(exact: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def held_out(fraction: float, count: int) -> int:
-    """Return how many of ``count`` examples are held out: the fraction, half rounded up, but at least one of any."""
+    """Return how many of ``count`` examples are held out: the fraction, rounded half up, but at least one."""
     return min(max(1, math.floor(fraction * count + 0.5)), count)
 
 
 def stratified(labels: NDArray[np.int64], size: int, generator: np.random.Generator) -> NDArray[np.bool_]:
-    """Draw ``size`` of m examples at random, each class in proportion to its frequency (largest remainders).
+    """Draw ``size`` of the m examples with these labels at random, ``[m]`` bool.
 
-    Parameters
-    ----------
-    labels
-        ``[m]``.
-    size
-        At most m.
-
-    Returns
-    -------
-    NDArray
-        ``[m]`` bool: the examples drawn.
+    Each class is drawn in proportion to its frequency, rounded by largest remainders.
     """
     counts = np.bincount(labels)
     share = largest_remainders(counts * (size / max(len(labels), 1)))

@@ -54,7 +54,7 @@ class PartitionSettings:
     normalization: MeasuredOn = "seen"
 
     def check(self, source: Dataset) -> None:
-        """Raise ExperimentError, which names the key, if settings cannot work with a data set; no data are read."""
+        """Raise ExperimentError, naming the key, if the settings do not fit a data set; no data are read."""
         for key, found, fits, range_ in (
             ("held_out_fraction", self.held_out_fraction, 0 <= self.held_out_fraction < 1, "0 or more, and below 1"),
             ("validation_fraction", self.validation_fraction, 0 < self.validation_fraction < 1, "between 0 and 1"),
@@ -107,19 +107,10 @@ def assign_examples(
     dataset: str = "the data set",
     targets: Targets | None = None,
 ) -> Assignment:
-    """Assign the examples of a source to clients.
+    """Assign the examples of a source, which errors call ``dataset``, to clients.
 
     Raise ExperimentError if the scheme cannot be satisfied, or a client would get no train, validation or test example,
-    or none of a class that its scheme assigns to it.
-
-    Parameters
-    ----------
-    classes
-        C.
-    dataset
-        Name of the source in errors.
-    targets
-        Description of targets that are not classes.
+    or none of a class that its scheme assigns to it. ``targets`` describes targets that are not classes.
     """
     scheme = settings.scheme
     assert not isinstance(scheme, MeansScheme), "its examples are drawn (fedloom.data.means)"
@@ -143,7 +134,7 @@ def assign_examples(
 
 
 def _assign_by_mix(official: RawDataset, classes: int, scheme: MixScheme, settings: PartitionSettings) -> Assignment:
-    """Assign examples by class mix; raises like :func:`assign_examples`."""
+    """Assign examples by class mix; raise like :func:`assign_examples`."""
     seed = settings.seed
     seen = draw_seen(scheme.clients, settings.held_out_fraction, seed)
     train = _by_class(official.train.labels, classes)
@@ -235,9 +226,8 @@ def _notes_on_copies(official: RawDataset) -> list[str]:
         pair = f"test example {first} and training example {official.equal[first_test + first]}"
         notes.append(
             f"the source's own split is kept: {those} have inputs that also occur in training (first: "
-            f"{pair}); accuracy on them does not measure accuracy on new inputs. Remove one of each, or let FedLoom "
-            "divide the "
-            "data: without a column of splits, without test data"
+            f"{pair}); accuracy on them does not measure accuracy on new inputs. Remove one of each, or leave out "
+            "the column of splits or the test data, so that FedLoom divides the examples"
         )
     return notes
 

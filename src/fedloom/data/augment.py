@@ -1,7 +1,7 @@
 """Random changes of training images, by transforms of ``torchvision.transforms.v2``.
 
 A transform is described by its name, or by its name and arguments, as in an experiment file:
-``{"RandomCrop": {"size": 32, "padding": 4}}``. A list of transforms as an argument is described alike.
+``{"RandomCrop": {"size": 32, "padding": 4}}``. An argument that is a list of transforms is described in the same way.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fedloom.tasks.names import TaskName
 
 KEY = "data.augment"
 STANDARDIZED = "ToDtype", "ConvertImageDtype", "ToTensor", "Normalize"
-"""Transforms that users put behind augmentations to do what a federation does by itself."""
+"""Transforms that users append to augmentations for what FedLoom does itself."""
 MIXING = "CutMix", "MixUp"
 OLDER = "torchvision.transforms.transforms", "torchvision.transforms.autoaugment"
 """Modules whose classes have namesakes in v2."""
 TRIALS = 20
-"""Random images that a check applies the transforms to."""
+"""Number of random images that a check applies the transforms to."""
 
 Transform: TypeAlias = Callable[[Tensor], Tensor]
 """Function of one image, ``[channels, height, width]`` uint8."""
@@ -58,14 +58,9 @@ Augment: TypeAlias = Annotated[
 
 @dataclass(frozen=True, eq=False)
 class Augmentation:
-    """Transforms of standardized images: each image is changed as uint8 pixels, then standardized again.
+    """Transforms of standardized images, in order.
 
-    Attributes
-    ----------
-    transforms
-        Applied in order.
-    normalization
-        Normalization of the images.
+    Each image is converted back to uint8 pixels, changed, and standardized again.
     """
 
     transforms: Sequence[Transform]
@@ -74,10 +69,7 @@ class Augmentation:
     def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
         """Change a batch ``[b, channels, height, width]``, each image by its own draws, on the CPU.
 
-        Raises
-        ------
-        ExperimentError
-            If an image changes its shape, or is no longer uint8.
+        Raise ExperimentError if an image changes its shape, or is no longer uint8.
         """
         with drawing_from(generator):
             changed = torch.stack([applied(self.transforms, image) for image in self.pixels(x)])
@@ -112,7 +104,7 @@ def applied(transforms: Sequence[Transform], image: Tensor) -> Tensor:
 
 
 def augmentation(described: Sequence[Any], normalization: Normalization) -> Augmentation | None:
-    """Return the augmentation of a run; None without transforms; raise as :func:`made`."""
+    """Return the augmentation of a run; None without transforms; raise like :func:`made`."""
     return Augmentation(made(described), normalization) if described else None
 
 
@@ -121,11 +113,8 @@ def check_augment(
 ) -> None:
     """Check transforms by making them and applying them to random images of this shape.
 
-    Raises
-    ------
-    ExperimentError
-        If a transform does not exist or fails, the images change shape, the inputs are not images, or torchvision is
-        missing.
+    Raise ExperimentError if a transform does not exist or fails, the images change shape, the inputs are not images, or
+    torchvision is missing.
     """
     if not described:
         return
@@ -141,7 +130,7 @@ def check_augment(
                 applied(transforms, image)
         except ExperimentError:
             raise
-        except Exception as error:  # of torchvision's code, for an image that it cannot change
+        except Exception as error:  # raised by torchvision for an image that it cannot change
             names = ", ".join(_name(one) for one in described)
             raise ExperimentError(
                 f"{KEY}: {names} cannot change images of shape {list(shape)}: {_line(error)}", key=KEY
@@ -151,11 +140,8 @@ def check_augment(
 def made(described: Sequence[Any]) -> list[Transform]:
     """Make transforms from their descriptions.
 
-    Raises
-    ------
-    ExperimentError
-        If torchvision is missing, has no such transform, or rejects an argument, or if a transform does what the
-        federation does by itself.
+    Raise ExperimentError if torchvision is missing, has no such transform, or rejects an argument, or if a transform
+    does what FedLoom does itself.
     """
     return [_made(one) for one in described]
 
@@ -222,13 +208,10 @@ def _v2() -> Any:
 def describe_transforms(given: Any) -> list[Any]:
     """Return the description of transforms given in Python: an object of torchvision.transforms.v2, or several.
 
-    An object of torchvision.transforms is described as its namesake in v2. Descriptions pass unchanged, also beside
-    objects.
+    An object of torchvision.transforms is described as its namesake in v2. Descriptions, also those among objects,
+    are returned unchanged.
 
-    Raises
-    ------
-    ExperimentError
-        If an object is of another class, or its arguments cannot be written to an experiment file.
+    Raise ExperimentError if an object is of another class, or its arguments cannot be written to an experiment file.
     """
     several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     return [one for each in several for one in _described(each)]
@@ -245,7 +228,7 @@ def _described(one: Any) -> Iterator[Any]:
         return
     is_v2 = _is_v2(one, name)
     if name in STANDARDIZED:
-        yield name  # refused with the rest
+        yield name  # rejected later, as in an experiment file
         return
     parameters = inspect.signature(type(one)).parameters.values()
     values = {p.name: (getattr(one, p.name, p.default), p.default) for p in parameters}

@@ -40,22 +40,10 @@ def firsts_of(positions: Positions, group: Positions) -> Positions:
 
 
 def choose_about(sizes: Positions, target: int) -> NDArray[np.bool_]:
-    """Choose groups, in the order given, whose sizes add up to about ``target``.
+    """Choose groups, in the order given, whose sizes ``[g]`` add up to about ``target``; ``[g]`` bool.
 
     A group is chosen if it brings the sum nearer to the target. If there are two or more groups, at least one is chosen
     unless the target is 0, and at least one is left unless the target is everything.
-
-    Parameters
-    ----------
-    sizes
-        ``[g]``: examples in each group.
-    target
-        Examples wanted, 0 to the sum of the sizes.
-
-    Returns
-    -------
-    NDArray
-        ``[g]`` bool.
     """
     chosen = np.zeros(len(sizes), dtype=np.bool_)
     left = target
@@ -79,10 +67,8 @@ def draw_splits(
 
     Parameters
     ----------
-    labels
-        ``[n]``.
     fractions
-        Fraction of what is left that is drawn for each split, in this order; the rest is in split 0.
+        Fraction of the remaining examples drawn for each split, in this order; the rest is in split 0.
     generator
         Returns the generator for a split.
     """
@@ -97,29 +83,16 @@ def draw_splits(
 
 
 def first_groups(sizes: Positions, target: int) -> NDArray[np.bool_]:
-    """Choose the first groups whose sizes add up to about ``target``; a larger target only adds groups.
-
-    Returns
-    -------
-    NDArray
-        ``[g]`` bool.
-    """
+    """Choose the first groups whose sizes add up to about ``target``, ``[g]`` bool; a larger target only adds some."""
     return np.asarray(2 * np.cumsum(sizes) - sizes <= 2 * target)
 
 
 def hold_out(
     train: Sequence[Positions], group: Positions, fraction: float, seed: int
 ) -> tuple[list[Positions], list[Positions]]:
-    """Split the training examples of each class into those kept and those held out for validation.
+    """Split the ascending positions of each class into those kept and a fraction held out for validation.
 
-    Parameters
-    ----------
-    train
-        Positions of the training examples of each class, ascending.
-    group
-        ``[n]``: the group of each example of the data set.
-    fraction
-        Fraction of each class held out for validation.
+    ``group`` is the group of each example of the data set, ``[n]``.
     """
     sizes = np.bincount(np.concatenate([np.zeros(0, dtype=np.int64), *(group[members] for members in train)]))
     firsts = [members[group[members] == members] for members in train]

@@ -140,14 +140,11 @@ class FederatedDataset:
         return FederatedDataset(self.folder, manifest, self.source)
 
     def verify(self, clients: Iterable[str] | None = None) -> None:
-        """Check shards against their hashes and keep none in memory; shards of a published partition are fetched.
+        """Check the shards of these clients (default: all) against their hashes, and keep none in memory.
+
+        Shards of a published partition are fetched.
 
         Raise DataError if there is no such client, or a shard is missing or damaged.
-
-        Parameters
-        ----------
-        clients
-            Ids of the clients to check; default: all.
         """
         entries = self.manifest.clients if clients is None else [self.manifest.entry(client) for client in clients]
         for entry in entries:
@@ -182,14 +179,9 @@ class FederatedDataset:
         return shard_path(self.folder, client)
 
     def tensors(self, client: str) -> dict[str, Tensor]:
-        """Return the raw content of a client's shard; nothing is cached.
+        """Return the raw content of a client's shard, given its id or its owner's name; nothing is cached.
 
         Raise DataError if there is no such client, or its shard is missing or damaged.
-
-        Parameters
-        ----------
-        client
-            Its id, or its owner's name.
         """
         entry = self.manifest.named(client)
         content = self._shard(entry)
@@ -261,18 +253,10 @@ def normalized_split(
 
 
 def normalize(x: Tensor, spec: InputSpec) -> Tensor:
-    """Standardize an input tensor.
+    """Standardize an input tensor; the result has the same shape.
 
-    Parameters
-    ----------
-    x
-        Pixels, uint8 ``[n, channels, ...]``, are scaled to 0 ... 1 and standardized per channel; features, float32
-        ``[n, ...]``, are standardized per entry of the channel axis; tokens and integers are returned unchanged.
-
-    Returns
-    -------
-    Tensor
-        Same shape; float32, or the tokens or integers.
+    Pixels, uint8 ``[n, channels, ...]``, are scaled to 0 ... 1 and standardized per channel; features, float32
+    ``[n, ...]``, are standardized per entry of the channel axis; tokens and integers are returned unchanged.
     """
     return x if spec.kind in ("tokens", "integers") else standardize(x, spec)
 

@@ -30,7 +30,7 @@ def locked(folder: Path) -> Iterator[None]:
     The lock is released when the process ends, even if it is killed. Several users may share the parent folders: anyone
     who can read the lock file can hold the lock.
 
-    Raise StorageError if this user cannot create the lock; names the owner of the folder and the remedy.
+    Raise StorageError, naming the owner of the folder and the remedy, if this user cannot create the lock.
     """
     path = folder.parent / f".{folder.name}.lock"
     with naming_owner(path):
@@ -50,13 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def naming_owner(path: Path) -> Iterator[None]:
-    """Turn a permission error in the block into an error that names the owner and the remedy.
-
-    Raises
-    ------
-    StorageError
-        Names the owner of the nearest existing folder.
-    """
+    """Turn a permission error in the block into a StorageError with the owner of the nearest folder and the remedy."""
     try:
         yield
     except (PermissionError, StorageError) as error:

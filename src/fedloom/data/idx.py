@@ -21,16 +21,9 @@ GZIP = b"\x1f\x8b"
 def parse_bytes(content: bytes, name: str, dimensions: int) -> NDArray[np.uint8]:
     """Return the array in an IDX file of unsigned bytes, as a read-only view of ``content``.
 
-    Raise DataError if the file is compressed, not IDX, of another type or number of dimensions, too short or too long.
+    ``name`` names the file in errors; ``dimensions`` is 3 for images and 1 for labels.
 
-    Parameters
-    ----------
-    content
-        The whole file, uncompressed.
-    name
-        Name of the file in errors.
-    dimensions
-        Required number of dimensions: 3 for images, 1 for labels.
+    Raise DataError if the file is compressed, not IDX, of another type or number of dimensions, too short or too long.
     """
     return _parsed(content, name, dimensions, 0x08, np.dtype(np.uint8), "unsigned bytes")
 

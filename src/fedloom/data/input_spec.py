@@ -74,15 +74,14 @@ class InputSpec:
     kind, shape
         Its kind and shape for one example.
     normalization
-        Mean and standard deviation of each entry of the channel axis; of integers, too, for models that cannot take
-        them.
+        Mean and standard deviation of each entry of the channel axis, also for integers, which some models cannot
+        take unchanged.
     channel_axis
         Axis of features and integers along which normalization is measured.
     high
         Largest integer of the data + 1; None for other kinds.
     tokenizer
-        SHA-256 of the tokenizer that made integers of texts (:func:`~fedloom.data.pack.tokens.digest_of`); None if none
-        did.
+        SHA-256 of the tokenizer that turned texts into integers (:func:`~fedloom.data.pack.tokens.digest_of`), if any.
     """
 
     kind: TensorKind
@@ -137,12 +136,7 @@ class InputSpec:
     def fault(self, name: str = "input_shape", *, normalized: bool = True) -> str | None:
         """Return a contradiction within the description, or None.
 
-        Parameters
-        ----------
-        name
-            Name of the shape in the message.
-        normalized
-            False if the normalization is not known yet.
+        ``name`` is the name of the shape in the message; ``normalized`` is False if the normalization is not known yet.
         """
         scalar = not self.shape and name == "shape" and self.kind in ("features", "integers")  # one of named inputs
         if not scalar and (fault := input_shape_fault(self.kind, self.shape, name)) is not None:
@@ -258,8 +252,8 @@ def input_fields(specs: Mapping[str, InputSpec]) -> dict[str, Any]:
 def without_defaults(known: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a JSON text without those of inputs and targets at their defaults.
 
-    Texts of single pixels, features and tokens with classes stay as they were before the fields existed; a text's hash
-    identifies it.
+    Data that need none of these fields then have the same text as before the fields existed; the hash of a text
+    identifies the data.
     """
     for key in ("inputs", "targets", "high", "tokenizer"):
         if known.get(key, 0) is None:
@@ -291,7 +285,7 @@ def entry(split: str, what: str, name: str = "") -> str:
 
 
 def joined_normalization(parts: Sequence[Normalization]) -> Normalization:
-    """Return the figures of several tensors, which follow each other."""
+    """Return the normalizations of several tensors, concatenated."""
     return Normalization(
         tuple(number for part in parts for number in part.mean), tuple(number for part in parts for number in part.std)
     )

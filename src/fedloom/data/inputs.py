@@ -25,12 +25,12 @@ def each_named(x: Inputs, function: Callable[[str, Tensor], Tensor]) -> Inputs:
 
 
 def first(x: Inputs) -> Tensor:
-    """Return the inputs, or the first of named ones: any tells the number of examples and the device."""
+    """Return the inputs, or the first of named ones; all have the same number of examples and device."""
     return x if isinstance(x, Tensor) else next(iter(x.values()))
 
 
 def single(x: Inputs) -> Tensor:
-    """Return the one input tensor; raise TypeError for named ones, which the caller has refused."""
+    """Return the one input tensor; raise TypeError for named ones, which callers reject."""
     if not isinstance(x, Tensor):
         raise TypeError(f"one input tensor is needed, and there are {', '.join(x)}")
     return x
@@ -47,7 +47,7 @@ def take(x: X, rows: Tensor | slice) -> X:
 
 
 def selected(x: Inputs, index: Tensor) -> Inputs:
-    """Return the examples at some positions ``[m]``: as :func:`take` by these, in half the time on a CPU."""
+    """Return the examples at positions ``[m]``, like :func:`take` but in half the time on a CPU."""
     return each(x, lambda tensor: tensor.index_select(0, index))
 
 
@@ -57,7 +57,7 @@ def pieces(x: Inputs, size: int) -> Iterator[Any]:
 
 
 def joined(parts: Sequence[Inputs]) -> Inputs:
-    """Return the examples of several inputs in one."""
+    """Return the examples of several inputs, concatenated."""
     if isinstance(parts[0], Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}  # type: ignore[index]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,10 @@ from fedloom.data.targets import Targets
 
 CHUNK = 4096
 """Examples whose pixels are counted at once."""
+
+
+Measured: TypeAlias = InputSpec | Targets
+"""Tensor whose mean and standard deviation are measured."""
 
 
 @dataclass(frozen=True)
@@ -61,29 +65,9 @@ def pixel_sums(pieces: Iterable[NDArray[Any]]) -> list[tuple[int, int, int]]:
     ]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Tensor whose mean and standard deviation are measured.
-
-    Attributes
-    ----------
-    numbers
-        Number of means.
-    values
-        Values of one example that each mean covers.
-    scale
-        Divisor of raw values; 255 for pixels.
-    """
-
-    numbers: int
-    values: int
-    scale: int
-
-
 def measured_tensors(specs: Mapping[str, InputSpec], targets: Targets | None) -> list[Measured]:
     """Return the tensors that are measured: the inputs, in order, then regression's targets."""
-    found = [Measured(spec.numbers, spec.values, spec.scale) for spec in specs.values()]
-    return found if targets is None or not targets.numbers else [*found, Measured(targets.numbers, targets.values, 1)]
+    return [*specs.values(), *([] if targets is None or not targets.numbers else [targets])]
 
 
 def moments_of(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,7 @@ from torch import Tensor
 
 from fedloom.core.words import composed
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalized_split
-from fedloom.data.input_spec import (
-    ChannelAxis,
-    InputSpec,
-    Kind,
-    Normalization,
-    input_fields,
-    specs_of,
-    tokenizer_of,
-)
+from fedloom.data.input_spec import InputSpec, input_fields, tokenizer_of
 from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.inputs import Inputs, take
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manifest
@@ -41,53 +32,6 @@ MOST_EXAMPLES = 1_000_000
 """Maximum examples of a client: more would not describe it better and would fill its memory."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """Requirements on a client's data.
-
-    Attributes
-    ----------
-    dataset, kind, input_shape, class_names, normalization, channel_axis, high, tokenizer, inputs, targets
-        As in :class:`~fedloom.data.manifest.Manifest`.
-    features
-        As in :class:`~fedloom.data.own.Own`.
-    """
-
-    dataset: str
-    kind: Kind
-    input_shape: tuple[int, ...]
-    class_names: tuple[str, ...]
-    normalization: Normalization
-    features: tuple[str, ...] | None = None
-    channel_axis: ChannelAxis = "first"
-    high: int | None = None
-    tokenizer: str | None = None
-    inputs: Mapping[str, InputSpec] | None = None
-    targets: Targets | None = None
-
-    @property
-    def specs(self) -> Mapping[str, InputSpec]:
-        """Input tensors by name; the name of a single one is empty."""
-        return specs_of(self)
-
-    @classmethod
-    def of(cls, problem: Problem, features: tuple[str, ...] | None) -> Wanted:
-        """Return the requirements of a run's problem, with the columns of its experiment."""
-        return cls(
-            problem.dataset,
-            problem.kind,
-            problem.input_shape,
-            problem.class_names,
-            problem.normalization,
-            features,
-            problem.channel_axis,
-            problem.high,
-            problem.tokenizer,
-            problem.inputs,
-            problem.targets,
-        )
-
-
 class Newcomer(FederatedDataset):
     """Data set of one client that never trains.
 
@@ -100,6 +44,8 @@ class Newcomer(FederatedDataset):
         name.
     y
         ``[n]`` int64, or other targets of the run's task, in their own units; or None.
+    problem
+        Requirements on the data.
 
     Raises
     ------
@@ -107,73 +53,81 @@ class Newcomer(FederatedDataset):
         If the data do not meet the requirements.
     """
 
-    def __init__(self, client: str, x: Inputs, y: Tensor | None, wanted: Wanted) -> None:
+    def __init__(self, client: str, x: Inputs, y: Tensor | None, problem: Problem) -> None:
         if not CLIENT_ID.fullmatch(client):
             raise DataError(
                 f"client {client[:80]!r} must be up to 128 letters, digits, '.', '_' and '-'.", key="client"
             )
-        inputs = _checked_inputs(x, wanted)
+        inputs = _checked_inputs(x, problem)
         size = len(next(iter(inputs.values())))
-        y = None if y is None else _checked_targets(y, size, wanted)
-        counts = {split: (0,) * len(wanted.class_names) for split in SPLITS}
+        y = None if y is None else _checked_targets(y, size, problem)
+        counts = {split: (0,) * len(problem.class_names) for split in SPLITS}
         manifest = Manifest(
             version=VERSION,
-            dataset=wanted.dataset,
-            classes=len(wanted.class_names),
-            class_names=wanted.class_names,
+            dataset=problem.dataset,
+            classes=len(problem.class_names),
+            class_names=problem.class_names,
             scheme={"scheme": "newcomer"},
             seed=0,
             held_out_fraction=0.0,
             validation_fraction=0.0,
             source_sha256={},
             clients=(ClientEntry(client, False, size, 0, 0, counts, "0" * 64),),
-            targets=wanted.targets,
-            **input_fields(wanted.specs),
+            targets=problem.targets,
+            **input_fields(problem.specs),
         )
         super().__init__(Path(), manifest)
-        train = normalized_split(inputs, y, wanted.specs, wanted.targets)
+        train = normalized_split(inputs, y, problem.specs, problem.targets)
         nothing = Split(take(train.x, slice(0, 0)), None if train.y is None else train.y[:0])
-        self._loaded[client] = ClientData(client, train, nothing, nothing, len(wanted.class_names))
+        self._loaded[client] = ClientData(client, train, nothing, nothing, len(problem.class_names))
 
     @classmethod
-    def from_arrays(cls, client: str, x: Any, y: Any, wanted: Wanted) -> Newcomer:
+    def from_arrays(
+        cls, client: str, x: Any, y: Any, problem: Problem, features: tuple[str, ...] | None = None
+    ) -> Newcomer:
         """Accept tensors, arrays, or anything numpy converts to arrays, or a dict of them; labels may be class names.
 
         Raise DataError if the data do not meet the requirements.
+
+        Parameters
+        ----------
+        features
+            Columns that a DataFrame must have, in order; None: any.
         """
         columns = None if (names := getattr(x, "columns", None)) is None else tuple(map(str, names))
-        if columns is not None and wanted.features is not None and not is_same(columns, wanted.features):
+        if columns is not None and features is not None and not is_same(columns, features):
             raise DataError(
-                f"x has the columns {', '.join(columns)}; they must be {', '.join(wanted.features)}, in this order"
+                f"x has the columns {', '.join(columns)}; they must be {', '.join(features)}, in this order"
             )
         named = {f"x[{name!r}]": (name, each) for name, each in x.items()} if isinstance(x, Mapping) else {"x": ("", x)}
         inputs: dict[str, Tensor] = {}
         for what, (name, each) in named.items():
             array = as_array(each, what)
-            spec = wanted.specs.get(name)
+            spec = problem.specs.get(name)
             if spec is not None and spec.kind == "pixels":
                 array = with_channels(array)
             inputs[name] = _tensor(array, what)
-        labels = None if y is None else _positions(_converted(as_array(y, "y"), inputs, wanted.targets), wanted)
-        return cls(client, inputs.get("", inputs), labels, wanted)
+        labels = None if y is None else _positions(_converted(as_array(y, "y"), inputs, problem.targets), problem)
+        return cls(client, inputs.get("", inputs), labels, problem)
 
     @classmethod
-    def from_folder(cls, folder: Path, wanted: Wanted) -> Newcomer:
+    def from_folder(cls, folder: Path, problem: Problem, features: tuple[str, ...] | None = None) -> Newcomer:
         """Read the train split of a packed client (``fedloom data pack``).
 
-        Its classes may be a subset of the run's: labels are matched by class name.
+        Its classes may be a subset of the run's: labels are matched by class name. A table must have the columns
+        ``features``, in order; None: any.
 
         Raise DataError if the folder is missing, damaged, or does not meet the requirements.
         """
         card = read_card(folder)
-        _check_same_data(folder, card, wanted)
-        check_features(folder, card, wanted.features)
-        place = {composed(name): i for i, name in enumerate(wanted.class_names)}
+        _check_same_data(folder, card, problem)
+        check_features(folder, card, features)
+        place = {composed(name): i for i, name in enumerate(problem.class_names)}
         foreign = [name for name in card.classes if composed(name) not in place] if card.labelled else []
         if foreign:
             raise DataError(
                 f"{folder}: the class {foreign[0]!r} is unknown to the run; its classes are "
-                f"{', '.join(wanted.class_names)}"
+                f"{', '.join(problem.class_names)}"
             )
         try:
             tensors = safetensors.torch.load(read_own_shard(folder, card))
@@ -181,10 +135,10 @@ class Newcomer(FederatedDataset):
         except (SafetensorError, KeyError) as error:
             raise DataError(f"{folder}: the shard is damaged: {error}", hint=AGAIN) from error
         y = tensors.get("train_y")
-        if y is not None and card.labelled and wanted.targets is None:
+        if y is not None and card.labelled and problem.targets is None:
             places = torch.tensor([place[composed(name)] for name in card.classes])
             y = places[checked_labels(y, card.train, len(card.classes))]
-        return cls(card.id, x.get("", x), y, wanted)
+        return cls(card.id, x.get("", x), y, problem)
 
     @property
     def client_id(self) -> str:
@@ -195,18 +149,18 @@ class Newcomer(FederatedDataset):
         """Do nothing, since the data were checked on construction."""
 
 
-def _check_same_data(folder: Path, card: ClientCard, wanted: Wanted) -> None:
+def _check_same_data(folder: Path, card: ClientCard, problem: Problem) -> None:
     """Raise DataError if a packed client has data of another kind, shape or task than the run."""
-    needed_targets = wanted.targets and wanted.targets.plain()
+    needed_targets = problem.targets and problem.targets.plain()
     for what, found, needed in (
-        ("kind", card.kind, wanted.kind),
-        ("input_shape", list(card.input_shape), list(wanted.input_shape)),
-        ("inputs", _shapes(card.specs), _shapes(wanted.specs)),
+        ("kind", card.kind, problem.kind),
+        ("input_shape", list(card.input_shape), list(problem.input_shape)),
+        ("inputs", _shapes(card.specs), _shapes(problem.specs)),
         ("targets", card.targets if card.labelled else needed_targets, needed_targets),
     ):
         if found != needed:
             raise DataError(f"{folder}: {what} is {found}, and must be {needed} as in the run")
-    tokenizer, needed_tokenizer = tokenizer_of(card.specs), tokenizer_of(wanted.specs)
+    tokenizer, needed_tokenizer = tokenizer_of(card.specs), tokenizer_of(problem.specs)
     if None not in (tokenizer, needed_tokenizer) and tokenizer != needed_tokenizer:
         raise DataError(f"{folder}: tokenizer is {tokenizer}, and must be {needed_tokenizer} as in the run")
 
@@ -215,18 +169,18 @@ def _shapes(specs: Mapping[str, InputSpec]) -> dict[str, tuple[str, tuple[int, .
     return {name: (spec.kind, spec.shape) for name, spec in specs.items() if name}
 
 
-def _checked_inputs(x: Inputs, wanted: Wanted) -> dict[str, Tensor]:
+def _checked_inputs(x: Inputs, problem: Problem) -> dict[str, Tensor]:
     """Return inputs by name, in the form that the run's shards have.
 
     Raise DataError if their names, kind, shape, number or range differ.
     """
     named = {"": x} if isinstance(x, Tensor) else dict(x)
-    specs = wanted.specs
+    specs = problem.specs
     if set(named) != set(specs):
         found, needed = (", ".join(sorted(filter(None, each))) or "one tensor" for each in (named, specs))
         raise DataError(f"x has {found}; the run's inputs are {needed}", key="x")
     inputs = {
-        name: _checked_input(named[name], f"x[{name!r}]" if name else "x", spec, len(wanted.class_names))
+        name: _checked_input(named[name], f"x[{name!r}]" if name else "x", spec, len(problem.class_names))
         for name, spec in specs.items()
     }
     if len({len(each) for each in inputs.values()}) > 1:
@@ -249,11 +203,11 @@ def _checked_input(x: Tensor, what: str, spec: InputSpec, classes: int) -> Tenso
     return _whole(x, what, spec.kind, most).to(torch.uint8)
 
 
-def _checked_targets(y: Tensor, examples: int, wanted: Wanted) -> Tensor:
+def _checked_targets(y: Tensor, examples: int, problem: Problem) -> Tensor:
     """Return targets in the form that the run's shards have; raise DataError if they are not those of its task."""
-    targets = wanted.targets
+    targets = problem.targets
     if targets is None:
-        return checked_labels(y, examples, len(wanted.class_names))
+        return checked_labels(y, examples, len(problem.class_names))
     needed = [examples, *targets.shape]
     if list(y.shape) != needed:
         raise DataError(f"y has the shape {list(y.shape)}; {targets.task} needs {needed}.", key="y")
@@ -323,12 +277,12 @@ def _converted(y: NDArray[Any], inputs: Mapping[str, Tensor], targets: Targets |
     return y
 
 
-def _positions(y: NDArray[Any], wanted: Wanted) -> Tensor:
+def _positions(y: NDArray[Any], problem: Problem) -> Tensor:
     """Return labels as positions in the run's classes; they may be the names of these. Other targets stay."""
-    if y.ndim != 1 or not wanted.class_names:
+    if y.ndim != 1 or not problem.class_names:
         return _tensor(y, "y")  # refused for that
     errors = ValidationErrors("y", outcome="")
-    found, _ = numbered([y], wanted.class_names, wanted.kind, lambda i: f"y[{i}]", errors)
+    found, _ = numbered([y], problem.class_names, problem.kind, lambda i: f"y[{i}]", errors)
     errors.refuse()
     return torch.from_numpy(found)
 

@@ -38,7 +38,7 @@ from fedloom.data.manifest import (
     text_fault,
 )
 from fedloom.data.moments import Measured, Moments, divided_normalization, measured_tensors, pooled_normalization
-from fedloom.data.requirements import Given, Own, PlainInputs
+from fedloom.data.requirements import Given, Own
 from fedloom.data.targets import Targets, same_targets
 from fedloom.errors import DataError, argument
 
@@ -102,7 +102,12 @@ class ClientCard:
     @property
     def specs(self) -> Mapping[str, InputSpec]:
         """Input tensors by name; the name of a single one is empty."""
-        return specs_of(PlainInputs.of(self))
+        return specs_of(self)
+
+    @property
+    def normalization(self) -> Normalization:
+        """No normalization: it depends on all clients."""
+        return NOTHING
 
     @property
     def tokenizer_digest(self) -> str | None:
@@ -146,7 +151,7 @@ def read_card(folder: Path) -> ClientCard:
 def _contradiction(card: ClientCard) -> str | None:
     if card.version != CARD_VERSION:
         return f"version is {card.version}, and must be {CARD_VERSION}"
-    if (fault := inputs_fault(PlainInputs.of(card), normalized=False)) is not None:
+    if (fault := inputs_fault(card, normalized=False)) is not None:
         return fault
     if card.targets is not None and (card.classes or (fault := card.targets.fault(normalized=False)) is not None):
         return fault or "classes must be empty, because there are targets"
@@ -270,25 +275,27 @@ class OwnClients:
         return own_normalization(own, training)
 
 
-def check_same_data(folder: Path, card: ClientCard, needed: Any, where: str) -> None:
-    """Raise DataError if a client's kind, input shape or classes differ from those needed."""
+def check_same_data(folder: Path, card: ClientCard, needed: ClientCard | Own, where: str) -> None:
+    """Raise DataError if the kind, shape, classes or tokenizer of a client's data differ from those needed."""
     for what in ("kind", "input_shape", "channel_axis", "high", "inputs", "classes"):
-        found, wanted = getattr(card, what), getattr(needed, what)
-        if what == "inputs":
-            found, wanted = (_untold(PlainInputs.of(each).inputs) for each in (card, needed))
         if what == "high" and isinstance(needed, ClientCard):  # a client has some of the values
             continue
+        found, wanted = getattr(card, what), getattr(needed, what)
+        if what == "inputs":
+            found, wanted = _named_inputs(card), _named_inputs(needed)
         if not is_same(found, wanted):
             raise DataError(f"{folder}: {what} is {_shown(found)}; {where} needs {_shown(wanted)}", hint=AGAIN)
-    found, wanted = card.tokenizer_digest, tokenizer_of(specs_of(PlainInputs.of(needed)))
+    found, wanted = card.tokenizer_digest, tokenizer_of(needed.specs)
     unknown = found is None and isinstance(needed, ClientCard)
     if wanted is not None and found != wanted and not unknown:
         raise DataError(f"{folder}: tokenizer is {found}; {where} needs {wanted}", hint=AGAIN)
 
 
-def _untold(specs: Mapping[str, InputSpec] | None) -> Mapping[str, InputSpec] | None:
-    """Return the descriptions of named inputs without the tokenizer, which is compared alone."""
-    return specs and {name: replace(spec, tokenizer=None) for name, spec in specs.items()}
+def _named_inputs(about: ClientCard | Own) -> Mapping[str, InputSpec] | None:
+    """Return the descriptions of named inputs without the tokenizer, which is compared on its own."""
+    if about.inputs is None:
+        return None
+    return {name: replace(spec, tokenizer=None) for name, spec in about.specs.items()}
 
 
 def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from fedloom.core.words import rounded_up
-from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization, inputs_fault
+from fedloom.data.input_spec import ChannelAxis, InputSpec, Kind, Normalization, inputs_fault, specs_of
 from fedloom.data.manifest import targets_fault, text_fault
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError
@@ -83,6 +83,11 @@ class Problem:
     inputs: Mapping[str, InputSpec] | None = None
     targets: Targets | None = None
     training_privacy: TrainedPrivately | None = None
+
+    @property
+    def specs(self) -> Mapping[str, InputSpec]:
+        """Input tensors by name; the name of a single one is empty."""
+        return specs_of(self)
 
     @classmethod
     def from_json(cls, text: str) -> Problem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Protocol, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -83,6 +83,19 @@ class OwnTargets(Settings):
         return self
 
 
+@dataclass(frozen=True)
+class PlainInputs:
+    """Description of inputs without a normalization (:class:`~fedloom.data.input_spec.DescribesInputs`)."""
+
+    kind: Kind
+    input_shape: tuple[int, ...]
+    channel_axis: ChannelAxis
+    high: int | None
+    tokenizer: str | None
+    inputs: Mapping[str, InputSpec] | None
+    normalization: Normalization = NOTHING
+
+
 class Own(Settings):
     """Requirements on every client's data."""
 
@@ -116,7 +129,12 @@ class Own(Settings):
     @property
     def specs(self) -> Mapping[str, InputSpec]:
         """Input tensors by name, without a normalization; the name of a single one is empty."""
-        return specs_of(PlainInputs.of(self))
+        return specs_of(self._plain)
+
+    @property
+    def _plain(self) -> PlainInputs:
+        inputs = None if self.inputs is None else {name: each.spec for name, each in sorted(self.inputs.items())}
+        return PlainInputs(self.kind, self.input_shape, self.channel_axis, self.high, self.tokenizer, inputs)
 
     @property
     def wanted(self) -> Targets | None:
@@ -140,7 +158,7 @@ class Own(Settings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Own:
-        if (fault := inputs_fault(PlainInputs.of(self), normalized=False)) is not None:
+        if (fault := inputs_fault(self._plain, normalized=False)) is not None:
             raise ValueError(fault)
         if bool(self.classes) == (self.targets is not None):
             if self.classes:
@@ -173,53 +191,3 @@ class Own(Settings):
             raise ValueError(f"features: names are only for features and integers of a table (got {self.kind})")
         if len(set(map(composed, features))) != (numbers := sum(spec.numbers for spec in self.specs.values())):
             raise ValueError(f"features: must be {numbers} different names (got {list(features)})")
-
-
-class DescribesOwnInputs(Protocol):
-    """Card of a client, or requirements on clients."""
-
-    @property
-    def kind(self) -> Kind:
-        """Kind of the inputs."""
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """Shape of a single input; empty for named ones."""
-
-    @property
-    def channel_axis(self) -> ChannelAxis:
-        """Axis along which a single input is normalized."""
-
-    @property
-    def high(self) -> int | None:
-        """Largest integer + 1."""
-
-    @property
-    def tokenizer(self) -> str | None:
-        """Digest of the tokenizer that made the integers."""
-
-    @property
-    def inputs(self) -> Mapping[str, InputSpec | NamedInput] | None:
-        """Named inputs, or None."""
-
-
-@dataclass(frozen=True)
-class PlainInputs:
-    """Description of inputs without a normalization, for the functions of :mod:`fedloom.data.input_spec`."""
-
-    kind: Kind
-    input_shape: tuple[int, ...]
-    channel_axis: ChannelAxis
-    high: int | None
-    tokenizer: str | None
-    inputs: Mapping[str, InputSpec] | None
-    normalization: Normalization = NOTHING
-
-    @classmethod
-    def of(cls, about: DescribesOwnInputs) -> PlainInputs:
-        """Return the description of the inputs of a card, or of requirements."""
-        specs: dict[str, InputSpec] | None = None
-        if about.inputs is not None:
-            pairs = sorted(about.inputs.items())
-            specs = {name: each.spec if isinstance(each, NamedInput) else each for name, each in pairs}
-        return cls(about.kind, about.input_shape, about.channel_axis, about.high, about.tokenizer, specs)

@@ -73,21 +73,21 @@ class PersonalizationRequest:
         DataError, ExperimentError
             If the data do not meet the requirements, or are given twice or not at all.
         """
-        from fedloom.data.newcomer import Newcomer, Wanted
+        from fedloom.data.newcomer import Newcomer
         from fedloom.experiment import OwnData
 
-        wanted = Wanted.of(problem, e.data.own.features if isinstance(e.data, OwnData) else None)
+        features = e.data.own.features if isinstance(e.data, OwnData) else None
         if (self.x is None) is (self.data is None):
             given = "neither is given" if self.x is None else "both are given"
             raise ExperimentError(f"Give either x or a packed folder ({argument('data')}): {given}.", key="data")
-        if not wanted.class_names and wanted.targets is None:
+        if not problem.class_names and problem.targets is None:
             raise DataError("The run's data have no targets, so its models predict none.")
         if self.data is None:
-            return Newcomer.from_arrays(self.client or CLIENT, self.x, self.y, wanted)
+            return Newcomer.from_arrays(self.client or CLIENT, self.x, self.y, problem, features)
         if self.y is not None or self.client is not None:
             key = "client" if self.y is None else "y"
             raise ExperimentError(f"{key} cannot be combined with a packed folder, which contains it.", key=key)
-        return Newcomer.from_folder(Path(self.data), wanted)
+        return Newcomer.from_folder(Path(self.data), problem, features)
 
     def check_privacy(self) -> None:
         """Raise unless ε, δ, C, ledger and budget form a valid request.

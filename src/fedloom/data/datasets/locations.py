@@ -48,14 +48,9 @@ def location_title(location: str | Path) -> str:
 
 
 def contents_at(location: str | Path, names: Sequence[str], report: Report) -> Iterator[tuple[str, bytes]]:
-    """Yield each named file, uncompressed; the caller verifies the checksums.
+    """Yield each named file of a location, uncompressed; a path is a folder. The caller verifies the checksums.
 
     Raise FetchFailed if a file cannot be fetched.
-
-    Parameters
-    ----------
-    location
-        As described in this module; a path is a folder.
     """
     if isinstance(location, Path) or location.startswith("/"):
         yield from _copied(Path(location), names, report)

@@ -65,16 +65,15 @@ def _npm(package: str, folder: Path, report: Report) -> Path:
 
 
 def _pypi(package: str, folder: Path, report: Report) -> str:
-    """Return the archive's URL: told to use no source packages, pip logs each that it skips, and runs none of them."""
+    """Return the archive's URL from pip's log: pip logs each source package that it may not use, and runs none."""
     project, _, version = package.partition("@")
     pip = python("-m", "pip") if importlib.util.find_spec("pip") else ["pip"]
     options = [f"--timeout={WAIT_S}", "--retries=1", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]
-    said = _run([*pip, "download", "-vv", *options, f"{project}=={version}"], folder, statuses=(0, 1)).decode(
-        errors="replace"
-    )
-    found = re.search(rf"\S+/{re.escape(project)}-{re.escape(version)}\.tar\.gz", said)
+    output = _run([*pip, "download", "-vv", *options, f"{project}=={version}"], folder, statuses=(0, 1))
+    log = output.decode(errors="replace")
+    found = re.search(rf"\S+/{re.escape(project)}-{re.escape(version)}\.tar\.gz", log)
     if found is None:
-        raise FetchFailed(f"pip found no {project}-{version}.tar.gz: {_last_line(said)}")
+        raise FetchFailed(f"pip found no {project}-{version}.tar.gz: {_last_line(log)}")
     return found[0]
 
 
@@ -87,13 +86,13 @@ def _run(command: Sequence[str], folder: Path, statuses: Sequence[int] = (0,)) -
     except subprocess.TimeoutExpired as error:
         raise FetchFailed(f"{name} timed out after {TOOL_S:.0f} s") from error
     if done.returncode not in statuses:
-        said = (done.stdout + b"\n" + done.stderr).decode(errors="replace")
-        raise FetchFailed(f"{name} ended with status {done.returncode}: {_last_line(said)}")
+        output = (done.stdout + b"\n" + done.stderr).decode(errors="replace")
+        raise FetchFailed(f"{name} ended with status {done.returncode}: {_last_line(output)}")
     return done.stdout if done.returncode == 0 else done.stdout + b"\n" + done.stderr
 
 
-def _last_line(said: str) -> str:
-    return next((line for line in reversed(said.splitlines()) if line.strip()), "it left no message")
+def _last_line(output: str) -> str:
+    return next((line for line in reversed(output.splitlines()) if line.strip()), "it left no message")
 
 
 def _only(folder: Path, pattern: str) -> str:
