@@ -112,23 +112,23 @@ class LocalFiles(Settings):
     )
     task: TaskName | None = Field(
         default=None,
-        description="Task of the targets: classification, multilabel, regression, segmentation or next_token. Null: as "
-        "the data suggest (docs/data.md).",
+        description="Task of the targets: classification, multilabel, regression, segmentation or next_token. Null: "
+        "inferred from the data (docs/data.md).",
     )
     outputs: int | None = Field(
         default=None,
         ge=1,
-        description="Least number of classes of a pixel, or of tokens, where the data may lack some; null: as many as "
-        "they have.",
+        description="Minimum number of classes of a pixel, or of tokens, for data that may lack some; null: as many "
+        "as the data have.",
     )
     integers: bool | Words = Field(
         default=False,
-        description="For a table: true if all input columns are integers that stay as they are, such as category "
-        "codes; or the columns that are.",
+        description="For a table: true if all input columns are integers to keep unchanged, such as category codes; "
+        "or the names of those columns.",
     )
     text: TextColumn | None = Field(
         default=None,
-        description="For table and huggingface: the column of texts, which become integers, and the tokenizer: "
+        description="For table and huggingface: the column of texts, and the tokenizer that turns them into integers: "
         "{column, tokenizer, length, padding, truncation, mask}; null: none.",
     )
     channel_axis: ChannelAxis = Field(
@@ -192,7 +192,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     """Return a local data set as a source; read it unless it has been read before.
 
     Raise ExperimentError if the path does not exist or holds something else, or a package needed to read it is not
-    installed; DataError if the content is invalid; lists all errors, with a count of each kind. Nothing is kept then.
+    installed; DataError if the content is invalid: it lists all errors, with counts. Nothing is kept then.
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
         Data root; see :func:`~fedloom.data.folders.data_root`.
     """
     path = expanded(files.path)
-    if (path / CARD).is_file():  # read before, and given by its kept folder
+    if (path / CARD).is_file():  # the folder of a data set that was stored before
         kept_source = _source(path.parent, path.name)
         if files.task not in (None, kept_source.task):
             raise ExperimentError(
@@ -260,7 +260,7 @@ def tell_notes(notes: Sequence[str]) -> None:
 
 
 def tell_targets(examples: Examples, where: str) -> None:
-    """Log the task that the targets are for, unless they are classes, and the inputs that stay integers."""
+    """Log the task, unless the targets are classes, and the inputs that stay integers."""
     if (targets := examples.targets) is not None:
         log.info("%s: task %s, targets %s, %d outputs", where, targets.task, list(targets.shape), targets.outputs)
     for name, spec in examples.specs.items():
@@ -269,14 +269,9 @@ def tell_targets(examples: Examples, where: str) -> None:
 
 
 def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) -> str:
-    """Store a data set in the data root and return its name there.
+    """Store a data set, which errors call ``where``, in the data root and return its name there.
 
     Raise DataError if there are no labelled examples, or none for training or testing.
-
-    Parameters
-    ----------
-    where
-        Name of the data set in errors.
     """
     n = len(examples)
     if not n or examples.y is None:
@@ -363,9 +358,9 @@ def _pool(tensors: Mapping[str, NDArray[Any]], part: str, inputs: Mapping[str, I
 
 
 def _located(dataset: str, files: LocalFiles, path: Path) -> Path:
-    """Return where the examples are, of a data set in the cache of ``datasets`` by its name.
+    """Return the path of the examples; a data set in the cache of ``datasets`` is found by its name.
 
-    Raise ExperimentError if it is not there, or a key is for another kind of data set.
+    Raise ExperimentError if it is missing, or a key is for another kind of data set.
     """
     if files.text is not None and dataset not in WITH_TEXT:
         raise ExperimentError(
@@ -399,19 +394,19 @@ def _reader(dataset: str, path: Path) -> Reader:
 
 def _stamp(dataset: str, files: LocalFiles, path: Path) -> str:
     """Return a digest that changes whenever the files at the path or the reading options may have changed."""
-    told = hashlib.sha256(json.dumps([READ, dataset, files.model_dump(), str(path.resolve())]).encode())
+    digest = hashlib.sha256(json.dumps([READ, dataset, files.model_dump(), str(path.resolve())]).encode())
     read = [path] if files.text is None else [path, expanded(files.text.tokenizer)]
     for file in (each for root in read for each in (files_below(root) if root.is_dir() else [root])):
         if not file.exists() and not file.is_symlink():
             continue
         about = file.stat() if file.exists() else file.lstat()  # a broken link has only its own status
         facts = [str(file), about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
-        told.update(json.dumps(facts).encode())
-    return told.hexdigest()
+        digest.update(json.dumps(facts).encode())
+    return digest.hexdigest()
 
 
 def _tested(examples: Examples) -> NDArray[np.bool_]:
-    """Return the examples for testing, ``[n]`` bool: those that the source marks, else a fraction (of each class).
+    """Return the examples for testing, ``[n]`` bool: those that the source marks, else a fraction of each class.
 
     Equal inputs go to the same side.
     """
@@ -431,18 +426,7 @@ def of_arrays(
 ) -> Path:
     """Store arrays as a data set and return its folder, which ``data.source.path`` may name.
 
-    Raise DataError if the arrays are invalid; names the owner and the array.
-
-    Parameters
-    ----------
-    parts
-        The owner's name (None: no owner), and ``x`` ``[n, *input_shape]``, or such arrays by name, with ``y``
-        ``[n, ...]``; or ``train_x``, ``train_y``, ``test_x``, ``test_y``, and optionally ``validation_x`` and
-        ``validation_y``.
-    classes
-        Names of the classes, or of other outputs, in order; None: those found.
-    request
-        Task, outputs and channel axis; None: as the arrays suggest.
+    Parameters and errors are those of :func:`~fedloom.data.pack.arrays.examples_of`.
     """
     return keep_in_memory(examples_of(parts, classes, request), "the arrays", root)
 
@@ -450,7 +434,7 @@ def of_arrays(
 def of_frame(frame: DataFrame, request: Request, root: Path | str | None) -> Path:
     """Store the rows of a DataFrame as a data set and return its folder, which ``data.source.path`` may name.
 
-    Raise DataError if the frame is invalid; lists all errors, with a count of each kind.
+    Raise DataError if the frame is invalid: it lists all errors, with a count of each kind.
     """
     return keep_in_memory(read_frame(frame, request, ValidationErrors("the frame")), "the frame", root)
 

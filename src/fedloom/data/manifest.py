@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 MeasuredOn: TypeAlias = Literal["seen", "pool"]
 """Training examples that normalization is measured on.
 
-``seen``: all but those of unseen clients; ``pool``: all, as publications do that use a data set's own figures.
+``seen``: all but those of unseen clients; ``pool``: all, as in publications that use the figures of a whole data set.
 """
 
 CLIENT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -163,7 +163,7 @@ class Manifest:
 
     @property
     def figures(self) -> Normalization:
-        """Normalization of all inputs, then of the targets, which follow each other; empty if it is not known."""
+        """Normalizations of all inputs and then of the targets, concatenated; empty if they are not known."""
         targets = () if self.targets is None else (self.targets.normalization,)
         return joined_normalization([*(spec.normalization for spec in self.specs.values()), *targets])
 
@@ -207,10 +207,7 @@ class Manifest:
         return self._entries[client]
 
     def named(self, client: str) -> ClientEntry:
-        """Return the entry of a client, given its id or its owner's name.
-
-        Raise DataError if there is no such client.
-        """
+        """Return the entry of a client, given its id or its owner's name; raise DataError if there is none."""
         if client in self._owned:
             return self._owned[client]
         try:
@@ -247,12 +244,7 @@ class Manifest:
     def from_json(cls, text: str | bytes, where: str = "the manifest") -> Manifest:
         """Return the manifest in a JSON text.
 
-        Raise DataError if the text is not a manifest of this version, or contradicts itself.
-
-        Parameters
-        ----------
-        where
-            Name of the text in errors.
+        Raise DataError, which calls the text ``where``, if it is not a manifest of this version or contradicts itself.
         """
         content = text.encode() if isinstance(text, str) else text
         try:
@@ -266,7 +258,7 @@ class Manifest:
             raise DataError(f"{where} is damaged: {text_fault(error)}", hint=FIX) from error
         fault = _contradiction(manifest)
         try:
-            manifest.fingerprint  # noqa: B018 - kept, and asked for by everyone
+            manifest.fingerprint  # noqa: B018 - computed now, so that it fails here
         except ValueError as error:
             fault = fault or f"scheme: {error}"
         if fault is not None:
@@ -290,7 +282,7 @@ class DescribesExamples(DescribesInputs, Protocol):
 
 
 def _version(text: str | bytes) -> int | None:
-    """Return the version of what may be a manifest of another format; None if it has none."""
+    """Return the version of a text that may be a manifest of another format; None if it has none."""
     try:
         found = parsed_json(text)
     except ValueError:
@@ -308,16 +300,9 @@ def text_fault(error: digests.Damaged | ValidationError) -> str:
 
 
 def read_stored(path: Path, missing: str, hint: str, *, shared: bool = True) -> bytes:
-    """Return the content of a file of a data set.
+    """Return the content of a file of a data set, which is ``shared`` if it is in the data root.
 
-    Raise DataError or StorageError if it is missing, or cannot be read.
-
-    Parameters
-    ----------
-    missing
-        Message if it is missing.
-    shared
-        The file is in the data root, which several users may share.
+    Raise DataError with the message ``missing`` if it does not exist; DataError or StorageError if it cannot be read.
     """
     try:
         with naming_owner(path) if shared else nullcontext():
@@ -342,10 +327,7 @@ def shard_path(folder: Path, client: str) -> Path:
 
 
 def read_shard(folder: Path, entry: ClientEntry) -> bytes:
-    """Return the bytes of a client's shard, checked against their hash.
-
-    Raise DataError if the shard is missing or damaged.
-    """
+    """Return the bytes of a client's shard; raise DataError if it is missing, or does not match its hash."""
     path = shard_path(folder, entry.id)
     content = read_stored(path, f"the shard of client {entry.id} is missing", FIX)
     check_shard(content, entry.sha256, str(path), FIX)
@@ -353,10 +335,7 @@ def read_shard(folder: Path, entry: ClientEntry) -> bytes:
 
 
 def check_shard(content: bytes, sha256: str, where: str, hint: str) -> None:
-    """Check the bytes of a client's shard against their hash.
-
-    Raise DataError if they differ; names the shard and gives the hint.
-    """
+    """Check the bytes of a client's shard against their hash; raise DataError with the hint if they differ."""
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise DataError(f"the shard {where} is damaged: its sha256 is {found}, and must be {sha256}", hint=hint)

@@ -15,7 +15,7 @@ from fedloom.data.input_spec import InputSpec, Normalization, RawInputs, named_a
 from fedloom.data.targets import Targets
 
 CHUNK = 4096
-"""Examples whose pixels are counted at once."""
+"""Number of examples whose pixels are counted at once."""
 
 
 Measured: TypeAlias = InputSpec | Targets
@@ -29,11 +29,11 @@ class Moments:
     Attributes
     ----------
     count
-        Number of values of each channel or feature; of several tensors, their sum.
+        Number of values of each channel or feature, added over the tensors.
     sum, squares
-        Sum and sum of squares of each channel's values (0 ... 255, exact integers) or each feature's or number's
-        (correctly rounded): of the inputs in order, then of regression's targets. Tokens have none. Of several clients
-        together, exact.
+        Sum and sum of squares of the values of each channel (0 ... 255, exact integers), feature or number (correctly
+        rounded): of the inputs in order, then of the targets of regression. Tokens have none. Sums over several clients
+        are exact.
     """
 
     count: int
@@ -44,10 +44,7 @@ class Moments:
 def pixel_sums(pieces: Iterable[NDArray[Any]]) -> list[tuple[int, int, int]]:
     """Return count, sum and sum of squares of each channel's values, in exact integers.
 
-    Parameters
-    ----------
-    pieces
-        Images ``[n, channels, height, width]`` uint8, at least one piece.
+    There is at least one piece of images, ``[n, channels, height, width]`` uint8.
     """
     counts: NDArray[np.int64] | int = 0
     for images in pieces:
@@ -104,12 +101,7 @@ def _of_rows(values: NDArray[Any]) -> Moments:
 def pooled_normalization(tensors: Sequence[Measured], moments: Sequence[Moments]) -> Normalization:
     """Return mean and standard deviation over all clients' training examples together, computed in exact arithmetic.
 
-    Parameters
-    ----------
-    tensors
-        Tensors that are measured; their figures follow each other in the result.
-    moments
-        Moments of each client; at least one has an example.
+    The normalizations of the measured tensors are concatenated. At least one client's moments have an example.
     """
     examples = Fraction(sum(one.count for one in moments), sum(each.values for each in tensors))
     mean, std, i = [], [], 0
@@ -127,7 +119,7 @@ def pooled_normalization(tensors: Sequence[Measured], moments: Sequence[Moments]
 
 
 def divided_normalization(tensors: Sequence[Measured], found: Normalization) -> list[Normalization]:
-    """Return the normalization of each measured tensor, from figures that follow each other; empty ones stay empty."""
+    """Split a concatenated normalization into that of each measured tensor; an empty one stays empty."""
     parts, start = [], 0
     for tensor in tensors:
         chosen = slice(start, start + tensor.numbers)

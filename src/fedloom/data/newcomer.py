@@ -29,7 +29,7 @@ from fedloom.data.values import EXACT, Rounding, as_array, as_numbers
 from fedloom.errors import DataError
 
 MOST_EXAMPLES = 1_000_000
-"""Maximum examples of a client: more would not describe it better and would fill its memory."""
+"""Maximum number of examples of a client: more would not describe it better, but fill its memory."""
 
 
 class Newcomer(FederatedDataset):
@@ -236,7 +236,7 @@ def checked_labels(y: Tensor, examples: int, classes: int) -> Tensor:
 
 
 def _whole(values: Tensor, name: str, what: str, most: int) -> Tensor:
-    """Return integers; refuse other numbers, and those outside of 0 to ``most``."""
+    """Return integers; reject other numbers, and integers outside 0 to ``most``."""
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise DataError(f"{name} is {values.dtype}; {what} must be whole numbers from 0 to {most}.", key=name)
     array = values.numpy()  # torch cannot compute these for unsigned types
@@ -268,7 +268,7 @@ def _features(x: Tensor, what: str, spec: InputSpec) -> Tensor:
 
 
 def _converted(y: NDArray[Any], inputs: Mapping[str, Tensor], targets: Targets | None) -> NDArray[Any]:
-    """Return targets after the changes that packing makes: of black and white masks, and of tokens equal to inputs."""
+    """Return targets changed as packing changes them: black and white masks, and tokens that equal the inputs."""
     if targets is not None and y.shape[1:] == targets.shape:
         if targets.task == "segmentation":
             return pixel_classes(y, targets.outputs, "y")[0]
@@ -278,9 +278,9 @@ def _converted(y: NDArray[Any], inputs: Mapping[str, Tensor], targets: Targets |
 
 
 def _positions(y: NDArray[Any], problem: Problem) -> Tensor:
-    """Return labels as positions in the run's classes; they may be the names of these. Other targets stay."""
+    """Return class names or positions as positions in the run's classes, and other targets unchanged."""
     if y.ndim != 1 or not problem.class_names:
-        return _tensor(y, "y")  # refused for that
+        return _tensor(y, "y")  # checked with its task
     errors = ValidationErrors("y", outcome="")
     found, _ = numbered([y], problem.class_names, problem.kind, lambda i: f"y[{i}]", errors)
     errors.refuse()
@@ -289,7 +289,7 @@ def _positions(y: NDArray[Any], problem: Problem) -> Tensor:
 
 def _tensor(array: NDArray[Any], what: str) -> Tensor:
     array = np.ascontiguousarray(array)
-    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch knows the machine's own order alone
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)  # torch takes no other byte order
     try:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except TypeError as error:

@@ -227,13 +227,7 @@ class OwnClients:
         )
 
     def check(self, own: Own) -> None:
-        """Reject clients that do not meet an experiment's requirements.
-
-        Raises
-        ------
-        DataError
-            Names the folder, the key, the value found and the value needed.
-        """
+        """Raise DataError if a client does not meet an experiment's requirements."""
         for name, card in self.cards.items():
             check_same_data(self.folders[name], card, own, "data.own")
             check_features(self.folders[name], card, own.features)
@@ -244,13 +238,7 @@ class OwnClients:
                 )
 
     def check_labels(self) -> None:
-        """Reject training clients without labels.
-
-        Raises
-        ------
-        DataError
-            Names the folder and the alternatives.
-        """
+        """Raise DataError if a training client has no labels."""
         for name, card in self.cards.items():
             if name not in self.observers and not card.labelled:
                 raise DataError(
@@ -307,14 +295,9 @@ def check_features(folder: Path, card: ClientCard, needed: tuple[str, ...] | Non
 
 
 def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
-    """Return an experiment's normalization.
+    """Return an experiment's normalization, given or measured from the moments of the clients that train.
 
     Raise DataError if it must be measured and no client trains.
-
-    Parameters
-    ----------
-    moments
-        Moments of the clients that train.
     """
     if isinstance(own.normalization, Given):
         return Normalization(own.normalization.mean, own.normalization.std)
@@ -328,10 +311,7 @@ def own_normalization(own: Own, moments: Sequence[Moments]) -> Normalization:
 def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Normalization) -> Manifest:
     """Return the manifest of clients with their own data, in the order given.
 
-    Parameters
-    ----------
-    found
-        Normalization of the inputs, and then of the targets; empty if it is not known yet.
+    The normalization is that of the inputs and then of the targets; empty if it is not known yet.
     """
     specs, targets = own.specs, own.wanted
     parts = divided_normalization(own.measured, found)
@@ -354,10 +334,7 @@ def own_manifest(own: Own, entries: Sequence[ClientEntry], seed: int, found: Nor
 
 
 def read_own_shard(folder: Path, card: ClientCard) -> bytes:
-    """Return the bytes of a packed client's shard, checked against their hash.
-
-    Raise DataError if the shard is missing or damaged.
-    """
+    """Return the bytes of a packed client's shard; raise DataError if it is missing, or does not match its hash."""
     path = folder / SHARD
     content = read_stored(path, f"the shard of client {card.id} is missing", AGAIN, shared=False)
     check_shard(content, card.sha256, str(path), AGAIN)
@@ -374,7 +351,7 @@ def _packed(given: Path) -> list[Path]:
 
 
 def is_same(one: object, other: object) -> bool:
-    """Return whether two values of a card are equal, their names in whichever Unicode form."""
+    """Return True if two values of a card are equal; names may differ in their Unicode form."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return [composed(str(item)) for item in one] == [composed(str(item)) for item in other]
     return one == other

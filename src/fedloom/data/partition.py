@@ -74,7 +74,7 @@ def partition_dataset(
     The folder, ``<root>/partitions/<dataset>-<key>``, is named by a hash of everything that determines its content,
     and is created atomically. Its bytes depend on nothing else.
 
-    Raise ExperimentError if the settings cannot be satisfied; names the key; DataError if the data set is missing or
+    Raise ExperimentError, naming the key, if the settings cannot be satisfied; DataError if the data set is missing or
     damaged.
 
     Parameters
@@ -176,11 +176,6 @@ def check_pool(source: Dataset, name: str, pool: Pool) -> None:
 
     Raise DataError if inputs do not have the source's shape or the dtype of its kind, are not finite, or (tokens) are
     not below C, or if labels are outside 0 ... C - 1, or targets are not those of its task.
-
-    Parameters
-    ----------
-    name
-        Name of the pool: ``train`` or ``test``.
     """
     fault = examples_fault(pool.inputs, pool.labels, source)
     if fault is not None:
@@ -219,12 +214,7 @@ def write(
 
     A shard is a safetensors file with ``train_x`` [n, *input_shape] (uint8; features float32; integers int64), or
     ``train_x.NAME`` of each named input; ``train_y``, the targets, unless there are none (of classes: [n] int64); and
-    the same for validation and test.
-
-    Parameters
-    ----------
-    checksums
-        SHA-256 of the source's files, hex, by name.
+    the same for validation and test. ``checksums`` are the SHA-256 of the source's files, hex, by name.
     """
     shards = folder / "shards"
     shards.mkdir(PRIVATE_FOLDER)
@@ -256,7 +246,7 @@ def write(
     if assignment.notes:
         fill(folder / NOTES, json.dumps({"version": NOTES_VERSION, "notes": assignment.notes}).encode())
     pool = assignment.measured if settings.normalization == "seen" else assignment.training_pool
-    if source.synthetic:  # as drawn
+    if source.synthetic:  # kept as drawn
         size = source.input_shape[0]
         specs: Mapping[str, InputSpec] = with_normalizations(
             specs_of(source), [Normalization((0.0,) * size, (1.0,) * size)]
@@ -304,14 +294,8 @@ def measure_normalization(
 ) -> Normalization:
     """Return mean and standard deviation of each channel (of pixels scaled to 0 ... 1) or feature; empty for tokens.
 
-    The sums are exact, so that they are the same on every machine.
-
-    Parameters
-    ----------
-    pool
-        Positions of the training examples to measure, ascending.
-    name
-        Name of the input tensor; empty for a single one.
+    It is measured on the training examples at ascending positions, in an input tensor of this name (empty for a single
+    one). The sums are exact, so that they are the same on every machine.
     """
     if spec.kind == "tokens":
         return NOTHING

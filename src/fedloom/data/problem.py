@@ -23,7 +23,7 @@ LONGEST = 16 * 2**20
 
 @dataclass(frozen=True)
 class TrainedPrivately:
-    """Differential privacy of the training that a model comes from, toward whoever sees the model.
+    """Differential privacy of the training that a model comes from, toward anyone who sees the model.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class TrainedPrivately:
 
     @classmethod
     def of(cls, claim: Mapping[str, Any] | None) -> TrainedPrivately | None:
-        """Return the guarantee of ``training_privacy`` in ``summary.json``; None without."""
+        """Return the guarantee in ``training_privacy`` of ``summary.json``, if any."""
         return None if claim is None else cls(**{field.name: claim[field.name] for field in fields(cls)})
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ log = logging.getLogger("fedloom.data")
 
 MANIFEST = "partition.json"
 AT_ONCE = 4
-"""Shards uploaded in parallel: they are small, and each upload waits for a response."""
+"""Number of shards uploaded in parallel: they are small, and each upload waits for a response."""
 
 
 def publish(folder: Path, store: Store) -> None:

@@ -28,7 +28,7 @@ TOKENIZER = (
 
 
 class Given(Settings):
-    """Normalization given in advance: figures of the inputs (named ones by name), then of regression's targets."""
+    """Normalization given in advance: of the inputs (named ones sorted by name), then of the targets of regression."""
 
     mean: Numbers = Field(description="Mean of each channel (of pixels scaled to 0 ... 1) or feature, then target.")
     std: Numbers = Field(description="Standard deviation of each channel or feature, above 0.")
@@ -64,8 +64,8 @@ class OwnTargets(Settings):
     outputs: int | None = Field(
         default=None,
         ge=1,
-        description="Number of labels, numbers, classes of a pixel, or tokens; null, for labels and numbers: as the "
-        "shape says.",
+        description="Number of labels, numbers, classes of a pixel, or tokens; null, for labels and numbers: from the "
+        "shape.",
     )
     names: Words = Field(default=(), description="Names of the labels, numbers or classes; empty: none.")
 

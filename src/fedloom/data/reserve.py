@@ -24,7 +24,7 @@ _SEED = 0
 
 
 class Reserve(BaseModel):
-    """Size of the reserve, and the side of it that clients get."""
+    """Size of the reserve, and whether clients get the reserved examples or the others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,14 +51,9 @@ class Reserve(BaseModel):
         return self
 
     def size(self, whole: int, what: str) -> int:
-        """Return how many of ``whole`` items are reserved.
+        """Return how many of ``whole`` items, which messages call ``what``, are reserved.
 
         Raise ExperimentError if a count leaves none.
-
-        Parameters
-        ----------
-        what
-            Name of the items, for messages.
         """
         if self.count is None:
             assert self.share is not None
@@ -96,13 +91,10 @@ def reserved_classes(
 ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], Reserved]:
     """Return the positions of each class available to clients, for train and for test, and the reserve.
 
-    Raise ExperimentError if no example of a class would be left.
+    A group of equal inputs (:mod:`fedloom.data.copies`) is reserved as a whole or not at all; ``group`` ``[n]`` is that
+    of each example, None if no input is repeated.
 
-    Parameters
-    ----------
-    group
-        ``[n]``: the group of equal inputs that each example belongs to (:mod:`fedloom.data.copies`); a group is
-        reserved as a whole or not at all. None: no input is repeated.
+    Raise ExperimentError if no example of a class would be left.
     """
     if group is None:
         group = np.arange(1 + max(int(members.max(initial=-1)) for members in (*train, *test)))

@@ -1,4 +1,4 @@
-"""Bases of partition schemes: what a scheme says of the data that it divides."""
+"""Base classes of partition schemes."""
 
 from __future__ import annotations
 
@@ -114,12 +114,7 @@ class MixScheme(ReservingScheme):
     def mixes(self, available: NDArray[np.int64], seen: NDArray[np.bool_], seed: int) -> Mixes:
         """Return the class mix π_i of every client.
 
-        Parameters
-        ----------
-        available
-            ``[C]``: examples of each class in the train pool.
-        seen
-            ``[n]``: the clients that take part in training.
+        The train pool has ``available`` [C] examples of each class; ``seen`` [n] marks the clients that train.
         """
 
     def cap(self, split: str) -> int | None:

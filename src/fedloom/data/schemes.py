@@ -336,8 +336,8 @@ class NaturalScheme(ReservingScheme):
         default=None,
         gt=0,
         lt=1,
-        description="Part of each owner's examples that is for testing; null: the data set's own division, 0.2 where "
-        "it has none.",
+        description="Fraction of each owner's examples for testing; null: the data set's own split, or 0.2 if it has "
+        "none.",
     )
     train_per_client: int | None = Field(default=None, ge=1, description=_TRAIN_CAP)
     test_per_client: int | None = Field(default=None, ge=1, description=_TEST_CAP)
@@ -353,13 +353,17 @@ class MeansScheme(SchemeSettings):
 
     scheme: Literal["means"] = "means"
     clients: int = Field(ge=1, description=CLIENTS)
-    dimension: int = Field(default=1, ge=1, description="Features of an example.")
-    bias: float = Field(default=1.0, ge=0, description="How far the other clients' means are from user 0's, together.")
-    spread: float = Field(default=0.0, ge=0, description="How far each of them is from that, on its own.")
-    distance: float = Field(default=1.0, ge=0, description="How far user 0's mean is from 0.")
+    dimension: int = Field(default=1, ge=1, description="Number of features of an example.")
+    bias: float = Field(
+        default=1.0, ge=0, description="Distance from user 0's mean to the center of the other clients' means."
+    )
+    spread: float = Field(default=0.0, ge=0, description="Distance from that center to the mean of each other client.")
+    distance: float = Field(default=1.0, ge=0, description="Distance of user 0's mean from 0.")
     noise: float = Field(default=1.0, ge=0, description="Standard deviation of each feature of an example.")
-    train_per_client: int = Field(default=1000, ge=2, description="Training and validation examples of each client.")
-    test_per_client: int = Field(default=200, ge=1, description="Test examples of each client.")
+    train_per_client: int = Field(
+        default=1000, ge=2, description="Number of training and validation examples of each client."
+    )
+    test_per_client: int = Field(default=200, ge=1, description="Number of test examples of each client.")
 
     def check(self, classes: int) -> None:
         """Reject a data set that already has examples."""

@@ -73,14 +73,9 @@ class Shift(BaseModel):
         return tuple(int(group) for group in dealt)
 
     def shifted(self, x: X, y: NDArray[Any], group: int, classes: int, seed: int) -> tuple[X, NDArray[Any]]:
-        """Return a client's examples after the shift; masks turn with their images.
+        """Return a client's inputs and targets after the shift; masks are rotated with their images.
 
-        Parameters
-        ----------
-        x, y
-            Inputs ``[n, ...]`` and labels ``[n]``, or other targets, of the data set.
-        seed
-            Seed of the partition.
+        The seed is that of the partition.
         """
         if self.kind == "rotation":
             return self._turned(x, group), self._turned(y, group) if y.ndim == 3 else y

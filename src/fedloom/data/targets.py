@@ -41,7 +41,7 @@ class Targets:
     names
         Names of the K labels, numbers or classes; empty if they have none.
     mean, std
-        Mean and standard deviation of each number over the training targets, with which regression standardizes; one
+        Mean and standard deviation of each number over the training targets, by which regression standardizes; one
         of each for a field; empty for other tasks.
     """
 
@@ -131,5 +131,5 @@ class Targets:
 
 
 def same_targets(one: Targets | None, other: Targets | None) -> bool:
-    """Return whether two descriptions are equal but for their normalization."""
+    """Return True if two descriptions are equal apart from their normalization."""
     return (one and one.plain()) == (other and other.plain())

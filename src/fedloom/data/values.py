@@ -54,14 +54,9 @@ def is_whole(text: str) -> bool:
 
 
 def as_array(value: Any, what: str) -> NDArray[Any]:
-    """Return a tensor, or anything else that numpy takes for an array.
+    """Return a tensor, or anything else that numpy can convert, as an array; errors call it ``what``.
 
-    Raise DataError if it is none, or values of it are masked.
-
-    Parameters
-    ----------
-    what
-        What to call it in errors.
+    Raise DataError if numpy cannot convert it, or some of its values are masked.
     """
     if np.ma.is_masked(value):
         raise DataError(f"{what}: the masked array has missing values; give an array without a mask")
@@ -69,7 +64,7 @@ def as_array(value: Any, what: str) -> NDArray[Any]:
         if not hasattr(value, "detach"):
             return np.asarray(value)
         tensor = value.detach().cpu()
-        if "bfloat16" in str(tensor.dtype):  # which numpy lacks
+        if "bfloat16" in str(tensor.dtype):  # a type that numpy lacks
             tensor = tensor.double()
         found: NDArray[Any] = tensor.numpy()
     except (TypeError, ValueError) as error:
@@ -96,13 +91,7 @@ def as_numbers(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 class Rounding:
-    """Measurement of the precision that 32-bit floats keep for columns of numbers that arrive in chunks.
-
-    Parameters
-    ----------
-    columns
-        Number of columns f.
-    """
+    """Precision that 32-bit floats keep for f columns of numbers, which arrive in chunks."""
 
     def __init__(self, columns: int) -> None:
         self._low = np.full(columns, np.inf)

@@ -20,7 +20,7 @@ class Taken(StorageError):
 
 @dataclass(frozen=True)
 class StoredObject:
-    """Content in a store: its name, size in bytes, and modification time in seconds since the epoch."""
+    """Object in a store: its name, size in bytes, and modification time in seconds since the epoch."""
 
     name: str
     size: int
@@ -28,7 +28,7 @@ class StoredObject:
 
 
 class Store(ABC):
-    """Named contents, each complete or absent, even if a write is interrupted.
+    """Named objects, each complete or absent, even if a write is interrupted.
 
     A name is a relative path with slashes, such as ``checkpoints/round-000010.safetensors``. Every method raises
     ``StorageError`` when the store fails, and ``RefusedError`` when it denies access; both include the remedy.
@@ -41,46 +41,34 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """Return a content.
-
-        Raise Absent if there is none of that name.
-        """
+        """Return the content of an object; raise Absent if there is none of that name."""
 
     @abstractmethod
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
-        """Write a content, replacing any existing one.
+        """Write an object, replacing any existing one.
 
-        Parameters
-        ----------
-        durably
-            Wait until the content survives a power cut; otherwise it only survives this process. S3 is always durable.
+        With ``durably``, wait until it survives a power cut, as on S3 always; otherwise it only survives this process.
         """
 
     @abstractmethod
     def create(self, name: str, content: bytes) -> None:
-        """Write a content that must not exist yet; of concurrent calls, exactly one succeeds.
-
-        Raise Taken if the name exists.
-        """
+        """Write an object; of concurrent calls, exactly one succeeds. Raise Taken if the name exists."""
 
     @abstractmethod
     def upload(self, name: str, path: Path) -> None:
-        """Write the content of a file, replacing any existing content."""
+        """Write an object from a file, replacing any existing one."""
 
     @abstractmethod
     def download(self, name: str, path: Path) -> None:
-        """Write a content to a file atomically, creating its folder.
-
-        Raise Absent if there is none of that name.
-        """
+        """Write an object to a file atomically, creating its folder; raise Absent if there is none of that name."""
 
     @abstractmethod
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Yield everything whose name starts with a prefix, sorted by name; ``shards/`` lists that folder."""
+        """Yield all objects whose names start with a prefix, sorted by name; ``shards/`` lists that folder."""
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
-        """Remove contents; missing ones are ignored."""
+        """Remove objects; missing ones are ignored."""
 
     @abstractmethod
     def tidy(self, prefix: str) -> None:
@@ -92,28 +80,20 @@ class Store(ABC):
 
     @abstractmethod
     def check(self, *, writing: bool = True) -> None:
-        """Check within about 20 seconds that this store can be used.
+        """Check within about 20 seconds that this store can be read, and with ``writing`` also written to.
 
         Raise RefusedError if credentials are missing, wrong or insufficient, or the service lacks a required feature;
         StorageError if the store cannot be reached, or the bucket does not exist.
-
-        Parameters
-        ----------
-        writing
-            Also check writing; the probe is removed again.
         """
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the parts of a name.
-
-    Raise ValueError if it could lead outside the store, or be a second name of one content.
-    """
+    """Return the parts of a name; raise ValueError if it could lead outside the store, or name an object twice."""
     if not has_plain_parts(name):
         raise ValueError(f"{name!r} must be a relative path without empty parts, '.' and '..'.")
     return name.split("/")
 
 
 def has_plain_parts(name: str) -> bool:
-    """Return whether no part of a name is empty, ``.`` or ``..``."""
+    """Return True if no part of a name is empty, ``.`` or ``..``."""
     return not any(part in ("", ".", "..") or "\0" in part for part in name.split("/"))

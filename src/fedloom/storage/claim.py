@@ -17,7 +17,7 @@ from fedloom.storage.folder import FolderStore
 
 SCHEME = "pvc://"
 MOUNTS = "/mnt/claims"
-"""Folder in which pods mount claims, each under its name."""
+"""Folder in which pods mount each claim under its name."""
 VARIABLE = "FEDLOOM_CLAIMS"
 """Environment variable that names another folder of claims."""
 

@@ -46,18 +46,18 @@ class FolderStore(Store):
         return str(self._folder)
 
     def read(self, name: str) -> bytes:
-        """Return a content."""
+        """Return the content of an object."""
         path = self._path(name)
         with _reading(path):
             return read_file(path)
 
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
-        """Write a content, replacing any existing one."""
+        """Write an object, replacing any existing one."""
         path = self._path(name)
         self._within(path, lambda: write_atomically(path, content, durably=durably, private=True))
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a content that must not exist yet."""
+        """Write an object that must not exist yet."""
         path = self._path(name)
 
         def write() -> None:
@@ -75,13 +75,13 @@ class FolderStore(Store):
             raise
 
     def upload(self, name: str, path: Path) -> None:
-        """Write the content of a file, replacing any existing content."""
+        """Write an object from a file, replacing any existing one."""
         to = self._path(name)
         with opened(path):
             self._within(to, lambda: copy_atomically(path, to, private=True))
 
     def download(self, name: str, path: Path) -> None:
-        """Write a content to a file atomically."""
+        """Write an object to a file atomically."""
         source = self._path(name)
         with _reading(source):
             source.stat()
@@ -90,7 +90,7 @@ class FolderStore(Store):
         copy_atomically(source, path)
 
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Yield everything whose name starts with a prefix, sorted by name."""
+        """Yield all objects whose names start with a prefix, sorted by name."""
         above, _, start = prefix.rpartition("/")
         folder = self._path(above) if above else self._folder
         found = []
@@ -101,7 +101,7 @@ class FolderStore(Store):
         yield from sorted(found, key=lambda entry: entry.name.encode())
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove contents."""
+        """Remove objects."""
         for name in names:
             path = self._path(name)
             with storing(path, "removed"):
@@ -148,14 +148,10 @@ class FolderStore(Store):
 def write_atomically(path: Path, content: bytes, *, durably: bool = True, private: bool = False) -> None:
     """Write a file atomically: it is complete or absent at all times.
 
-    Raise StorageError if it cannot be written; an existing file of that name is unchanged.
+    With ``durably``, wait for the disk; otherwise the file survives this process, but not a power cut. With
+    ``private``, only its owner may read it.
 
-    Parameters
-    ----------
-    durably
-        Wait for the disk. Otherwise the file survives this process, but not a power cut.
-    private
-        Only its owner may read it.
+    Raise StorageError if it cannot be written; an existing file of that name is unchanged.
     """
     with staged(path) as partial:
         fill(partial, content, durably=durably, private=private)
@@ -165,10 +161,7 @@ def write_atomically(path: Path, content: bytes, *, durably: bool = True, privat
 
 
 def copy_atomically(source: Path, path: Path, *, private: bool = False) -> None:
-    """Copy a file atomically.
-
-    Raise StorageError if it cannot be written; an existing file of that name is unchanged.
-    """
+    """Copy a file atomically; raise StorageError if it cannot be written, and leave an existing file unchanged."""
     with staged(path) as partial:
         if private:
             partial.touch(PRIVATE_FILE)
@@ -195,10 +188,7 @@ def storing(path: Path, done: str = "written") -> Iterator[None]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for reading.
-
-    Raise StorageError if it cannot be read.
-    """
+    """Open a file for reading; raise StorageError if it cannot be read."""
     with storing(path, "read"):
         file = open_file(path)
     with file:

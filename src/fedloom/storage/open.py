@@ -57,8 +57,8 @@ def open_store(
         raise ExperimentError(
             f"{url} needs the package minio, which is not installed.", hint="pip install 'fedloom[s3]'"
         ) from error
-    told = os.environ if environment is None else environment
-    return connect(place.bucket, place.prefix, told, endpoint_from=endpoint_from)
+    variables = os.environ if environment is None else environment
+    return connect(place.bucket, place.prefix, variables, endpoint_from=endpoint_from)
 
 
 def check_place(url: str | Path) -> None:
@@ -73,7 +73,7 @@ def s3_place(url: str | Path) -> S3Place | None:
     Raise ExperimentError if the URL is malformed or unsupported.
     """
     scheme, separator, rest = str(url).partition("://")
-    if not separator and not scheme.startswith("s3:"):  # s3:/x went through Path, or is a typo: no folder is named so
+    if not separator and not scheme.startswith("s3:"):  # s3:/x, from Path or a typo, is not a folder
         return None
     bucket, _, prefix = rest.partition("/")
     prefix, why = prefix.rstrip("/"), None

@@ -111,13 +111,6 @@ class Service:
 
         Raise ExperimentError if the address is malformed, or the certificate file does not exist; RefusedError if there
         are no credentials.
-
-        Parameters
-        ----------
-        environment
-            The variables.
-        endpoint_from
-            Setting that this endpoint comes from, if that is not the variable.
         """
         missing = [name for name in CREDENTIALS if not environment.get(name)]
         if missing:
@@ -193,13 +186,7 @@ class Connection:
             ) from None
 
     def insist(self, doing: str, where: str, request: Callable[[], T]) -> T:
-        """Repeat a request until it succeeds or retries are pointless.
-
-        Raises
-        ------
-        FedloomError
-            The failure, with an explanation.
-        """
+        """Repeat a request until it succeeds; raise the error that explains a failure that retries cannot fix."""
         pause_s = FIRST_PAUSE_S
         for attempt in range(1, self.attempts + 1):
             try:
@@ -285,13 +272,13 @@ class S3Store(Store):
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     def read(self, name: str) -> bytes:
-        """Return a content."""
+        """Return the content of an object."""
         into = io.BytesIO()
         self._fetch(name, into)
         return into.getvalue()
 
     def write(self, name: str, content: bytes, *, durably: bool = True) -> None:
-        """Write a content, replacing any existing one."""
+        """Write an object, replacing any existing one."""
         key = self._key(name)
 
         def put() -> None:
@@ -300,7 +287,7 @@ class S3Store(Store):
         self._insist("written", name, put)
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a content that must not exist yet."""
+        """Write an object that must not exist yet."""
         key = self._key(name)
         repeated = False
 
@@ -322,7 +309,7 @@ class S3Store(Store):
         self._insist("created", name, put)
 
     def upload(self, name: str, path: Path) -> None:
-        """Write the content of a file, replacing any existing content."""
+        """Write an object from a file, replacing any existing one."""
         key = self._key(name)
 
         def put() -> None:
@@ -332,7 +319,7 @@ class S3Store(Store):
         self._insist("written", name, put)
 
     def download(self, name: str, path: Path) -> None:
-        """Write a content to a file atomically."""
+        """Write an object to a file atomically."""
         with storing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         with staged(path) as partial:
@@ -341,7 +328,7 @@ class S3Store(Store):
             partial.replace(path)
 
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Yield everything whose name starts with a prefix, sorted by name."""
+        """Yield all objects whose names start with a prefix, sorted by name."""
         above = f"{self._prefix}/" if self._prefix else ""
 
         def listed() -> list[StoredObject]:
@@ -360,7 +347,7 @@ class S3Store(Store):
         yield from sorted(self._insist("listed", prefix, listed), key=lambda entry: entry.name.encode())
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove contents."""
+        """Remove objects."""
         keys = [self._key(name) for name in names]
 
         def delete() -> None:

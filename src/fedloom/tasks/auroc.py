@@ -8,26 +8,17 @@ from torch import Tensor
 from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 
 BINS = 64
-"""Bins of the log-odds of each label."""
+"""Number of bins of the log-odds of each label."""
 
 WIDTH = 0.25
-"""Width of a bin in log-odds; the bins cover -8 to 8, and the outer ones all beyond."""
+"""Width of a bin in log-odds; the bins cover -8 to 8, and the outer ones everything beyond."""
 
 
 def areas(scores: Tensor, positive: Tensor) -> Tensor:
-    """Return the area under the ROC curve of each label, ties counting half; NaN if all or none are positive.
+    """Return the area under the ROC curve of each label, ``[n, K], [n, K] bool -> [K]`` float64.
 
-    Equal to the Mann-Whitney statistic (Hanley and McNeil 1982).
-
-    Parameters
-    ----------
-    scores, positive
-        ``[n, K]`` numbers, none NaN, and ``[n, K]`` bool.
-
-    Returns
-    -------
-    Tensor
-        ``[K]`` float64.
+    It equals the Mann-Whitney statistic (Hanley and McNeil 1982); ties count half. It is NaN if all or none are
+    positive. No score may be NaN.
     """
     columns = scores.double().T.contiguous()
     ordered = columns.sort(1).values
@@ -45,13 +36,7 @@ class Auroc(MetricSums):
 
     The sums are a client's exact average and 1 (0 and 0 where no label has both kinds of examples), then the number of
     negative and positive examples of each label in each bin of the log-odds, ``[K, 2, BINS]``.
-
-    Parameters
-    ----------
-    labels
-        K.
-    of_classes
-        True for log-probabilities of classes and targets that are classes; False for logits and 0 or 1.
+    With ``of_classes``, predictions are log-probabilities of classes, and targets are classes; else logits, and 0 or 1.
     """
 
     names = ("auroc",)

@@ -67,16 +67,16 @@ class TargetShape(NamedTuple):
 
 
 class PredictionTask(Settings):
-    """Keys of ``task``: what the models predict, and how that is trained and measured.
+    """Keys of ``task``: the targets of the models, their loss and their metrics.
 
     K is the number of outputs: classes, labels, numbers, classes of a pixel, or tokens of the vocabulary. *Outputs* of
     a model, ``[b, *output_shape]``, are what its loss takes: logits, or numbers. *Predictions* have the same shape, are
-    outputs too, and can be averaged over models: log-probabilities of classes, logits of labels, or numbers.
+    outputs as well, and can be averaged over models: log-probabilities of classes, logits of labels, or numbers.
     """
 
     name: str
     target_kind: ClassVar[TaskName]
-    """Kind of targets: the task by which data sets name theirs. FedLoom's own tasks have that of their name."""
+    """Kind of targets, as data sets name it; the kind of FedLoom's own tasks is their name."""
     headline: ClassVar[Headline]
     optional: ClassVar[tuple[str, ...]] = ()
     """Metrics that are computed only if an experiment asks for them."""

@@ -28,7 +28,7 @@ class MetricValues(NamedTuple):
 def headline_of(results: Mapping[str, Any]) -> Headline:
     """Return the headline metric of results.
 
-    Results of a version that named none are accuracies, or losses if the data have no classes.
+    Results of an older version, without a headline, are accuracies, or losses if the data have no classes.
     """
     if (found := results.get("headline")) is not None:
         return Headline(found["name"], found["higher_is_better"], found["percent"])
@@ -62,7 +62,7 @@ def validation_value(line: Mapping[str, Any]) -> float | None:
 
 
 def in_words(headline: Headline, groups: Mapping[str, MetricValues]) -> tuple[str, list[str]]:
-    """Return what test results are, and each group's value: pooled over examples, or the mean where none is pooled."""
+    """Return a title of test results and each group's value: pooled over examples, else the mean over clients."""
     pooled = all(values.pooled is not None for values in groups.values())
     found = {name: values.pooled if pooled else values.mean for name, values in groups.items()}
     parts = [f"{name} {'-' if value is None else headline.exact(value)}" for name, value in found.items()]

@@ -69,11 +69,6 @@ class LabelCounts(MetricSums):
     """Examples, exact matches and summed log loss; and for each label the right positives, predicted and true ones.
 
     A label is predicted if its probability is above 1/2. A NaN logit is a wrong prediction and costs ``LOSS_CAP``.
-
-    Parameters
-    ----------
-    labels
-        K.
     """
 
     names = ("macro_f1", "micro_f1", "exact_match", "log_loss")

@@ -19,8 +19,8 @@ from fedloom.tasks.sums import MetricSums, are_whole, ratio
 class NextToken(CategoricalTask):
     """Next-token prediction, trained by the cross-entropy of each place's logits, averaged over a sequence.
 
-    ``y[t]`` is the target of output t: the token after input t. Where data give the inputs themselves as targets, as
-    models of language expect, :func:`next_tokens` moves them by one place when the data are packed.
+    ``y[t]`` is the target of output t: the token after input t. Where the targets are the inputs themselves, as
+    language models expect, :func:`~fedloom.tasks.tokens.next_tokens` moves them by one place when data are packed.
     """
 
     name: Literal["next_token"] = Field(default="next_token", description="the next token at each place of a sequence")
@@ -69,19 +69,14 @@ class NextToken(CategoricalTask):
 
 
 def _counted(y: Tensor, ignored: int) -> Tensor:
-    """Return which targets count."""
+    """Return True for targets that count."""
     return (y != ignored) & (y != IGNORED["next_token"])
 
 
 class TokenSums(MetricSums):
-    """Targets that count, their summed negative log-likelihood, and the right predictions.
+    """Targets that count (not ``ignored``), their summed negative log-likelihood, and the right predictions.
 
-    Parameters
-    ----------
-    length
-        T.
-    ignored
-        Value of targets that do not count.
+    A sequence has ``length`` T.
     """
 
     names = ("perplexity", "accuracy")

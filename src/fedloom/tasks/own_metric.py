@@ -1,4 +1,4 @@
-"""Metrics of the user's own."""
+"""Metrics that users define."""
 
 from __future__ import annotations
 
@@ -30,27 +30,19 @@ _IN_MEMORY: dict[str, Any] = {}
 def remember_metric(function: Any) -> str:
     """Register a metric for experiments of this process, and return its name.
 
-    Raises
-    ------
-    ExperimentError
-        If the object has no name, or another function of this name is registered.
+    It replaces a metric of the same name, since a notebook's cell may run again.
+
+    Raise ExperimentError if the object has no name.
     """
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
         raise ExperimentError(f"{KEY}: {name} is no name; define the metric with `def` or `class`", key=KEY)
-    if _IN_MEMORY.setdefault(name, function) is not function:
-        _IN_MEMORY[name] = function  # a notebook's cell was run again
+    _IN_MEMORY[name] = function
     return f"{MEMORY}{name}"
 
 
 def remembered_metric(name: str) -> Any:
-    """Return a metric registered under a name that begins with :data:`MEMORY`.
-
-    Raises
-    ------
-    ExperimentError
-        If only another process has it.
-    """
+    """Return the metric of a name from :func:`remember_metric`; raise ExperimentError if another process has it."""
     found = _IN_MEMORY.get(name.removeprefix(MEMORY))
     if found is None:
         raise ExperimentError(
@@ -122,13 +114,7 @@ class OwnMetric(MetricSums):
         return (Headline(self._name, higher, bool(getattr(self._function, "percent", False))),)
 
     def of(self, predictions: Tensor, y: Tensor) -> Tensor:
-        """Return the sums of a batch.
-
-        Raises
-        ------
-        ExperimentError
-            If the function returns none.
-        """
+        """Return the sums of a batch; raise ExperimentError if the function returns anything else."""
         sums = self._sums(self._own_units(predictions), self._own_units(y))
         if not isinstance(sums, Tensor) or sums.dim() != 1 or not len(sums):
             raise self._error(f"must return sums [m] (got {_described(sums)})")
@@ -143,7 +129,7 @@ class OwnMetric(MetricSums):
         return {self._name: torch.tensor([self._number(row) for row in sums], dtype=torch.float64)}
 
     def implausible(self, sums: Tensor, examples: int) -> str | None:
-        """Return why the sums are out of range; None if they are not."""
+        """Return why the sums are out of range; None if they are in range."""
         worst = float(sums.abs().max())
         return f"a sum of {worst:g} for the metric {self._name}" if worst > LIMIT else None
 
@@ -157,7 +143,7 @@ class OwnMetric(MetricSums):
 
     def _number(self, sums: Tensor) -> float:
         if not bool(sums.any()):
-            return math.nan  # nothing was measured
+            return math.nan  # no example was measured
         try:
             value = float(self._value(sums))
         except ZeroDivisionError:

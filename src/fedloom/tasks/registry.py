@@ -29,10 +29,7 @@ OWN_TASKS: tuple[PredictionTask, ...] = (CLASSIFICATION, Multilabel(), Regressio
 def task_plugins() -> list[PredictionTask]:
     """Return the tasks of other packages with default settings, sorted by name.
 
-    Raises
-    ------
-    ExperimentError
-        If one cannot be loaded, has a name that is taken, or does not say what its targets are.
+    Raise ExperimentError if one cannot be loaded, has a name that is taken, or has no valid kind of targets.
     """
     found: list[PredictionTask] = plugins(GROUP, PredictionTask)  # type: ignore[type-abstract]  # only for comparison
     names = [task.name for task in (*OWN_TASKS, OWN_LOSS)]
@@ -41,7 +38,7 @@ def task_plugins() -> list[PredictionTask]:
             raise ExperimentError(f"{GROUP}: two tasks are called {task.name}; rename one", found=task.name)
         if getattr(task, "target_kind", None) not in get_args(TaskName):
             raise ExperimentError(
-                f"{GROUP}: the task {task.name} does not say what its targets are; set target_kind to one of "
+                f"{GROUP}: the task {task.name} does not state the kind of its targets; set target_kind to one of "
                 f"{', '.join(get_args(TaskName))}",
                 found=task.name,
                 allowed=get_args(TaskName),
@@ -60,23 +57,15 @@ else:
         functools.reduce(operator.or_, [type(task) for task in TASKS]),
         Field(discriminator="name"),
     ]
-    """The settings of any task, told apart by ``name``."""
+    """Settings of any task, discriminated by ``name``."""
 
 
 def agreed_task(asked: PredictionTask | None, kind: TaskName, outputs: int, dataset: str) -> PredictionTask:
-    """Return the task of a data set, with an experiment's settings if it has some.
+    """Return the task of a data set, with an experiment's settings if it has any.
 
-    Parameters
-    ----------
-    kind, outputs
-        Kind of the data's targets, and K; 0 if they have no targets.
-    dataset
-        Name of the data for errors.
+    The data, which errors call ``dataset``, have targets of this kind and K outputs, 0 without targets.
 
-    Raises
-    ------
-    ExperimentError
-        If the data are of another task, or the settings do not fit their outputs.
+    Raise ExperimentError if the data are for another task, or the settings do not fit their outputs.
     """
     if asked is not None and (asked.target_kind != kind or not outputs):
         found = kind if outputs else "none, as they have no targets"

@@ -44,9 +44,9 @@ class Regression(PredictionTask):
         return F.huber_loss(predicted, target, reduction="none", delta=self.delta).mean(1)
 
     def negative_log_likelihood(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return that of Gaussians of standard deviation 1 about the outputs, in standardized units.
+        """Return that of Gaussian targets around the outputs, with standard deviation 1 in standardized units.
 
-        For the absolute error they are Laplace distributions of scale 1, for Huber's those of its density.
+        With the absolute error, targets have a Laplace distribution of scale 1; with Huber's, one of its density.
         """
         factor = 0.5 if self.error == "squared" else 1.0
         return self.loss(outputs, y) * (factor * y[:1].numel())

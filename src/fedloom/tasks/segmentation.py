@@ -22,7 +22,7 @@ from fedloom.tasks.names import IGNORED, METRICS
 from fedloom.tasks.sums import MetricSums, are_whole, mean_defined, ratio
 
 _NONE = -100
-"""Class of pixels that do not count, which no class can be."""
+"""Index that stands for pixels that do not count; no class has it."""
 
 
 class Segmentation(CategoricalTask):
@@ -66,7 +66,7 @@ class Segmentation(CategoricalTask):
         return weights_fault("class_weights", self.class_weights, outputs)
 
     def label_input(self, y: Tensor, outputs: int) -> Tensor:
-        """Return the part of each class in the pixels that count, ``[n, h, w] -> [n, C]``."""
+        """Return the fraction of each class among the pixels that count, ``[n, h, w] -> [n, C]``."""
         counted = _counted(y, outputs, self.ignore_index).flatten(1)
         classes = y.flatten(1).long().where(counted, y.new_zeros((), dtype=torch.long))
         parts = torch.zeros(len(y), outputs, device=y.device).scatter_add_(1, classes, counted.float())
@@ -74,7 +74,7 @@ class Segmentation(CategoricalTask):
 
 
 def _counted(y: Tensor, classes: int, ignored: int) -> Tensor:
-    """Return which pixels count: those with a class, unless it is the ignored one."""
+    """Return True for pixels that count: those with a class, unless it is the ignored one."""
     counted = y != ignored
     return counted if classes > IGNORED["segmentation"] else counted & (y != IGNORED["segmentation"])
 

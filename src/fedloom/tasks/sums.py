@@ -22,7 +22,7 @@ class MetricSums(ABC):
     """Names of the metrics."""
 
     whole_split: ClassVar[bool] = False
-    """True if the sums are computed of all examples of a client's split at once, not batch by batch."""
+    """True if the sums are computed from all examples of a client's split at once, not batch by batch."""
 
     size: int
     """Number of sums."""
@@ -38,16 +38,10 @@ class MetricSums(ABC):
 
     @abstractmethod
     def values(self, sums: Tensor, *, pooled: bool = False) -> dict[str, Tensor]:
-        """Return metrics by name, ``[m, size] -> [m]`` each, NaN where undefined.
-
-        Parameters
-        ----------
-        pooled
-            True for sums over clients, False for those of each client alone.
-        """
+        """Return metrics by name, ``[m, size] -> [m]`` each, NaN where undefined; ``pooled`` sums are over clients."""
 
     def of_clients(self, predictions: Tensor, y: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the sums of g clients, ``[g, size]``, whose examples follow each other in these sizes."""
+        """Return the sums of g clients, ``[g, size]``, whose examples are concatenated in these sizes."""
         parts = zip(torch.split(predictions, list(sizes)), torch.split(y, list(sizes)), strict=True)
         return torch.stack([self.of(*part).cpu() for part in parts])
 
@@ -57,7 +51,7 @@ class MetricSums(ABC):
 
 
 def are_whole(counts: Tensor) -> bool:
-    """Return whether all numbers are whole and nonnegative."""
+    """Return True if all numbers are whole and nonnegative."""
     return bool(((counts >= 0) & (counts == counts.round())).all())
 
 

@@ -13,8 +13,8 @@ from fedloom.tasks.names import IGNORED
 def next_tokens(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """Return the target of each output, ``[n, T], [n, T] -> [n, T]``: ``y``, or the inputs moved by one place.
 
-    If ``y`` equals ``x`` wherever it is not ignored (-100), as models of language expect their labels, output t is to
-    predict ``y[t + 1]``, and the last output nothing. Else ``y[t]`` is the target of output t.
+    If ``y`` equals ``x`` wherever it is not ignored (-100), as language models expect their labels, the target of
+    output t is ``y[t + 1]``, and the last output has none. Else ``y[t]`` is the target of output t.
     """
     ignored = IGNORED["next_token"]
     same = y == x if x.shape == y.shape else np.zeros(1, dtype=bool)

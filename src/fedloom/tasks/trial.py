@@ -1,4 +1,4 @@
-"""Targets on which a model is tried before a run, and outputs that are no logits."""
+"""Targets for trying a model before a run, and detection of outputs that are not logits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from fedloom.tasks.base import PredictionTask
 
 
 def trial_targets(task: PredictionTask, rows: int, outputs: int, target_shape: tuple[int, ...]) -> Tensor:
-    """Return targets that a data set of the task could have, ``[rows, *target_shape]``.
-
-    Parameters
-    ----------
-    outputs
-        K.
-    target_shape
-        Shape of one target.
-    """
+    """Return targets that a data set of the task with K outputs could have, ``[rows, *target_shape]``."""
     generator = torch.Generator().manual_seed(0)
     shape = (rows, *target_shape)
     if task.target_kind == "classification":

@@ -14,13 +14,7 @@ HEAD = ("round", "name", "value")
 
 
 class CSV(NumberTracker):
-    """Tracker that appends to ``tracking.csv``; after a resume, repeated rounds replace their earlier lines.
-
-    Parameters
-    ----------
-    folder
-        Folder of the run.
-    """
+    """Tracker that appends to ``tracking.csv``; after a resume, repeated rounds replace their earlier lines."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME

@@ -18,11 +18,6 @@ class Katib(RunObserver):
     """Tracker that writes the headline metric on validation examples, and the ε of training, after each evaluation.
 
     The evaluation before training is left out, since early stopping counts lines.
-
-    Parameters
-    ----------
-    folder
-        Folder of the run.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -32,13 +32,7 @@ MOST = 100
 
 
 class MLflow(NumberTracker):
-    """Tracker that logs settings as parameters, and numbers as metrics by round.
-
-    Parameters
-    ----------
-    folder
-        Folder of the run.
-    """
+    """Tracker that logs settings as parameters, and numbers as metrics by round."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

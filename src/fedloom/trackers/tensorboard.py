@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(NumberTracker):
-    """Tracker that writes to ``tensorboard/`` in the run's folder; repeated rounds replace earlier ones.
-
-    Parameters
-    ----------
-    folder
-        Folder of the run.
-    """
+    """Tracker that writes to ``tensorboard/`` in the run's folder; repeated rounds replace earlier ones."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"

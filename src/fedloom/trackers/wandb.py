@@ -16,13 +16,7 @@ if TYPE_CHECKING:
 
 
 class WandB(NumberTracker):
-    """Tracker that logs to ``wandb/`` in the run's folder; ``WANDB_PROJECT`` names the project.
-
-    Parameters
-    ----------
-    folder
-        Folder of the run.
-    """
+    """Tracker that logs to ``wandb/`` in the run's folder; ``WANDB_PROJECT`` names the project."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -39,7 +39,7 @@ from fedloom.errors import DataError, argument
 from fedloom.tasks.names import TaskName
 
 VALUES = 2**22
-"""Numbers processed at once, unless one example has more."""
+"""Number of values processed at once, unless one example has more."""
 
 MOST_CHANNELS = 4
 """Maximum channels of an image: a larger channel axis before a last axis this small means channels-last images."""
@@ -47,7 +47,7 @@ MOST_CHANNELS = 4
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Inputs of one split or owner; ``name`` and ``place`` are what errors call the arrays and their examples."""
+    """Examples of one split or owner; errors call the inputs ``name``, and an example ``place[i]``."""
 
     name: str
     place: str
@@ -60,7 +60,7 @@ class _Part:
         return len(next(iter(self.x.values())))
 
     def called(self, name: str) -> str:
-        """Return what errors call an input tensor."""
+        """Return the name of an input tensor in errors."""
         return f"{self.name}.{name}" if name else self.name
 
 
@@ -101,7 +101,7 @@ def examples_of(
 ) -> Examples:
     """Return in-memory arrays as examples; all owners' arrays must have the same kind and shape.
 
-    Raise DataError if the arrays are invalid; names the owner and the array.
+    Raise DataError, naming the owner and the array, if the arrays are invalid.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def examples_of(
     classes
         Names of the classes, or of other outputs, in order; None: those found.
     request
-        Task, outputs and channel axis; None: as the arrays suggest.
+        Task, outputs and channel axis; None: inferred from the arrays.
     """
     errors = ValidationErrors("the arrays")
     names = None if classes is None else _given_classes(classes)
@@ -196,12 +196,8 @@ def _joined(
 ) -> Examples:
     """Return all parts as examples.
 
-    Parameters
-    ----------
-    names
-        Names of the classes, or of other outputs; None: those of the experiment, or those found.
-    in_order
-        As in :func:`numbered`.
+    ``names`` are those of the classes, or of other outputs; None: those of the experiment, or those found. ``in_order``
+    is as in :func:`numbered`.
     """
     sizes = _sizes(parts, errors)
     starts = np.cumsum([0, *sizes])
@@ -238,7 +234,7 @@ def _joined(
 def _task(
     ys: Sequence[NDArray[Any]], request: Request, specs: Mapping[str, InputSpec], names: Sequence[str] | None
 ) -> TaskName:
-    """Return the task of the request, or else that which the targets and the number of names suggest."""
+    """Return the task of the request, or infer it from the targets and the number of names."""
     if request.wanted_task is not None:
         return request.wanted_task
     task = inferred_task(ys, specs)
@@ -247,7 +243,7 @@ def _task(
 
 
 def _sizes(parts: Sequence[_Part], errors: ValidationErrors) -> list[int]:
-    """Return the number of examples of each part; refuse arrays of different names or lengths."""
+    """Return the number of examples of each part; reject arrays with different names or lengths."""
     for part in parts:
         if set(part.x) != set(parts[0].x):
             raise DataError(
@@ -322,7 +318,7 @@ def _owners(parts: Sequence[_Part], where: Callable[[int], str], errors: Validat
 
 
 def _given_classes(classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the classes as labels have them; refuse anything but a list of different names."""
+    """Return the names of the classes in the form of labels; reject anything but a list of different names."""
     if isinstance(classes, str) or not isinstance(classes, Iterable):
         raise DataError(f"classes: {classes!r:.80} is not a list; give the names of the classes, in order")
     names: list[str] = []
@@ -409,12 +405,9 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
             raise ValueError(f"{member.filename} has version {version} of the npy format; use 1.0 or 2.0")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
-        told = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject or min(shape, default=0) < 0 or told != member.file_size - file.tell():
-            raise ValueError(
-                f"{member.filename} declares {dtype} of shape {list(shape)}, and holds "
-                f"{member.file_size - file.tell():,} bytes"
-            )
+        declared, size = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+        if dtype.hasobject or min(shape, default=0) < 0 or declared != size:
+            raise ValueError(f"{member.filename} declares {dtype} of shape {list(shape)}, and holds {size:,} bytes")
 
 
 def _safetensors(path: Path) -> dict[str, NDArray[Any]]:

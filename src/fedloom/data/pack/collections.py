@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 MEDMNIST = {"train": "train", "val": "validation", "test": "test"}
-"""Prefixes of MedMNIST's arrays, and the splits that they are for."""
+"""Prefixes of MedMNIST's arrays, and their splits."""
 
 
 def read_medmnist(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
@@ -121,7 +121,7 @@ def _of_frames(
 
 
 _SPLIT = "fedloom split"
-"""Column that says which split a row is from."""
+"""Column with the split of each row."""
 
 
 def _of_lists(

@@ -41,7 +41,7 @@ from fedloom.errors import DataError, argument
 from fedloom.tasks.names import TaskName
 
 Tell: TypeAlias = Callable[[str, float, float | None], None]
-"""FetchProgress callback: the current step, amount done, and total (None if unknown)."""
+"""Progress callback: the current step, amount done, and total (None if unknown)."""
 
 SHOWN = 5
 """Maximum places named for each kind of error."""
@@ -123,14 +123,14 @@ class Request:
     resize
         True if images of another size are resized.
     client
-        Name of the column, or array, that says whose each example is; of a folder of images, ``folder`` for its
-        outermost folders. None: they are all of one.
+        Name of the column, or array, with the owner of each example; ``folder`` for the outermost folders of a folder
+        of images. None: all examples have one owner.
     keys
-        Prefix of the keys, or arguments, that name the columns (``data.source.``); None: those of packing do.
+        Prefix of the keys that name the columns (``data.source.``); None: arguments of packing name them.
     task
-        Name of the task; None: as the data suggest, or as the experiment requires.
+        Name of the task; None: required by the experiment, or inferred from the data.
     outputs
-        Least number of outputs of segmentation and next_token; None: as many as the data have.
+        Minimum number of outputs of segmentation and next_token; None: as many as the data have.
     targets
         Columns of a table with the targets, in place of ``label``.
     integers
@@ -138,7 +138,7 @@ class Request:
     channel_axis
         Axis of features and integers along which they are standardized.
     text
-        Column of texts that become tokens; None: there is none.
+        Column of texts that become tokens, if any.
     """
 
     own: Own | None
@@ -191,13 +191,7 @@ class ValidationErrors:
             named += [shortened(place, 100) for place, _ in zip(places, range(SHOWN - len(named)), strict=False)]
 
     def refuse(self) -> None:
-        """Raise the recorded errors, if there are any.
-
-        Raises
-        ------
-        DataError
-            One line for each kind of error: the error, its count, and its first places.
-        """
+        """Raise DataError if errors were recorded: one line for each kind, with its count and first places."""
         if not self._counts:
             return
         lines = [f"{self.source}: {pluralize(sum(self._counts.values()), 'error')}{self.outcome}"]
@@ -218,7 +212,7 @@ class Batches:
     name: Callable[[int], str]
     """Returns the name of the j-th number of an input."""
     high: int | None = None
-    """Bound that integers must be below, if it is known."""
+    """Exclusive upper bound of integers, if it is known."""
     _kept: list[NDArray[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -347,14 +341,9 @@ def _name_of(label: object) -> tuple[str | None, str | None]:
 def positions(
     labels: Sequence[str | None], classes: Sequence[str] | None, where: Callable[[int], str], errors: ValidationErrors
 ) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Return each label's position in the classes, ``[n]``, and the classes.
+    """Return the position in the classes of each label of :func:`names_of`, ``[n]``, and the classes.
 
-    Parameters
-    ----------
-    labels
-        As returned by :func:`names_of`.
-    classes
-        Classes of the experiment; None: the distinct labels.
+    The classes are those of the experiment; None: the distinct labels.
     """
     if classes is None:
         classes = _classes_of(labels, where, errors)
@@ -429,14 +418,9 @@ def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]
 
 
 def check_unpacked(source: Path, unpacked: int) -> None:
-    """Reject a small file that would unpack to fill the memory.
+    """Reject a small file that would fill the memory, given its unpacked size in bytes as the file declares it.
 
-    Raise DataError if the size is more than 1 GiB and more than 100 times the file.
-
-    Parameters
-    ----------
-    unpacked
-        Unpacked size in bytes, as the file declares it.
+    Raise DataError if that is more than 1 GiB and more than 100 times the file.
     """
     size = source.stat().st_size
     if unpacked > LARGE and unpacked > EXPANSION * size:

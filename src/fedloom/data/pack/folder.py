@@ -86,8 +86,8 @@ class Packed:
 def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda what, done, total: None) -> Packed:
     """Pack a client's examples; the same source and settings produce the same bytes.
 
-    Raise ExperimentError if an option is not allowed, or ``out`` exists; DataError if the source is invalid; lists all
-    errors, with a count of each kind. Nothing is written then.
+    Raise ExperimentError if an option is not allowed, or ``out`` exists; DataError, which lists all errors with a count
+    of each kind, if the source is invalid. Nothing is written then.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def _check_arguments(name: str, out: Path, settings: PackSettings) -> None:
 
 
 def _check_targets(examples: Examples, request: Request, source: str) -> None:
-    """Reject targets that are not those that an experiment requires."""
+    """Reject targets other than those that an experiment requires."""
     own = request.own
     if own is not None and examples.y is not None and not same_targets(examples.targets, own.wanted):
         found, needed = (

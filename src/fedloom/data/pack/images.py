@@ -99,7 +99,7 @@ def _labels(found: Sequence[_Picture], request: Request) -> tuple[tuple[str, ...
 
 
 class _Picture(NamedTuple):
-    """Place of an image, and what its folders say: its class, owner and split."""
+    """Path of an image, with the class, owner and split that its folders give."""
 
     path: Path
     label: str
@@ -108,7 +108,7 @@ class _Picture(NamedTuple):
 
 
 def _picture(path: Path, folder: Path, depth: int, request: Request, known: frozenset[str], given: bool) -> _Picture:
-    """Return an image by its folders; raise UnfitImage if it is in the wrong place."""
+    """Return an image, described by its folders; raise UnfitImage if it is in the wrong place."""
     steps = tuple(map(composed, path.relative_to(folder).parts))
     if given and len(steps) == 1:
         raise UnfitImage("an image outside the folders of splits", "")
@@ -162,10 +162,10 @@ def _check_place(path: Path, label: str | None, request: Request, known: frozens
 
 
 def _are_splits(folder: Path, classes: tuple[str, ...]) -> bool:
-    """Return whether the folders are those of splits, and not of classes.
+    """Return True if the folders in a folder are splits rather than classes.
 
-    One called ``test`` or ``train`` may be a class among others; training and held-out examples beside each other are
-    splits.
+    A single folder called ``test`` or ``train`` may be a class; folders for training and for held-out examples together
+    are splits.
     """
     names = folders_in(folder)
     if set(map(composed, names)) & set(map(composed, classes)):

@@ -33,13 +33,10 @@ def has_masks(folder: Path, depth: int) -> bool:
 def read_masked(folder: Path, depth: int, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
     """Read every image below ``images`` with the mask of the same name below ``masks``.
 
-    Raise DataError if there is no image; an image without a mask, a mask without an image, and those that cannot be
-    read, are recorded.
+    ``depth`` is the number of folders above them, for splits and owners. Files that cannot be read or have no
+    counterpart are recorded as errors.
 
-    Parameters
-    ----------
-    depth
-        Number of folders above, of splits and of owners.
+    Raise DataError if there is no image.
     """
     pairs = _pairs(folder, depth, errors)
     own = request.own
@@ -83,7 +80,7 @@ def _of_splits(folder: Path) -> bool:
 
 
 def _pairs(folder: Path, depth: int, errors: ValidationErrors) -> Mapping[tuple[str, ...], tuple[Path, Path]]:
-    """Return the image and the mask of each name, by their folders and name; record those without the other."""
+    """Return image and mask by folders and name; record images without a mask, and masks without an image."""
     found: dict[str, dict[tuple[str, ...], Path]] = {IMAGES: {}, MASKS: {}}
     known = endings()
     for path in files_below(folder):
@@ -103,7 +100,7 @@ def _pairs(folder: Path, depth: int, errors: ValidationErrors) -> Mapping[tuple[
 
 
 def _read_mask(path: Path, size: tuple[int, int]) -> NDArray[np.int64]:
-    """Return the numbers of a mask, ``[height, width]``; raise UnfitImage if it is none of an image's size."""
+    """Return the numbers of a mask, ``[height, width]``; raise UnfitImage if it is not a mask of this size."""
     from PIL import Image
 
     try:
@@ -119,7 +116,7 @@ def _read_mask(path: Path, size: tuple[int, int]) -> NDArray[np.int64]:
 
 
 def _resized(values: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:
-    """Return a mask of (width, height), each pixel of which is the nearest one."""
+    """Return a mask resized to (width, height), by nearest neighbours."""
     height, width = values.shape
     if (width, height) == size:
         return values

@@ -19,13 +19,7 @@ NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
 
 
 def library(what: str) -> Any:
-    """Return the package ``datasets``; raise ExperimentError if it is not installed.
-
-    Parameters
-    ----------
-    what
-        Name of what needs it, for the message.
-    """
+    """Return the package ``datasets``; raise ExperimentError if it is missing, so that ``what`` cannot be read."""
     try:
         import datasets
     except ImportError:
@@ -39,20 +33,10 @@ def library(what: str) -> Any:
 def cached(name: str, subset: str | None = None) -> Path:
     """Return the folder of a data set in the local cache of ``datasets`` (``HF_DATASETS_CACHE``), the newest version.
 
-    Nothing is downloaded.
+    Nothing is downloaded. ``name`` is OWNER/NAME, or NAME; ``subset`` is a configuration, None for the only one.
 
-    Parameters
-    ----------
-    name
-        OWNER/NAME, or NAME.
-    subset
-        Its subset (configuration); None: the only one.
-
-    Raises
-    ------
-    ExperimentError
-        If ``datasets`` is not installed, the cache lacks the data set or the subset, or there are several subsets and
-        none is named.
+    Raise ExperimentError if ``datasets`` is not installed, the cache lacks the data set or the subset, or there are
+    several subsets and none is named.
     """
     key = "data.source.path"
     if not NAME.fullmatch(name):
@@ -117,7 +101,7 @@ def _is_cache(path: Path) -> bool:
 
 
 def _of_cache(datasets: Any, path: Path) -> Mapping[str, Any]:
-    """Return the tables of a folder of the cache by split; raise ValueError if the folder describes none."""
+    """Return the tables in a folder of the cache by split; raise ValueError if it describes none."""
     info = datasets.DatasetInfo.from_directory(str(path))
     if not info.splits or not info.dataset_name:
         raise ValueError("it has no splits")

@@ -42,16 +42,16 @@ from fedloom.data.values import EXACT, TRUTHS, is_whole, number
 from fedloom.errors import DataError
 
 ROWS = 4096
-"""Rows processed at once."""
+"""Number of rows processed at once."""
 
 INDEX = re.compile(r"__index_level_[0-9]+__")
-"""Column in which pandas stores an unnamed index in a Parquet file."""
+"""Name of the column in which pandas stores an unnamed index in a Parquet file."""
 
 FEATURES, INTEGERS = "features", "integers"
 """Names of the inputs of a table with columns of measurements and columns of integers."""
 
 UNNAMED = re.compile(r"Unnamed: [0-9]+")
-"""Column that had no name when pandas read it."""
+"""Name that pandas gives a column without a name."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ def table_builder(
     Parameters
     ----------
     index
-        Columns that the source declares as a row index: they are no features unless requested.
+        Columns that the source declares as a row index: they are not features unless requested.
     """
     source = errors.source
     names = [composed(name) for name in header]
@@ -264,7 +264,7 @@ def _without_index(
 
 
 def _batches(header: Sequence[str], inputs: Sequence[int], request: Request, errors: ValidationErrors) -> ColumnBatches:
-    """Return where the columns of inputs go: one tensor, or features and integers.
+    """Return the tensors that collect the columns of inputs: one, or features and integers.
 
     Raise DataError if their number does not fit what an experiment requires.
     """
@@ -428,7 +428,7 @@ def _fault(text: str, found: float | None, truth: float | None) -> str | None:
 
 
 def _plain_numbers(rows: Sequence[Sequence[str]]) -> NDArray[np.float64] | None:
-    """Return the numbers of rows of text; None if a cell must be looked at: Python reads more than a table may hold."""
+    """Return the numbers in rows of text; None if cells need a check each, as Python accepts more than a table may."""
     joined = "".join(text for row in rows for text in row)
     if "_" in joined or not joined.isascii():
         return None

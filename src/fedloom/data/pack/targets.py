@@ -18,7 +18,7 @@ from fedloom.tasks.names import IGNORED, TaskName
 from fedloom.tasks.tokens import next_tokens
 
 FEW_LABELS = 4
-"""Targets of tokens are labels of their own, as in named-entity recognition, if this times as many inputs differ."""
+"""Targets of tokens are labels, as in named-entity recognition, if there are this many times fewer than inputs."""
 
 
 def inferred_task(ys: Sequence[NDArray[Any]], specs: Mapping[str, InputSpec]) -> TaskName:
@@ -53,10 +53,7 @@ def inferred_task(ys: Sequence[NDArray[Any]], specs: Mapping[str, InputSpec]) ->
 def without_ones(y: NDArray[Any], task: TaskName | None, specs: Mapping[str, InputSpec]) -> NDArray[Any]:
     """Return targets without an axis of length one: classes ``[n, 1]`` as ``[n]``, masks ``[n, 1, h, w]`` as masks.
 
-    Parameters
-    ----------
-    task
-        Name of the task; None if the targets suggest it.
+    The task is None if it is inferred from the targets.
     """
     if y.ndim < 2 or y.shape[1] != 1 or y.dtype.kind not in "iufb" or task in ("multilabel", "regression"):
         return y
@@ -88,7 +85,7 @@ def read_targets(
     names
         Names of the labels, numbers or classes; empty if they have none.
     outputs
-        Least number of outputs, of segmentation and next_token: the data may lack some.
+        Minimum number of outputs of segmentation and next_token: the data may lack some.
     """
     shapes = {y.shape[1:] for y in ys}
     if len(shapes) > 1:
@@ -125,15 +122,10 @@ def read_targets(
 def pixel_classes(masks: NDArray[Any], outputs: int | None, source: str) -> tuple[NDArray[Any], tuple[str, ...]]:
     """Return masks whose pixels are classes from 0, or 255 where they have none, and notes.
 
-    Black and white masks, of 0 and 255 alone, are of two classes, and 255 becomes 1. In other masks of at most 255
-    classes, 255 marks pixels without a class.
+    Black and white masks, which have only 0 and 255, have two classes, and 255 becomes 1. In other masks with at most
+    255 classes, 255 marks pixels without a class. ``outputs`` is the number of classes; None: that of the masks.
 
     Raise DataError if no pixel has a class.
-
-    Parameters
-    ----------
-    outputs
-        Number of classes; None: it follows from the masks.
     """
     ignored = IGNORED["segmentation"]
     marked = masks == ignored
@@ -153,13 +145,7 @@ def pixel_classes(masks: NDArray[Any], outputs: int | None, source: str) -> tupl
 
 
 def tokens_to_predict(x: Mapping[str, NDArray[Any]], y: NDArray[Any]) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Return the target of each output, ``[n, T]``, moved by one place if targets are an input itself, and a note.
-
-    Parameters
-    ----------
-    x
-        Inputs by name.
-    """
+    """Return the target of each output, ``[n, T]``, and a note; targets that equal an input are moved by one place."""
     for name, tokens in x.items():
         moved = next_tokens(tokens, y)
         if moved is not y:
@@ -222,7 +208,7 @@ def _most(
 
 
 def _classes_of(task: TaskName, y: NDArray[Any]) -> NDArray[Any]:
-    """Return the targets that are classes or tokens; 255 is a class of masks with greater values alone."""
+    """Return the targets that are classes or tokens; in masks, 255 is a class only beside greater values."""
     ignored = IGNORED[task]
     return y if (y > ignored).any() else y[y != ignored]
 
