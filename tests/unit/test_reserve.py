@@ -66,10 +66,10 @@ def test_a_reserve_is_so_much_of_each_class_of_train_and_of_test() -> None:
         return list(np.split(np.arange(sum(counts)) + first, np.cumsum(counts)[:-1]))
 
     train, test = by_class([40, 50, 61]), by_class([20, 10, 30], 151)
-    sizes = {}
+    group, sizes = np.arange(211), {}
     for name, reserve in {"share": Reserve(share=0.1), "count": Reserve(count=10)}.items():
-        rest = reserved_classes(train, test, reserve)
-        back = reserved_classes(train, test, reserve.model_copy(update={"deal": True}))
+        rest = reserved_classes(train, test, reserve, group)
+        back = reserved_classes(train, test, reserve.model_copy(update={"deal": True}), group)
         sizes[name] = [[len(members) for members in side] for side in back[:2]]
         for of_rest, of_back, whole in zip([*rest[0], *rest[1]], [*back[0], *back[1]], [*train, *test], strict=True):
             assert sorted([*of_rest, *of_back]) == whole.tolist()
@@ -77,8 +77,8 @@ def test_a_reserve_is_so_much_of_each_class_of_train_and_of_test() -> None:
         assert rest[2] == back[2]
         assert back[2].examples == sum(map(sum, sizes[name]))
     assert sizes == {"share": [[4, 5, 6], [2, 1, 3]], "count": [[10, 10, 10], [5, 2, 5]]}
-    more = reserved_classes(train, test, Reserve(share=0.4, deal=True))
-    less = reserved_classes(train, test, Reserve(share=0.1, deal=True))
+    more = reserved_classes(train, test, Reserve(share=0.4, deal=True), group)
+    less = reserved_classes(train, test, Reserve(share=0.1, deal=True), group)
     assert all(set(small) <= set(large) for i in (0, 1) for small, large in zip(less[i], more[i], strict=True))
 
 

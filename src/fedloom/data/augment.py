@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 import torch
-from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic import AfterValidator, Field, JsonValue
 from torch import Tensor
 
 from fedloom.core.draws import drawing_from
 from fedloom.data.federated import standardize
 from fedloom.data.input_spec import InputSpec, Kind, Normalization
+from fedloom.data.requirements import AsTuple
 from fedloom.errors import ExperimentError
 from fedloom.tasks.names import TaskName
 
@@ -47,7 +48,7 @@ Described: TypeAlias = Annotated[str | dict[str, dict[str, JsonValue]], AfterVal
 
 Augment: TypeAlias = Annotated[
     tuple[Described, ...],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+    AsTuple,
     Field(
         description="Random changes of training images, in order: names of torchvision.transforms.v2, or names with "
         "arguments, such as [{RandomCrop: {size: 32, padding: 4}}, RandomHorizontalFlip] (docs/local-training.md)."

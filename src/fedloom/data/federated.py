@@ -12,8 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedloom.data.input_spec import InputSpec, Normalization, unnamed
-from fedloom.data.input_spec import entry as in_shard
+from fedloom.data.input_spec import InputSpec, Normalization, input_key, unnamed
 from fedloom.data.inputs import Inputs, count, each_named
 from fedloom.data.manifest import (
     FIX,
@@ -198,7 +197,7 @@ class FederatedDataset:
 
     def _split(self, entry: ClientEntry, name: str, tensors: dict[str, Tensor], path: Path) -> Split:
         about = self.manifest
-        found = {key: tensors.get(in_shard(name, "x", key)) for key in about.specs}
+        found = {key: tensors.get(input_key(name, key)) for key in about.specs}
         y, x = tensors.get(f"{name}_y"), {key: each for key, each in found.items() if each is not None}
         sizes = {len(each) for each in x.values()} if len(x) == len(found) else {0}
         fault = None

@@ -279,9 +279,15 @@ def unnamed(x: Mapping[str, NDArray[Any]]) -> RawInputs:
     return x.get("", x)
 
 
-def entry(split: str, what: str, name: str = "") -> str:
-    """Return the key of a tensor in a shard: ``train_x``, or ``train_x.NAME``."""
-    return f"{split}_{what}.{name}" if name else f"{split}_{what}"
+def input_key(split: str, name: str = "") -> str:
+    """Return the key of an input tensor in a shard: ``train_x``, or ``train_x.NAME``."""
+    return f"{split}_x.{name}" if name else f"{split}_x"
+
+
+def shard_tensors(split: str, x: RawInputs, y: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
+    """Return the inputs and targets (None: none) of a split by their keys in a shard."""
+    tensors = {input_key(split, name): each for name, each in named_arrays(x).items()}
+    return tensors if y is None else tensors | {f"{split}_y": y}
 
 
 def joined_normalization(parts: Sequence[Normalization]) -> Normalization:

@@ -34,11 +34,12 @@ from fedloom.data.input_spec import (
     Kind,
     RawInputs,
     input_fields,
+    input_key,
     named_arrays,
+    shard_tensors,
     unnamed,
     without_defaults,
 )
-from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.listing import files_below
 from fedloom.data.manifest import read_stored, text_fault
 from fedloom.data.pack.arrays import examples_of, read_arrays
@@ -221,21 +222,8 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
         kept = parsed_json(record.read_bytes())
         return _source(home, kept["name"], tuple(f"{path}: {note}" for note in kept["notes"]))
     errors = ValidationErrors(str(path))
-    request = Request(
-        None,
-        True,
-        files.label,
-        files.split,
-        files.resize,
-        files.client,
-        "data.source.",
-        files.task,
-        files.outputs,
-        files.targets,
-        files.integers,
-        files.channel_axis,
-        files.text,
-    )
+    options = {key: value for key, value in files if key not in ("path", "subset")}
+    request = Request(None, keys="data.source.", **options)
     try:
         examples = reader(path, request, errors, lambda what, done, total: None)
         errors.refuse()
@@ -285,9 +273,7 @@ def keep(dataset: str, examples: Examples, where: str, root: Path | str | None) 
     owners = np.array([place[owner] for owner in examples.owners or ()], dtype=np.int64)
     tensors: dict[str, NDArray[Any]] = {}
     for part, chosen in (("train", ~test), ("test", test)):
-        inputs = named_arrays(examples.chosen(chosen))
-        tensors |= {in_shard(part, "x", name): each for name, each in inputs.items()}
-        tensors[f"{part}_y"] = examples.y[chosen]
+        tensors |= shard_tensors(part, examples.chosen(chosen), examples.y[chosen])
         if names is not None:
             tensors[f"{part}_owner"] = owners[chosen]
     content = safetensors.numpy.save(tensors)
@@ -353,7 +339,7 @@ def _source(home: Path, name: str, notes: tuple[str, ...] = ()) -> Dataset:
 
 
 def _pool(tensors: Mapping[str, NDArray[Any]], part: str, inputs: Mapping[str, InputSpec] | None) -> Pool:
-    x = {name: tensors[in_shard(part, "x", name)] for name in (("",) if inputs is None else inputs)}
+    x = {name: tensors[input_key(part, name)] for name in (("",) if inputs is None else inputs)}
     return Pool(unnamed(x), tensors[f"{part}_y"], tensors.get(f"{part}_owner"))
 
 

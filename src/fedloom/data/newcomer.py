@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fedloom.core.words import composed
 from fedloom.data.federated import ClientData, FederatedDataset, Split, normalized_split
-from fedloom.data.input_spec import InputSpec, input_fields, tokenizer_of
-from fedloom.data.input_spec import entry as in_shard
+from fedloom.data.input_spec import InputSpec, input_fields, input_key, tokenizer_of
 from fedloom.data.inputs import Inputs, take
 from fedloom.data.manifest import CLIENT_ID, SPLITS, VERSION, ClientEntry, Manifest
 from fedloom.data.own import AGAIN, ClientCard, check_features, is_same, read_card, read_own_shard
@@ -131,7 +130,7 @@ class Newcomer(FederatedDataset):
             )
         try:
             tensors = safetensors.torch.load(read_own_shard(folder, card))
-            x = {name: tensors[in_shard("train", "x", name)] for name in card.specs}
+            x = {name: tensors[input_key("train", name)] for name in card.specs}
         except (SafetensorError, KeyError) as error:
             raise DataError(f"{folder}: the shard is damaged: {error}", hint=AGAIN) from error
         y = tensors.get("train_y")

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fedloom.data.federated import FederatedDataset
-from fedloom.data.input_spec import entry as in_shard
+from fedloom.data.input_spec import input_key
 from fedloom.data.manifest import SPLITS, Manifest
 from fedloom.data.shift import Shift
 
@@ -72,7 +72,7 @@ def overlap(trained_on: FederatedDataset, new: FederatedDataset) -> Overlap:
 def _digests(dataset: FederatedDataset, client: str, shard: Mapping[str, Tensor], split: str) -> Iterator[bytes]:
     """Yield a digest for each example of a split, in its form before any shift."""
     manifest = dataset.manifest
-    inputs = {name: shard[in_shard(split, "x", name)].numpy() for name in manifest.specs}
+    inputs = {name: shard[input_key(split, name)].numpy() for name in manifest.specs}
     found = shard.get(f"{split}_y")
     y = np.full(manifest.entry(client).size(split), -1) if found is None else found.numpy()
     if manifest.shift_groups is not None:

@@ -25,11 +25,11 @@ from fedloom.data.input_spec import (
     RawInputs,
     input_fields,
     named_arrays,
+    shard_tensors,
     specs_of,
     unnamed,
     with_normalizations,
 )
-from fedloom.data.input_spec import entry as in_shard
 from fedloom.data.manifest import (
     FIX,
     SPLITS,
@@ -196,12 +196,6 @@ def take_positions(official: RawDataset, positions: NDArray[np.int64]) -> tuple[
     return unnamed(inputs), np.concatenate([pool.labels[chosen] for pool, chosen in parts])
 
 
-def _shard_part(split: str, inputs: RawInputs, targets: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
-    """Return the tensors of one split in a shard."""
-    tensors = {in_shard(split, "x", name): each for name, each in named_arrays(inputs).items()}
-    return tensors if targets is None else tensors | {f"{split}_y": targets}
-
-
 def write(
     folder: Path,
     source: Dataset,
@@ -230,7 +224,7 @@ def write(
             if shift is not None and groups is not None:
                 assert not isinstance(inputs, Mapping), "checked: a shift needs a single input"
                 inputs, labels = shift.shifted(inputs, labels, groups[client], source.classes, settings.seed)
-            tensors |= _shard_part(split, inputs, labels if source.classes or source.targets is not None else None)
+            tensors |= shard_tensors(split, inputs, labels if source.classes or source.targets is not None else None)
             counts[split] = ()
             if source.classes:
                 counts[split] = tuple(np.bincount(labels, minlength=source.classes).tolist())

@@ -87,17 +87,15 @@ def reserved_classes(
     train: Sequence[NDArray[np.int64]],
     test: Sequence[NDArray[np.int64]],
     reserve: Reserve,
-    group: NDArray[np.int64] | None = None,
+    group: NDArray[np.int64],
 ) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]], Reserved]:
     """Return the positions of each class available to clients, for train and for test, and the reserve.
 
     A group of equal inputs (:mod:`fedloom.data.copies`) is reserved as a whole or not at all; ``group`` ``[n]`` is that
-    of each example, None if no input is repeated.
+    of each example.
 
     Raise ExperimentError if no example of a class would be left.
     """
-    if group is None:
-        group = np.arange(1 + max(int(members.max(initial=-1)) for members in (*train, *test)))
     sizes = np.bincount(group, minlength=len(group))
     back = np.zeros(len(group), dtype=np.bool_)
     for c, (of_train, of_test) in enumerate(zip(train, test, strict=True)):

@@ -43,16 +43,16 @@ def package_archive(kind: str, package: str, folder: Path, report: Report) -> Pa
 
 def _debian(package: str, folder: Path, report: Report) -> Path:
     """Use the machine's package lists or, if these are missing or outdated, fresh private lists."""
-    options = [f"Acquire::http::Timeout={WAIT_S}", "Acquire::Retries=1", "APT::Sandbox::User=root"]
+    options = [f"-oAcquire::http::Timeout={WAIT_S}", "-oAcquire::Retries=1", "-oAPT::Sandbox::User=root"]
     try:
-        _run(["apt-get", *_each("-o", options), "download", package], folder)
+        _run(["apt-get", *options, "download", package], folder)
     except FetchFailed:
         report(FetchProgress("downloading package lists", 0, None))
         for name in ("lists/partial", "cache/archives/partial"):
             (folder / name).mkdir(parents=True)
-        options += [f"Dir::State::Lists={folder / 'lists'}", f"Dir::Cache={folder / 'cache'}"]
-        _run(["apt-get", *_each("-o", options), "update"], folder)
-        _run(["apt-get", *_each("-o", options), "download", package], folder)
+        options += [f"-oDir::State::Lists={folder / 'lists'}", f"-oDir::Cache={folder / 'cache'}"]
+        _run(["apt-get", *options, "update"], folder)
+        _run(["apt-get", *options, "download", package], folder)
     archive = folder / "content.tar"
     archive.write_bytes(_run(["dpkg-deb", "--fsys-tarfile", _only(folder, "*.deb")], folder))
     return archive
@@ -100,7 +100,3 @@ def _only(folder: Path, pattern: str) -> str:
     if found is None:
         raise FetchFailed(f"the tool succeeded but left no {pattern[1:]} file")
     return found.name
-
-
-def _each(option: str, values: Sequence[str]) -> list[str]:
-    return [word for value in values for word in (option, value)]

@@ -68,22 +68,19 @@ def read_saved(path: Path, request: Request, errors: ValidationErrors, tell: Tel
     """
     tell("reading the data set", 0, None)
     parts, splits, notes = saved_splits(path)
-    examples = _of_parts(parts, splits, path, request, errors)
+    columns = next(iter(parts.values())).features
+    if images := [name for name, kind in columns.items() if type(kind).__name__ == "Image"]:
+        examples = _of_images(parts, splits, images, request, str(path))
+    else:
+        frames = [part.to_pandas() for part in parts.values()]
+        lists = [
+            name for name in columns if frames[0][name].map(lambda cell: isinstance(cell, list | np.ndarray)).all()
+        ]
+        if lists:
+            examples = _of_lists(frames, splits, lists, request, errors)
+        else:
+            examples = _of_frames(frames, splits, request, errors)
     return replace(examples, notes=(*examples.notes, *notes))
-
-
-def _of_parts(
-    parts: Mapping[str, Any], splits: Sequence[int | None], path: Path, request: Request, errors: ValidationErrors
-) -> Examples:
-    columns = list(next(iter(parts.values())).column_names)
-    images = [name for name, kind in next(iter(parts.values())).features.items() if type(kind).__name__ == "Image"]
-    if images:
-        return _of_images(parts, splits, images, request, str(path))
-    frames = [part.to_pandas() for part in parts.values()]
-    lists = [name for name in columns if frames[0][name].map(lambda value: isinstance(value, list | np.ndarray)).all()]
-    if lists:
-        return _of_lists(frames, splits, lists, request, errors)
-    return _of_frames(frames, splits, request, errors)
 
 
 def _of_images(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -296,13 +295,11 @@ def _of_columns(where: Callable[[int, int], str], columns: NDArray[np.int64]) ->
     return lambda i, j: where(i, int(columns[j]))
 
 
-def spec_of(
-    kind: TensorKind, x: NDArray[Any], channel_axis: ChannelAxis = "first", high: int | None = None
-) -> InputSpec:
-    """Return the description of an input tensor ``[n, *shape]``; the largest integer is found unless it is given."""
-    found = max(high or 1, int(x.max(initial=0)) + 1) if kind == "integers" else None
+def spec_of(kind: TensorKind, x: NDArray[Any], channel_axis: ChannelAxis = "first") -> InputSpec:
+    """Return the description of an input tensor ``[n, *shape]``."""
+    high = int(x.max(initial=0)) + 1 if kind == "integers" else None
     axis = channel_axis if kind in ("features", "integers") and x.ndim > 2 else "first"
-    return InputSpec(kind, tuple(int(size) for size in x.shape[1:]), channel_axis=axis, high=found)
+    return InputSpec(kind, tuple(int(size) for size in x.shape[1:]), channel_axis=axis, high=high)
 
 
 def names_of(
@@ -406,15 +403,6 @@ SPLIT_NAMES = {"train": 0, "validation": 1, "val": 1, "test": 2}
 def listed(words: Sequence[str], most: int = 12) -> str:
     """Return words as a comma-separated list, with an ellipsis and the total beyond ``most``."""
     return ", ".join(words) if len(words) <= most else f"{', '.join(words[:most])}, ... ({len(words)})"
-
-
-def input_shape(own: Own, found: int, what: str, source: str) -> tuple[int, ...]:
-    """Return the required shape of inputs, if the number of values fits it; raise DataError if it does not."""
-    needed = sum(math.prod(spec.shape) for spec in own.specs.values())
-    if found != needed:
-        where = "data.own.inputs" if own.inputs is not None else f"data.own.input_shape {list(own.input_shape)}"
-        raise DataError(f"{source} has {found:,} {what}; {where} needs {needed:,}")
-    return own.input_shape
 
 
 def check_unpacked(source: Path, unpacked: int) -> None:

@@ -17,8 +17,7 @@ from fedloom.core.words import pluralize
 from fedloom.data.apportion import held_out
 from fedloom.data.copies import draw_splits, equal_inputs
 from fedloom.data.folders import published
-from fedloom.data.input_spec import entry as in_shard
-from fedloom.data.input_spec import input_fields, named_arrays
+from fedloom.data.input_spec import input_fields, shard_tensors
 from fedloom.data.manifest import CLIENT_ID, SPLITS
 from fedloom.data.moments import moments_of
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
@@ -256,11 +255,9 @@ def _tensors(
     counts: dict[str, tuple[int, ...]] = {}
     for place, name in enumerate(SPLITS):
         chosen = split == place
-        inputs = named_arrays(examples.chosen(chosen))
-        tensors |= {in_shard(name, "x", key): each for key, each in inputs.items()}
+        y = None if examples.y is None else examples.y[chosen]
+        tensors |= shard_tensors(name, examples.chosen(chosen), y)
         counts[name] = (0,) * len(examples.classes)
-        if examples.y is not None:
-            tensors[f"{name}_y"] = examples.y[chosen]
-        if examples.y is not None and examples.classes:
-            counts[name] = tuple(np.bincount(examples.y[chosen], minlength=len(examples.classes)).tolist())
+        if y is not None and examples.classes:
+            counts[name] = tuple(np.bincount(y, minlength=len(examples.classes)).tolist())
     return tensors, counts

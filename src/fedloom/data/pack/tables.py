@@ -25,7 +25,6 @@ from fedloom.data.pack.examples import (
     Request,
     Tell,
     ValidationErrors,
-    input_shape,
     listed,
     names_of,
     notes_of_classes,
@@ -257,8 +256,16 @@ def _target_names(request: Request) -> tuple[bool, str, Sequence[str]]:
 def _without_index(
     header: Sequence[str], rest: Sequence[int], index: Sequence[str], source: str
 ) -> tuple[list[int], list[str]]:
-    """Return the columns of features, and descriptions of those that number the rows."""
-    rows = _index(header, rest, index, source)
+    """Return the columns of features, and descriptions of those that pandas wrote as an index of the rows.
+
+    Raise DataError if another column has no name.
+    """
+    nameless = [i for i in rest if not header[i] or UNNAMED.fullmatch(header[i])]
+    rows = [i for i in rest if header[i] in index or INDEX.fullmatch(header[i]) or i in nameless[:1] == [0]]
+    if bare := [i for i in nameless if i not in rows]:
+        raise DataError(
+            f"{source}: column {bare[0] + 1} of {len(header)} has no name; name it in the header, or remove it"
+        )
     described = [repr(header[i]) if header[i] else "the first, without a name" for i in rows]
     return [i for i in rest if i not in rows], described
 
@@ -271,7 +278,9 @@ def _batches(header: Sequence[str], inputs: Sequence[int], request: Request, err
     own, specs = request.own, dict[str, InputSpec]()
     if own is not None:
         specs = dict(own.specs)
-        input_shape(own, len(inputs), "columns of inputs", errors.source)
+        if len(inputs) != (needed := sum(math.prod(spec.shape) for spec in specs.values())):
+            where = "data.own.inputs" if own.inputs is not None else f"data.own.input_shape {list(own.input_shape)}"
+            raise DataError(f"{errors.source} has {len(inputs):,} columns of inputs; {where} needs {needed:,}")
         if "" not in specs and set(specs) - {FEATURES, INTEGERS}:
             found = listed(sorted(specs))
             raise DataError(f"{errors.source}: data.own.inputs has {found}; a table has only {FEATURES} and {INTEGERS}")
@@ -303,17 +312,6 @@ def _cell_number(cell: object) -> float | None:
         found = number(cell)
         return TRUTHS.get(cell.strip().lower()) if found is None else found
     return float(cell) if isinstance(cell, int | float | Decimal) else None
-
-
-def _index(header: Sequence[str], rest: Sequence[int], index: Sequence[str], source: str) -> list[int]:
-    """Return the columns that are an index of the rows, as pandas writes it; refuse other columns without a name."""
-    nameless = [i for i in rest if not header[i] or UNNAMED.fullmatch(header[i])]
-    found = [i for i in rest if header[i] in index or INDEX.fullmatch(header[i]) or i in nameless[:1] == [0]]
-    if bare := [i for i in nameless if i not in found]:
-        raise DataError(
-            f"{source}: column {bare[0] + 1} of {len(header)} has no name; name it in the header, or remove it"
-        )
-    return found
 
 
 def read_csv(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:

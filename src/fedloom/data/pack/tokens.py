@@ -66,31 +66,16 @@ def tokenized(
     for start in range(0, len(checked), ROWS):
         some = checked[start : start + ROWS]
         made = tokenizer(some, padding="max_length", truncation=True, max_length=how.length, return_tensors="np")
-        place = _from(start, where)
-        _note_empty(some, made[MASK].sum(1), place, errors)
+        empty = [start + i for i, count in enumerate(made[MASK].sum(1)) if some[i] and not count]
+        errors.add_many("text without a token of the tokenizer", len(empty), map(where, empty))
         if how.truncation == "refuse":
-            lengths = [len(ids) for ids in tokenizer(some)[IDS]]
-            _note_long(lengths, how.length, place, errors)
+            lengths = {start + i: len(ids) for i, ids in enumerate(tokenizer(some)[IDS]) if len(ids) > how.length}
+            places = [f"{where(i)}: {length} tokens" for i, length in lengths.items()]
+            errors.add(f"text of more than {how.length} tokens", *places)
         parts.append({name: made[name].astype(np.int64) for name in (IDS, MASK)})
     nothing = np.zeros((0, how.length), dtype=np.int64)
     x = {name or IDS: np.concatenate([nothing, *(part[name or IDS] for part in parts)]) for name in specs}
     return TokenizedTexts({name: x[name or IDS] for name in specs}, specs)
-
-
-def _from(start: int, where: Callable[[int], str]) -> Callable[[int], str]:
-    return lambda i: where(start + i)
-
-
-def _note_empty(
-    texts: Sequence[str], counts: NDArray[np.int64], where: Callable[[int], str], errors: ValidationErrors
-) -> None:
-    empty = [i for i, text in enumerate(texts) if text and not counts[i]]
-    errors.add_many("text without a token of the tokenizer", len(empty), map(where, empty))
-
-
-def _note_long(lengths: Sequence[int], most: int, where: Callable[[int], str], errors: ValidationErrors) -> None:
-    long = [i for i, length in enumerate(lengths) if length > most]
-    errors.add_many(f"text of more than {most} tokens", len(long), (f"{where(i)}: {lengths[i]} tokens" for i in long))
 
 
 def _checked(text: object, place: str, errors: ValidationErrors) -> str:
