@@ -42,17 +42,10 @@ def partition_classes(clients: int, classes: int, per_client: int, seed: int) ->
 
 
 def feasible_sizes(mixes: Mixes, available: NDArray[np.int64], cap: int | None = None) -> NDArray[np.int64]:
-    """Return the number of examples that each client gets of a pool, ``[n]``.
+    """Return the number of examples that each client with mix π_i gets of a pool with p_c of each class, ``[n]``.
 
     N_i = ⌊min_{c: π_ic > 0} p_c / Σ_j π_jc⌋, at most ``cap``. Equal mixes share a pool equally. Under Dirichlet
     mixes, where every π_ic > 0, all clients get the same size, which the class in greatest demand determines.
-
-    Parameters
-    ----------
-    mixes
-        π, ``[n, C]``.
-    available
-        p, ``[C]``: examples of each class in the pool.
     """
     demand = mixes.sum(0)
     per_unit = np.divide(available, demand, out=np.full(len(demand), np.inf), where=demand > 0)

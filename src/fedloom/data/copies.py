@@ -112,7 +112,7 @@ def hold_out(
 
 
 def fill_pools(members: Sequence[Positions], needed: NDArray[np.int64], group: Positions) -> list[list[Positions]]:
-    """Fill pools one after another with exact numbers of examples of each class; each group goes to one pool.
+    """Return pools of exact numbers of examples of each class, filled one after another; each group is in one pool.
 
     Duplicates that exceed the room in the pool of their group are left out.
 
@@ -121,12 +121,7 @@ def fill_pools(members: Sequence[Positions], needed: NDArray[np.int64], group: P
     members
         Positions of the examples of each class, in the order in which they are taken.
     needed
-        ``[C, pools]``: number of examples of each class that each pool takes.
-
-    Returns
-    -------
-    list
-        For each pool, the positions of each class; fewer than needed if a class runs out.
+        ``[C, pools]``: number of examples of each class that each pool takes; it gets fewer if a class runs out.
     """
     pool_of: dict[int, int] = {}
     filled: list[list[Positions]] = [[] for _ in range(needed.shape[1])]

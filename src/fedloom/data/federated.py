@@ -56,16 +56,9 @@ class Split:
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """Private data of one client.
+    """Private data of one client, known by its id in the manifest: disjoint splits with the same class mix.
 
-    Attributes
-    ----------
-    id
-        Stable id, as in the manifest.
-    train, validation, test
-        Disjoint splits with the same class mix.
-    classes
-        C, number of classes in the whole data set; 0 if the targets are not classes.
+    ``classes`` is C, the number of classes in the whole data set; 0 if the targets are not classes.
     """
 
     id: str
@@ -88,11 +81,6 @@ class ClientData:
 class FederatedDataset:
     """Partition, read one client at a time.
 
-    Attributes
-    ----------
-    hint
-        Advice in errors about damaged files.
-
     Parameters
     ----------
     folder
@@ -105,6 +93,7 @@ class FederatedDataset:
     """
 
     hint: ClassVar = FIX
+    """Advice in errors about damaged files."""
 
     def __init__(self, folder: Path, manifest: Manifest, source: Remote | None = None) -> None:
         self.folder = folder
@@ -215,12 +204,7 @@ class FederatedDataset:
 class OwnDataset(FederatedDataset):
     """Clients with their own data, each in the folder that its owner packed.
 
-    Parameters
-    ----------
-    clients
-        Clients whose folders are available.
-    manifest
-        Manifest of these clients, and possibly of others whose data are elsewhere.
+    The manifest may also have clients whose data are elsewhere.
     """
 
     hint: ClassVar = AGAIN

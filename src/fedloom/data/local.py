@@ -190,17 +190,10 @@ _CARD = TypeAdapter(DatasetCard)
 
 
 def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Dataset:
-    """Return a local data set as a source; read it unless it has been read before.
+    """Return a local data set, one of :data:`LOCAL`, as a source; read it unless it has been read before.
 
     Raise ExperimentError if the path does not exist or holds something else, or a package needed to read it is not
     installed; DataError if the content is invalid: it lists all errors, with counts. Nothing is kept then.
-
-    Parameters
-    ----------
-    dataset
-        One of :data:`LOCAL`.
-    root
-        Data root; see :func:`~fedloom.data.folders.data_root`.
     """
     path = expanded(files.path)
     if (path / CARD).is_file():  # the folder of a data set that was stored before

@@ -36,10 +36,7 @@ NAMED = 5
 class Owned:
     """Examples of the owners that became clients; see :class:`~fedloom.data.assignment.Assignment`.
 
-    Attributes
-    ----------
-    training_pools
-        For each client, the positions that its training examples were drawn from, ascending.
+    The training examples of each client were drawn from its ``training_pools``, ascending positions.
     """
 
     owners: tuple[str, ...]
@@ -160,12 +157,8 @@ class _Division:
 
     Attributes
     ----------
-    labels
-        Labels of all examples.
     first_test
-        Position of the first official test example.
-    test_fraction
-        None: keep the official split.
+        Position of the first official test example; without a ``test_fraction``, the official split is kept.
     group
         ``[n]``: the group of equal inputs that each example belongs to. A group stays in one split, also across owners;
         the first owner of the group determines which.

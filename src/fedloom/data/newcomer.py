@@ -86,12 +86,9 @@ class Newcomer(FederatedDataset):
     ) -> Newcomer:
         """Accept tensors, arrays, or anything numpy converts to arrays, or a dict of them; labels may be class names.
 
-        Raise DataError if the data do not meet the requirements.
+        A DataFrame must have the columns ``features``, in order; None: any.
 
-        Parameters
-        ----------
-        features
-            Columns that a DataFrame must have, in order; None: any.
+        Raise DataError if the data do not meet the requirements.
         """
         columns = None if (names := getattr(x, "columns", None)) is None else tuple(map(str, names))
         if columns is not None and features is not None and not is_same(columns, features):

@@ -18,12 +18,10 @@ from fedloom.data.shift import Shift
 
 @dataclass(frozen=True)
 class Overlap:
-    """New clients' examples that the seen clients of a run trained on.
+    """Number of new clients' examples, by split, that the seen clients of a run trained on.
 
     Attributes
     ----------
-    train, validation, test
-        Number of overlapping examples in each split of the new clients.
     clients
         Number of new clients that have any.
     known_by

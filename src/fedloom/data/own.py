@@ -177,16 +177,9 @@ def _moments_fault(card: ClientCard) -> str | None:
 
 @dataclass(frozen=True)
 class OwnClients:
-    """Packed folders that are served or used together.
+    """Packed folders that are served or used together, and their cards, by client id in order.
 
-    Attributes
-    ----------
-    folders
-        Folder by client id, in order of the ids.
-    cards
-        Card by client id, in the same order.
-    observers
-        Ids of the clients that are evaluated but never train.
+    ``observers`` are the ids of the clients that are evaluated but never train.
     """
 
     folders: Mapping[str, Path]
@@ -195,14 +188,11 @@ class OwnClients:
 
     @classmethod
     def open(cls, data: Sequence[Path], observe: Sequence[Path] = ()) -> OwnClients:
-        """Read the cards of packed folders, but no shard.
+        """Read the cards, but no shard, of packed folders, or of folders that contain some.
+
+        Clients in ``data`` train; clients in ``observe`` are only evaluated.
 
         Raise DataError if a folder is missing or damaged, a client occurs twice, or the clients' kinds of data differ.
-
-        Parameters
-        ----------
-        data, observe
-            Packed folders, or folders that contain some: of clients that train, and of clients that are only evaluated.
         """
         found: dict[str, tuple[Path, ClientCard, bool]] = {}
         for given, observer in [*((path, False) for path in data), *((path, True) for path in observe)]:

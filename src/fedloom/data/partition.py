@@ -240,13 +240,12 @@ def write(
     if assignment.notes:
         fill(folder / NOTES, json.dumps({"version": NOTES_VERSION, "notes": assignment.notes}).encode())
     pool = assignment.measured if settings.normalization == "seen" else assignment.training_pool
+    specs = specs_of(source)
     if source.synthetic:  # kept as drawn
         size = source.input_shape[0]
-        specs: Mapping[str, InputSpec] = with_normalizations(
-            specs_of(source), [Normalization((0.0,) * size, (1.0,) * size)]
-        )
+        normalizations = [Normalization((0.0,) * size, (1.0,) * size)]
     else:
-        specs = measured_inputs(official, source, pool)
+        normalizations = [measure_normalization(official, spec, pool, name) for name, spec in specs.items()]
     manifest = Manifest(
         version=VERSION,
         dataset=source.name,
@@ -262,18 +261,10 @@ def write(
         shift_groups=groups,
         measured_on=settings.normalization,
         targets=measured_targets(official, source.targets, pool),
-        **input_fields(specs),
+        **input_fields(with_normalizations(specs, normalizations)),
     )
     fill(folder / "partition.json", manifest.to_json().encode())
     return manifest
-
-
-def measured_inputs(official: RawDataset, source: Dataset, pool: NDArray[np.int64]) -> Mapping[str, InputSpec]:
-    """Return the input tensors with the normalization of the examples at these ascending positions."""
-    specs = specs_of(source)
-    return with_normalizations(
-        specs, [measure_normalization(official, spec, pool, name) for name, spec in specs.items()]
-    )
 
 
 def measured_targets(official: RawDataset, targets: Targets | None, pool: NDArray[np.int64]) -> Targets | None:

@@ -22,7 +22,7 @@ AT_ONCE = 4
 
 
 def publish(folder: Path, store: Store) -> None:
-    """Copy a partition to a store.
+    """Copy a partition to a store that is for this partition only, best named by its ``fingerprint``.
 
     Shards that exist are kept, so that an interrupted upload resumes. The manifest is written last, so that a partition
     with a manifest is complete. An existing manifest is rewritten to refresh its age, by which unused partitions are
@@ -30,13 +30,6 @@ def publish(folder: Path, store: Store) -> None:
 
     Raise DataError if the partition is missing or damaged, or the store has another; StorageError or RefusedError if
     the store fails or denies access.
-
-    Parameters
-    ----------
-    folder
-        The partition on disk.
-    store
-        A store for this partition only, best named by the manifest's ``fingerprint``.
     """
     manifest = read_manifest(folder)
     try:
@@ -78,20 +71,13 @@ def is_published(
     validation_fraction: float,
     normalization: MeasuredOn,
 ) -> Manifest | None:
-    """Return the manifest of a complete published partition; None if there is none, or it was made otherwise.
+    """Return the manifest of a complete partition in its store; None if there is none, or its settings differ.
 
     A caller that finds it does not need the data set: a restarted aggregator must not depend on a download server. The
     age of the manifest is refreshed, as in :func:`publish`.
 
     Raise DataError if the stored text is not a manifest; StorageError or RefusedError if the store fails or denies
     access.
-
-    Parameters
-    ----------
-    store
-        A store for this partition only.
-    dataset, scheme, seed, held_out_fraction, validation_fraction, normalization
-        Settings that the partition must have been made with; ``scheme`` as JSON.
     """
     try:
         there = store.read(MANIFEST)

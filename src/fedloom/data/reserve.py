@@ -69,14 +69,9 @@ class Reserve(BaseModel):
 
 @dataclass(frozen=True)
 class Reserved:
-    """Reserve of a partition, as its manifest records it.
+    """Number of reserved examples (natural: owners) of a partition, and the SHA-256 of their identities, hex.
 
-    Attributes
-    ----------
-    examples
-        Number of reserved examples (natural: owners).
-    sha256
-        SHA-256 of their identities, hex: equal for partitions with the same reserve.
+    They are equal for partitions with the same reserve.
     """
 
     examples: int

@@ -66,17 +66,10 @@ class OwnMetric(MetricSums):
     ----------
     name
         ``package:function``, or a name returned by :func:`remember_metric`.
-    function
-        The function or object.
     trial
-        Predictions and targets of a few examples, to try it on.
+        Predictions and targets of a few examples, to try it on; raise ExperimentError if it fails.
     mean, std
         Mean and standard deviation of each number; empty if targets are not standardized.
-
-    Raises
-    ------
-    ExperimentError
-        If it fails on the trial, or returns something else.
     """
 
     def __init__(

@@ -136,18 +136,12 @@ class FetchFailed(Exception):
 
 @dataclass(frozen=True)
 class OwnFiles:
-    """Files that users create themselves, whose checksums are therefore not known in advance.
-
-    Attributes
-    ----------
-    expected
-        Expected content of a folder, and how to create it, for errors: ``"LEAF's train/*.json and test/*.json"``.
-    names
-        Returns the file names in a folder, relative to it, with ``/``; empty if it holds none.
-    """
+    """Files that users create themselves, whose checksums are therefore not known in advance."""
 
     expected: str
+    """Expected content of a folder, for errors: ``"LEAF's train/*.json and test/*.json"``."""
     names: Callable[[Path], tuple[str, ...]]
+    """Returns the file names in a folder, relative to it, with ``/``; empty if it holds none."""
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,9 @@ WAIT_S, TOOL_S = 10, 300.0
 def package_archive(kind: str, package: str, folder: Path, report: Report) -> Path | str:
     """Download a package to a folder and return its tar archive, or return the URL of the archive.
 
-    Raise FetchFailed if the tool is missing or fails.
+    ``kind`` is a key of :data:`TITLES`; ``package`` is ``NAME`` (debian) or ``NAME@VERSION``.
 
-    Parameters
-    ----------
-    kind
-        A key of :data:`TITLES`.
-    package
-        ``NAME`` (debian) or ``NAME@VERSION``.
+    Raise FetchFailed if the tool is missing or fails.
     """
     tools: Mapping[str, Callable[[str, Path, Report], Path | str]] = {"debian": _debian, "npm": _npm, "pypi": _pypi}
     return tools[kind](package, folder, report)

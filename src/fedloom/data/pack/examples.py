@@ -52,7 +52,7 @@ class Examples:
 
     Attributes
     ----------
-    kind, classes
+    classes
         As in :class:`~fedloom.data.own.Own`.
     x
         ``[n, *input_shape]``: uint8 for pixels and tokens, float32 for features, int64 for integers; or such arrays by
@@ -218,14 +218,9 @@ class Batches:
         self._rounding = Rounding(int(np.prod(self.shape)))
 
     def add(self, values: NDArray[np.float64], where: Callable[[int, int], str], known: NDArray[np.bool_]) -> None:
-        """Add ``[m, f]`` values.
+        """Add ``[m, f]`` values; ``known`` marks those whose errors are already recorded.
 
-        Parameters
-        ----------
-        where
-            Returns the place of row i, column j of this chunk.
-        known
-            ``[m, f]``: True for values whose errors are already recorded.
+        ``where`` returns the place of row i, column j of this chunk.
         """
         if self.kind == "features":
             wrong = ~np.isfinite(values)
@@ -267,17 +262,10 @@ class Batches:
 
 @dataclass
 class ColumnBatches:
-    """Inputs that are columns of rows: of one tensor, or of several named ones.
-
-    Attributes
-    ----------
-    parts
-        Chunks of each tensor, and the positions of its columns.
-    errors
-        Errors found so far.
-    """
+    """Inputs that are columns of rows: of one tensor, or of several named ones."""
 
     parts: Mapping[str, tuple[Batches, NDArray[np.int64]]]
+    """Chunks of each tensor, and the positions of its columns."""
     errors: ValidationErrors
 
     def add(self, values: NDArray[np.float64], where: Callable[[int, int], str], known: NDArray[np.bool_]) -> None:

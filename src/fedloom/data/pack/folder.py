@@ -46,20 +46,10 @@ FORMATS: Mapping[str, tuple[str, Reader]] = {
 
 @dataclass(frozen=True)
 class PackSettings:
-    """Packing settings of a client.
+    """Packing settings of a client: its id, reading options, and how its examples are split at random.
 
-    Attributes
-    ----------
-    id
-        Id of the client; None: the name of the source without its extension.
-    request
-        Reading options.
-    test_fraction
-        Fraction of the examples for testing.
-    validation_fraction
-        Fraction of the rest for validation.
-    seed
-        Seed of the random split.
+    Without an id, the client has the name of the source without its extension. ``test_fraction`` is that of all
+    examples, ``validation_fraction`` that of the rest.
     """
 
     id: str | None = None

@@ -69,14 +69,10 @@ def read_masked(folder: Path, depth: int, request: Request, errors: ValidationEr
         [np.stack(masks)], "segmentation", specs, where, errors, names=names, outputs=outputs
     )
     examples = Examples(specs, (), x, y, None, where, notes=(*stack.notes(), *notes), targets=targets)
-    if depth and _of_splits(folder):
+    if depth and all(name.lower() in SPLIT_NAMES for name in folders_in(folder)):
         examples = replace(examples, split=np.array([SPLIT_NAMES[key[0].lower()] for key in kept], dtype=np.int64))
     owners = tuple(key[depth - 1] for key in kept)
     return examples if request.client is None else replace(examples, owners=owners)
-
-
-def _of_splits(folder: Path) -> bool:
-    return all(name.lower() in SPLIT_NAMES for name in folders_in(folder))
 
 
 def _pairs(folder: Path, depth: int, errors: ValidationErrors) -> Mapping[tuple[str, ...], tuple[Path, Path]]:

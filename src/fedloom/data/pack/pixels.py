@@ -41,15 +41,7 @@ TURNED = "turned upright according to the EXIF orientation"
 
 
 class UnfitImage(Exception):
-    """Image whose pixels cannot be used.
-
-    Attributes
-    ----------
-    fault
-        Kind of error, and the remedy.
-    detail
-        Value found in this image.
-    """
+    """Image whose pixels cannot be used: the kind of error with its remedy, and the value found in this image."""
 
     def __init__(self, fault: str, detail: str) -> None:
         super().__init__(f"{fault} ({detail})")
@@ -187,12 +179,7 @@ def _failures_named(path: Path) -> Iterator[None]:
 class ImageStack:
     """Images of one size, and the changes made to them.
 
-    Attributes
-    ----------
-    shape
-        ``(channels, height, width)``; None: greyscale if all images are, else RGB, of the size of the first.
-    resize
-        True if images of another size are resized.
+    The shape is ``(channels, height, width)``; None: greyscale if all images are, else RGB, of the size of the first.
     """
 
     shape: tuple[int, ...] | None
@@ -204,7 +191,9 @@ class ImageStack:
 
     def add(self, image: Image, notes: tuple[str, ...]) -> None:
         """Add an image, converted to the required mode and size."""
-        size = self._wanted_size(image)
+        if self._size is None:
+            self._size = image.size if self.shape is None else (self.shape[2], self.shape[1])
+        size = self._size
         if image.size != size and not self.resize:
             fault = f"another size (height x width) than {size[1]} x {size[0]}; resize it, or use {argument('resize')}"
             raise UnfitImage(fault, f"{image.size[1]} x {image.size[0]}")
@@ -230,22 +219,12 @@ class ImageStack:
         assert self._size is not None
         return self._size
 
-    def _wanted_size(self, image: Image) -> tuple[int, int]:
-        """Return the required (width, height)."""
-        if self._size is None:
-            self._size = image.size if self.shape is None else (self.shape[2], self.shape[1])
-        return self._size
-
     def joined(self) -> NDArray[np.uint8]:
         """Return all images, ``[n, channels, height, width]``; greyscale images among RGB ones become RGB."""
         channels = max(len(each) for each in self._pixels)
         if channels == 3 and self._grey and self.shape is None:
             self._changed["converted from L to RGB"] = self._grey
-        first = self._pixels[0]
-        x = np.empty((len(self._pixels), channels, *first.shape[1:]), dtype=np.uint8)
-        for i, each in enumerate(self._pixels):
-            x[i] = each
-        return x
+        return np.stack([np.broadcast_to(each, (channels, *each.shape[1:])) for each in self._pixels])
 
     def notes(self) -> tuple[str, ...]:
         """Return how many images were changed, and how."""

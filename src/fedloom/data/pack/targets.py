@@ -22,18 +22,11 @@ FEW_LABELS = 4
 
 
 def inferred_task(ys: Sequence[NDArray[Any]], specs: Mapping[str, InputSpec]) -> TaskName:
-    """Return the task that targets suggest, given the input tensors.
+    """Return the task that the targets of all parts suggest, given the input tensors.
 
     Numbers with fractions are for regression; ``[n, K]`` of 0 and 1, K > 1, for multilabel; integers, or 0 and 1, of
     the size of an image or a volume for segmentation; integers of the shape of integer inputs for next_token;
     everything else is for classification.
-
-    Parameters
-    ----------
-    ys
-        Targets of all parts.
-    specs
-        Input tensors; their normalization is not used.
     """
     kinds, shapes = {y.dtype.kind for y in ys}, {y.shape[1:] for y in ys}
     if not kinds <= set("iufb") or len(shapes) > 1:

@@ -28,12 +28,9 @@ IDS, MASK = "input_ids", "attention_mask"
 
 @dataclass(frozen=True)
 class TokenizedTexts:
-    """Tokens of texts.
+    """Tokens of texts: inputs by name, ``[n, length]`` int64 each, and their descriptions.
 
-    Attributes
-    ----------
-    x, specs
-        The inputs by name, ``[n, length]`` int64 each, and their descriptions; the ids alone have the empty name.
+    Ids without a mask have the empty name.
     """
 
     x: Mapping[str, NDArray[np.int64]]
@@ -49,15 +46,10 @@ def tokenized(
 ) -> TokenizedTexts:
     """Return the tokens of texts, and record texts that are missing, too long or without a token.
 
+    ``where`` returns the place of the i-th text.
+
     Raise ExperimentError if ``transformers`` is not installed; DataError if the folder holds no tokenizer, it cannot
     pad, or an experiment requires other inputs.
-
-    Parameters
-    ----------
-    where
-        Returns the place of the i-th text.
-    own
-        The experiment's requirements on clients; None: there are none.
     """
     tokenizer = _opened(how, errors.source)
     specs = _specs(tokenizer, how, own, errors.source)
