@@ -149,7 +149,7 @@ class Federated:
         ExperimentError
             If the scheme is not a mapping. Its content is checked on use.
         """
-        from fedloom.data.local import tell_notes
+        from fedloom.data.local import log_notes
         from fedloom.data.pack.items import read_items
 
         partition = _partition(scheme)
@@ -165,7 +165,7 @@ class Federated:
             told.append((what, notes))
         made = cls._kept([(None, arrays)], classes, root, {"partition": partition, **settings})
         for what, of_one in told:
-            tell_notes([f"{what} ({Path(made.section['source']['path']).name}): {note}" for note in of_one])
+            log_notes([f"{what} ({Path(made.section['source']['path']).name}): {note}" for note in of_one])
         return made
 
     @classmethod
@@ -261,7 +261,7 @@ class Federated:
         """
         from pydantic import ValidationError
 
-        from fedloom.data.local import tell_notes
+        from fedloom.data.local import log_notes
         from fedloom.experiment.loading import plain_value
         from fedloom.experiment.sections import Data
         from fedloom.experiment.validation_errors import explain, listing
@@ -273,7 +273,7 @@ class Federated:
         except ValidationError as error:
             errors = explain(error, Data.model_json_schema(), section)
             raise ExperimentError(listing("data", errors, {})) from None
-        tell_notes(data.opened().notes)
+        log_notes(data.opened().notes)
         return make_data(data, seed)
 
     def __repr__(self) -> str:

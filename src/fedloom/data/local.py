@@ -45,7 +45,7 @@ from fedloom.data.manifest import read_stored, text_fault
 from fedloom.data.pack.arrays import examples_of, read_arrays
 from fedloom.data.pack.collections import read_medmnist, read_saved
 from fedloom.data.pack.columns import read_frame, read_parquet
-from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
+from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, listed
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.saved import cached
 from fedloom.data.pack.tables import read_csv
@@ -66,7 +66,7 @@ CARD, EXAMPLES = "dataset.json", "examples.safetensors"
 TEST_FRACTION = 0.2
 """Fraction of the examples used for testing, where neither the source nor a scheme sets a test split."""
 
-Reader = Callable[[Path, Request, ValidationErrors, Tell], Examples]
+Reader = Callable[[Path, Request, ValidationErrors, OnProgress], Examples]
 
 READERS: Mapping[str, Mapping[str, Reader]] = {
     "arrays": {".npz": read_arrays, ".safetensors": read_arrays},
@@ -225,7 +225,7 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     except DataError as error:
         raise error.with_hint(COLUMNS if dataset == "table" else None) from error
     name = keep(dataset, examples, str(path), root)
-    tell_targets(examples, str(path))
+    log_targets(examples, str(path))
     if examples.features is not None:
         log.info("%s: features %s", path, listed(examples.features))
     with naming_owner(record):
@@ -234,13 +234,13 @@ def local_source(dataset: str, files: LocalFiles, root: Path | str | None) -> Da
     return _source(home, name, tuple(f"{path}: {note}" for note in examples.notes))
 
 
-def tell_notes(notes: Sequence[str]) -> None:
+def log_notes(notes: Sequence[str]) -> None:
     """Log changes to examples that their owner should know."""
     for note in notes:
         log.warning("%s", note)
 
 
-def tell_targets(examples: Examples, where: str) -> None:
+def log_targets(examples: Examples, where: str) -> None:
     """Log the task, unless the targets are classes, and the inputs that stay integers."""
     if (targets := examples.targets) is not None:
         log.info("%s: task %s, targets %s, %d outputs", where, targets.task, list(targets.shape), targets.outputs)
@@ -421,6 +421,6 @@ def of_frame(frame: DataFrame, request: Request, root: Path | str | None) -> Pat
 def keep_in_memory(examples: Examples, where: str, root: Path | str | None) -> Path:
     """Store in-memory examples, log the notes on them, and return their folder."""
     folder = data_root(root) / "datasets" / keep("arrays", examples, where, root)
-    tell_notes([f"{where} ({folder.name}): {note}" for note in examples.notes])
-    tell_targets(examples, where)
+    log_notes([f"{where} ({folder.name}): {note}" for note in examples.notes])
+    log_targets(examples, where)
     return folder

@@ -217,19 +217,19 @@ class Connection:
                 f"{endpoint}: TLS failed: {cause}",
                 hint="set SSL_CERT_FILE to the certificates to trust, or use http:// if the service has no TLS",
             )
-        said = str(cause.__cause__ or cause.__context__ or type(cause).__name__)
+        reason = str(cause.__cause__ or cause.__context__ or type(cause).__name__)
         return StorageError(
-            f"{endpoint} cannot be reached ({said})",
+            f"{endpoint} cannot be reached ({reason})",
             hint=f"set {self.service.endpoint_from} to the service's address, or check whether it runs",
         )
 
     def _refusal(self, error: S3Error, doing: str, where: str) -> FedloomError:
         code = error.code or ""
-        default = ((), StorageError, "{where} cannot be {doing}: {endpoint} reports {code}: {said}", None)
+        default = ((), StorageError, "{where} cannot be {doing}: {endpoint} reports {code}: {reason}", None)
         _, kind, message, hint = next((meaning for meaning in _MEANINGS if code in meaning[0]), default)
         facts = {
             "code": code,
-            "said": error.message,
+            "reason": error.message,
             "bucket": "/".join(where.split("/")[:3]),
             "where": where,
             "doing": doing,
@@ -422,11 +422,11 @@ def _failure(response: urllib3.BaseHTTPResponse) -> S3Error:
     try:
         return S3Error.fromxml(response)
     except (ParseError, UnicodeDecodeError):
-        code = {
+        codes = {
             403: "AccessDenied",
             409: "ConditionalRequestConflict",
             412: "PreconditionFailed",
             501: "NotImplemented",
         }
-        said = code.get(response.status, f"HTTP {response.status}")
-        return S3Error(response, said, "without a message", None, None, None)
+        code = codes.get(response.status, f"HTTP {response.status}")
+        return S3Error(response, code, "without a message", None, None, None)

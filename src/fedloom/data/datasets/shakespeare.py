@@ -136,7 +136,7 @@ def read_shakespeare(contents: Mapping[str, bytes]) -> RawDataset:
             raise DataError(
                 f"{name} is not ASCII text: byte {error.start} is {contents[name][error.start]:#x}"
             ) from error
-        texts |= {f"{play}/{role}": character_codes(said, f"{name}, {role}") for role, said in roles(text).items()}
+        texts |= {f"{play}/{role}": character_codes(lines, f"{name}, {role}") for role, lines in roles(text).items()}
     return windows(texts)
 
 

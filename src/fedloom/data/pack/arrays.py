@@ -21,8 +21,8 @@ from fedloom.data.manifest import SPLITS
 from fedloom.data.pack.examples import (
     Batches,
     Examples,
+    OnProgress,
     Request,
-    Tell,
     ValidationErrors,
     check_unpacked,
     listed,
@@ -64,12 +64,12 @@ class _Part:
         return f"{self.name}.{name}" if name else self.name
 
 
-def read_arrays(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+def read_arrays(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
     """Read the arrays of a file.
 
     ``y`` holds positions in the classes, from 0, or class names; or other targets. Named inputs are ``x.NAME``.
     """
-    tell("reading arrays", 0, None)
+    on_progress("reading arrays", 0, None)
     arrays = read_npz(path) if path.suffix.lower() == ".npz" else _safetensors(path)
     prefixes, client = _prefixes(arrays), request.client
     prefix = next(iter(prefixes))
@@ -221,10 +221,10 @@ def _joined(
     if task != "classification":
         own = None if request.own is None else request.own.targets
         named, outputs = (names or (), request.outputs) if own is None else (names or own.names, own.outputs)
-        y, targets, told = read_targets(ys, task, specs, where, errors, names=named, outputs=outputs)
+        y, targets, of_targets = read_targets(ys, task, specs, where, errors, names=named, outputs=outputs)
         if task == "next_token":
-            y, told = tokens_to_predict(x, y)
-        return replace(known, y=y, targets=targets, notes=(*notes, *told))
+            y, of_targets = tokens_to_predict(x, y)
+        return replace(known, y=y, targets=targets, notes=(*notes, *of_targets))
     _check_labels(parts, errors)
     labels, classes = numbered(ys, given, known.kind, where, errors, in_order=in_order)
     notes += notes_of_classes(classes) if given is None else ()
@@ -294,9 +294,9 @@ def _inputs(
         batches = Batches(kind, shape, classes, errors, column, None if spec is None else spec.high)
         for part in parts:
             _take(batches, part, name)
-        x[name], told = batches.joined()
+        x[name], of_input = batches.joined()
         specs[name] = spec_of(kind, x[name], request.channel_axis) if spec is None else spec
-        notes += told
+        notes += of_input
     return x, specs, notes
 
 
@@ -405,7 +405,7 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
             raise ValueError(f"{member.filename} has version {version} of the npy format; use 1.0 or 2.0")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
-        declared, size = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+        declared, size = math.prod(shape) * dtype.itemsize, member.file_size - file.on_progress()
         if dtype.hasobject or min(shape, default=0) < 0 or declared != size:
             raise ValueError(f"{member.filename} declares {dtype} of shape {list(shape)}, and holds {size:,} bytes")
 

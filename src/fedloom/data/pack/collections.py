@@ -14,7 +14,7 @@ from fedloom.data.input_spec import INPUT_NAME, RawInputs
 from fedloom.data.manifest import SPLITS
 from fedloom.data.pack.arrays import examples_of, read_npz
 from fedloom.data.pack.columns import read_frame
-from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, listed
+from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, listed
 from fedloom.data.pack.items import read_items
 from fedloom.data.pack.saved import saved_splits
 from fedloom.data.pack.tokens import IDS, TokenizedTexts, tokenized
@@ -28,7 +28,7 @@ MEDMNIST = {"train": "train", "val": "validation", "test": "test"}
 """Prefixes of MedMNIST's arrays, and their splits."""
 
 
-def read_medmnist(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+def read_medmnist(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
     """Read an npz file of MedMNIST (https://medmnist.com): images or volumes, with one class or several labels.
 
     Raise DataError if it has other arrays; ExperimentError if owners are asked for, which it does not have.
@@ -36,7 +36,7 @@ def read_medmnist(path: Path, request: Request, errors: ValidationErrors, tell: 
     if request.client is not None:
         key = "data.source.client"
         raise ExperimentError(f"{key}: MedMNIST's files have no owners; leave it out", key=key)
-    tell("reading arrays", 0, None)
+    on_progress("reading arrays", 0, None)
     arrays = read_npz(path)
     needed = [f"{prefix}_{what}" for prefix in MEDMNIST for what in ("images", "labels")]
     if missing := [name for name in needed if name not in arrays]:
@@ -58,7 +58,7 @@ def _images(images: NDArray[Any]) -> NDArray[Any]:
     return images
 
 
-def read_saved(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+def read_saved(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
     """Read a folder that ``datasets`` has saved (``save_to_disk``) or keeps in its cache, one table or several splits.
 
     The columns are those of a table; a column of images makes pixels, columns of equally long lists make named inputs,
@@ -66,7 +66,7 @@ def read_saved(path: Path, request: Request, errors: ValidationErrors, tell: Tel
 
     Raise ExperimentError if ``datasets`` is not installed; DataError if the folder is not such a data set.
     """
-    tell("reading the data set", 0, None)
+    on_progress("reading the data set", 0, None)
     parts, splits, notes = saved_splits(path)
     columns = next(iter(parts.values())).features
     if images := [name for name, kind in columns.items() if type(kind).__name__ == "Image"]:

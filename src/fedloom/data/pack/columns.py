@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, check_unpacked
+from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, check_unpacked
 from fedloom.data.pack.tables import ROWS, TableBuilder, table_builder
 from fedloom.data.pack.targets import inferred_task
 from fedloom.data.values import as_numbers, found_classes
@@ -24,7 +24,7 @@ NUMERIC = {"i": "int64", "u": "uint64", "f": "float64", "b": "bool"}
 """Numpy type that holds a numeric column, by the kind code of its dtype."""
 
 
-def read_parquet(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+def read_parquet(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
     """Read a Parquet file with one column for each number of an input.
 
     Raise ExperimentError if pyarrow is not installed; DataError if the file is not Parquet, lacks a column, or has a
@@ -50,7 +50,7 @@ def read_parquet(path: Path, request: Request, errors: ValidationErrors, tell: T
             errors.refuse()
             for batch in file.iter_batches(batch_size=ROWS, columns=list(dict.fromkeys(table.features + table.named))):
                 first = len(table.places)
-                tell("reading rows", first, total)
+                on_progress("reading rows", first, total)
                 columns = [_of_arrow(batch.column(name)) for name in table.features]
                 texts = {name: batch.column(name).to_pylist() for name in table.named}
                 _take(table, columns, texts, range(first + 1, first + batch.num_rows + 1))

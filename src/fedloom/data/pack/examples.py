@@ -39,7 +39,7 @@ from fedloom.data.values import (
 from fedloom.errors import DataError, argument
 from fedloom.tasks.names import TaskName
 
-Tell: TypeAlias = Callable[[str, float, float | None], None]
+OnProgress: TypeAlias = Callable[[str, float, float | None], None]
 """Progress callback: the current step, amount done, and total (None if unknown)."""
 
 SHOWN = 5

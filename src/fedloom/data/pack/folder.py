@@ -23,7 +23,7 @@ from fedloom.data.moments import moments_of
 from fedloom.data.own import CARD, CARD_VERSION, SHARD, ClientCard
 from fedloom.data.pack.arrays import read_arrays
 from fedloom.data.pack.columns import read_parquet
-from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors
+from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors
 from fedloom.data.pack.images import read_images
 from fedloom.data.pack.tables import read_csv
 from fedloom.data.pack.texts import read_characters
@@ -31,7 +31,7 @@ from fedloom.data.targets import same_targets
 from fedloom.errors import DataError, ExperimentError, argument
 from fedloom.storage.folder import fill, sync
 
-Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, Tell], Examples]
+Reader: TypeAlias = Callable[[Path, Request, ValidationErrors, OnProgress], Examples]
 
 FORMATS: Mapping[str, tuple[str, Reader]] = {
     ".csv": ("csv", read_csv),
@@ -72,7 +72,9 @@ class Packed:
     notes: tuple[str, ...]
 
 
-def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda what, done, total: None) -> Packed:
+def pack(
+    source: Path, out: Path, settings: PackSettings, on_progress: OnProgress = lambda what, done, total: None
+) -> Packed:
     """Pack a client's examples; the same source and settings produce the same bytes.
 
     Raise ExperimentError if an option is not allowed, or ``out`` exists; DataError, which lists all errors with a count
@@ -84,7 +86,7 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         A folder of images, or a CSV, Parquet, npz, safetensors or text file.
     out
         A new folder, readable only by its owner.
-    tell
+    on_progress
         Progress callback.
     """
     name = settings.id if settings.id is not None else source.resolve().name.removesuffix(source.suffix)
@@ -92,14 +94,14 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
     form, reader = _reader(source)
     errors = ValidationErrors(str(source))
     try:
-        examples = reader(source, settings.request, errors, tell)
+        examples = reader(source, settings.request, errors, on_progress)
     except OSError as error:
         raise DataError(f"{source} cannot be read ({error.strerror or error})") from error
     errors.refuse()
     if not len(examples):
         raise DataError(f"{source} has no examples")
     _check_targets(examples, settings.request, str(source))
-    tell("checking", 0, None)
+    on_progress("checking", 0, None)
     split, notes = _divided(examples, settings, name, errors)
     tensors, counts = _tensors(examples, split)
     content = safetensors.numpy.save(tensors)  # without metadata, whose order may vary
@@ -126,7 +128,7 @@ def pack(source: Path, out: Path, settings: PackSettings, tell: Tell = lambda wh
         targets=examples.targets,
         **about,
     )
-    tell("writing", 0, None)
+    on_progress("writing", 0, None)
     out.parent.mkdir(parents=True, exist_ok=True)
     with published(out) as staging:
         staging.chmod(0o700)

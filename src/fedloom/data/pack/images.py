@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from fedloom.core.words import composed
 from fedloom.data.listing import files_below, folders_in
-from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, ValidationErrors, listed, spec_of
+from fedloom.data.pack.examples import SPLIT_NAMES, Examples, OnProgress, Request, ValidationErrors, listed, spec_of
 from fedloom.data.pack.masks import has_masks, read_masked
 from fedloom.data.pack.pixels import ImageStack, UnfitImage, endings, read_picture
 from fedloom.data.values import found_classes
 from fedloom.errors import DataError, ExperimentError
 
 
-def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+def read_images(folder: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
     """Read every image below a folder: ``CLASS/...``, or ``train/CLASS/...`` and so on; or images with their masks.
 
     Hidden files and those that operating systems leave behind are skipped; links to folders are followed. With
@@ -33,14 +33,14 @@ def read_images(folder: Path, request: Request, errors: ValidationErrors, tell: 
     given = _are_splits(folder, () if own is None else own.classes)
     depth = int(given) + int(request.client is not None)
     if request.labelled and request.wanted_task in (None, "segmentation") and has_masks(folder, depth):
-        return read_masked(folder, depth, request, errors, tell)
+        return read_masked(folder, depth, request, errors, on_progress)
     if request.wanted_task not in (None, "classification"):
         raise DataError(
             f"{folder}: task {request.wanted_task} cannot be read from images in folders; segmentation needs folders "
             "images and masks, and other targets a table or arrays"
         )
     taken = ImageStack(None if own is None else own.input_shape, request.resize)
-    found = _pictures(folder, depth, request, taken, errors, tell, given=given)
+    found = _pictures(folder, depth, request, taken, errors, on_progress, given=given)
     kept, x = [each.path for each in found], taken.joined()
     empty = [] if not request.labelled else [str(path.relative_to(folder)) for path in _empty(folder, depth, kept)]
     classes, y = _labels(found, request)
@@ -62,7 +62,7 @@ def _pictures(
     request: Request,
     taken: ImageStack,
     errors: ValidationErrors,
-    tell: Tell,
+    on_progress: OnProgress,
     *,
     given: bool,
 ) -> list[_Picture]:
@@ -72,7 +72,7 @@ def _pictures(
     """
     known, files, found = endings(), list(files_below(folder)), list[_Picture]()
     for done, path in enumerate(files):
-        tell("reading images", done, len(files))
+        on_progress("reading images", done, len(files))
         try:
             picture = _picture(path, folder, depth, request, known, given)
             taken.add(*read_picture(path))

@@ -52,7 +52,7 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
         where = f"{what}[{place}]"
         if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 2:
             raise DataError(f"{where}: is a {type(item).__name__}; it must be a pair (image, label)")
-        pixels, notes = _pixels(item[0], where)
+        pixels, changes = _pixels(item[0], where)
         if images and pixels.shape != images[0].shape:
             raise DataError(
                 f"{where}: is an image of shape {list(pixels.shape)}, but the first one has {list(images[0].shape)}; "
@@ -60,13 +60,13 @@ def read_items(dataset: Any, what: str) -> tuple[NDArray[np.uint8], NDArray[Any]
             )
         images.append(pixels)
         labels.append(_label(item[1], where))
-        changed.update(notes)
+        changed.update(changes)
     if not images:
         raise DataError(f"{what} has no examples")
     if len({isinstance(label, str) for label in labels}) > 1:
         raise DataError(f"{what}: has labels that are numbers and labels that are names; use one of the two for all")
-    told = tuple(f"{pluralize(count, 'image')} {note}" for note, count in changed.items())
-    return np.stack(images), np.array(labels), told
+    notes = tuple(f"{pluralize(count, 'image')} {note}" for note, count in changed.items())
+    return np.stack(images), np.array(labels), notes
 
 
 def _check_repeatable(dataset: Any, what: str) -> None:

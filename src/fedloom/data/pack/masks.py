@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.listing import files_below, folders_in
-from fedloom.data.pack.examples import SPLIT_NAMES, Examples, Request, Tell, ValidationErrors, spec_of
+from fedloom.data.pack.examples import SPLIT_NAMES, Examples, OnProgress, Request, ValidationErrors, spec_of
 from fedloom.data.pack.pixels import FORMATS, ImageStack, UnfitImage, endings, read_picture
 from fedloom.data.pack.targets import read_targets
 from fedloom.errors import DataError
@@ -30,7 +30,9 @@ def has_masks(folder: Path, depth: int) -> bool:
     return {IMAGES, MASKS} <= set(names)
 
 
-def read_masked(folder: Path, depth: int, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+def read_masked(
+    folder: Path, depth: int, request: Request, errors: ValidationErrors, on_progress: OnProgress
+) -> Examples:
     """Read every image below ``images`` with the mask of the same name below ``masks``.
 
     ``depth`` is the number of folders above them, for splits and owners. Files that cannot be read or have no
@@ -44,7 +46,7 @@ def read_masked(folder: Path, depth: int, request: Request, errors: ValidationEr
     masks: list[NDArray[np.int64]] = []
     kept: list[tuple[str, ...]] = []
     for done, (key, (image, mask)) in enumerate(pairs.items()):
-        tell("reading images and masks", done, len(pairs))
+        on_progress("reading images and masks", done, len(pairs))
         try:
             picture, notes = read_picture(image)
             size = picture.size

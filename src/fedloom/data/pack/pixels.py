@@ -170,9 +170,9 @@ def _failures_named(path: Path) -> Iterator[None]:
         except PermissionError as error:
             raise UnfitImage("unreadable image; change its permissions", str(error.strerror)) from error
         except Exception as error:
-            said = str(error).replace(str(path), path.name)
+            reason = str(error).replace(str(path), path.name)
             formats = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
-            raise UnfitImage(f"damaged image, or not one of the formats {formats}", said) from error
+            raise UnfitImage(f"damaged image, or not one of the formats {formats}", reason) from error
 
 
 @dataclass

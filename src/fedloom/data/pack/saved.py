@@ -81,8 +81,8 @@ def saved_splits(path: Path) -> tuple[dict[str, Any], list[int | None], tuple[st
     try:
         whole = _of_cache(datasets, path) if _is_cache(path) else datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError, OSError, KeyError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path} is not a data set that datasets has saved: {said}") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path} is not a data set that datasets has saved: {reason}") from error
     if not isinstance(whole, Mapping):
         return {"": whole}, [None], ()
     places = {name: SPLIT_NAMES.get(name.lower()) for name in whole}

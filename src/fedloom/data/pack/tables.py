@@ -22,8 +22,8 @@ from fedloom.data.pack.examples import (
     Batches,
     ColumnBatches,
     Examples,
+    OnProgress,
     Request,
-    Tell,
     ValidationErrors,
     listed,
     names_of,
@@ -117,8 +117,8 @@ class TableBuilder:
         notes, targets = self.notes, None
         x, changed, specs = self._inputs()
         if self.targets:
-            y, targets, told = self._read_targets(specs)
-            notes += told
+            y, targets, of_targets = self._read_targets(specs)
+            notes += of_targets
         elif self.label is not None:
             labels = names_of(self.labels, self.where, errors)
             y, classes = positions(labels, None if own is None else own.classes, self.where, errors)
@@ -314,7 +314,7 @@ def _cell_number(cell: object) -> float | None:
     return float(cell) if isinstance(cell, int | float | Decimal) else None
 
 
-def read_csv(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+def read_csv(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
     """Read a CSV file (RFC 4180, UTF-8) with a header."""
     total = path.stat().st_size
     reader: _CsvReader | None = None
@@ -329,7 +329,7 @@ def read_csv(path: Path, request: Request, errors: ValidationErrors, tell: Tell)
             for row in rows:
                 line = rows.line_num
                 if reader.add(row, line):
-                    tell("reading rows", raw.tell(), total)
+                    on_progress("reading rows", raw.on_progress(), total)
         except UnicodeDecodeError:
             errors.add("not UTF-8 text", f"line {undecodable_line(path)}")
         except csv.Error as error:

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from fedloom.data.pack.examples import Examples, Request, Tell, ValidationErrors, undecodable_line
+from fedloom.data.pack.examples import Examples, OnProgress, Request, ValidationErrors, undecodable_line
 from fedloom.errors import DataError, ExperimentError, argument
 
 
-def read_characters(path: Path, request: Request, errors: ValidationErrors, tell: Tell) -> Examples:
+def read_characters(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
     """Read a UTF-8 text; the classes are its characters, and ``input_shape`` sets the characters per input."""
     own = request.own
     if own is None or own.kind != "tokens" or any(len(name) != 1 for name in own.classes):
@@ -24,7 +24,7 @@ def read_characters(path: Path, request: Request, errors: ValidationErrors, tell
             f"{argument('unlabelled')} is not for texts, whose labels are their next characters ({path}).",
             key="unlabelled",
         )
-    tell("reading text", 0, None)
+    on_progress("reading text", 0, None)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
