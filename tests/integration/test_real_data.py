@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fedloom.data import datasets
+from fedloom.data.assignment import PartitionSettings
 from fedloom.data.datasets import RawDataset
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.folders import data_root
@@ -131,10 +132,7 @@ def test_vowel_in_its_package_is_the_fixture(tmp_path: Path) -> None:
 def test_the_protocol_of_the_papers(root: Path) -> None:
     folder = partition_dataset(
         "fashion-mnist",
-        ClassesScheme(clients=100, classes_per_client=2),
-        seed=1,
-        held_out_fraction=0.1,
-        validation_fraction=1 / 6,
+        PartitionSettings(ClassesScheme(clients=100, classes_per_client=2), 1, 0.1, 1 / 6),
         root=root,
     )
     dataset = FederatedDataset.open(folder)
@@ -152,7 +150,9 @@ def test_new_clients_of_every_seed_have_images_that_no_seed_trained_on(root: Pat
     def made(seed: int, reserve: Reserve | None, clients: int) -> FederatedDataset:
         scheme = ClassesScheme(clients=clients, classes_per_client=2, reserve=reserve)
         how = {"held_out_fraction": 0.1, "validation_fraction": 1 / 6}
-        return FederatedDataset.open(partition_dataset("fashion-mnist", scheme, seed=seed, root=root, **how))
+        return FederatedDataset.open(
+            partition_dataset("fashion-mnist", PartitionSettings(scheme, seed, **how), root=root)
+        )
 
     kept = Reserve(count=600)
     plain, trained = made(1, None, 100), made(1, kept, 100)
@@ -172,10 +172,7 @@ def test_a_thousand_clients_are_dealt_in_seconds(root: Path) -> None:
     start = time.monotonic()
     folder = partition_dataset(
         "fashion-mnist",
-        DirichletScheme(clients=1000, alpha=0.1),
-        seed=1,
-        held_out_fraction=0.1,
-        validation_fraction=1 / 6,
+        PartitionSettings(DirichletScheme(clients=1000, alpha=0.1), 1, 0.1, 1 / 6),
         root=root,
     )
     assert time.monotonic() - start < 15  # 1.5 s on an idle machine
@@ -185,10 +182,11 @@ def test_a_thousand_clients_are_dealt_in_seconds(root: Path) -> None:
 
 PARTITION = """
 import sys
+from fedloom.data.assignment import PartitionSettings
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import IidScheme
 fractions = {"held_out_fraction": 0.1, "validation_fraction": 0.1}
-print(partition_dataset("fashion-mnist", IidScheme(clients=20), seed=3, root=sys.argv[1], **fractions))
+print(partition_dataset("fashion-mnist", PartitionSettings(IidScheme(clients=20), 3, **fractions), root=sys.argv[1]))
 assert "torch" not in sys.modules
 """
 

@@ -28,6 +28,7 @@ from fedloom.attacks.canary_data import (
 )
 from fedloom.attacks.guesses import canary_document, guess_counts, normal_estimate, right_guesses
 from fedloom.core.keyed import make_rng
+from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import NaturalScheme
@@ -112,9 +113,7 @@ def vowels(tmp_path_factory: pytest.TempPathFactory) -> FederatedDataset:
     root = tmp_path_factory.mktemp("vowels")
     (root / "datasets" / "vowel").mkdir(parents=True)
     shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", root / "datasets" / "vowel")
-    folder = partition_dataset(
-        "vowel", NaturalScheme(scheme="natural"), seed=1, held_out_fraction=0.2, validation_fraction=0.2, root=root
-    )
+    folder = partition_dataset("vowel", PartitionSettings(NaturalScheme(scheme="natural"), 1, 0.2, 0.2), root=root)
     return FederatedDataset.open(folder)
 
 

@@ -17,6 +17,7 @@ import torch
 from fedloom.core import digests
 from fedloom.data import datasets
 from fedloom.data import partition as partitioning
+from fedloom.data.assignment import PartitionSettings
 from fedloom.data.datasets import Dataset, Owners, Pool, RawDataset
 from fedloom.data.datasets.base import DataFile
 from fedloom.data.federated import FederatedDataset, Manifest, normalize
@@ -29,14 +30,9 @@ SCHEME = ClassesScheme(clients=6, classes_per_client=2)
 
 
 def make(root: Path, **changes: Any) -> Path:
-    inputs: dict[str, Any] = {
-        "scheme": SCHEME,
-        "seed": 1,
-        "held_out_fraction": 1 / 3,
-        "validation_fraction": 0.25,
-        "root": root,
-    } | changes
-    return partition_dataset("tiny", **inputs)
+    fix = changes.pop("fix", False)
+    settings = {"scheme": SCHEME, "seed": 1, "held_out_fraction": 1 / 3, "validation_fraction": 0.25} | changes
+    return partition_dataset("tiny", PartitionSettings(**settings), root=root, fix=fix)
 
 
 @pytest.fixture
@@ -152,9 +148,7 @@ def other_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[K
 
 
 def make_other(root: Path) -> Path:
-    return partition_dataset(
-        "other", NaturalScheme(), seed=1, held_out_fraction=1 / 3, validation_fraction=0.25, root=root, fix=True
-    )
+    return partition_dataset("other", PartitionSettings(NaturalScheme(), 1, 1 / 3, 0.25), root=root, fix=True)
 
 
 @pytest.mark.parametrize("kind", list(MAKERS))

@@ -20,6 +20,7 @@ from torch.distributions import Bernoulli, Laplace, Normal
 from fedloom.algorithms.base import Setup, find_algorithm
 from fedloom.algorithms.pfedbayes import likelihood_of
 from fedloom.algorithms.pfnm import examples_per_output
+from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.partition import partition_dataset
 from fedloom.data.targets import Targets
@@ -345,9 +346,7 @@ def test_a_mask_of_labels_is_refused_in_evaluation_where_there_are_no_classes(tm
         "algorithm: {name: fedavg}\nfederation: {rounds: 1, clients_per_round: 2}\nevaluation: {label_mask: true}\n"
     )
     e = load_experiment(tmp_path / "e.yaml")
-    data = partition_dataset(
-        "gaussian", e.data.partition, seed=1, held_out_fraction=0.0, validation_fraction=0.1, root=tmp_path
-    )
+    data = partition_dataset("gaussian", PartitionSettings(e.data.partition, 1, 0.0, 0.1), root=tmp_path)
     with pytest.raises(ExperimentError) as error:
         make_parts(e, FederatedDataset.open(data).manifest)
     assert error.value.key == "evaluation.label_mask"

@@ -16,6 +16,7 @@ from s3_support import S3Server
 from typer.testing import CliRunner
 
 from fedloom.cli.main import app
+from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import FederatedDataset
 from fedloom.data.manifest import shard_path
 from fedloom.data.partition import partition_dataset
@@ -28,7 +29,7 @@ from fedloom.storage.folder import FolderStore
 
 def dealt(root: Path, seed: int = 1) -> Path:
     scheme = ClassesScheme(clients=6, classes_per_client=2)
-    return partition_dataset("tiny", scheme, seed=seed, held_out_fraction=1 / 3, validation_fraction=0.25, root=root)
+    return partition_dataset("tiny", PartitionSettings(scheme, seed, 1 / 3, 0.25), root=root)
 
 
 @pytest.fixture

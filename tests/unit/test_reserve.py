@@ -120,7 +120,7 @@ def vowels(root: Path, seed: int, **keys: Any) -> FederatedDataset:
         data.mkdir(parents=True)
         shutil.copy(Path(__file__).parents[1] / "fixtures" / "Vowel.rda", data)
     scheme = scheme_of({"scheme": "natural", **keys})
-    folder = partition_dataset("vowel", scheme, seed=seed, held_out_fraction=0.2, validation_fraction=1 / 6, root=root)
+    folder = partition_dataset("vowel", PartitionSettings(scheme, seed, 0.2, 1 / 6), root=root)
     return FederatedDataset.open(folder)
 
 

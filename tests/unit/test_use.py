@@ -15,6 +15,7 @@ from vowel_runs import loop, on_vowels
 from fedloom import load
 from fedloom.cli.use import evaluate_command as evaluate
 from fedloom.cli.use import personalize_command as personalize
+from fedloom.data.assignment import PartitionSettings
 from fedloom.data.partition import partition_dataset
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import DataError, ExperimentError, QuorumError, StorageError
@@ -37,9 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def others(tmp_path: Path) -> Path:
     """Clients whom the run has never seen."""
     scheme = MeansScheme.model_validate(MEANS)
-    return partition_dataset(
-        "gaussian", scheme, seed=9, held_out_fraction=0.0, validation_fraction=0.2, root=tmp_path / "data"
-    )
+    return partition_dataset("gaussian", PartitionSettings(scheme, 9, 0.0, 0.2), root=tmp_path / "data")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])

@@ -16,6 +16,7 @@ from federations import Silent
 
 from fedloom import experiment as experiments
 from fedloom.data import datasets
+from fedloom.data.assignment import PartitionSettings
 from fedloom.data.federated import ClientData, FederatedDataset, Split
 from fedloom.data.means import client_means
 from fedloom.data.partition import partition_dataset
@@ -36,7 +37,7 @@ from fedloom.tasks.names import MODEL_LOSS
 
 def dealt(root: Path, seed: int = 1, **keys: Any) -> FederatedDataset:
     scheme = MeansScheme.model_validate({"clients": 6, "dimension": 3, **keys})
-    folder = partition_dataset("gaussian", scheme, seed=seed, held_out_fraction=0.3, validation_fraction=0.2, root=root)
+    folder = partition_dataset("gaussian", PartitionSettings(scheme, seed, 0.3, 0.2), root=root)
     return FederatedDataset.open(folder)
 
 

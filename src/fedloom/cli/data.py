@@ -164,30 +164,15 @@ def partition_command(
             key="data.own",
             hint="pack a client's data: fedloom data pack SOURCE --out DIR --experiment EXPERIMENT",
         )
+    chosen = data.partition_settings(settings.seed)
     if fetch and data.source is None:
         from fedloom.data import datasets
 
-        made_with = (
-            data.partition.model_dump(mode="json"),
-            settings.seed,
-            data.held_out_fraction,
-            data.validation_fraction,
-            data.normalization,
-        )
-        if store is not None and (found := is_published(store, data.dataset, *made_with)):
+        if store is not None and (found := is_published(store, data.dataset, chosen)):
             typer.echo(f"{len(found.roster)} seen and {len(found.unseen)} unseen clients, already in {out}")
             return
         datasets.fetch_dataset(datasets.find_dataset(data.dataset), data.root)
-    folder = partition_dataset(
-        data.opened(),
-        data.partition,
-        seed=settings.seed,
-        held_out_fraction=data.held_out_fraction,
-        validation_fraction=data.validation_fraction,
-        normalization=data.normalization,
-        root=data.root,
-        fix=True,
-    )
+    folder = partition_dataset(data.opened(), chosen, root=data.root, fix=True)
     manifest = FederatedDataset.open(folder).manifest
     where = out or str(folder)
     if store is not None:

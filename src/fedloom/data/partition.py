@@ -36,7 +36,6 @@ from fedloom.data.manifest import (
     VERSION,
     ClientEntry,
     Manifest,
-    MeasuredOn,
     examples_fault,
     read_manifest,
     read_shard,
@@ -44,7 +43,7 @@ from fedloom.data.manifest import (
 )
 from fedloom.data.means import draw_means
 from fedloom.data.moments import CHUNK, pixel_sums
-from fedloom.data.schemes import MeansScheme, Scheme
+from fedloom.data.schemes import MeansScheme
 from fedloom.data.targets import Targets
 from fedloom.errors import DataError
 from fedloom.storage.folder import PRIVATE_FOLDER, fill, read_file, sync
@@ -59,15 +58,7 @@ NOTES, NOTES_VERSION = "notes.json", 1
 
 
 def partition_dataset(
-    dataset: str | Dataset,
-    scheme: Scheme,
-    *,
-    seed: int,
-    held_out_fraction: float,
-    validation_fraction: float,
-    normalization: MeasuredOn = "seen",
-    root: Path | str | None = None,
-    fix: bool = False,
+    dataset: str | Dataset, settings: PartitionSettings, *, root: Path | str | None = None, fix: bool = False
 ) -> Path:
     """Return the folder of a partition; create it unless an earlier call with the same inputs did.
 
@@ -81,8 +72,6 @@ def partition_dataset(
     ----------
     dataset
         A source that is on disk (``fedloom data fetch``), or its name.
-    scheme, seed, held_out_fraction, validation_fraction, normalization
-        As in the experiment file.
     root
         Data root; see :func:`~fedloom.data.folders.data_root`.
     fix
@@ -90,10 +79,9 @@ def partition_dataset(
         returned unchecked, and damage is an error when it is read.
     """
     source = datasets.find_dataset(dataset) if isinstance(dataset, str) else dataset
-    settings = PartitionSettings(scheme, seed, float(held_out_fraction), float(validation_fraction), normalization)
     settings.check(source)
     checksums = datasets.checksums(source, root)
-    folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
+    folder = _folder(source, checksums, settings, root)
     if fix or not folder.exists():
         _make(folder, source, checksums, settings, root, fix)
     for note in notes_of(folder):
@@ -101,23 +89,12 @@ def partition_dataset(
     return folder
 
 
-def made_partition(
-    source: Dataset,
-    scheme: Scheme,
-    *,
-    seed: int,
-    held_out_fraction: float,
-    validation_fraction: float,
-    normalization: MeasuredOn = "seen",
-    root: Path | str | None = None,
-) -> Path | None:
-    """Return the folder of a partition if it is on this machine, as :func:`partition_dataset` names it; else None."""
-    settings = PartitionSettings(scheme, seed, float(held_out_fraction), float(validation_fraction), normalization)
+def made_partition(source: Dataset, settings: PartitionSettings, root: Path | str | None = None) -> Path | None:
+    """Return the folder that :func:`partition_dataset` makes if it is on this machine, else None."""
     try:
-        checksums = datasets.checksums(source, root)
+        folder = _folder(source, datasets.checksums(source, root), settings, root)
     except DataError:  # the data set is not here
         return None
-    folder = data_root(root) / "partitions" / f"{source.name}-{_key(source, checksums, settings)}"
     return folder if folder.exists() else None
 
 
@@ -301,8 +278,10 @@ def _of_rows(values: NDArray[Any]) -> Normalization:
     return Normalization(tuple(means), tuple(std or 1.0 for std in deviations))
 
 
-def _key(source: Dataset, checksums: Mapping[str, str], settings: PartitionSettings) -> str:
-    """Return a hash of everything that determines the content of a partition, 12 hex digits."""
+def _folder(
+    source: Dataset, checksums: Mapping[str, str], settings: PartitionSettings, root: Path | str | None
+) -> Path:
+    """Return the folder of a partition, named by a hash of everything that determines its content."""
     inputs = {
         "version": VERSION,
         "dealing": ASSIGNMENT,
@@ -314,7 +293,8 @@ def _key(source: Dataset, checksums: Mapping[str, str], settings: PartitionSetti
     }
     if settings.normalization != "seen":
         inputs["normalization"] = settings.normalization
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
+    key = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
+    return data_root(root) / "partitions" / f"{source.name}-{key}"
 
 
 def _damaged(folder: Path) -> bool:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from fedloom.data.manifest import ClientEntry, Manifest, MeasuredOn, check_shard, read_manifest, read_shard, shard_path
+from fedloom.data.assignment import PartitionSettings
+from fedloom.data.manifest import ClientEntry, Manifest, check_shard, read_manifest, read_shard, shard_path
 from fedloom.errors import DataError
 from fedloom.storage import Absent, Store
 from fedloom.storage.folder import FolderStore, make_private, write_atomically
@@ -62,15 +61,7 @@ def publish(folder: Path, store: Store) -> None:
     log.info("published the partition of %s (%d clients) at %s", manifest.dataset, len(manifest.clients), store.url)
 
 
-def is_published(
-    store: Store,
-    dataset: str,
-    scheme: Mapping[str, Any],
-    seed: int,
-    held_out_fraction: float,
-    validation_fraction: float,
-    normalization: MeasuredOn,
-) -> Manifest | None:
+def is_published(store: Store, dataset: str, settings: PartitionSettings) -> Manifest | None:
     """Return the manifest of a complete partition in its store; None if there is none, or its settings differ.
 
     A caller that finds it does not need the data set: a restarted aggregator must not depend on a download server. The
@@ -84,9 +75,9 @@ def is_published(
     except Absent:
         return None
     found = Manifest.from_json(there.decode(), where=f"{store.url}/{MANIFEST}")
-    fractions = found.held_out_fraction, found.validation_fraction
-    made_with = found.dataset, found.scheme, found.seed, fractions, found.measured_on
-    if made_with != (dataset, scheme, seed, (float(held_out_fraction), float(validation_fraction)), normalization):
+    made_with = (found.seed, found.held_out_fraction, found.validation_fraction, found.measured_on)
+    wanted = (settings.seed, settings.held_out_fraction, settings.validation_fraction, settings.normalization)
+    if made_with != wanted or (found.dataset, found.scheme) != (dataset, settings.scheme.model_dump(mode="json")):
         return None
     store.write(MANIFEST, there)
     return found

@@ -13,7 +13,7 @@ from fedloom.algorithms.example_privacy import check_example_privacy
 from fedloom.data.augment import check_augment
 from fedloom.data.datasets import Dataset
 from fedloom.data.input_spec import specs_of
-from fedloom.data.local import tell_notes
+from fedloom.data.local import log_notes
 from fedloom.data.schemes import MeansScheme
 from fedloom.errors import ExperimentError
 from fedloom.experiment.sections import Data, Experiment, Federation, OwnData
@@ -60,7 +60,7 @@ def check_compatibility(experiment: Experiment) -> list[SettingError]:
             _error("task.name", fault.text) if by_task else fault
         ]  # by default the source has the experiment's task
     if source is not None:
-        tell_notes(source.notes)
+        log_notes(source.notes)
     found = [error for check in DATA_CHECKS for error in check(combination)]
     if not found:  # a model for invalid data would only cause a follow-up error
         found += _check_model(combination)

@@ -27,6 +27,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from fedloom.algorithms.base import available, find_algorithm
 from fedloom.core.home import expanded
 from fedloom.core.settings import Settings
+from fedloom.data.assignment import PartitionSettings
 from fedloom.data.augment import Augment
 from fedloom.data.datasets import DATASETS, Dataset
 from fedloom.data.folders import data_root
@@ -117,6 +118,12 @@ class Data(Section):
     )
 
     augment: Augment = ()
+
+    def partition_settings(self, seed: int) -> PartitionSettings:
+        """Return the settings of a partition with this seed."""
+        return PartitionSettings(
+            self.partition, seed, self.held_out_fraction, self.validation_fraction, self.normalization
+        )
 
     def opened(self) -> Dataset:
         """Return the source; a local data set is read unless it has been read before.

@@ -156,6 +156,7 @@ def partition_task(data: str, files: Path, out: Path) -> dict[str, Any]:
     """
     from pydantic import TypeAdapter
 
+    from fedloom.data.assignment import PartitionSettings
     from fedloom.data.manifest import read_manifest
     from fedloom.data.partition import partition_dataset
     from fedloom.data.schemes import Scheme
@@ -165,7 +166,7 @@ def partition_task(data: str, files: Path, out: Path) -> dict[str, Any]:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as root:
         (Path(root) / "datasets").symlink_to((files / "datasets").resolve())
-        partition_dataset(settings.pop("dataset"), scheme, root=root, **settings).replace(out)
+        partition_dataset(settings.pop("dataset"), PartitionSettings(scheme, **settings), root=root).replace(out)
     manifest = read_manifest(out)
     return {
         "fingerprint": manifest.fingerprint,

@@ -182,16 +182,7 @@ def make_partition(experiment: Experiment) -> FederatedDataset:
 
 def make_data(data: Data, seed: int) -> FederatedDataset:
     """Return the partition of a ``data`` section, created if needed and verified; raise as :func:`make_partition`."""
-    folder = partition_dataset(
-        data.opened(),
-        data.partition,
-        seed=seed,
-        held_out_fraction=data.held_out_fraction,
-        validation_fraction=data.validation_fraction,
-        normalization=data.normalization,
-        root=data.root,
-    )
-    dataset = FederatedDataset.open(folder)
+    dataset = FederatedDataset.open(partition_dataset(data.opened(), data.partition_settings(seed), root=data.root))
     dataset.verify()
     return dataset
 

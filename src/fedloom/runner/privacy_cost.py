@@ -263,15 +263,7 @@ def _partition(e: Experiment) -> Manifest | None:
     if isinstance(e.data, OwnData):
         return None
     data = e.data
-    folder = made_partition(
-        data.opened(),
-        data.partition,
-        seed=e.seed,
-        held_out_fraction=data.held_out_fraction,
-        validation_fraction=data.validation_fraction,
-        normalization=data.normalization,
-        root=data.root,
-    )
+    folder = made_partition(data.opened(), data.partition_settings(e.seed), data.root)
     return None if folder is None else FederatedDataset.open(folder).manifest
 
 

@@ -405,7 +405,7 @@ def _check_header(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
             raise ValueError(f"{member.filename} has version {version} of the npy format; use 1.0 or 2.0")
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
-        declared, size = math.prod(shape) * dtype.itemsize, member.file_size - file.on_progress()
+        declared, size = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
         if dtype.hasobject or min(shape, default=0) < 0 or declared != size:
             raise ValueError(f"{member.filename} declares {dtype} of shape {list(shape)}, and holds {size:,} bytes")
 

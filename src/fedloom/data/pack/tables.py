@@ -329,7 +329,7 @@ def read_csv(path: Path, request: Request, errors: ValidationErrors, on_progress
             for row in rows:
                 line = rows.line_num
                 if reader.add(row, line):
-                    on_progress("reading rows", raw.on_progress(), total)
+                    on_progress("reading rows", raw.tell(), total)
         except UnicodeDecodeError:
             errors.add("not UTF-8 text", f"line {undecodable_line(path)}")
         except csv.Error as error:
