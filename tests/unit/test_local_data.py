@@ -260,7 +260,7 @@ def test_errors_of_a_frame_or_table_are_named(tmp_path: Path, monkeypatch: pytes
         ({"label": "sort"}, ("no column 'sort'", "data.source.label", "height", "kind")),
         ({"label": "kind", "client": "city"}, ("no column 'city'", "data.source.client", "height")),
         ({"label": "kind", "split": "part"}, ("no column 'part'", "data.source.split", "height")),
-        ({"label": "kind"}, ("no number", "column hospital: 'ann'", "data.source.client")),
+        ({"label": "kind"}, ("not a number", "column hospital: 'ann'", "data.source.client")),
     ):
         with refused(DataError, *said) as told:
             section = {"dataset": "table", "source": {"path": str(tmp_path / "t.csv"), **source}, "root": str(tmp_path)}

@@ -342,7 +342,7 @@ def test_everything_wrong_with_a_table_is_named_with_its_line_and_counted(tmp_pa
     for facts in (
         ("label missing", 1, "line 3"),
         ("unknown label", "no, yes, perhaps", 2, "line 41", "maybe", "line 42", "never"),
-        ("no number", 1, "line 5, column v", "abc"),
+        ("not a number", 1, "line 5, column v", "abc"),
         ("value missing", 1, "line 8, column v"),
         ("cells", 4, 1, "line 13", 3),
         ("finite", 2, "line 21, column w", "nan", "line 22", "inf"),
@@ -370,9 +370,9 @@ def test_many_errors_of_a_kind_are_counted_and_the_first_named(tmp_path: Path) -
         (b"u,v,label\n1,2,no\n", (2, "data.own.input_shape [3]", 3)),
         (b"u,v,w,label\n" + 59 * b"1,2,3,no\n" + b"1,2,\xff,no\n", ("UTF-8", "line 61")),
         (b"u,v,label,\n1,2,no,\n", ("column 4 of 4",)),
-        (b'u,v,w,label\n1,2,3,no\n1,2,"3,no\n', ("no CSV", "line")),
+        (b'u,v,w,label\n1,2,3,no\n1,2,"3,no\n', ("malformed CSV", "line")),
         (b"u,v,w,label\n", ("no examples",)),
-        (b"u,v,w,label\n" + b"1" * 200_000 + b",2,3,no\n", ("no CSV", "line 1:", "131072")),
+        (b"u,v,w,label\n" + b"1" * 200_000 + b",2,3,no\n", ("malformed CSV", "line 1:", "131072")),
     ],
 )
 def test_a_csv_file_that_is_none(content: bytes, facts: tuple[object, ...], tmp_path: Path) -> None:

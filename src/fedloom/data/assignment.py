@@ -233,7 +233,7 @@ def _notes_on_copies(official: RawDataset) -> list[str]:
 
 
 def _unused(scheme: MixScheme, split: str, size: NDArray[np.int64], used: int, available: int) -> bool:
-    """Return True if a large part of a pool is assigned to no client although no limit asks for that."""
+    """Return True if a large part of a pool stays unassigned, although no limit requires that."""
     cap = scheme.cap(split)
     exact = isinstance(scheme, FixedScheme) or (isinstance(scheme, ImbalancedScheme) and split == "train")
     asked = exact or (cap is not None and bool((size >= cap).all()))

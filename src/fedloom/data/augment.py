@@ -157,7 +157,7 @@ def _made(one: Any) -> Transform:
             found=name,
         )
     if name in MIXING:
-        raise ExperimentError(f"{KEY}: leave out {name}: a transform must change one image alone", key=KEY, found=name)
+        raise ExperimentError(f"{KEY}: leave out {name}: a transform must change a single image", key=KEY, found=name)
     kind = getattr(v2, name, None)
     if not isinstance(kind, type) or not issubclass(kind, v2.Transform):
         known = [each for each in dir(v2) if isinstance(getattr(v2, each), type)]

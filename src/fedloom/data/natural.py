@@ -119,7 +119,7 @@ def _qualified(
     qualified = [owner for owner in owners if owner not in unfit]
     if not qualified or len(qualified) < (scheme.clients or 0):
         key, found = ("min_examples", scheme.min_examples) if scheme.clients is None else ("clients", scheme.clients)
-        fewer = f"ask for at most {len(qualified)}, or " if qualified else "ask for "
+        fewer = f"use at most {len(qualified)}, or " if qualified else "use "
         raise ExperimentError(
             f"data.partition.{key}: at {found}, {len(qualified)} of {len(owners)} owners qualify: {len(few)} have "
             f"fewer than {scheme.min_examples} examples (min_examples), and {len(empty)} more would have no train, "

@@ -41,7 +41,7 @@ class Overlap:
 
 
 def apart_by_reserve(trained_on: Manifest, new: Manifest) -> Overlap | None:
-    """Return an empty overlap if the manifests alone prove it: one partition assigns what the other reserves."""
+    """Return an empty overlap if the manifests prove it: one partition assigns the examples that the other reserves."""
     both = (trained_on, new)
     sides = {bool((manifest.scheme.get("reserve") or {}).get("deal")) for manifest in both}
     same = trained_on.reserved is not None and trained_on.reserved == new.reserved

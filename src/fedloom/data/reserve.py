@@ -1,6 +1,6 @@
 """Reserve: examples set aside before anything is assigned, so that new clients have data that no client trained on.
 
-The choice depends on the data set alone, not on the seed. All partitions with the same reserve set aside the same
+The choice depends only on the data set, not on the seed. All partitions with the same reserve set aside the same
 examples, whatever their seed and scheme, and a larger reserve contains a smaller one.
 """
 

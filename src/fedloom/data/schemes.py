@@ -24,7 +24,7 @@ from fedloom.data.manifest import SPLITS
 from fedloom.data.scheme_base import CLIENTS, ByClass, MixScheme, ReservingScheme, SchemeSettings, partition_error
 
 _TRAIN_CAP = "Maximum number of training examples per client; the class mix is kept."
-FEWER = "fewer examples per class, or for fewer clients or labels_per_client"
+FEWER = "fewer examples per class, fewer clients or fewer labels_per_client"
 _TEST_CAP = "Maximum number of test examples per client; the class mix is kept."
 
 
@@ -226,7 +226,7 @@ class ImbalancedScheme(MixScheme):
             fault = (
                 f"needs {math.ceil(needed[c] - 1e-6):,} training examples of class {c}, and there are {available[c]:,}"
             )
-            raise partition_error("large_size", self.large_size, fault, f"{smaller}, or for more even mixes")
+            raise partition_error("large_size", self.large_size, fault, f"{smaller}, or more even mixes")
         return size
 
     def _large(self, seen: NDArray[np.bool_], seed: int) -> NDArray[np.bool_]:
@@ -298,7 +298,7 @@ class FixedScheme(MixScheme):
                     f"needs {needed[short, place]:,} {split} examples of class {short}, and there are "
                     f"{len(pool[short]):,}, because equal inputs stay in one split"
                 )
-                raise partition_error("train_per_class", self.train_per_class, fault, f"ask for {FEWER}")
+                raise partition_error("train_per_class", self.train_per_class, fault, f"use {FEWER}")
         return pools
 
     def _refuse_shortage(
@@ -319,7 +319,7 @@ class FixedScheme(MixScheme):
             f"needs {holders[c] * per_client.sum():,} examples of class {c}, and there are {available[c]:,}: "
             f"{holders[c]} clients hold it, each with {train} training, {validation} validation, {test} test examples"
         )
-        raise partition_error("train_per_class", self.train_per_class, fault, f"ask for {remedy}")
+        raise partition_error("train_per_class", self.train_per_class, fault, f"use {remedy}")
 
 
 class NaturalScheme(ReservingScheme):

@@ -77,7 +77,7 @@ class Targets:
 
     @property
     def ignored(self) -> int | None:
-        """Value that marks a pixel without a class, or a place without a target; None: there is none."""
+        """Value that marks a pixel without a class, or a place without a target, if there is one."""
         return None if self.task == "segmentation" and self.outputs > IGNORED[self.task] else IGNORED.get(self.task)
 
     def normalized(self, found: Normalization) -> Targets:
@@ -121,7 +121,7 @@ class Targets:
         if self.ignored is not None:
             wrong &= y != self.ignored
         if wrong.any():
-            also = "" if self.ignored is None else f", or {self.ignored} where there is none"
+            also = "" if self.ignored is None else f", or {self.ignored} for no target"
             return f"a target is {int(y[wrong][0])}; targets must be 0 to {most}{also}"
         return None
 

@@ -32,5 +32,5 @@ class TextColumn(Settings):
         "own side.",
     )
     mask: bool = Field(
-        default=True, description="True: the inputs are `input_ids` and `attention_mask`; false: the ids alone."
+        default=True, description="True: the inputs are `input_ids` and `attention_mask`; false: only the ids."
     )

@@ -36,7 +36,7 @@ def remember_metric(function: Any) -> str:
     """
     name = getattr(function, "__name__", type(function).__name__)
     if not name.isidentifier():
-        raise ExperimentError(f"{KEY}: {name} is no name; define the metric with `def` or `class`", key=KEY)
+        raise ExperimentError(f"{KEY}: {name} is not a valid name; define the metric with `def` or `class`", key=KEY)
     _IN_MEMORY[name] = function
     return f"{MEMORY}{name}"
 

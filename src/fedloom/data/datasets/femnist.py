@@ -1,6 +1,6 @@
 """FEMNIST: handwritten digits and letters by writer, made by LEAF from NIST's Special Database 19 (Caldas et al. 2018).
 
-LEAF's script downloads and converts the data; there are no official files. Pixels are LEAF's: dark on white, 1 = white.
+LEAF's script downloads and converts the data; there are no official files. Pixels are as in LEAF: dark on white (1).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ MEDMNIST = {"train": "train", "val": "validation", "test": "test"}
 def read_medmnist(path: Path, request: Request, errors: ValidationErrors, on_progress: OnProgress) -> Examples:
     """Read an npz file of MedMNIST (https://medmnist.com): images or volumes, with one class or several labels.
 
-    Raise DataError if it has other arrays; ExperimentError if owners are asked for, which it does not have.
+    Raise DataError if it has other arrays; ExperimentError if the request names owners, which such files lack.
     """
     if request.client is not None:
         key = "data.source.client"

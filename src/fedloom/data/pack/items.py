@@ -81,7 +81,7 @@ def _check_repeatable(dataset: Any, what: str) -> None:
         if not np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
             raise DataError(
                 f"{what}[{place}]: is another image at every reading, and only one would be kept.",
-                hint="leave out its random transforms, and give them as augment=, which changes training images alone",
+                hint="leave out its random transforms, and give them as augment=, which changes only training images",
                 key=what,
             )
 

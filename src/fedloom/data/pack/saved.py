@@ -71,7 +71,7 @@ def cached(name: str, subset: str | None = None) -> Path:
 def saved_splits(path: Path) -> tuple[dict[str, Any], list[int | None], tuple[str, ...]]:
     """Return the tables of a folder by the names of their splits, the positions of these, and notes.
 
-    A single table, or a split for training alone, has the position None. Splits with other names are left out if there
+    A single table, or a single split for training, has the position None. Splits with other names are left out if there
     is one for training.
 
     Raise ExperimentError if ``datasets`` is not installed; DataError if the folder is neither a saved data set nor one

@@ -164,7 +164,7 @@ class TableBuilder:
                 found = _cell_number(cell)
                 if found is None:
                     missing = cell is None or not str(cell).strip()
-                    fault = "target missing" if missing else "target that is no number"
+                    fault = "target missing" if missing else "target that is not a number"
                     errors.add(fault, f"{self.where(i)}, column {self.header[self.targets[j]]}: {cell!r}")
                 else:
                     values[i, j] = found
@@ -307,7 +307,7 @@ def _called(header: Sequence[str], inputs: Sequence[int], j: int) -> str:
 
 
 def _cell_number(cell: object) -> float | None:
-    """Return the number in a cell of a column of targets; None if there is none."""
+    """Return the number in a cell of a column of targets, if there is one."""
     if isinstance(cell, str):
         found = number(cell)
         return TRUTHS.get(cell.strip().lower()) if found is None else found
@@ -333,7 +333,7 @@ def read_csv(path: Path, request: Request, errors: ValidationErrors, on_progress
         except UnicodeDecodeError:
             errors.add("not UTF-8 text", f"line {undecodable_line(path)}")
         except csv.Error as error:
-            errors.add("no CSV", f"after line {line}: {error}")
+            errors.add("malformed CSV", f"after line {line}: {error}")
     if reader is None:
         errors.refuse()
         raise AssertionError("a file without a header was refused")
@@ -419,7 +419,7 @@ class _CsvReader:
 
 def _fault(text: str, found: float | None, truth: float | None) -> str | None:
     if found is None and truth is None:
-        return "no number" if text.strip() else "value missing"
+        return "not a number" if text.strip() else "value missing"
     if found is not None and abs(found) > EXACT and is_whole(text):
         return "integer beyond 2^53, which cannot be a feature"
     return None

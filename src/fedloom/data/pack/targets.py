@@ -107,7 +107,7 @@ def read_targets(
         f"{where(int(i[0]))}{f', {of_labels[int(i[1])]}' if of_labels else ''}: {y[tuple(i)]:g}"
         for i in np.argwhere(wrong)
     )
-    also = "" if targets.ignored is None else f", or {targets.ignored} where there is none"
+    also = "" if targets.ignored is None else f", or {targets.ignored} for no target"
     errors.add_many(f"target that is not a whole number from 0 to {most}{also}", int(wrong.sum()), places)
     return np.where(wrong, 0, y).astype(targets.stored), targets, notes
 
