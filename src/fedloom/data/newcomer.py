@@ -32,7 +32,7 @@ MOST_EXAMPLES = 1_000_000
 
 
 class Newcomer(FederatedDataset):
-    """Data set of one client that never trains.
+    """Data set of one client that never trains; raise DataError if its data do not meet the run's requirements.
 
     Parameters
     ----------
@@ -44,12 +44,7 @@ class Newcomer(FederatedDataset):
     y
         ``[n]`` int64, or other targets of the run's task, in their own units; or None.
     problem
-        Requirements on the data.
-
-    Raises
-    ------
-    DataError
-        If the data do not meet the requirements.
+        Requirements of the run.
     """
 
     def __init__(self, client: str, x: Inputs, y: Tensor | None, problem: Problem) -> None:

@@ -6,20 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from fedloom.core.home import expanded
 from fedloom.errors import ExperimentError
 from fedloom.storage.base import Store, has_plain_parts
 from fedloom.storage.claim import ClaimStore, claim_place
 from fedloom.storage.folder import FolderStore
-
-
-class S3Place(NamedTuple):
-    """Bucket, and a prefix in it without leading or trailing slashes, possibly empty."""
-
-    bucket: str
-    prefix: str
 
 
 def is_url(text: str | Path) -> bool:
@@ -58,7 +50,7 @@ def open_store(
             f"{url} needs the package minio, which is not installed.", hint="pip install 'fedloom[s3]'"
         ) from error
     variables = os.environ if environment is None else environment
-    return connect(place.bucket, place.prefix, variables, endpoint_from=endpoint_from)
+    return connect(*place, variables, endpoint_from=endpoint_from)
 
 
 def check_place(url: str | Path) -> None:
@@ -67,8 +59,8 @@ def check_place(url: str | Path) -> None:
         s3_place(url)
 
 
-def s3_place(url: str | Path) -> S3Place | None:
-    """Return the bucket and prefix of a URL; None for a folder.
+def s3_place(url: str | Path) -> tuple[str, str] | None:
+    """Return the bucket of a URL, and a prefix in it without slashes at its ends, possibly empty; None for a folder.
 
     Raise ExperimentError if the URL is malformed or unsupported.
     """
@@ -85,4 +77,4 @@ def s3_place(url: str | Path) -> S3Place | None:
         why = "the prefix in s3://BUCKET/PREFIX must have no empty parts, '.' and '..'"
     if why is not None:
         raise ExperimentError(f"{url} is not a valid storage location: {why}.", found=str(url))
-    return S3Place(bucket, prefix)
+    return bucket, prefix
