@@ -79,7 +79,7 @@ class PredictionTask(Settings):
     """Kind of targets, as data sets name it; the kind of FedLoom's own tasks is their name."""
     headline: ClassVar[Headline]
     optional: ClassVar[tuple[str, ...]] = ()
-    """Metrics that are computed only if an experiment asks for them."""
+    """Metrics that are computed only if an experiment requests them."""
     class_axis: ClassVar[int | None] = None
     """Axis of a batch of outputs along which the loss takes a softmax; None if it takes none."""
 
@@ -110,7 +110,7 @@ class PredictionTask(Settings):
 
     @abstractmethod
     def metric_sums(self, target: TargetShape, asked: Collection[str] = ()) -> tuple[MetricSums, ...]:
-        """Return the sums that a client computes, given the optional metrics asked for."""
+        """Return the sums that a client computes, given the optional metrics that an experiment requests."""
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ VALUES = 2**22
 """Number of values processed at once, unless one example has more."""
 
 MOST_CHANNELS = 4
-"""Maximum channels of an image: a larger channel axis before a last axis this small means channels-last images."""
+"""Maximum channels of an image: a larger channel axis opposite an axis this small means swapped axes, an error."""
 
 
 @dataclass(frozen=True, eq=False)

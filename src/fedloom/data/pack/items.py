@@ -11,15 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.core.words import pluralize
+from fedloom.data.pack.arrays import MOST_CHANNELS
 from fedloom.data.pack.pixels import PALETTES, UnfitImage, check_depth, check_frames, orientation
 from fedloom.data.values import as_array
 from fedloom.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-MOST_CHANNELS = 4
-"""Maximum channels of an image: a larger channel axis opposite an axis this small means swapped axes, an error."""
 
 AS_THEY_ARE = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV")
 """Pillow modes whose channels are kept unchanged, as ``ToTensor`` keeps them."""
